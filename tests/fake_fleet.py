@@ -84,6 +84,12 @@ class FakeRings:
         self.is_closed = True
         self.live.clear()
 
+    def end_all(self) -> None:
+        """End all requests as an engine does whose owner is gone, or closes it."""
+        for number in self.live:
+            self._out.append(End(number, FinishReason.CANCELLED, None, None))
+        self.live.clear()
+
     def give(self, number: int) -> str | None:
         """End a request that goes on elsewhere; its ticket."""
         if (item := self.live.get(number)) is None or item.is_open:
@@ -224,6 +230,14 @@ class FakeFleet:
         """End an engine; the fleet sees it with its next look."""
         client = self[name]
         if client is not None and client.failure is None:
+            client.die()
+
+    def close(self, name: int | str) -> None:
+        """Close an engine: it ends what it has, and is gone."""
+        client = self[name]
+        if client is not None and client.failure is None:
+            client.rings.end_all()
+            client.deliver()
             client.die()
 
     def look(self) -> None:

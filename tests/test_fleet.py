@@ -26,7 +26,7 @@ EVENTS = st.lists(
         st.tuples(st.sampled_from(["step", "look"]), st.just(0), st.just("")),
         st.tuples(st.just("token"), st.integers(0, 20), st.just("")),
         st.tuples(st.just("unheard"), st.integers(0, 20), st.just("")),
-        st.tuples(st.just("kill"), st.integers(0, 2), st.just("")),
+        st.tuples(st.sampled_from(["kill", "close"]), st.integers(0, 2), st.just("")),
         st.tuples(st.sampled_from(["full", "room"]), st.integers(0, 2), st.just("")),
         st.tuples(st.just("update"), st.integers(0, 20), st.sampled_from(["LS", "BE"])),
     ),
@@ -62,6 +62,8 @@ class World:
             self._token(number, is_heard=what == "token")
         elif what == "kill":
             fleet.kill(number)
+        elif what == "close":
+            fleet.close(number)
         elif what in ("full", "room") and fleet[number] is not None:
             fleet[number].rings.is_full = what == "full"
         elif what == "update" and self.asked:
@@ -152,6 +154,23 @@ def test_what_is_asked_of_a_request_reaches_the_engine_that_has_it(fleet: FakeFl
     assert first.finish_reason is FinishReason.CANCELLED
 
 
+def test_an_engine_that_is_closed_ends_no_request_that_its_clients_wait_for(
+    fleet: FakeFleet,
+) -> None:
+    """Its own process is told to end, or whoever started it was killed: it cancels all it has."""
+    handles = submit(fleet, 6)
+    fleet.step()
+    handles[0].cancel()
+    fleet.close(0)
+    assert handles[0].result(timeout=0).finish_reason is FinishReason.CANCELLED
+    for _ in range(8):
+        fleet.look()
+        fleet.step()
+    for i, handle in enumerate(handles[1:], 1):
+        assert handle.result(timeout=0).token_ids == answer((i, 1, 2), 4)
+    assert fleet.client.engines()[0]["taken"] == 1
+
+
 def test_a_prompt_that_grows_stays_with_its_engine_and_moves_with_it(fleet: FakeFleet) -> None:
     opened = fleet.engine.open("BE", [7] * 20)
     opened.append([8] * 20)
@@ -219,9 +238,20 @@ def test_an_engine_that_drains_or_is_full_is_passed_over(fleet: FakeFleet) -> No
         submit(fleet, 1)
     fleet[1].rings.num_waiting = 0
     fleet[1].rings.is_full = True
-    with pytest.raises(QueueFullError, match="the ring is full"):
+    with pytest.raises(QueueFullError, match="all of 2 engines have full queues"):
         submit(fleet, 1)
     assert fleet.client.engines()[1]["BE"] == 0, "what was not taken is not counted"
+
+
+def test_a_request_that_one_ring_has_no_room_for_goes_to_the_next(fleet: FakeFleet) -> None:
+    fleet[0].rings.is_full = True
+    submit(fleet, 4)
+    assert [len(fleet[i].rings.live) for i in range(3)] == [0, 2, 2]
+    assert [e["BE"] for e in fleet.client.engines()] == [0, 2, 2]
+    for i in range(3):
+        fleet[i].rings.is_full = True
+    with pytest.raises(QueueFullError):
+        submit(fleet, 1)
 
 
 def test_a_flapping_engine_is_held_out_longer_each_time() -> None:
@@ -322,10 +352,9 @@ def test_the_prefix_cache_that_was_reset_decides_nothing() -> None:
         fleet.engine.submit(prompt, "LS", 1, sampling=GREEDY)
         fleet.step()
     assert [e["sent"] for e in fleet.client.engines()] == [3, 0]
-    fleet.engine.submit((1, 2), "LS", 1, sampling=GREEDY)
     fleet.engine.reset_prefix_cache()
     fleet.engine.submit(prompt, "LS", 1, sampling=GREEDY)
-    assert [e["sent"] for e in fleet.client.engines()] == [4, 1]
+    assert [e["sent"] for e in fleet.client.engines()] == [3, 1]
     fleet.client.close()
 
 

@@ -96,6 +96,22 @@ def test_kill_9_of_either_engine_changes_no_answer(two: Two) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_that_is_closed_under_load_loses_no_answer(two: Two) -> None:
+    """So it is if whoever started it is killed, or its time to drain is over: it cancels all."""
+    with ExitStack() as stack:
+        fleet = QLLMEngine.connect(two.address, route="least", backoff=QUICK)
+        stack.callback(fleet.close)
+        served = stack.enter_context(serving(fleet))
+        expected = [client.answer() for client in ask_all(served)]
+        for index in (0, 1):
+            clients = ask_until_they_run(served)
+            two.engines[index].close()
+            assert [client.answer() for client in clients] == expected
+            two.bring_back(index)
+            until(lambda index=index: is_up(served, index))
+
+
+@pytest.mark.slow
 def test_without_an_engine_503_says_when_to_come_back(two: Two) -> None:
     with ExitStack() as stack:
         fleet = QLLMEngine.connect(two.address, route=broken, backoff=QUICK)

@@ -164,6 +164,7 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "serving.fleet": "frontend.members frontend.router frontend.routes",
+    "serving.rebalancing": "frontend.rebalance frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     # captures the stages of models that it only compiles
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover runner.runner",

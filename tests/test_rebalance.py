@@ -260,6 +260,18 @@ def test_it_moves_once_with_its_kv_and_keeps_its_tokens(fleet: FakeFleet) -> Non
     assert moved == {str(i): int(i == own) for i in range(3)}
     fleet.step()
     assert len(rebalancer(fleet).costs._last) == 1, "its first token there says what it cost"
+    for other in ls:
+        other.cancel()
+    ls = busy_with_ls(fleet, there)
+    waited(fleet, 1.5 * AFTER_S)
+    rebalancer(fleet).look()
+    fleet[there].deliver()
+    assert at(fleet, be) == there, "it was moved once: it waits twice as long"
+    waited(fleet, AFTER_S)
+    rebalancer(fleet).look()
+    fleet[there].deliver()
+    until(lambda: be.number not in fleet[there].handles)
+    until(lambda: any(be.number in fleet[i].handles for i in range(3)))
     finished(fleet, be, *ls)
 
 
@@ -373,3 +385,26 @@ def test_without_hand_over_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     off = FakeFleet(2, by_class, rebalance_s=0)
     assert off.client._rebalancer is None
     off.client.close()
+
+
+def test_a_request_stands_since_it_came_or_since_its_last_token_and_not_while_paused(
+    fleet: FakeFleet,
+) -> None:
+    client = fleet[0]
+    before_ns = client.now_ns()
+    be, *others = [started(fleet) for _ in range(3)]
+    client = fleet[at(fleet, be)]
+    for other in others:
+        other.cancel()
+
+    def still_s() -> list[float]:
+        return [still for entry, still in client.standing() if entry.handle is be]
+
+    (new,) = still_s()
+    assert 0 <= new <= (client.now_ns() - before_ns) / SECOND_NS
+    be.pause()
+    assert still_s() == []
+    be.resume()
+    assert len(still_s()) == 1
+    be.update(priority="LS")
+    assert still_s() == [], "LS does not move"

@@ -134,31 +134,69 @@ def test_a_long_prompt_waits_in_its_pool_as_long_as_it_takes_itself() -> None:
         assert by_length(replace(long, is_short=True), [idle, busy]) is idle
 
 
+def first_token_s(request: RequestView, engine: EngineView) -> float:
+    """When a request would have its first token, if nothing else came."""
+    rest = max(1, request.num_prompt_tokens - engine.num_kept(request))
+    return (engine.ls_start_s if request.is_ls else engine.busy_s) + rest * engine.costs.token_s
+
+
 @given(fleet=fleets(), request=requests)
-def test_prefix_takes_the_longest_unless_load_differs(
+def test_prefix_takes_the_longest_unless_its_first_token_comes_much_later(
     fleet: list[EngineView], request: RequestView
 ) -> None:
-    found, plain = by_prefix(request, fleet), by_class(request, fleet)
-    load = (lambda e: e.ls_start_s) if request.is_ls else (lambda e: e.busy_s)
+    def load_s(engine: EngineView) -> float:
+        return engine.ls_start_s if request.is_ls else engine.busy_s
+
+    def first_token_s(engine: EngineView) -> float:
+        rest = max(1, request.num_prompt_tokens - engine.num_kept(request))
+        return load_s(engine) + rest * engine.costs.token_s
+
+    found = by_prefix(request, fleet)
+    plain = by_prefix(replace(request, pages=()), fleet)
+    assert load_s(plain) == load_s(by_class(request, fleet))
     most = max(engine.num_kept(request) for engine in fleet)
-    saved_s = (most - plain.num_kept(request)) * found.costs.token_s
-    best = min(load(e) for e in fleet if e.num_kept(request) == most)
-    if best <= LOAD_RATIO * load(plain) + saved_s:
+    best = min((e for e in fleet if e.num_kept(request) == most), key=load_s)
+    if first_token_s(best) <= LOAD_RATIO * first_token_s(plain):
         assert found.num_kept(request) == most
-        assert load(found) == best
+        assert load_s(found) == load_s(best)
     else:
         assert found is plain
 
 
-def test_a_kept_prefix_is_worth_what_it_saves_and_half_of_the_others_load() -> None:
+@pytest.mark.parametrize("priority", [Priority.LS, Priority.BE])
+def test_a_kept_prefix_is_worth_a_first_token_that_comes_a_quarter_later(
+    priority: Priority,
+) -> None:
     """Costs are ratios of two, so that sums are exact and a tie is one."""
-    costs, request = Costs(token_s=1 / 8), RequestView(Priority.LS, 600, 1, pages=PAGES)
+    costs, request = Costs(token_s=1 / 8), RequestView(priority, 600, 1, pages=PAGES)
     kept = frozenset(PAGES)
-    for other, most in ((0, 512), (100, 512 + 150)):
-        there = EngineView("other", costs=costs, ls=Backlog(1, 1, other, 0))
+    what = "ls" if priority == Priority.LS else "be"
+    for other, most in ((0, 750 - 88), (100, 875 - 88)):
+        there = EngineView("other", costs=costs, **{what: Backlog(1, 1, other, 0)})
         for load, name in ((most, "keeps"), (most + 1, "other")):
-            keeps = EngineView("keeps", costs=costs, ls=Backlog(1, 1, load, 0), kept=kept)
+            keeps = EngineView("keeps", costs=costs, kept=kept, **{what: Backlog(1, 1, load, 0)})
             assert by_prefix(request, [there, keeps]).name == name
+
+
+def test_new_beginnings_go_to_idle_engines_in_turns() -> None:
+    """Else the first of them would get all, and keep no more than one engine can."""
+    for priority in (Priority.LS, Priority.BE):
+        request = RequestView(priority, 600, 1, pages=PAGES)
+        a, b, c = (EngineView(name, num_sent=sent) for name, sent in (("a", 2), ("b", 1), ("c", 1)))
+        assert by_prefix(request, [a, b, c]) is b
+        assert by_prefix(replace(request, pages=()), [a, b, c]) is b
+        a.kept = frozenset(PAGES[:1])
+        assert by_prefix(request, [a, b, c]) is a, "it saves a page"
+    b.be = Backlog(1)
+    assert by_prefix(replace(request, pages=()), [b, c]) is c, "b has one"
+    b.be, b.ls = Backlog(), Backlog(1)
+    ls = RequestView(Priority.LS, 60, 1)
+    assert by_prefix(ls, [b, c]) is c
+    c.ls, c.be = Backlog(1), Backlog(1, 0, 0, 9)
+    b.refresh(), c.refresh()
+    assert by_prefix(ls, [c, b]) is b, "it has less to do"
+    fast = EngineView("fast", costs=Costs(token_s=1e-5), num_sent=1)
+    assert by_prefix(ls, [fast, EngineView("slow")]).name == "slow", "an idle one is an idle one"
 
 
 @given(fleet=fleets(), request=requests)

@@ -2,13 +2,15 @@
 
 Rows: `killed` (two engines of `tiny`, one thread each, one killed with SIGKILL under load, answers
 against those of a calm run), `pools` (four simulated engines, routes alternated on the same
-requests), `prefix` (three engines of `tiny`, conversations, hits as the engines count them),
+requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them),
 `router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
-engines and 10^6 requests; nothing is computed), `state` (its bytes) and `front_end` (memory
-of its process). The last line of stdout is one JSON document.
+engines and 10^6 requests; nothing is computed), `state` (its bytes), `front_end` (memory of its
+process) and `rebalance`, `rebalance_sim` (BE that stands still moves or stays; `rebalancing.py`).
+The last line of stdout is one JSON document.
 
-    python -m bench.serving.fleet [--rows killed pools prefix router scale state front_end]
-                                  [--quick]
+    python -m bench.serving.fleet [--quick]
+        [--rows killed pools prefix router scale state front_end rebalance
+         rebalance_sim]
 """
 
 import argparse
@@ -17,11 +19,13 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ import httpx
 
 from bench.common import machine
 from bench.serving.qllm_serve import serving
+from bench.serving.rebalancing import rebalance, simulated
 from qllm import QLLMEngine, SamplingParams, Slo
 from qllm.config import EngineConfig
 from qllm.frontend.members import Backoff
@@ -46,8 +51,8 @@ TINY = {"threads": 1, "conformance": False, "exactness": "batch-invariant"}
 
 
 @contextmanager
-def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, list[QLLMEngine]]]:
-    """A front end to so many engine processes of this machine."""
+def engines_of(num: int, **settings: Any) -> Iterator[tuple[str, list[QLLMEngine]]]:
+    """So many engine processes of this machine, and where to meet them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         paths = [str(folder / f"engine-{i}") for i in range(num)]
@@ -57,8 +62,16 @@ def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, l
             )
             for path in paths
         ]
-        front = QLLMEngine.connect(",".join(paths), route=route, backoff=Backoff(first_s=3600))
-        yield stack.enter_context(front), engines
+        yield ",".join(paths), engines
+
+
+@contextmanager
+def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, list[QLLMEngine]]]:
+    """A front end to so many engine processes of this machine."""
+    with engines_of(num, **settings) as (there, engines):
+        front = QLLMEngine.connect(there, route=route, backoff=Backoff(first_s=3600))
+        with front:
+            yield front, engines
 
 
 def killed(quick: bool, seed: int) -> dict[str, Any]:
@@ -169,40 +182,107 @@ def ratios(of: dict[str, float], base: dict[str, float]) -> dict[str, float | No
     return {key: round(of[key] / base[key], 3) if base[key] else None for key in keys}
 
 
+FIRST, ASKED, ANSWERED = 400, 40, 24
+"""Tokens with which a chat begins, of each further question, and of each answer."""
+
+
+class Chats:
+    """Chats of random tokens, the same for every route.
+
+    Args:
+        count: How many.
+        turns: Questions of each.
+        seed: Of tokens and times.
+    """
+
+    def __init__(self, count: int, turns: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.turns = turns
+        self.history = [self.tokens(FIRST) for _ in range(count)]
+        self.asked = [[self.tokens(ASKED) for _ in range(turns)] for _ in range(count)]
+
+    def tokens(self, count: int) -> list[int]:
+        """Tokens of `tiny`."""
+        return [self.rng.randrange(8, 250) for _ in range(count)]
+
+    def ask(self, front: QLLMEngine, chat: int, turn: int) -> Any:
+        """Ask the next question of a chat."""
+        self.history[chat] += self.asked[chat][turn]
+        return front.submit(self.history[chat], "LS", ANSWERED, sampling=GREEDY)
+
+    def at_once(self, front: QLLMEngine) -> None:
+        """All ask at once, in random order, and again when all are answered."""
+        chats = range(len(self.history))
+        for turn in range(self.turns):
+            order = self.rng.sample(chats, len(chats))
+            handles = {chat: self.ask(front, chat, turn) for chat in order}
+            for chat, handle in handles.items():
+                self.history[chat] += handle.result(timeout=300).token_ids
+
+    def at_random(self, front: QLLMEngine) -> None:
+        """Each waits at random after an answer, a second on average."""
+        seeds = [self.rng.random() for _ in self.history]
+
+        def talk(chat: int) -> None:
+            rng = random.Random(seeds[chat])
+            time.sleep(rng.uniform(0, 2))
+            for turn in range(self.turns):
+                answer = self.ask(front, chat, turn).result(timeout=300)
+                self.history[chat] += answer.token_ids
+                time.sleep(rng.expovariate(1))
+
+        with ThreadPoolExecutor(len(self.history)) as pool:
+            list(pool.map(talk, range(len(self.history))))
+
+
 def prefix(quick: bool, seed: int) -> dict[str, Any]:
     """Tokens of prompts that engines had kept, of those that they looked for.
 
-    The turns of all conversations come at once, in random order, and the next ones when all are
-    answered. Engines keep 1.25 times their share of the conversations: together all, none alone.
+    Engines keep 1.25 times their share of six chats each: together all, none alone. `most` is what
+    is found if every whole page that was computed before is.
     """
-    talks, turns = (6, 3) if quick else (18, 5)
-    asked, answered, engines = 40, 24, 3
-    longest = 400 + turns * (asked + answered)
-    kept = int(1.25 * talks * longest / engines)
-    found: dict[str, Any] = {
-        "conversations": talks, "turns": turns, "engines": engines, "kept_tokens": kept
-    }  # fmt: skip
-    for route in ("round-robin", "prefix"):
-        rng = random.Random(seed)
-        history = [[rng.randrange(8, 250) for _ in range(400)] for _ in range(talks)]
+    turns, seeds = (2, 1) if quick else (5, 3)
+    lengths = [FIRST + ASKED + turn * (ASKED + ANSWERED) for turn in range(turns)]
+    most = sum((length - ASKED - 1) // 64 * 64 for length in lengths[1:]) / sum(lengths)
+    kept = int(1.25 * 6 * (FIRST + turns * (ASKED + ANSWERED)))
+    rows = []
+    for num in (3,) if quick else (3, 2, 4):
         settings = {"prefix_cache": True, "prefix_cache_tokens": kept}
-        with fleet(engines, route, **settings) as (front, _):
-            for _ in range(turns):
-                handles = {}
-                for talk in rng.sample(range(talks), talks):
-                    history[talk] += [rng.randrange(8, 250) for _ in range(asked)]
-                    handles[talk] = front.submit(history[talk], "LS", answered, sampling=GREEDY)
-                for talk, handle in handles.items():
-                    history[talk] += handle.result(timeout=300).token_ids
-            stats = front.stats()["prefix_cache"]
-            assert front.fleet is not None
-            sent = [engine["sent"] for engine in front.fleet.engines()]
-        share = stats["hit_tokens"] / stats["queried_tokens"]
-        found[route] = {"hit_share": round(share, 4), "sent": sent}
-    found["prefix_over_round_robin"] = round(
-        found["prefix"]["hit_share"] / max(found["round-robin"]["hit_share"], 1e-9), 2
-    )
-    return found
+        with engines_of(num, **settings) as (there, _):
+            for how in ("at_once", "at_random") if num == 3 else ("at_random",):
+                found = [
+                    {
+                        route: hits(there, route, Chats(6 * num, turns, seed + i), how)
+                        for route in ("round-robin", "prefix")
+                    }
+                    for i in range(seeds)
+                ]
+                ratios = [
+                    pair["prefix"]["hit_share"] / max(pair["round-robin"]["hit_share"], 1e-9)
+                    for pair in found
+                ]
+                rows.append(
+                    {
+                        "engines": num, "chats": 6 * num, "turns": turns, "how": how,
+                        "most": round(most, 4),
+                        "prefix_over_round_robin": round(statistics.median(ratios), 2),
+                        "seeds": found,
+                    }
+                )  # fmt: skip
+    return {"rows": rows}
+
+
+def hits(there: str, route: str, chats: Chats, how: str) -> dict[str, Any]:
+    """Serve chats by one route, with engines that keep nothing yet."""
+    with QLLMEngine.connect(there, route=route) as front:
+        front.reset_prefix_cache()
+        before = front.stats()["prefix_cache"]
+        getattr(chats, how)(front)
+        stats = front.stats()["prefix_cache"]
+        assert front.fleet is not None
+        sent = [engine["sent"] for engine in front.fleet.engines()]
+    found, asked = (stats[key] - before[key] for key in ("hit_tokens", "queried_tokens"))
+    return {"hit_share": round(found / asked, 4), "sent": sent}
 
 
 def cost_of(router: Router, prompts: list[list[int]], count: int) -> list[float]:
@@ -346,6 +426,8 @@ ROWS = {
     "scale": scale,
     "state": state,
     "front_end": front_end,
+    "rebalance": rebalance,
+    "rebalance_sim": simulated,
 }
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from qllm.errors import ConfigError, EngineClosedError, QllmError
+from qllm.errors import ConfigError, EngineClosedError, QllmError, QueueFullError
 from qllm.frontend import rebalance
 from qllm.frontend.client import FarClient, ManyClient
 from qllm.frontend.fleet_requests import FleetLog, SharedRouter
@@ -335,13 +335,18 @@ class FleetClient(FarClient, ManyClient):
             EngineClosedError: No engine takes requests.
             QueueFullError: Those that do have no room.
         """
+        full = set[str]()
         for last in range(len(self.members), -1, -1):
+            num_full = len(full)
             try:
-                with self._routing.sent(handle, submission, self.members, wanted) as client:
+                with self._routing.sent(handle, submission, self.members, wanted, full) as client:
                     put(client)
                 return
             except EngineClosedError:
                 if not last or not self._serves:
+                    raise
+            except QueueFullError:
+                if not last or len(full) == num_full:
                     raise
 
     def _client_of(self, request_id: RequestId) -> RingClient | None:

@@ -61,7 +61,8 @@ class SharedRouter:
         handle: Handle,
         submission: Submission,
         members: "dict[str, Member]",
-        wanted: str | None = None,
+        wanted: str | None,
+        without: set[str],
     ) -> Iterator[RingClient]:
         """Choose an engine that has room, and give its client to the block that submits.
 
@@ -70,6 +71,7 @@ class SharedRouter:
             submission: The request.
             members: The engines.
             wanted: The one to take if it has room; the route is asked for another.
+            without: Engines that had no room; this one is added if it has none.
 
         Raises:
             EngineClosedError: No engine takes requests.
@@ -83,11 +85,13 @@ class SharedRouter:
             is_begun=submission.num_output_tokens > 0,
         )
         num_done = submission.num_output_tokens
-        client, key = self._choose(handle, request, num_done, members, wanted)
+        client, key = self._choose(handle, request, num_done, members, wanted, without)
         try:
             yield client
-        except BaseException:
-            self._leave(handle, key)
+        except BaseException as error:
+            name = self._leave(handle, key)
+            if isinstance(error, QueueFullError) and name is not None:
+                without.add(name)
             raise
 
     def _choose(
@@ -97,10 +101,11 @@ class SharedRouter:
         num_done: int,
         members: "dict[str, Member]",
         wanted: str | None,
+        without: set[str],
     ) -> tuple[RingClient, int]:
         with self.lock:
             closed = {n for n, member in members.items() if not takes_requests(member)}
-            full = {n for n in members.keys() - closed if is_full(members[n])}
+            full = {n for n in members.keys() - closed if n in without or is_full(members[n])}
             found = None
             if wanted is not None and wanted not in closed | full:
                 found = next((e for e in self.router.engines if e.name == wanted), None)
@@ -137,8 +142,8 @@ class SharedRouter:
             key = self._keys.pop(entry.handle, None)
             return None if key is None else self.router.left(key)
 
-    def _leave(self, handle: Handle, key: int) -> None:
+    def _leave(self, handle: Handle, key: int) -> str | None:
         with self.lock:
             if self._keys.get(handle) == key:
                 del self._keys[handle]
-            self.router.left(key)
+            return self.router.left(key)

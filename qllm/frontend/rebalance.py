@@ -67,9 +67,7 @@ def choose_move(
     late = [
         request
         for request in requests
-        if request.still_s >= after_s * 2.0**request.num_moves
-        and request.engine in views
-        and views[request.engine].ls.num
+        if request.still_s >= after_s * 2.0**request.num_moves and request.engine in views
     ]
     for request in sorted(late, key=lambda request: -request.still_s):
         own = views[request.engine]
@@ -83,7 +81,10 @@ def choose_move(
 
 
 def _has_room(engine: EngineView, own: EngineView, is_begun: bool) -> bool:
-    """Whether a request would go on at once at an engine: a seat is free and nobody waits."""
+    """Whether a request would go on at once at an engine, beside less LS than where it is.
+
+    A seat is free there and nobody waits.
+    """
     not_for_it = "prefill" if is_begun else "decode"
     waiting = engine.ls.num_waiting + engine.be.num_waiting
     return (

@@ -93,7 +93,7 @@ class RingClient(Client):
         if entry is None:
             return
         log = entry.handle.log
-        if log is not None and end.error is not None and end.error.startswith(CRASHED):
+        if log is not None and self._is_of_the_engine(end, entry):
             return  # its connection ends next, then `_end_all` sees to it
         self._forget(end.request_id)
         if end.error is not None and end.error.startswith(MOVED):
@@ -102,6 +102,14 @@ class RingClient(Client):
         entry.finish(end.request_id, entry.ended or (end.reason, end.error), end.metrics)
         if log is not None:
             log.heard_of(entry)
+
+    def _is_of_the_engine(self, end: End, entry: Open) -> bool:
+        """Whether a request ended because the engine does: nobody here cancelled it."""
+        if end.error is not None:
+            return end.error.startswith(CRASHED)
+        is_cancelled = end.reason is FinishReason.CANCELLED
+        ended_here = entry.ended is not None or entry.handle.finish_reason is not None
+        return is_cancelled and not ended_here and not self._closing
 
     def _moved(self, entry: Open, ticket: str) -> None:
         """The engine handed a request over: it goes on at the next, or here without its KV."""

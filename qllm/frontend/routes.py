@@ -147,6 +147,8 @@ Route = Callable[[RequestView, Engines], EngineView]
 
 _ls_order = attrgetter("ls_start_s", "ls.num", "busy_s")
 _be_order = attrgetter("busy_s", "num_open")
+_ls_turns = attrgetter("ls_start_s", "ls.num", "busy_s", "num_sent")
+_be_turns = attrgetter("busy_s", "num_open", "num_sent")
 
 
 def by_class(request: RequestView, engines: Engines) -> EngineView:
@@ -174,26 +176,37 @@ def _load_s(request: RequestView, engine: EngineView) -> float:
     return engine.ls_start_s if request.is_ls else engine.busy_s
 
 
-LOAD_RATIO = 1.5
-"""`by_prefix` lets load differ by so much."""
+LOAD_RATIO = 1.25
+"""`by_prefix` lets a first token come so many times as late as elsewhere.
+
+More finds more of what is kept, but gathers prompts of one long beginning at one engine.
+"""
 
 
 def by_prefix(request: RequestView, engines: Engines) -> EngineView:
     """To the engine that keeps most of the prompt's beginning, by class among equals.
 
-    Not if it has more than `LOAD_RATIO` times the load of the engine chosen by class, beyond what
-    the kept tokens save.
+    Not if its first token would come more than `LOAD_RATIO` times as late there as at the engine
+    chosen by class, with the rest of the prompt to be computed in both. Where loads are equal too
+    the fewest requests decide: idle engines that are taken in turns keep more than the first alone.
     """
-    fallback = by_class(request, engines)
+    order = _ls_turns if request.is_ls else _be_turns
+    fallback = min(engines, key=order)
     if not request.pages:
         return fallback
     kept = [engine.num_kept(request) for engine in engines]
     most = max(kept)
     best = [engine for engine, tokens in zip(engines, kept, strict=True) if tokens == most]
-    found = by_class(request, best)
-    saved_s = (most - kept[engines.index(fallback)]) * found.costs.token_s
-    load_s, least_s = _load_s(request, found), _load_s(request, fallback)
-    return found if load_s <= LOAD_RATIO * least_s + saved_s else fallback
+    found = min(best, key=order)
+    found_s = _first_token_s(request, found, most)
+    fallback_s = _first_token_s(request, fallback, kept[engines.index(fallback)])
+    return found if found_s <= LOAD_RATIO * fallback_s else fallback
+
+
+def _first_token_s(request: RequestView, engine: EngineView, kept: int) -> float:
+    """Seconds until its first token, if nothing else comes."""
+    rest = max(1, request.num_prompt_tokens - kept)
+    return _load_s(request, engine) + rest * engine.costs.token_s
 
 
 def least(request: RequestView, engines: Engines) -> EngineView:

@@ -1,0 +1,199 @@
+"""Rows of `bench.serving.fleet`: BE requests that stand still go to the other engine, or stay.
+
+Two engines of the 300M model, a thread each, LS that arrives at random for a while, and BE that
+comes first. What makes one engine busier than the other is the mix:
+
+    shared   route `prefix`, all LS begin with the same 1,024 tokens, so one engine gets most of it
+    pinned   a route of a user's: LS belongs to the first engine, BE goes where it has most to spare
+    class    route `class`: LS is spread, so hardly anything stands still
+"""
+
+import random
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from qllm import QLLMEngine, SamplingParams
+from qllm.config import EngineConfig
+from qllm.frontend.rebalance import REBALANCE_S
+from qllm.frontend.routes import EngineView, RequestView, Route, by_class, by_prefix
+from qllm.ingress.remote.meeting import Address, Meeting
+from qllm.measure.random_moe import make_random_moe
+from qllm.record.summary import percentile, request_metrics
+from qllm.sim.fleet import simulate_fleet
+from qllm.sim.presets import preset
+from qllm.types import Priority
+from qllm.workloads.spec import RequestSpec
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+SETTINGS: dict[str, Any] = {
+    "threads": 1, "conformance": False, "exactness": "batch-invariant", "handover_gib": 1.0,
+    "swap_kv_tokens": 8192, "prefix_cache": True,
+}  # fmt: skip
+VOCABULARY = 16000
+
+
+def pinned(request: RequestView, engines: Any) -> EngineView:
+    """LS to the first engine, as if its data lay there."""
+    return engines[0] if request.is_ls else by_class(request, engines)
+
+
+MIXES: dict[str, tuple[Route, int]] = {
+    "shared": (by_prefix, 1024), "pinned": (pinned, 0), "class": (by_class, 0)
+}  # fmt: skip
+
+
+@contextmanager
+def two_engines() -> Iterator[str]:
+    """Two engines that meet front ends over NIXL; their addresses."""
+    with ExitStack() as stack:
+        model, addresses = make_random_moe(size="300m"), []
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                address = Address("127.0.0.1", int(server.getsockname()[1]))
+            meeting = Meeting(address, "tcp", b"")
+            stack.enter_context(QLLMEngine.from_pretrained(model, meeting=meeting, **SETTINGS))
+            addresses.append(str(address))
+        yield ",".join(addresses)
+
+
+def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, seed: int) -> Any:
+    """Serve one mix; what BE and LS waited, and the tokens of BE."""
+    rng = random.Random(seed)
+    route, shared = MIXES[mix]
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(8, VOCABULARY) for _ in range(tokens)]
+
+    head = prompt(shared)
+    be_prompts = [prompt(256) for _ in range(8)]
+    ls: list[Any] = []
+    with QLLMEngine.connect(there, route=route, rebalance_s=rebalance_s) as front:
+        front.reset_prefix_cache()
+        began = time.monotonic()
+        be = [front.submit(p, "BE", 96, sampling=GREEDY) for p in be_prompts]
+        done_s: dict[int, float] = {}
+
+        def wait(number: int) -> None:
+            be[number].result(timeout=600)
+            done_s[number] = time.monotonic() - began
+
+        threads = [threading.Thread(target=wait, args=(i,)) for i in range(len(be))]
+        for thread in threads:
+            thread.start()
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(rate)) < ls_s:
+            time.sleep(max(0.0, began + at_s - time.monotonic()))
+            ls.append(front.submit([*head, *prompt(96)], "LS", 16, sampling=GREEDY))
+        for thread in threads:
+            thread.join()
+        ttft_ms = [handle.result(timeout=600).metrics.ttft_ms for handle in ls]
+        assert front.fleet is not None
+        engines = front.fleet.engines()
+    return {
+        "be_mean_s": round(statistics.mean(done_s.values()), 2),
+        "be_last_s": round(max(done_s.values()), 2),
+        "ls": len(ls),
+        "ls_ttft_p50_ms": round(percentile(ttft_ms, 50), 1),
+        "ls_ttft_p99_ms": round(percentile(ttft_ms, 99), 1),
+        "moved": sum(engine["moved"] for engine in engines),
+        "sent": [engine["sent"] for engine in engines],
+        "tokens": [handle.token_ids for handle in be],
+    }
+
+
+def simulated(quick: bool, seed: int) -> dict[str, Any]:
+    """The same with two simulated engines of the 300M model on a CPU: nothing beside disturbs.
+
+    `load` is that of one engine by LS: with `pinned` all of it falls on the first.
+    """
+    costs = preset("cpu", "300m", "auto")
+    config = EngineConfig(max_kv_tokens=65536, handover_gib=1.0)
+    capacity = costs.capacity(config)
+    ls_s = 96 / capacity.prefill_tokens_per_s + 16 / capacity.output_tokens_per_s
+    found: dict[str, Any] = {"simulated": costs.title}
+    for mix, times in (("pinned", 1), ("class", 2)):
+        for load in (0.7,) if quick else (0.7, 1.0, 1.4):
+            rows = []
+            for number in range(1 if quick else 5):
+                specs = mixed(random.Random(seed + number), times * load / ls_s)
+                arms = {}
+                for after_s in (0.0, 1.0, REBALANCE_S):
+                    served = simulate_fleet(
+                        specs, "qllm2", costs, engines=2, route=MIXES[mix][0], config=config,
+                        seconds=None, rebalance_s=after_s,
+                    )  # fmt: skip
+                    seen = request_metrics(served.events)
+                    be_ms = [r.e2e_ms for r in seen if r.priority > Priority.LS]
+                    ttft_ms = [r.ttft_ms for r in seen if r.priority <= Priority.LS]
+                    arms[after_s] = {
+                        "be_mean_s": statistics.mean(be_ms) / 1000,
+                        "be_last_s": max(be_ms) / 1000,
+                        "ls_ttft_p50_ms": percentile(ttft_ms, 50),
+                        "ls_ttft_p99_ms": percentile(ttft_ms, 99),
+                        "moved": served.trace.meta["moved"],
+                    }
+                rows.append(arms)
+            found[f"{mix}, load {load}"] = {
+                "stays": _medians([row[0.0] for row in rows]),
+                **{
+                    f"after {after_s} s over never": _medians(
+                        [{k: v / row[0.0][k] for k, v in row[after_s].items() if k != "moved"}
+                         | {"moved": row[after_s]["moved"]} for row in rows]
+                    )
+                    for after_s in (1.0, REBALANCE_S)
+                },
+            }  # fmt: skip
+    return found
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
+
+
+def mixed(rng: random.Random, rate: float) -> list[RequestSpec]:
+    """Eight BE requests, and LS that arrives at random for 30 s."""
+    specs = [
+        RequestSpec(at_s=0.0, priority=Priority.BE, num_prompt_tokens=256, max_tokens=96)
+        for _ in range(8)
+    ]
+    at_s = 0.0
+    while (at_s := at_s + rng.expovariate(rate)) < 30:
+        ls = RequestSpec(at_s=at_s, priority=Priority.LS, num_prompt_tokens=96, max_tokens=16)
+        specs.append(ls)
+    return specs
+
+
+def rebalance(quick: bool, seed: int) -> dict[str, Any]:
+    """BE completion and LS TTFT with the default `rebalance_s` over never, alternated."""
+    rows: dict[str, Any] = {}
+    rounds, ls_s = (1, 12.0) if quick else (2, 20.0)
+    with two_engines() as there:
+        serve(there, "class", 0, 3.0, 4.0, seed)  # the first pass touches the weights
+        for mix in MIXES:
+            pairs = []
+            for number in range(rounds):
+                arms = (REBALANCE_S, 0.0) if number % 2 else (0.0, REBALANCE_S)
+                found = {a: serve(there, mix, a, 1.5, ls_s, seed + number) for a in arms}
+                same = len({str(arm.pop("tokens")) for arm in found.values()}) == 1
+                print(mix, found, flush=True)
+                pairs.append(
+                    {"moves": found[REBALANCE_S], "stays": found[0.0], "same_tokens": same}
+                )
+            rows[mix] = {
+                "moves_over_stays": {
+                    key: round(
+                        statistics.median(
+                            pair["moves"][key] / pair["stays"][key] for pair in pairs
+                        ),
+                        2,
+                    )
+                    for key in ("be_mean_s", "be_last_s", "ls_ttft_p50_ms", "ls_ttft_p99_ms")
+                },
+                "pairs": pairs,
+            }
+    return rows
