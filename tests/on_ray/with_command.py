@@ -36,6 +36,8 @@ def test_what_is_wrong_is_said_before_anything_starts(args: list[str], said: str
     assert said in done.stderr
 
 
+LONG = 900
+"""Tokens of an answer that is not over when the end is asked for."""
 RAY = str(Path(sys.executable).with_name("serve"))
 
 
@@ -48,9 +50,13 @@ RAY = str(Path(sys.executable).with_name("serve"))
     ids=["qllm serve --ray", "serve run"],
 )
 def test_it_serves_until_it_is_told_to_end(command: list[str], port: int, said: str) -> None:
+    """An answer that is on its way then comes whole.
+
+    What is started in the background of a script ignores SIGINT, and so would what it starts.
+    """
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env={**os.environ, **ENVIRONMENT},
+        ["env", "--default-signal=INT", *command], env={**os.environ, **ENVIRONMENT},
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     heard: list[str] = []
     assert process.stderr is not None
@@ -64,7 +70,14 @@ def test_it_serves_until_it_is_told_to_end(command: list[str], port: int, said: 
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         assert answer.json()["usage"]["completion_tokens"] <= 4
-        process.send_signal(signal.SIGTERM if said else signal.SIGINT)
+        body = {"prompt": "Story", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            process.send_signal(signal.SIGTERM if said else signal.SIGINT)
+            rest = list(lines)
+        assert [line for line in rest if line][-1] == "data: [DONE]", [first, *rest[-4:]]
+        assert "error" not in "".join(rest)
         assert process.wait() == 0, "".join(heard)
         reader.join()
         assert said in "".join(heard)
