@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 import qllm.ray
 from qllm.llm import QLLMEngine
-from qllm.ray.run import ENVIRONMENT
+from qllm.ray.run import ENVIRONMENT, patiently
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,9 @@ def head() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        cluster = patiently(
+            lambda: Cluster(initialize_head=True, head_node_args={"num_cpus": 0}), lambda: None
+        )
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": PORT})
         yield cluster
@@ -37,6 +39,11 @@ def node_of(process: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
+def another(head: Cluster, **resources: Any) -> Any:
+    """A further node."""
+    return patiently(lambda: head.add_node(num_cpus=4, **resources), lambda: None)
+
+
 def begin(**more: Any) -> None:
     """As `serve.run`, which waits for all replicas; this for the first."""
     args = {**ARGS, "ray.cpus": 1, "ray.min_replicas": 2, "ray.max_replicas": 2, **more}
@@ -49,8 +56,8 @@ def begin(**more: Any) -> None:
 
 def test_engines_are_placed_by_node_and_a_node_that_dies_loses_nothing(head: Cluster) -> None:
     """One engine a node, where there is a resource by a name of ours."""
-    head.add_node(num_cpus=4)
-    first = head.add_node(num_cpus=4, resources={"engines": 2})
+    another(head)
+    first = another(head, resources={"engines": 2})
     begin(**{"ray.per_node": 1, "ray.resources": {"engines": 1}})
     with (
         qllm.ray.connect() as engines,
@@ -58,7 +65,7 @@ def test_engines_are_placed_by_node_and_a_node_that_dies_loses_nothing(head: Clu
     ):
         assert states() == {"RUNNING": 1, "STARTING": 1}, "the other waits for a node"
         (there,) = replicas()
-        head.add_node(num_cpus=4, resources={"engines": 2})
+        another(head, resources={"engines": 2})
         until(lambda: states()["RUNNING"] == 2 and len(engines.client.engines()) == 2)
         nodes = {node_of(process) for process in replicas()}
         assert len(nodes) == 2
