@@ -29,11 +29,12 @@ from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.plan import ModelShape
 from qllm.ray import client as clients
 from qllm.ray import replica as replicas
+from qllm.ray import scaling
 from qllm.ray.client import RayClient
 from qllm.ray.replica import EngineReplica
 from qllm.ray.wire import Seen
 from qllm.server.config import ServerConfig
-from qllm.types import FinishReason, RequestStatus, Sampled, SamplingParams, Slo
+from qllm.types import FinishReason, Priority, RequestStatus, Sampled, SamplingParams, Slo
 
 VOCABULARY = 997
 
@@ -142,9 +143,11 @@ class Cluster:
         monkeypatch.setattr(replicas, "make_engine", lambda *_, **__: next(made))
         monkeypatch.setattr(replicas, "_own_id", lambda: str(SERVING.get()))
         monkeypatch.setattr(replicas, "forgo_torch", lambda: None)  # other tests need it
-        config = ServerConfig(model="sums")
+        config = ServerConfig(model="sums", drain_s=0)
         self.replicas = [EngineReplica(config, None, 30.0) for _ in range(count)]
         self.alive = set(range(count))
+        self.draining: set[int] = set()
+        """Those that stream on, and that Ray sends nothing more."""
         self.takes_calls = threading.Event()
         self.takes_calls.set()
         self.sent: list[int] = []
@@ -173,16 +176,20 @@ class Cluster:
 
     def announce(self) -> None:
         """Say which replicas there are."""
-        said = {str(i): self.replicas[i].record_replica_metadata() for i in sorted(self.alive)}
+        said = {str(i): self.replicas[i].record_replica_metadata() for i in self.running}
         self.seen.look(said)
 
+    @property
+    def running(self) -> list[int]:
+        return sorted(self.alive - self.draining)
+
     def pick(self) -> int:
-        usable = [i for i in self.alive if str(i) not in self.seen.refused]
-        found = usable if self.knows_refusals else self.alive
+        usable = [i for i in self.running if str(i) not in self.seen.refused]
+        found = usable if self.knows_refusals else self.running
         return min(found, key=lambda i: (len(self.engines[i].open), i))
 
     async def call(self, method: str, *args: Any, at: str | None = None) -> Any:
-        found = self.pick() if at is None else int(at)
+        found = self.pick() if at is None or int(at) in self.draining else int(at)
         if found not in self.alive:
             raise DiedError("the actor is dead")
         result = getattr(self.replicas[found], method)(*args)
@@ -193,13 +200,17 @@ class Cluster:
 
         class Asked:
             async def results_async(self, **_: Any) -> list[Any]:
-                return [await cluster.call(method, *args, at=str(i)) for i in cluster.alive]
+                return [await cluster.call(method, *args, at=str(i)) for i in cluster.running]
 
         return Asked()
 
     def kill(self, number: int) -> None:
         self.alive.discard(number)
         self.engines[number].open.clear()
+        self.announce()
+
+    def drain(self, number: int) -> None:
+        self.draining.add(number)
         self.announce()
 
     def step(self) -> None:
@@ -219,7 +230,8 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[Any]:
         cluster = self._cluster
         while not (
-            cluster.takes_calls.is_set() and cluster.alive - set(map(int, cluster.seen.refused))
+            cluster.takes_calls.is_set()
+            and set(cluster.running) - set(map(int, cluster.seen.refused))
         ):
             await asyncio.sleep(0.005)
         number = cluster.pick()
@@ -277,7 +289,8 @@ def submit(front: RayClient, *prompt: int, most: int = 12, **more: Any) -> Handl
             status=front.status,
             update=front.update,
         )
-        fields: dict[str, Any] = {"priority": 0, "deadline_ns": None, **more}
+        fields: dict[str, Any] = {"priority": 0, "deadline_ns": None, "slo": Slo()}
+        fields |= {"arrival_ns": front.now_ns(), **more}
         item = Submission(
             request_id=number,
             name=handle.request_id,
@@ -285,8 +298,6 @@ def submit(front: RayClient, *prompt: int, most: int = 12, **more: Any) -> Handl
             sampling=SamplingParams(seed=1),
             stop_ids=frozenset(),
             max_tokens=most,
-            slo=Slo(),
-            arrival_ns=front.now_ns(),
             **fields,
         )
         front.submit(item, handle)
@@ -377,6 +388,67 @@ def test_a_pause_and_a_class_reach_the_engine_and_go_along(
     handle.resume()
     until(lambda: handle.has_ended, cluster)
     assert handle.token_ids == answer((2,), 30)
+
+
+@pytest.fixture
+def held(cluster: Cluster, front: RayClient) -> Handle:
+    """A request that is paused at a replica that drains."""
+    handle = submit(front, 2, most=30)
+    until(lambda: len(handle.token_ids) >= 3, cluster)
+    handle.pause()
+    until(lambda: cluster.engines[0].paused)
+    cluster.drain(0)
+    return handle
+
+
+def test_a_replica_that_drains_ends_what_it_has(cluster: Cluster, front: RayClient) -> None:
+    handle = submit(front, 2, most=30)
+    until(lambda: len(handle.token_ids) >= 3, cluster)
+    cluster.drain(0)
+    assert handle.status is RequestStatus.RUNNING
+    other = submit(front, 3)
+    until(lambda: handle.has_ended and other.has_ended, cluster)
+    assert (handle.token_ids, other.token_ids) == (answer((2,), 30), answer((3,), 12))
+    assert cluster.sent == [0, 1]
+
+
+def test_what_is_asked_of_a_request_where_it_drains_is_done_elsewhere(
+    cluster: Cluster, front: RayClient, held: Handle
+) -> None:
+    """Ray lets nobody tell that replica anything."""
+    assert held.status is RequestStatus.PAUSED
+    held.update(priority="BE")
+    until(lambda: cluster.engines[1].paused)
+    until(lambda: not cluster.engines[0].open)
+    held.resume()
+    until(lambda: held.has_ended, cluster)
+    assert held.token_ids == answer((2,), 30)
+    assert held.result().metrics.priority == 10
+    assert (cluster.sent, front.taken) == ([0, 1], {})
+
+
+def test_what_is_asked_where_the_last_replica_drains_waits_for_another(
+    cluster: Cluster, front: RayClient, held: Handle
+) -> None:
+    cluster.draining |= {1, 2}
+    cluster.announce()
+    held.resume()
+    time.sleep(3 * clients.LOOK_S)  # it would have gone on by then
+    assert cluster.engines[0].open
+    cluster.draining.remove(2)
+    cluster.announce()
+    until(lambda: held.has_ended, cluster)
+    assert held.token_ids == answer((2,), 30)
+    assert cluster.sent == [0, 2]
+
+
+def test_a_cancel_reaches_a_replica_that_drains(cluster: Cluster, held: Handle) -> None:
+    cluster.draining |= {1, 2}
+    cluster.announce()
+    held.cancel()
+    until(lambda: held.has_ended)
+    assert held.finish_reason is FinishReason.CANCELLED
+    until(lambda: not cluster.engines[0].open)
 
 
 def test_who_waits_too_short_does_not_stand_against_the_tokens(
@@ -474,8 +546,10 @@ def test_without_a_replica_a_server_refuses_and_a_batch_job_waits(
     front.raise_if_closed()
     waits = submit(front, 3)
     cluster.alive = {1}
+    cluster.replicas[1]._load_s = 41.2
     cluster.seen = seen
     cluster.announce()
+    assert server.back_in_s == 42, "as long as the last one took to load"
     server.raise_if_closed()
     until(lambda: kept.has_ended and waits.has_ended, cluster)
     assert (kept.token_ids, waits.token_ids) == (answer((8,), 30), answer((3,), 12))
@@ -514,6 +588,58 @@ def test_requests_of_a_front_end_that_is_gone_end(
     monkeypatch.setattr(replicas, "SILENT_TICKS", 1)
     monkeypatch.setattr(cluster.replicas[0], "beat", lambda _: None)  # none is heard
     until(lambda: not cluster.engines[0].open)
+
+
+def test_a_replica_that_drains_hears_of_nobody_and_waits_as_long_as_it_may(
+    cluster: Cluster, front: RayClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "SILENT_TICKS", 10_000)
+    replica = cluster.replicas[0]
+    replica._drain_s = 10_000
+    handle = submit(front, 2, most=10**6)
+    until(lambda: handle.token_ids, cluster)
+    cluster.drain(0)
+    for _ in range(15_000):
+        replica.tick()
+    assert not handle.has_ended
+    for _ in range(5_001):
+        replica.tick()
+    until(lambda: handle.has_ended)
+    assert handle.finish_reason is FinishReason.CANCELLED
+
+
+def test_a_front_end_that_drains_takes_no_new_requests(cluster: Cluster, front: RayClient) -> None:
+    handle = submit(front, 2)
+    front.drain()
+    assert front.draining
+    with pytest.raises(EngineClosedError, match="the engine drains"):
+        submit(front, 3)
+    until(lambda: handle.has_ended, cluster)
+    assert handle.token_ids == answer((2,), 12)
+
+
+def test_replicas_say_how_late_ls_is_and_how_much_be_is_to_do(
+    cluster: Cluster, front: RayClient
+) -> None:
+    first, second = cluster.replicas[:2]
+    slo = Slo(ttft_ms=100.0)
+    five_s_ago = front.now_ns() - 5 * 10**9
+    late = submit(front, 1, 2, slo=slo, arrival_ns=five_s_ago)
+    until(lambda: cluster.engines[0].open)
+    submit(front, 3, 4, 5, most=20, priority=int(Priority.BE))
+    until(lambda: cluster.engines[1].open)
+    found = first.record_autoscaling_stats()
+    assert found[scaling.LATENESS] >= 50.0
+    assert found[scaling.BE_TOKENS] == 0.0
+    assert second.record_autoscaling_stats() == {scaling.LATENESS: 0.0, scaling.BE_TOKENS: 23.0}
+    cluster.engines[1].step()
+    until(lambda: second.record_autoscaling_stats()[scaling.BE_TOKENS] == 19.0)
+    until(lambda: late.token_ids, cluster)
+    cluster.kill(0)
+    until(lambda: len(cluster.sent) == 3)
+    third = cluster.replicas[2]
+    until(lambda: cluster.engines[2].open)
+    assert third.record_autoscaling_stats()[scaling.LATENESS] == 0.0, "it had its first token"
 
 
 def test_close_ends_what_is_open(cluster: Cluster, front: RayClient) -> None:

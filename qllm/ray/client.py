@@ -61,6 +61,8 @@ class Stream:
         self.replica: str | None = None
         """Who has it; None while the router looks."""
         self.task: asyncio.Task[None] | None = None
+        self.moves = False
+        """Whether its task was cancelled so that the request goes on elsewhere."""
         self.telling = asyncio.Lock()
         """Replicas hear what is asked of a request in the order in which it was."""
 
@@ -150,15 +152,40 @@ class Streams(FrontEndPort):
         """
         async with stream.telling:
             if op == "cancel" and stream.replica is None:
-                assert stream.task is not None
-                stream.task.cancel()
+                self._stop(stream)
                 return
-            while stream.replica is None and stream.item.request_id in self._streams:
+            while stream.replica is None and self._is_open(stream):
                 await asyncio.sleep(0.01)
-            try:
-                await ask(self._engines, "tell", stream.key, op, *args, at=stream.replica)
-            except Exception:  # noqa: BLE001 - its stream says what became of it
-                return
+            if self.reaches(stream):
+                try:
+                    said = await ask(
+                        self._engines, "tell", stream.key, op, *args, at=stream.replica
+                    )
+                except Exception:  # noqa: BLE001 - its stream says what became of it
+                    return
+                if said is not None or self.reaches(stream):
+                    return
+            if op != "cancel":  # it ends where it is, unless another replica can be told
+                while self._is_open(stream) and not self.seen.serving:
+                    await asyncio.sleep(LOOK_S)
+                stream.moves = True
+            if self._is_open(stream):
+                self._stop(stream)
+
+    def reaches(self, stream: Stream) -> bool:
+        """Whether its replica can be told something.
+
+        One that is to go ends what it has, and Ray sends it nothing more.
+        """
+        return self.seen.replicas is None or stream.replica in self.seen.replicas
+
+    def _is_open(self, stream: Stream) -> bool:
+        return self._streams.get(stream.item.request_id) is stream
+
+    @staticmethod
+    def _stop(stream: Stream) -> None:
+        assert stream.task is not None
+        stream.task.cancel()
 
     @property
     def num_waiting(self) -> int:
@@ -195,7 +222,7 @@ class Streams(FrontEndPort):
         except TimeoutError:
             self._end(number, FinishReason.TIMEOUT)
         except asyncio.CancelledError:
-            self._end(number, FinishReason.CANCELLED)
+            lost = self._stopped(stream)
         except (QllmError, ValueError) as error:  # raised there: the request is wrong
             self._end(number, FinishReason.ERROR, str(error))
         except Exception as error:  # noqa: BLE001 - Ray's own: the replica is gone
@@ -206,6 +233,13 @@ class Streams(FrontEndPort):
         if lost is not None and self._streams.pop(number, None) is not None:
             self._unheard.discard(number)
             self._carry_over(stream, lost)
+
+    def _stopped(self, stream: Stream) -> Refused | None:
+        """Its task was cancelled: it ends, or goes on elsewhere."""
+        if stream.moves:
+            return Refused("its replica drains", is_final=True)
+        self._end(stream.item.request_id, FinishReason.CANCELLED)
+        return None
 
     def _carry_over(self, stream: Stream, lost: Lost | Refused) -> None:
         """Let a request go on at another replica; where this one is full, after a while."""
@@ -346,7 +380,7 @@ class RayClient(FarClient, ManyClient, RingClient):
     def _why_none(self) -> str | None:
         """Why no replica serves; None if one does, or nothing is known yet."""
         seen = self._seen
-        if seen.replicas is None or any(map(seen.serves, seen.replicas)):
+        if seen.replicas is None or seen.serving:
             return None
         whys = "; ".join(f"{name}: {seen.refused.get(name, '')}" for name in seen.replicas)
         return f"none of {len(seen.replicas)} replicas serves{whys and f' ({whys})'}"
@@ -394,6 +428,9 @@ class RayClient(FarClient, ManyClient, RingClient):
             return RequestStatus.FINISHED
         if stream.replica is None:
             return RequestStatus.WAITING
+        if not self._front_end.reaches(stream):
+            is_paused = (entry := self._open.get(number)) is not None and entry.is_paused
+            return RequestStatus.PAUSED if is_paused else RequestStatus.RUNNING
         said = self._calls.one("tell", stream.key, "status", at=stream.replica)
         return self._unseen(number) if said is None else RequestStatus(said)
 

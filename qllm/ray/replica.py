@@ -34,7 +34,10 @@ from .scaling import BE_TOKENS, LATENESS
 from .wire import Ask, Lost, Placed, Refused, Said, Seen
 
 SILENT_TICKS = 20
-"""Seconds without a word of a front end, counted by a clock that stands still with the process."""
+"""Seconds without a word of a front end, counted by a clock that stands still with the process.
+
+A replica that drains hears of nobody, so only after these and `drain_s` is a front end gone.
+"""
 
 
 class Relay(Handle):
@@ -138,6 +141,7 @@ class EngineReplica:
         self._client = cast(RingClient, self._engine.client)
         self._load = Load(ttft_ms, window_s)
         self._relays: dict[str, Relay] = {}
+        self._drain_s = config.drain_s
         self._silent: dict[str, int] = {}
         """Seconds since each front end was heard of."""
         self._watch: asyncio.Task[None] | None = None
@@ -248,20 +252,27 @@ class EngineReplica:
         """End the requests of front ends that are gone: Ray lets their streams go on."""
         while True:
             await asyncio.sleep(1)
-            open_now = {front_end_of(key) for key in self._relays}
-            self._silent = {name: self._silent.get(name, 0) + 1 for name in open_now}
-            for key, relay in list(self._relays.items()):
-                if self._silent[front_end_of(key)] > SILENT_TICKS:
-                    relay.cancel()
+            self.tick()
+
+    def tick(self) -> None:
+        """Note that a second has passed."""
+        open_now = {front_end_of(key) for key in self._relays}
+        self._silent = {name: self._silent.get(name, 0) + 1 for name in open_now}
+        for key, relay in list(self._relays.items()):
+            if self._silent[front_end_of(key)] > SILENT_TICKS + self._drain_s:
+                relay.cancel()
 
     async def tell(self, key: str, op: str, *args: Any, at: str | None = None) -> str | None:
-        """Change an open request, or say where it is; nothing of one that is not here.
+        """Change an open request, or say where it is.
 
         Args:
             key: Which.
             op: "cancel", "update" with a class and whether it is paused, or "status".
             *args: Of the operation.
             at: The replica; the router has seen to it.
+
+        Returns:
+            The status, or "" if it was changed; None of one that is not here.
         """
         relay = self._relays.get(key)
         if relay is None:
@@ -270,12 +281,12 @@ class EngineReplica:
             return (await asyncio.to_thread(lambda: relay.status)).value
         if op == "cancel":
             relay.cancel()
-            return None
+            return ""
         priority, paused = args
         relay.update(priority=priority, paused=paused)
         if priority is not None:
             self._load.changed(key, priority)
-        return None
+        return ""
 
     async def ask(self, op: str, *args: Any, at: str | None = None) -> Any:
         """What the engine says: "stats", "watch", "reset_prefix_cache" or "delete_kv"."""

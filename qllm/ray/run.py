@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -17,6 +19,8 @@ from .deploy import APP, build
 STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
 
+LOOK_S = 0.2
+"""Between two looks at whether an application has drained."""
 START_TRIES = 3
 """A node of Ray gives up after 30 s, which nobody can change; the next try finds its files read."""
 ENVIRONMENT = {
@@ -42,13 +46,23 @@ def serve(config: ServerConfig) -> None:
         ray_serve.run(application, name=APP)
         sys.stderr.write(f"qllm: {config.model_name} at http://{config.host}:{config.port}\n")
         stop.wait()
-        ray_serve.delete(APP)  # drains
+        drain()
     finally:
         if is_ours:
             ray_serve.shutdown()
             ray.shutdown()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def drain() -> None:
+    """Delete the application and wait until its replicas have ended what they have.
+
+    Ray's own wait ends after 60 s, whatever `drain_s` is.
+    """
+    ray_serve.delete(APP, _blocking=False)
+    while APP in ray_serve.status().applications:
+        time.sleep(LOOK_S)
 
 
 def start() -> bool:
@@ -76,11 +90,21 @@ def start_here(**settings: Any) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     how = {"include_dashboard": False, "object_store_memory": STORE_BYTES, "log_to_driver": False}
+    patiently(lambda: ray.init(**{**how, **settings}), ray.shutdown)
+
+
+def patiently(begin: Callable[[], Any], undo: Callable[[], Any]) -> Any:
+    """Start a node of Ray, again if it has given up.
+
+    Args:
+        begin: Starts it.
+        undo: Called before it is tried again.
+    """
     for left in reversed(range(START_TRIES)):
         try:
-            ray.init(**{**how, **settings})
-            return
+            return begin()
         except Exception as error:
             if not left or "timed out during startup" not in str(error):
                 raise
-            ray.shutdown()
+            undo()
+    raise AssertionError("the last try returns or raises")

@@ -39,6 +39,11 @@ class Seen:
             self.load_s = replicas[name].get("load_s", self.load_s)
         self.replicas = replicas
 
+    @property
+    def serving(self) -> list[str]:
+        """Replicas that may get requests of the front end."""
+        return [name for name in self.replicas or {} if self.serves(name)]
+
     def serves(self, name: str) -> bool:
         """Whether a replica that is there may get requests of the front end."""
         said = (self.replicas or {}).get(name)

@@ -1,11 +1,14 @@
 """`qllm serve --ray` and `serve run`, each on a cluster of its own."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -36,21 +39,32 @@ def test_what_is_wrong_is_said_before_anything_starts(args: list[str], said: str
     assert said in done.stderr
 
 
+LONG = 900
+"""Tokens of an answer that is not over when the end is asked for."""
 RAY = str(Path(sys.executable).with_name("serve"))
 
 
 @pytest.mark.parametrize(
     ("command", "port", "said"),
     [
-        ([*COMMAND, "--port", "8733"], 8733, "qllm: tiny at http://127.0.0.1:8733"),
+        (
+            [*COMMAND, "--port", "8733"],
+            8733,
+            "qllm: tiny at http://127.0.0.1:8733",
+        ),
         ([RAY, "run", "qllm.ray:app", "model=tiny", "threads=1"], 8000, ""),  # its default port
     ],
     ids=["qllm serve --ray", "serve run"],
 )
 def test_it_serves_until_it_is_told_to_end(command: list[str], port: int, said: str) -> None:
+    """By ours, an answer that is on its way then comes whole.
+
+    What is started in the background of a script ignores SIGINT, and so would what it starts.
+    """
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env={**os.environ, **ENVIRONMENT},
+        ["env", "--default-signal=INT", *command],
+        env={**os.environ, **ENVIRONMENT, "QLLM_DRAIN_S": "300"},
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     heard: list[str] = []
     assert process.stderr is not None
@@ -64,13 +78,29 @@ def test_it_serves_until_it_is_told_to_end(command: list[str], port: int, said: 
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
         assert answer.json()["usage"]["completion_tokens"] <= 4
-        process.send_signal(signal.SIGTERM if said else signal.SIGINT)
+        with open_stream(url) as lines:
+            process.send_signal(signal.SIGTERM if said else signal.SIGINT)
+            rest = [line for line in lines if line] if said else []  # Ray's command does not wait
+        if said:
+            assert rest.pop() == "data: [DONE]"
+            ends = [json.loads(line.removeprefix("data: ")) for line in rest]
+            assert [end["choices"][0]["finish_reason"] for end in ends][-1] == "length"
         assert process.wait() == 0, "".join(heard)
         reader.join()
         assert said in "".join(heard)
         assert not is_ready(url)
     finally:
         process.kill()
+
+
+@contextmanager
+def open_stream(url: str) -> Iterator[Iterator[str]]:
+    """The lines of an answer behind its first one."""
+    body = {"prompt": "Story", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
 
 
 def is_ready(url: str) -> bool:

@@ -8,8 +8,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,23 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from clusters import (
+    ARGS,
+    EXACT,
+    PORT,
+    URL,
+    FrontEnd,
+    answer_of,
+    ask_http,
+    engine_of,
+    long,
+    paused,
+    processes,
+    replicas,
+    states,
+    until,
+    whole,
+)
 from engines import save_model
 from ray import serve
 from safetensors.torch import load_file, save_file
@@ -28,30 +44,6 @@ from qllm.llm import QLLMEngine
 from qllm.ray.data import map_batches
 from qllm.ray.run import start_here
 from qllm.types import FinishReason, RequestStatus
-
-PORT = 8731
-URL = f"http://127.0.0.1:{PORT}"
-EXACT = "batch-invariant"
-ARGS = {
-    "model": "tiny",
-    "threads": 1,
-    "engine.exactness": EXACT,
-    "engine.max_num_seqs": 8,
-    "ray.cpus": 0.5,
-    "ray.stats_s": 0.2,
-    "ray.health_s": 1.0,
-    "drain_s": 60,
-    "shutdown_delay_s": 0,
-}
-LONG = 900
-"""Tokens of an answer that is not over before a test has done something to it."""
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait as long as the test may take (`conftest.py`)."""
-    while not (found := condition()):
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,54 +75,6 @@ def engines(app: None) -> Iterator[QLLMEngine]:
 def alone() -> Iterator[QLLMEngine]:
     with QLLMEngine.from_pretrained("tiny", threads=1, exactness=EXACT) as engine:
         yield engine
-
-
-def replicas() -> set[int]:
-    """Processes of replicas that have an engine."""
-    return processes(b"ray::ServeReplica:qllm:engines")
-
-
-def processes(title: bytes) -> set[int]:
-    """Those whose line begins so."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if line.startswith(title):
-            found.add(int(folder.name))
-    return found
-
-
-def engine_of(replica: int) -> int:
-    """The process of its engine."""
-    children = Path(f"/proc/{replica}/task").glob("*/children")
-    pids = [int(pid) for file in children for pid in file.read_text().split()]
-    (found,) = [
-        p for p in pids if b"qllm.engine.process" in Path(f"/proc/{p}/cmdline").read_bytes()
-    ]
-    return found
-
-
-def whole(count: int) -> None:
-    """Wait until so many replicas serve."""
-
-    def served() -> bool:
-        status = serve.status().applications["qllm"]
-        states = [s for d in status.deployments.values() for s in d.replica_states.values()]
-        running = status.deployments["engines"].replica_states.get("RUNNING", 0)
-        return running == count and sum(states) == count + 1
-
-    until(served)
-
-
-def ask_http(prompt: str, max_tokens: int, **more: Any) -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
-    answer = httpx.post(f"{URL}/v1/completions", json=body, timeout=300)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def test_http_answers_as_an_engine_alone(app: None, alone: QLLMEngine) -> None:
@@ -193,12 +137,6 @@ def test_who_gives_up_frees_the_engine(engines: QLLMEngine) -> None:
         handle.cancel()
         assert handle.result(timeout=60).finish_reason is FinishReason.CANCELLED
     until(lambda: busy(engines) == 0)
-
-
-def long(engine: QLLMEngine, seed: int, max_tokens: int = LONG, **more: Any) -> Handle:
-    """A sampled answer that goes on to its last token."""
-    options = {"priority": "BE", "temperature": 1.0, "seed": seed, "ignore_eos": True, **more}
-    return engine.submit(f"Story {seed}:", max_tokens=max_tokens, **options)
 
 
 def test_a_deadline_ends_a_request(engines: QLLMEngine) -> None:
@@ -332,21 +270,27 @@ def test_an_update_rolls_through_without_a_loss(
     until(lambda: not replicas() & before)
 
 
-def test_when_the_front_end_dies_engines_do_its_work_no_longer(
-    app: None, engines: QLLMEngine
+def test_when_a_front_end_dies_engines_do_its_work_no_longer(
+    app: None, engines: QLLMEngine, alone: QLLMEngine
 ) -> None:
+    """Ray lets streams go on whose reader is gone; who lives keeps what it has."""
     whole(2)
-    served = [Streamed(seed, LONG) for seed in range(3)]
-    until(lambda: all(stream.text for stream in served))
-    assert busy(engines) == 3
+    kept = paused(engines, 9)
+    other = FrontEnd.remote()
+    os.kill(ray.get(other.hold.remote(3)), signal.SIGKILL)
+    assert busy(engines) == 4
+    until(lambda: busy(engines) == 1)
+    kept.resume()
+    assert kept.result(timeout=600).token_ids == long(alone, 9).result(timeout=600).token_ids
+
+
+def test_when_the_http_replica_dies_there_is_another(app: None, engines: QLLMEngine) -> None:
+    whole(2)
     (front_end,) = processes(b"ray::ServeReplica:qllm:http")
     os.kill(front_end, signal.SIGKILL)
-    until(lambda: busy(engines) == 0)
-    for stream in served:
-        stream.join(60)
-        assert not stream.done
+    until(lambda: processes(b"ray::ServeReplica:qllm:http") - {front_end})
+    until(lambda: answer_of("One day", 3).status_code == 200)
     whole(2)
-    assert ask_http("One day", 3)["usage"]["completion_tokens"] == 3
 
 
 def test_late_ls_requests_bring_another_replica(cluster: None) -> None:
@@ -369,6 +313,32 @@ def test_late_ls_requests_bring_another_replica(cluster: None) -> None:
         thread.join(300)
 
 
+def test_be_work_brings_replicas_that_end_it_before_they_go(
+    cluster: None, alone: QLLMEngine
+) -> None:
+    """From none to two and back, with requests that stand still at both when one is to go."""
+    serve.delete("qllm")
+    scaled = {"ray.min_replicas": 0, "ray.be_tokens": 2000, "ray.window_s": 11, "drain_s": 300}
+    run(**scaled, **{"ray.up_after_s": 0, "ray.down_after_s": 0})
+    whole(0)  # it was up to say what it is
+    with qllm.ray.connect() as engines:
+        first = [paused(engines, seed) for seed in range(6)]
+        until(lambda: states()["RUNNING"] == 2 and len(engines.client.engines()) == 2)
+        second = [paused(engines, seed) for seed in range(6, 9)]
+        assert sorted(found["BE"] for found in engines.client.engines()) == [3, 6]
+        for handle in (*first[1:], *second[1:]):
+            handle.cancel()
+        until(lambda: states()["STOPPING"] == 1)
+        late = long(engines, 20, 8)
+        assert late.result(timeout=600).token_ids == long(alone, 20, 8).result().token_ids
+        assert states() == {"RUNNING": 1, "STOPPING": 1}, "it waits for what it has"
+        for handle, seed in ((first[0], 0), (second[0], 6)):
+            handle.resume()
+            expected = long(alone, seed).result(timeout=600).token_ids
+            assert handle.result(timeout=600).token_ids == expected
+        whole(0)
+
+
 def test_without_a_replica_it_is_503_and_other_weights_are_no_replica(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -381,7 +351,8 @@ def test_without_a_replica_it_is_503_and_other_weights_are_no_replica(
     os.kill(only, signal.SIGKILL)
     # a request that comes before its end is known waits for the next replica, and is answered
     until(lambda: httpx.get(f"{URL}/ready", timeout=60).status_code == 503)
-    answer = unavailable()
+    answer = answer_of("One day", 1)
+    assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_restarting"
     assert int(answer.headers["Retry-After"]) >= 1
     assert httpx.get(f"{URL}/health", timeout=60).json()["status"] == "restarting"
@@ -393,7 +364,7 @@ def test_without_a_replica_it_is_503_and_other_weights_are_no_replica(
     (only,) = replicas()
     os.kill(only, signal.SIGKILL)
     until(lambda: any("weights is" in (e["why"] or "") for e in health()["engines"]))
-    assert unavailable().status_code == 503
+    assert answer_of("One day", 1).status_code == 503
     assert not health()["engines"][0]["up"]
 
 
@@ -406,13 +377,6 @@ def change_weights(file: Path) -> None:
 
 def health() -> Any:
     return httpx.get(f"{URL}/health", timeout=60).json()
-
-
-def unavailable() -> Any:
-    """The answer to a request if it is 503; None if it was served."""
-    body = {"prompt": "One day", "max_tokens": 1}
-    answer = httpx.post(f"{URL}/v1/completions", json=body, timeout=60)
-    return answer if answer.status_code == 503 else None
 
 
 def test_no_application_of_that_name(cluster: None) -> None:

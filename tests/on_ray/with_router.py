@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 from ray.serve.request_router import RequestRouter
 
-from qllm.frontend.members import Card
+from qllm.config import EngineConfig
+from qllm.frontend.members import card_of
+from qllm.frontend.remote import RemoteHello
 from qllm.frontend.routes import EngineView, RequestView
 from qllm.ingress import Submission
+from qllm.ingress.messages import EngineCard, ModelInfo
+from qllm.plan import ModelShape
 from qllm.ray.router import EngineRouter
 from qllm.ray.wire import Ask, Local, Seen
 from qllm.types import Priority, SamplingParams, Slo
@@ -112,20 +116,22 @@ def test_a_front_end_is_told_which_replicas_there_are_and_what_differs(
     router: EngineRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
-    seen, ours = Seen(), carded("same")
+    said, others = said_of("these"), said_of("others")
+    seen, ours = Seen(), card_of("the front end's start", RemoteHello.from_json(said))
     same, other = hashable(replica("a"), replica("b"))
-    same.replica_metadata |= {"identity": ours.digest, "card": ours.parts, "load_s": 2.5}
-    other.replica_metadata |= {"identity": "x", "card": "other weights", "load_s": 9.0}
-    monkeypatch.setattr("qllm.ray.router._difference", lambda card, name, said: said["card"])
+    same.replica_metadata |= {"identity": ours.digest, "card": said, "load_s": 2.5}
+    other.replica_metadata |= {"identity": "x", "card": others, "load_s": 9.0}
     choose(router, [same], pending(seen))
     assert (list(seen.replicas or {}), seen.router, seen.load_s) == (["a"], router._router, 2.5)
     seen.card, seen.identity = ours, ours.digest
     router.update_replicas([same, other])
-    assert seen.refused == {"b": "other weights"}
+    (why,) = seen.refused.values()
+    assert why.startswith(
+        "the engine at b cannot serve beside that at the front end's start: weigh"
+    )
+    assert "is 'others' there and 'these' here" in why
     assert [name for name in seen.replicas or {} if seen.serves(name)] == ["a"]
-    assert [r.getMessage() for r in caplog.records] == [
-        "the replica b gets no requests: other weights"
-    ]
+    assert [r.getMessage() for r in caplog.records] == [f"the replica b gets no requests: {why}"]
     router.update_replicas([same])
     assert seen.refused == {}, "it is gone"
     ask = Ask("here-1", ours.digest, 0, b"", local=Local(asked().local.item, seen))  # type: ignore[union-attr]
@@ -135,8 +141,33 @@ def test_a_front_end_is_told_which_replicas_there_are_and_what_differs(
     assert not seen.serves("a")
 
 
-def carded(weights: str) -> Card:
-    return Card("the front end's start", {"weights": weights})
+def said_of(weights: str) -> dict[str, Any]:
+    """What a replica says of its engine."""
+    shape = ModelShape(
+        num_layers=1,
+        is_moe=(True,),
+        num_experts=2,
+        experts_per_token=1,
+        vocab_size=9,
+        max_position=64,
+    )
+    info = ModelInfo("tiny", shape, frozenset({1}), {}, ("fast",), {}, None, weights, "this")
+    return EngineCard(info, EngineConfig(), {"policy": "Qllm2()"}, "tiny").to_json()
+
+
+@pytest.mark.parametrize(
+    "said", [None, {}, {"info": "of another shape"}], ids=["nothing", "empty", "other"]
+)
+def test_a_replica_of_another_release_is_passed_by_and_nothing_breaks(
+    said: Any, router: EngineRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    seen = Seen(card=card_of("here", RemoteHello.from_json(said_of("these"))), identity="ours")
+    choose(router, [], pending(seen))
+    (other,) = hashable(replica("b", identity="theirs"))
+    other.replica_metadata["card"] = said
+    router.update_replicas([other])
+    assert seen.refused["b"].startswith("it is of another release: ")
 
 
 def test_a_call_for_one_replica_goes_there_if_it_is_there(router: EngineRouter) -> None:
