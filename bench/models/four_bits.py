@@ -1,14 +1,17 @@
 """Against llama.cpp: one GGUF file in Q4_0 of the shape of Qwen3-30B-A3B, some of its layers.
 
-Both load the same file, of seeded noise, and compute with the same number of threads, in turn: the
-one that is not asked waits. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and
+All load the same file, of seeded noise, and compute with the same number of threads, in turn: those
+that are not asked wait. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and
 int8 in another.
 
     decode      one stream: our tokens per second over theirs
     prefill     a prompt of 512 tokens (`--prompt`): the same
 
-Needs the package gguf, and an environment with xllamacpp: `--llama VENV/bin/python`. A table, then
-one JSON line.
+Needs the package gguf, and environments with one of xllamacpp, llama-cpp-python and
+ik-llama-cpp-python each: `--llama VENV/bin/python OTHER/bin/python`. Wheels are built for AVX2; so
+that a library uses this machine's instructions it is built here:
+`CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python`. A table, then one JSON
+line.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -114,7 +118,7 @@ class Writer:
 
 
 class Llama:
-    """llama.cpp in a process of its own."""
+    """A llama.cpp in a process of its own."""
 
     def __init__(self, python: str, file: Path, threads: int) -> None:
         command = [python, str(ROOT / "bench/models/llama_rate.py"), str(file), str(threads)]
@@ -133,7 +137,7 @@ class Llama:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise SystemExit("llama.cpp ended; run bench/models/llama_rate.py to see why")
+        raise SystemExit(f"{self._process.args} ended; run it to see why")
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
         """Seconds of a prompt, and of a token after the first."""
@@ -159,45 +163,50 @@ def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float
 
 
 def measured(
-    engines: dict[str, QLLMEngine], llama: Llama, rounds: int, tokens: int
+    engines: dict[str, QLLMEngine], rivals: dict[str, Llama], rounds: int, tokens: int
 ) -> dict[str, list[float]]:
     """Each of them on the same prompts, in turn."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(SEED)
     for at in range(rounds + 1):  # the first one warms up
         prompt = [int(i) for i in rng.integers(8, SHAPE["vocab_size"] - 8, tokens)]
-        theirs = llama.rates(prompt, TOKENS)
-        seconds = {kind: our_rates(engine, prompt, TOKENS) for kind, engine in engines.items()}
+        theirs = {name: rival.rates(prompt, TOKENS) for name, rival in rivals.items()}
+        ours = {kind: our_rates(engine, prompt, TOKENS) for kind, engine in engines.items()}
         if not at:
             continue
-        for kind, (prompt_s, token_s) in [*seconds.items(), ("llama.cpp", theirs)]:
-            found[f"prefill {kind}"].append(theirs[0] / prompt_s)
-            found[f"decode {kind}"].append(theirs[1] / token_s)
-            found[f"ms per token {kind}"].append(token_s * 1e3)
-            found[f"ms of a prompt {kind}"].append(prompt_s * 1e3)
+        for name, (prompt_s, token_s) in (theirs | ours).items():
+            found[f"ms per token {name}"].append(token_s * 1e3)
+            found[f"ms of a prompt {name}"].append(prompt_s * 1e3)
+        for kind, (prompt_s, token_s) in ours.items():
+            for name, (their_prompt_s, their_token_s) in theirs.items():
+                found[f"prefill {kind} over {name}"].append(their_prompt_s / prompt_s)
+                found[f"decode {kind} over {name}"].append(their_token_s / token_s)
     return found
 
 
-def add_lines(table: Table, rows: dict[str, Any]) -> None:
+def add_lines(table: Table, rows: dict[str, Any], rivals: Sequence[str]) -> None:
     """Ratios with what they should reach, and times."""
-    for kind in ACTIVATIONS:
-        for name in ("decode", "prefill"):
-            row, least = rows[f"{name} {kind}"], REACH.get((kind, name))
-            what = f"{name}, activations {kind}, over llama.cpp's rate"
-            if least is None:
-                table.add(what, row.text())
-            else:
-                table.add(what, row.text(), f">= {least}", row.value >= least)
-    kinds = (*ACTIVATIONS, "llama.cpp")
+    for rival in rivals:
+        for kind in ACTIVATIONS:
+            for name in ("decode", "prefill"):
+                row, least = rows[f"{name} {kind} over {rival}"], REACH.get((kind, name))
+                what = f"{name}, activations {kind}, over the rate of {rival}"
+                if least is None:
+                    table.add(what, row.text())
+                else:
+                    table.add(what, row.text(), f">= {least}", row.value >= least)
+    kinds = (*ACTIVATIONS, *rivals)
     for what in ("ms per token", "ms of a prompt"):
         texts = [rows[f"{what} {kind}"].text(1) for kind in kinds]
         table.add(f"{what}: {', '.join(kinds)}", ", ".join(texts))
 
 
 def main() -> None:
-    """Write the file, and measure both in turn."""
+    """Write the file, and measure all in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--llama", required=True, help="python of an environment with xllamacpp")
+    parser.add_argument(
+        "--llama", required=True, nargs="+", help="pythons of environments with a llama.cpp each"
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
@@ -211,19 +220,25 @@ def main() -> None:
         settings: dict[str, Any] = {"threads": args.threads, "run_in": "thread"}
         settings |= {"max_kv_tokens": 4096, "prefix_cache": False, "conformance": False}
         with ExitStack() as opened:
+            rivals: dict[str, Llama] = {}
+            for python in args.llama:
+                llama = Llama(python, file, args.threads)
+                opened.callback(llama.close)
+                if llama.about["name"] in rivals:
+                    parser.error(f"two environments have {llama.about['name']}; name one of them")
+                rivals[llama.about["name"]] = llama
             engines = {
                 kind: opened.enter_context(
                     QLLMEngine.from_pretrained(file, activations=kind, **settings)
                 )
                 for kind in ACTIVATIONS
             }
-            llama = Llama(args.llama, file, args.threads)
-            opened.callback(llama.close)
-            found = measured(engines, llama, args.rounds, args.prompt)
-            weights, about = engines["bf16"].kernels["weights"], llama.about
+            found = measured(engines, rivals, args.rounds, args.prompt)
+            weights = engines["bf16"].kernels["weights"]
             kernels = [engine.kernels["experts"] for engine in engines.values()]
+            about = [llama.about for llama in rivals.values()]
     rows = {name: paired(values) for name, values in found.items()}
-    add_lines(table, rows)
+    add_lines(table, rows, list(rivals))
     config = {"threads": args.threads, "layers": args.layers, "rounds": args.rounds, "seed": SEED}
     config |= {
         "prompt": args.prompt,
