@@ -220,17 +220,19 @@ def commands(args: argparse.Namespace, place: Path, file: Path) -> Iterator[tupl
     for python in args.llama:
         yield python, "llama_rate.py", file
     if args.vllm:
-        write(place / "int4", args.layers)
-        yield args.vllm, "vllm_rate.py", place / "int4"
+        folder = place / f"int4-{args.layers}"
+        if not folder.exists():
+            write(folder, args.layers)
+        yield args.vllm, "vllm_rate.py", folder
     if args.openvino:
         config = Qwen3MoeConfig(**(SHAPE | {"num_hidden_layers": args.layers}))
         config.architectures = ["Qwen3MoeForCausalLM"]
-        config.save_pretrained(place / "config")
-        yield args.openvino, "openvino_rate.py", place / "config"
+        config.save_pretrained(place / f"openvino-{args.layers}")
+        yield args.openvino, "openvino_rate.py", place / f"openvino-{args.layers}"
 
 
-def main() -> None:
-    """Write the file, and measure all in turn."""
+def arguments() -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--llama", default=[], nargs="+", help="pythons of environments with a llama.cpp each"
@@ -241,23 +243,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 3,000")
+    parser.add_argument("--place", type=Path, help="folder of the models; kept, and used again")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not (args.llama or args.vllm or args.openvino):
         parser.error("name a rival: --llama, --vllm or --openvino PYTHON")
+    return args
+
+
+def main() -> None:
+    """Write the file, and measure all in turn."""
+    args = arguments()
     table = Table()
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "noise.gguf"
-        Writer(file, args.layers).whole(args.layers)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = args.place or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        file = place / f"noise-{args.layers}.gguf"
+        if not file.exists():
+            Writer(file, args.layers).whole(args.layers)
         settings: dict[str, Any] = {"threads": args.threads, "run_in": "thread"}
         settings |= {"max_kv_tokens": 4096, "prefix_cache": False, "conformance": False}
         with ExitStack() as opened:
             rivals: dict[str, Rival] = {}
-            for command in commands(args, Path(place), file):
+            for command in commands(args, place, file):
                 rival = Rival(*command, args.threads)
                 opened.callback(rival.close)
                 if rival.about["name"] in rivals:
-                    parser.error(f"two environments have {rival.about['name']}; name one of them")
+                    raise SystemExit(f"two environments have {rival.about['name']}; name one")
                 rivals[rival.about["name"]] = rival
             engines = {
                 kind: opened.enter_context(

@@ -10,6 +10,7 @@ Speaks as `llama_rate.py` does.
 
 import gc
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ def write_plain(folder: Path, out: Path) -> None:
 def make(folder: Path) -> Path:
     """The model as OpenVINO reads it."""
     plain, wide, out = (folder / name for name in ("plain", "exported", "int4"))
+    if (out / "openvino_model.xml").exists():
+        return out
     write_plain(folder, plain)
     gc.collect()
     from optimum.exporters.openvino import main_export
@@ -52,10 +55,12 @@ def make(folder: Path) -> Path:
     mode = nncf.CompressWeightsMode.INT4_SYM
     found = openvino.Core().read_model(wide / "openvino_model.xml")
     found = nncf.compress_weights(found, mode=mode, group_size=GROUP, ratio=1.0, all_layers=True)
-    out.mkdir()
-    openvino.save_model(found, out / "openvino_model.xml", compress_to_fp16=False)
+    out.mkdir(exist_ok=True)
     for file in wide.glob("*.json"):
         (out / file.name).write_bytes(file.read_bytes())
+    openvino.save_model(found, out / "openvino_model.xml", compress_to_fp16=False)
+    for folder in (plain, wide):
+        shutil.rmtree(folder)
     return out
 
 
