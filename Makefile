@@ -69,7 +69,7 @@ bench-kernels: $(READY)
 	.venv/bin/python -m bench.kernels.cpu_kernels --out bench/results/cpu_kernels.json $(ARGS)
 
 # A model of 30B in 4 bits is written first, and deleted: 17 GB of disk, 18 of memory. After `make talk`
-# and `make bench-peers`, whose environment has llama.cpp: LLAMA=VENV/bin/python.
+# and `make bench-peers`, whose environment has llama.cpp: LLAMA="VENV/bin/python OTHER/bin/python".
 bench-weights: $(READY)
 	$(PIP) --requirement locks/gguf.txt
 	.venv/bin/python -m bench.kernels.weights --out bench/results/weights.json $(ARGS)
