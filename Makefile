@@ -26,9 +26,9 @@ test-all: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready  # every case of
 	scripts/test --all
 
 test-peers: $(READY)  # after `make bench-peers`
-	scripts/test -m peers -n 0
+	scripts/test -m "peers and not talk" -n 0
 
-test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`
+test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`; installs lm-eval once
 	scripts/test -m talk -n 0
 
 test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
@@ -69,7 +69,7 @@ bench-kernels: $(READY)
 	.venv/bin/python -m bench.kernels.cpu_kernels --out bench/results/cpu_kernels.json $(ARGS)
 
 # A model of 30B in 4 bits is written first, and deleted: 17 GB of disk, 18 of memory. After `make talk`
-# and `make bench-peers`, whose environment has llama.cpp: LLAMA=VENV/bin/python.
+# and `make bench-peers`, whose environment has llama.cpp: LLAMA="VENV/bin/python OTHER/bin/python".
 bench-weights: $(READY)
 	$(PIP) --requirement locks/gguf.txt
 	.venv/bin/python -m bench.kernels.weights --out bench/results/weights.json $(ARGS)

@@ -262,6 +262,16 @@ def test_awq_without_zeros_says_so() -> None:
     assert not found.offset_NG.any()
 
 
+def test_fp8_with_a_zero_point_is_refused() -> None:
+    write, settings, _ = published.FORMATS["float8"]
+    parts, _ = write(N, K, made())
+    parts[".weight_zero_point"] = torch.zeros((N, 1))
+    assert read(compressed_tensors(settings), parts).offset_NG is None
+    parts[".weight_zero_point"][-1] = 1
+    with pytest.raises(ModelError, match="FP8 weights with a zero point"):
+        read(compressed_tensors(settings), parts)
+
+
 def test_zeros_that_are_not_packed_are_refused() -> None:
     """As compressed-tensors wrote them before it packed them."""
     write, settings, _ = published.FORMATS["packed-zeros"]

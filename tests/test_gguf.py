@@ -114,11 +114,14 @@ class Writer:
         self.writer.close()
 
 
-def write(path: Path, architecture: str, up: str = "Q4_K", down: str = "Q6_K") -> Path:
+def write(
+    path: Path, architecture: str, up: str = "Q4_K", down: str = "Q6_K", tied: bool = False
+) -> Path:
     weights, writer = model_of(architecture).state_dict(), Writer(path, architecture)
     writer.put("token_embd.weight", weights["model.embed_tokens.weight"], "Q8_0")
     writer.put("output_norm.weight", weights["model.norm.weight"], "F32")
-    writer.put("output.weight", weights["lm_head.weight"], "Q6_K")
+    if not tied:
+        writer.put("output.weight", weights["lm_head.weight"], "Q6_K")
     for layer in range(LAYERS):
         start = f"model.layers.{layer}."
         for name, ours in NAMES.items():
@@ -145,6 +148,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: write(folder / f"{name}.gguf", name) for name in ("qwen3moe", "qwen2moe")}
     made["Q4_0"] = write(folder / "small.gguf", "qwen3moe", "Q4_0", "Q4_1")
     made["Q8_0"] = write(folder / "wide.gguf", "qwen3moe", "Q5_K", "Q8_0")
+    made["tied"] = write(folder / "tied.gguf", "qwen3moe", "Q4_0", "Q4_0", tied=True)
     return made
 
 
@@ -170,6 +174,7 @@ KINDS = {
     "qwen2moe": "u4 g32+i8 g16",
     "Q4_0": "i4 g32+u4 g32",
     "Q8_0": "i8 g32",
+    "tied": "i4 g32",
 }
 
 

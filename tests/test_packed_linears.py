@@ -199,3 +199,13 @@ def test_a_digest_is_of_every_code_and_buffer(tmp_path: Path) -> None:
     runner = cpu_runner(model)
     assert weights_digest(model) in digests
     runner.close()
+
+
+def test_a_digest_is_of_every_offset(tmp_path: Path) -> None:
+    quantised, _ = made(tmp_path, "mixtral", "awq")
+    model = load(quantised).model
+    before = weights_digest(model)
+    offset = all_linears(model)["lm_head"].weight.offset_NG
+    assert offset is not None
+    offset[-1, -1] += 1
+    assert weights_digest(model) != before

