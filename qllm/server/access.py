@@ -102,7 +102,7 @@ class Exchange:
         shown = " ".join(f"{k}={v}" for k, v in found.items() if k not in ("request", "status"))
         values = (self.line, self.status, shown)
         record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, '"%s" %s %s', values, None)
-        record.fields = found
+        record.__dict__["fields"] = found
         _log.handle(record)  # `info` would look for the line of code that calls it
 
     def fields(self) -> dict[str, Any]:
