@@ -87,7 +87,8 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     Where transformers' layers would only hand the text on to the tokenizers library, it is asked
     itself: 0.05 ms less.
     """
-    if _hands_on(type(tokenizer)):
+    kind: Any = type(tokenizer)
+    if _hands_on(kind):
         backend = tokenizer.backend_tokenizer
         is_plain = backend.truncation is None and backend.padding is None
         if is_plain and backend.encode_special_tokens == tokenizer.split_special_tokens:
