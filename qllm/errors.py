@@ -15,6 +15,8 @@ QllmError
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 
 def pip_install(extra: str) -> str:
@@ -118,3 +120,31 @@ class DeviceError(QllmError):
 
 class InvariantError(QllmError, AssertionError):
     """An invariant of the executor does not hold: a bug in this package."""
+
+
+def check_text(name: str, value: Any) -> None:
+    """Return if every string in a value can be encoded.
+
+    Args:
+        name: What the value is called in the message.
+        value: A string, or mappings and sequences that hold some; anything else passes.
+
+    Raises:
+        InvalidRequestError: A string holds half a surrogate pair; says which string and where.
+    """
+    left = [(name, value)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequestError(
+                    f"{name} holds {value[error.start]!a} at position {error.start}, half of a "
+                    "surrogate pair, which is no text; replace it, for example with U+FFFD"
+                ) from error
+        elif isinstance(value, Mapping):
+            left += [(f"a key of {name}", key) for key in value]
+            left += [(f"{name}[{key!a:.60}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(f"{name}[{index}]", item) for index, item in enumerate(value)]

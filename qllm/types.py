@@ -8,11 +8,11 @@ import enum
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from json import dumps, loads
 from typing import Any, NamedTuple
 
-from qllm.errors import InvalidRequestError, shown
+from qllm.errors import InvalidRequestError, check_text, shown
 
 RequestId = int
 """Engine-internal id of a request; ids grow with submission order."""
@@ -160,34 +160,6 @@ def _check(name: str, value: Any, ok: bool, allowed: str) -> None:
 def _check_count(name: str, count: int, most: int) -> None:
     if count > most:
         raise InvalidRequestError(f"{name} has {count} entries; at most {most} are allowed")
-
-
-def check_text(name: str, value: Any) -> None:
-    """Return if every string in a value can be encoded.
-
-    Args:
-        name: What the value is called in the message.
-        value: A string, or mappings and sequences that hold some; anything else passes.
-
-    Raises:
-        InvalidRequestError: A string holds half a surrogate pair; says which string and where.
-    """
-    left = [(name, value)]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidRequestError(
-                    f"{name} holds {value[error.start]!a} at position {error.start}, half of a "
-                    "surrogate pair, which is no text; replace it, for example with U+FFFD"
-                ) from error
-        elif isinstance(value, Mapping):
-            left += [(f"a key of {name}", key) for key in value]
-            left += [(f"{name}[{key!a:.60}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            left += [(f"{name}[{index}]", item) for index, item in enumerate(value)]
 
 
 def _is_number(value: Any) -> bool:
@@ -341,13 +313,24 @@ class SamplingParams:
     """Answers to each prompt of `generate` and `chat`; answer i has the seed `seed + i`."""
 
     def __post_init__(self) -> None:
+        t, s = self.temperature, self.seed
+        _check("temperature", t, _is_number(t) and 0 <= t <= 100, "a number in [0, 100]")
+        ok = s is None or (_is_int(s) and 0 <= s < NUM_SEEDS)
+        _check("seed", s, ok, "None or in [0, 2**63)")
+        is_usual = all(
+            type(value := getattr(self, name)) is type(usual) and value == usual
+            for name, usual in _USUAL
+        )
+        if not (is_usual and isinstance(self.ignore_eos, bool)):
+            self._check_rest()
+
+    def _check_rest(self) -> None:
+        """Check what is not as by default."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        t = self.temperature
-        _check("temperature", t, _is_number(t) and 0 <= t <= 100, "a number in [0, 100]")
         k = self.top_k
         _check("top_k", k, _is_int(k) and k >= 0, "an integer >= 0")
         _check("top_p", self.top_p, _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
@@ -357,9 +340,6 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
-        s = self.seed
-        ok = s is None or (_is_int(s) and 0 <= s < NUM_SEEDS)
-        _check("seed", s, ok, "None or in [0, 2**63)")
         ok = isinstance(self.stop, tuple) and all(isinstance(x, str) and x for x in self.stop)
         _check("stop", self.stop, ok, "a non-empty string or a list of them")
         check_text("stop", self.stop)
@@ -435,6 +415,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+
+_USUAL = [  # of what is always allowed as it is by default
+    (x.name, {} if x.name == "logit_bias" else x.default)
+    for x in fields(SamplingParams)
+    if x.name not in ("temperature", "seed", "ignore_eos")
+]
 
 
 class Logprobs(NamedTuple):

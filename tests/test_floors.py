@@ -37,6 +37,7 @@ FLOORS = {
     "policy": Floor("errors types plan", PURE),
     "plugins": Floor("errors types policy", PURE),
     "cores": Floor("errors", PURE | {"os"}),
+    "names": Floor("", {"os", "random"}),
     "torchless": Floor("", PURE),
     "grammar_check": Floor("", STDLIB | {"llguidance"}),
     "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
@@ -111,13 +112,13 @@ FLOORS = {
     "frontend.routes": Floor("errors types", PURE),
     "frontend.rebalance": Floor("frontend.routes", PURE),
     "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
-    "frontend": Floor(f"{BASE} cores engine grammar ingress models record", STDLIB),
+    "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
     "llm": Floor(
         f"{BASE} cores engine frontend grammar ingress models plugins record",
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} cores frontend grammar_check ingress llm record",
+        f"__init__ {BASE} names cores frontend grammar_check ingress llm record",
         STDLIB
         | {
             "fastapi",

@@ -271,11 +271,11 @@ def submitted(
     return found
 
 
-def test_text_is_made_into_tokens_off_the_event_loop(
+def test_all_but_the_smallest_texts_are_made_into_tokens_off_the_event_loop(
     served: Serving, submitted: list[tuple[str, dict[str, Any]]]
 ) -> None:
     for priority in ("LS", "BE"):
-        for prompt in ("a", "a" * SHORT):
+        for prompt in ("a" * 256, "a" * SHORT):
             served.post("/v1/completions", {"prompt": prompt, "n": 2, "max_tokens": 1},
                         headers={"x-qllm-priority": priority})  # fmt: skip
     threads = ("qllm-short-LS", "qllm-text-LS", "qllm-short-BE", "qllm-text-BE")

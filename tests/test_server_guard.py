@@ -15,7 +15,6 @@ from engines import stand_still
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until
-from starlette.datastructures import Headers
 
 from qllm.llm import QLLMEngine
 from qllm.server.errors import ApiError
@@ -259,6 +258,10 @@ def test_an_answer_may_take_longer_than_the_timeouts(
         assert b"data: [DONE]\n\n" in answer.result(60)
 
 
+def scope_of(headers: dict[str, str]) -> Any:
+    return {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+
+
 def test_an_empty_header_hides_no_key() -> None:
     """Clients of Anthropic send `x-api-key`, and some an empty Authorization beside it."""
     known = Keys(["alpha"])
@@ -267,10 +270,10 @@ def test_an_empty_header_hides_no_key() -> None:
         {"x-api-key": "alpha", "authorization": ""},
         {"x-api-key": "beta", "authorization": "Bearer alpha"},
     ):
-        assert known.caller(_authorization(Headers(headers)))
+        assert known.caller(_authorization(scope_of(headers)))
     for headers in ({}, {"x-api-key": ""}, {"x-api-key": "beta", "authorization": ""}):
         with pytest.raises(ApiError, match="no valid API key"):
-            known.caller(_authorization(Headers(headers)))
+            known.caller(_authorization(scope_of(headers)))
 
 
 def test_cors_only_for_the_origins_named(small: Serving, engine: QLLMEngine) -> None:

@@ -5,7 +5,7 @@ from hashlib import blake2b
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.errors import ContextLengthError, InvalidRequestError, shown
+from qllm.errors import ContextLengthError, InvalidRequestError, check_text, shown
 from qllm.plan import ModelShape
 from qllm.types import (
     MAX_TIME_MS,
@@ -14,7 +14,6 @@ from qllm.types import (
     Priority,
     SamplingParams,
     Slo,
-    check_text,
 )
 
 FIT = "fit"

@@ -34,6 +34,8 @@ class Client(ABC):
     """
 
     info: ModelInfo
+    can_hold = False
+    """Whether there are `hold` and `release`; submitting waits for nobody then."""
 
     def __init__(self) -> None:
         self.admission_lock = threading.RLock()
@@ -120,6 +122,14 @@ class Client(ABC):
     @abstractmethod
     def _raise_if_closed(self) -> None:
         """The same, in the process that made the client."""
+
+    def hold(self) -> None:
+        """Tell the engine of what is submitted only at `release`, so that it wakes once."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Tell the engine of what was submitted since `hold`."""
+        raise NotImplementedError
 
     @abstractmethod
     def submit(self, submission: Submission, handle: Handle) -> None:

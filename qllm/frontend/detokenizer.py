@@ -102,7 +102,8 @@ class Detokenizer:
         """Return the text that was held back, incomplete characters as U+FFFD."""
         if self._stopped:
             return ""
-        text = self._release(self._decode(self._ids)[self._num_sent :])
+        is_read = self._num_context == len(self._ids)  # nothing came since
+        text = self._release("" if is_read else self._decode(self._ids)[self._num_sent :])
         if not self._stopped:
             text, self._held, self._stopped = text + self._held, "", True
         self._ids.clear()
@@ -128,9 +129,11 @@ class Detokenizer:
                 self._ids.pop()
             return ""
         new = text[self._num_sent :]
-        self._ids = self._ids[self._num_context :]
+        if self._num_context:
+            self._ids = self._ids[self._num_context :]
+            text = self._decode(self._ids)
         self._num_context = len(self._ids)
-        self._num_sent = len(self._decode(self._ids))
+        self._num_sent = len(text)
         return new
 
     def _cut(self, text: str) -> str:

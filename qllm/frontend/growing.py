@@ -13,9 +13,8 @@ tokenises the whole text, and what it says counts.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from qllm.errors import InvalidRequestError, shown
+from qllm.errors import InvalidRequestError, check_text, shown
 from qllm.frontend.checks import is_int
-from qllm.types import check_text
 
 LEAST_CHARS = 64
 """New text is collected up to this before it is tokenised."""

@@ -244,6 +244,14 @@ class ProcessClient(RingClient):
     # -- as a client
 
     _front_end: FrontEnd
+    can_hold = True
+
+    def hold(self) -> None:
+        self._front_end.hold()
+
+    def release(self) -> None:
+        with suppress(OSError):  # it was closed meanwhile: nobody is there to wake
+            self._front_end.release()
 
     def _put(self, entry: Open, submission: Submission) -> None:
         super()._put(entry, submission)

@@ -2,16 +2,17 @@
 
 import inspect
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from qllm.errors import InvalidRequestError, shown
+from qllm.errors import InvalidRequestError, check_text, shown
 from qllm.frontend.checks import is_int
 from qllm.grammar import Vocabulary
-from qllm.types import THOUGHT, Prompt, SamplingParams, check_text
+from qllm.models.tokenizer import ids_of
+from qllm.names import new_seed
+from qllm.types import THOUGHT, Prompt, SamplingParams
 
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
@@ -135,14 +136,21 @@ def to_sampling(
     Raises:
         InvalidRequestError: `stop` is of another type, or no text.
     """
-    changes: dict[str, Any] = {}
     if stop is not None:
         if not isinstance(stop, str | Sequence):
             raise InvalidRequestError(f"stop={shown(stop)} must be a string or a list of them")
-        changes["stop"] = (*sampling.stop, *((stop,) if isinstance(stop, str) else stop))
-    if sampling.seed is None:
-        changes["seed"] = secrets.randbits(62)
-    return replace(sampling, **changes) if changes else sampling
+        more = (stop,) if isinstance(stop, str) else stop
+        sampling = replace(sampling, stop=(*sampling.stop, *more))
+    return sampling if sampling.seed is not None else _with_seed(sampling, new_seed())
+
+
+def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    """The same with a seed that is allowed; nothing is checked again."""
+    made = object.__new__(SamplingParams)
+    for name in SamplingParams.__slots__:
+        object.__setattr__(made, name, getattr(sampling, name))
+    object.__setattr__(made, "seed", seed)
+    return made
 
 
 def _meant(name: str) -> str:
@@ -196,7 +204,7 @@ def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, 
         if not prompt:
             raise InvalidRequestError("the prompt is empty; pass at least one character")
         check_text("the prompt", prompt)
-        ids = list(_needed(tokenizer)(prompt)["input_ids"])
+        ids = ids_of(_needed(tokenizer), prompt)
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
         first = prompt[0]
         ids = render_chat(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)

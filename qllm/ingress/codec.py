@@ -71,6 +71,8 @@ class _Arrays:
         self._body, self._at = body, offset
 
     def take(self, dtype: str, count: int) -> Any:
+        if not count:
+            return []
         array = np.frombuffer(self._body, dtype, count, self._at)
         self._at += array.nbytes
         return array.tolist()
@@ -121,15 +123,18 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
         0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1,
     )
     arrays = (
-        np.array(sorted(item.stop_ids), "<i8"),
-        np.array(sampling.stop_token_ids, "<i8"),
-        np.array(list(sampling.logit_bias.values()), "<f8"),
-        np.array(list(sampling.logit_bias), "<u4"),
-        np.array(item.token_ids, "<u4"),
-        np.array([len(stop) for stop in stops], "<u4"),
+        _array(sorted(item.stop_ids), "<i8"),
+        _array(sampling.stop_token_ids, "<i8"),
+        _array(list(sampling.logit_bias.values()), "<f8"),
+        _array(list(sampling.logit_bias), "<u4"),
+        _array(item.token_ids, "<u4"),
+        _array([len(stop) for stop in stops], "<u4"),
     )
-    text = (*(a.tobytes() for a in arrays), name, *stops, cache)
-    return flags, b"".join((fixed, *text, _encode_limits(sampling)))
+    return flags, b"".join((fixed, *arrays, name, *stops, cache, _encode_limits(sampling)))
+
+
+def _array(values: Sequence[float], dtype: str) -> bytes:
+    return np.array(values, dtype).tobytes() if values else b""
 
 
 def _encode_limits(sampling: SamplingParams) -> bytes:
@@ -158,6 +163,10 @@ def _decode_limits(body: bytes, at: int) -> dict[str, Any]:
     return found
 
 
+_NONE = SamplingParams(seed=0)
+"""Stands for the settings of a request that are wrong."""
+
+
 def decode_submission(record: Record) -> Submission:
     """The inverse of `encode_submission`.
 
@@ -184,7 +193,7 @@ def decode_submission(record: Record) -> Submission:
     wrong = wrong_number(priority, arrival_ns, deadline_ns, slo)
     if num_cache and not math.isnan(ttl_s) and not 0 < ttl_s <= MAX_TIME_S:
         wrong = wrong or f"cache_ttl_s={ttl_s} must be seconds in (0, {MAX_TIME_S}]"
-    name, sampling = "", SamplingParams(seed=0)
+    name, sampling = "", _NONE
     try:
         if values["top_k"] >> 63:
             raise ValueError(f"top_k={values['top_k']} must be in [0, 2**63)")
@@ -370,23 +379,34 @@ class EngineMetrics:
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
         """What the front end knows of a request whose engine is gone, and zeros for the rest."""
-        values: dict[str, Any] = dict.fromkeys((f.name for f in fields(cls)), 0)
-        values |= {
-            "arrival_ns": arrival_ns,
-            "priority": priority,
-            "queue_ms": None,
-            "open_ms": None,
-        }
-        return cls(**{**values, "num_prompt_tokens": num_prompt_tokens})
+        return cls(
+            **_UNKNOWN,
+            arrival_ns=arrival_ns,
+            priority=priority,
+            num_prompt_tokens=num_prompt_tokens,
+        )
 
     def complete(
         self, request_id: RequestId, name: str, reason: FinishReason, token_ns: Sequence[int]
     ) -> RequestMetrics:
         """Add what the tokens tell that reached the front end."""
-        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        known = {name: getattr(self, name) for name in self.__slots__}
         whole_ns = self.arrival_ns + round((self.open_ms or 0) * NS_PER_MS)
         times = token_latencies(whole_ns, token_ns)
         return RequestMetrics(request_id=request_id, name=name, reason=reason, **known, **times)
+
+
+_UNKNOWN: dict[str, Any] = {
+    "queue_ms": None,
+    "parked_ms": 0.0,
+    "max_stall_ms": 0.0,
+    "num_prefilled_tokens": 0,
+    "preemptions": 0,
+    "evictions": 0,
+    "evict_recomputed_tokens": 0,
+    "retry_recomputed_tokens": 0,
+    "preempt_recomputed_tokens": 0,
+}
 
 
 def encode_finish(

@@ -129,6 +129,7 @@ class FrontEndRings(FrontEndPort):
         self._tokens = ends.reader(*block.rings["token"])
         self._lock = threading.Lock()
         self._num_submitted = 0
+        self._is_held = self._has_news = False
 
     @abstractmethod
     def _ring(self) -> None:
@@ -156,7 +157,22 @@ class FrontEndRings(FrontEndPort):
                     f"the ring for {'LS' if is_ls else 'BE'} requests is full: the engine has not "
                     "looked at it since they came; try again later"
                 )
-            self._ring()
+            if self._is_held:
+                self._has_news = True
+            else:
+                self._ring()
+
+    def hold(self) -> None:
+        """Put requests without telling the engine, until `release`: it wakes once for all."""
+        with self._lock:
+            self._is_held = True
+
+    def release(self) -> None:
+        """Tell the engine of what was put since `hold`, if anything was, and of what comes."""
+        with self._lock:
+            has_news, self._is_held, self._has_news = self._has_news, False, False
+            if has_news:
+                self._ring()
 
     def revise(self, item: Revision) -> None:
         """Put a revision into the ring of its request, which is that of its class.

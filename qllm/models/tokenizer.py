@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,3 +79,33 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
         return None
     pairs = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """The ids that a tokenizer makes of a text.
+
+    Where transformers' layers would only hand the text on to the tokenizers library, it is asked
+    itself: 0.05 ms less.
+    """
+    kind: Any = type(tokenizer)
+    if _hands_on(kind):
+        backend = tokenizer.backend_tokenizer
+        is_plain = backend.truncation is None and backend.padding is None
+        if is_plain and backend.encode_special_tokens == tokenizer.split_special_tokens:
+            ids: list[int] = backend.encode(text).ids
+            return ids
+    return list(tokenizer(text)["input_ids"])
+
+
+@lru_cache
+def _hands_on(kind: type) -> bool:
+    """Whether tokenizers of a class do nothing more for one text than the tokenizers library."""
+    if not hasattr(kind, "backend_tokenizer"):
+        return False
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    same = ("_encode_plus", "set_truncation_and_padding", "backend_tokenizer")
+    is_usual = all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name) for name in same
+    )
+    return is_usual and kind.__call__ is PreTrainedTokenizerBase.__call__

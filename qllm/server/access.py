@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,12 +26,13 @@ CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=Non
 PLAIN = "-._~:/+=@%"
 """With letters and digits of ASCII: what names and paths are made of in a line."""
 
+_is_plain = re.compile(f"[A-Za-z0-9{re.escape(PLAIN)}]*").fullmatch
 _log = logging.getLogger("qllm.server.access")
 
 
 def plain(text: str) -> str:
     """A name that a caller gave: no blank, quote or line break of it can look like a field."""
-    return quote(text, safe=PLAIN, errors="backslashreplace")
+    return text if _is_plain(text) else quote(text, safe=PLAIN, errors="backslashreplace")
 
 
 @dataclass(slots=True)
@@ -93,11 +95,15 @@ class Exchange:
 
     def write(self) -> None:
         """Write the line, if there is to be one."""
-        if self.status < 400 and self.line.partition(" ")[2] in PROBES:
+        is_told = self.status >= 400 or self.line.partition(" ")[2] not in PROBES
+        if not is_told or not _log.isEnabledFor(logging.INFO):
             return
         found = self.fields()
         shown = " ".join(f"{k}={v}" for k, v in found.items() if k not in ("request", "status"))
-        _log.info('"%s" %s %s', self.line, self.status, shown, extra={"fields": found})
+        values = (self.line, self.status, shown)
+        record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, '"%s" %s %s', values, None)
+        record.__dict__["fields"] = found
+        _log.handle(record)  # `info` would look for the line of code that calls it
 
     def fields(self) -> dict[str, Any]:
         """What the line says, by name."""

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import re
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -16,9 +15,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from qllm.frontend.handle import Piece
+from qllm.names import token_hex
 from qllm.types import FinishReason, Logprobs, Priority
 
-from .ask import Ask
+from .ask import Ask, header
+from .connection import Presence
 from .errors import ApiError, unexpected
 from .front import Front
 from .open_answer import Answer, Comment
@@ -83,7 +84,7 @@ class Writer(ABC):
     """`object` of a chunk of a stream."""
 
     def __init__(self, front: Front, prefix: str, asked: Generation) -> None:
-        self.answer_id = f"{prefix}-{asked.request_id or secrets.token_hex(12)}"
+        self.answer_id = f"{prefix}-{asked.request_id or token_hex(12)}"
         self.shows_ids = bool(asked.return_token_ids)
         self._front = front
         self._created = int(time.time())
@@ -329,14 +330,12 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | N
     assert task is not None
     is_gone = False
 
-    async def gone() -> None:
+    def gone() -> None:
         nonlocal is_gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
         is_gone = True
         task.cancel()
 
-    watcher = asyncio.create_task(gone())
+    stop = _tell_when_gone(request, gone)
     try:
         return await work
     except asyncio.CancelledError:
@@ -344,15 +343,29 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | N
             return None
         raise
     finally:
-        watcher.cancel()
+        stop()
+
+
+def _tell_when_gone(request: Request, gone: Callable[[], None]) -> Callable[[], object]:
+    """Call `gone` when the client disconnects, until what is returned is called."""
+    presence: Presence | None = request.scope["state"].get("presence")
+    if presence is not None:
+        return presence.tell_when_gone(gone)
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone()
+
+    return asyncio.create_task(wait()).cancel
 
 
 def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priority | None:
     """What a gateway says; None if it says nothing that we know."""
     for name in OBJECTIVES:
-        if (found := objectives.get(request.headers.get(name, ""))) is not None:
+        if (found := objectives.get(header(request.scope, name) or "")) is not None:
             return Priority[found]
-    if (text := request.headers.get(DYNAMO)) is None:
+    if (text := header(request.scope, DYNAMO)) is None:
         return None
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII):
         raise ApiError(400, f"{DYNAMO}: {text!r:.40} must be an integer", param=DYNAMO)
@@ -367,7 +380,7 @@ def wanted_class(
     Raises:
         ApiError: The header names no class.
     """
-    text = request.headers.get(HEADER)
+    text = header(request.scope, HEADER)
     if text is None:
         by_gateway = _class_of_gateway(request, objectives)
         return next((x for x in (by_gateway, by_body) if x is not None), Priority.LS)
@@ -388,7 +401,7 @@ async def respond(
     wanted = wanted_class(request, body.asked_class(), front.config.objectives)
 
     async def work() -> Response:
-        caller, other_id = request.state.caller, request.headers.get("x-request-id")
+        caller, other_id = request.state.caller, header(request.scope, "x-request-id")
         whose = replace(ask, cache_owner=owner_of(caller), caller=caller, other_id=other_id)
         answer = await front.open(whose, wanted)
         try:

@@ -1,5 +1,6 @@
 """What a route asks of the engine, and the class that it is served with."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,16 +14,32 @@ from qllm.types import Priority, Slo
 
 SHORT = 2048
 """Characters, or ids, from which on a text is not short."""
+EACH = 32
+"""Characters that a prompt or message counts for beside its own."""
+_SLOW = frozenset({"structured_outputs", "bad_words"})
 
 
 NDJSON = ("application/x-ndjson", "application/ndjson", "application/jsonl")
 """Kinds of a body that is lines of JSON."""
 
 
+def header(scope: Scope, name: str) -> str | None:
+    """The value of a header by its name in lower case, of several the first; None without it."""
+    found: dict[bytes, bytes] | None = scope.get("qllm.headers")
+    if found is None:
+        found = scope["qllm.headers"] = dict(reversed(scope["headers"]))
+    value = found.get(name.encode("latin-1"))
+    return None if value is None else value.decode("latin-1")
+
+
+def kind_of_body(scope: Scope) -> str:
+    """What a request calls its body; empty if it does not say."""
+    return (header(scope, "content-type") or "").partition(";")[0]
+
+
 def is_ndjson(scope: Scope) -> bool:
     """Whether the body of a request is lines of JSON."""
-    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
-    return bool(kinds) and kinds[0].decode("latin-1").partition(";")[0].strip().lower() in NDJSON
+    return kind_of_body(scope).strip().lower() in NDJSON
 
 
 def name_of(value: str) -> str:
@@ -76,18 +93,23 @@ class Ask:
         return frozenset({self.answer_id, own, self.other_id} - {""})
 
     @property
-    def is_short(self) -> bool:
-        """Whether making tokens of its text takes about as long as to hand it to a thread.
+    def size(self) -> float:
+        """How much work its text is: characters, or ids, and some for each prompt or message.
 
         A form of the answer is built from a schema or words first, which takes its time. A prompt
         that came in pieces is tokenised whole when it is sent.
         """
-        if self.template or not {"structured_outputs", "bad_words"}.isdisjoint(self.sampling):
-            return False
+        if self.template or not _SLOW.isdisjoint(self.sampling):
+            return math.inf
         if self.opened is not None:
-            return bool(self.opened.num_bytes < SHORT)
+            return float(self.opened.num_bytes)
         texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
-        return sum(len(x) if isinstance(x, str | list) else SHORT for x in texts) < SHORT
+        return self.n * sum(EACH + len(x) if isinstance(x, str | list) else math.inf for x in texts)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether making tokens of its text takes about as long as to hand it to a thread."""
+        return self.size < SHORT
 
     def ttl_s(self, priority: Priority, tool_ttl_s: float) -> float | None:
         """How long its KV is kept for the turns that follow; None if nothing says so.

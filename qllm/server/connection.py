@@ -12,6 +12,7 @@ and HTTP/1.0 nothing that may be written before an answer: there its end is that
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Literal
 
 import httptools
@@ -62,6 +63,30 @@ class Together:
         """Send what is held, then close."""
         self.flush()
         self._transport.close()
+
+
+class Presence:
+    """Whether the client of a request is there: what a route would learn by receiving."""
+
+    def __init__(self) -> None:
+        self._is_gone = False
+        self._told: Callable[[], None] | None = None
+
+    def tell_when_gone(self, gone: Callable[[], None]) -> Callable[[], None]:
+        """Call `gone` when its client goes, or now; returns what ends that."""
+        self._told = gone
+        if self._is_gone:
+            gone()
+        return self._forget
+
+    def _forget(self) -> None:
+        self._told = None
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self._is_gone = True
+        if self._told is not None:
+            self._told()
 
 
 class Limited:
@@ -153,6 +178,7 @@ class Protocol(Limited, HttpToolsProtocol):
         """Bytes that came since a head ended, or a part of a body or its end came."""
         self._takes_more = True
         self._active: Any = None
+        self._presence: Presence | None = None
         self._expect_head()
 
     @property
@@ -161,7 +187,13 @@ class Protocol(Limited, HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._active = cycle
+        self._presence = cycle.scope["state"]["presence"] = Presence()
         super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._presence is not None:
+            self._presence.leave()
 
     def data_received(self, data: bytes) -> None:
         if not self._takes_more:
@@ -231,6 +263,7 @@ class Protocol(Limited, HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._num_unused = 0
         if not self.parser.should_upgrade():
+            self.cycle.scope["state"]["is_whole"] = True
             super().on_message_complete()
 
 

@@ -22,6 +22,7 @@ from qllm.types import Priority, SamplingParams
 
 from . import access
 from .ask import Ask, Served
+from .at_once import AtOnce
 from .config import ServerConfig
 from .errors import ApiError, from_engine
 from .metrics import Metrics
@@ -62,6 +63,7 @@ class Front:
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
         """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
+        self._at_once = AtOnce()
         self._num_ls = 0
 
     @property
@@ -108,9 +110,12 @@ class Front:
         self._num_ls += takes
         engine = self.engine
         submit = partial(self._submit, engine, ask, served.priority)
-        text = self._text[served.priority]
         try:
-            handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
+            if AtOnce.takes(engine, ask):
+                handles = self._at_once.run(engine, submit)
+            else:
+                text = self._text[served.priority]
+                handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= takes
             if ask.opened is not None and isinstance(error, asyncio.CancelledError):

@@ -5,17 +5,18 @@ import hashlib
 import hmac
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qllm.names import token_hex
 
 from . import access
 from .access import ANYBODY
-from .ask import is_ndjson
+from .ask import header, is_ndjson
 from .config import ServerConfig
 from .errors import ANTHROPIC, ApiError, unexpected
 from .metrics import Metrics
@@ -161,8 +162,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        known_as = headers.get("x-request-id") or None
+        known_as = header(scope, "x-request-id") or None
         exchange = access.Exchange.of(scope, "", self._log)
         access.CURRENT.set(exchange)
         status = CLIENT_GONE
@@ -174,16 +174,17 @@ class Guard:
                 if status >= 400:
                     self._metrics.refuse(status)
                 told = MutableHeaders(scope=message)
-                ours = told.get("x-request-id") or f"req-{secrets.token_hex(8)}"
-                told["x-request-id"] = known_as or ours
+                ours = told.get("x-request-id") or f"req-{token_hex(8)}"
+                exchange.request_id = known_as or ours
+                if exchange.request_id != told.get("x-request-id"):
+                    told["x-request-id"] = exchange.request_id
                 if scope["path"].startswith(ANTHROPIC):
                     told.setdefault("request-id", ours)
                 told.update(self._limits.headers(exchange.caller or ANYBODY))
-                exchange.request_id = told["x-request-id"]
             await send(message)
 
         try:
-            await self._guarded(scope, receive, noting, headers, exchange)
+            await self._guarded(scope, receive, noting, exchange)
         except Exception as error:
             if status != CLIENT_GONE:  # a part of the answer is sent
                 raise
@@ -199,7 +200,6 @@ class Guard:
         scope: Scope,
         receive: Receive,
         send: Send,
-        headers: Headers,
         exchange: access.Exchange,
     ) -> None:
         """Refuse the request, or let the routes answer it."""
@@ -210,10 +210,10 @@ class Guard:
         try:
             self._check_headers(scope)
             if not is_open:
-                caller = self._keys.caller(_authorization(headers))
+                caller = self._keys.caller(_authorization(scope))
             exchange.caller = "" if caller == ANYBODY else caller
             most = self._most_bytes(path)
-            self._check_length(headers.get("content-length"), most)
+            self._check_length(header(scope, "content-length"), most)
             if scope["method"] in ("POST", "PUT"):
                 self._limits.enter(caller)
                 counted = True
@@ -250,8 +250,11 @@ class Guard:
             if is_whole:  # what comes now is the disconnect
                 return await receive()
             try:
-                async with asyncio.timeout(wait_s):
+                if scope["state"].get("is_whole"):  # it is all there
                     message = await receive()
+                else:
+                    async with asyncio.timeout(wait_s):
+                        message = await receive()
             except TimeoutError:
                 if streams:
                     self._metrics.abandoned.inc()
@@ -267,10 +270,12 @@ class Guard:
         return limited
 
 
-def _authorization(headers: Headers) -> str:
+def _authorization(scope: Scope) -> str:
     """The header of this name, or what Anthropic's clients send instead."""
-    key = headers.get("x-api-key")
-    return headers.get("authorization") or ("" if key is None else f"Bearer {key}")
+    if given := header(scope, "authorization"):
+        return given
+    key = header(scope, "x-api-key")
+    return "" if key is None else f"Bearer {key}"
 
 
 def _too_large(most: int) -> ApiError:

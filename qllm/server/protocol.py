@@ -19,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs, check_text
+from qllm.errors import check_text
+from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 from .ask import name_of
 from .calls import Choice, choice_of, grammar

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qllm.errors import QllmError
 
-from .ask import is_ndjson
+from .ask import is_ndjson, kind_of_body
 from .errors import ApiError, from_engine
 
 JSON = "application/json"
@@ -73,7 +73,7 @@ async def _body(receive: Receive) -> list[Message]:
 def _parsed(model: type[BaseModel], request: Request, messages: list[Message]) -> Any:
     """The body, if it is JSON, called so, and as the model has it; else None."""
     is_whole = messages[-1]["type"] == "http.request"
-    if not is_whole or request.headers.get("content-type", "").partition(";")[0] != JSON:
+    if not is_whole or kind_of_body(request.scope) != JSON:
         return None
     try:
         return model.model_validate(json.loads(b"".join(m.get("body", b"") for m in messages)))
