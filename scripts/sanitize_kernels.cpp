@@ -155,7 +155,7 @@ void attention(const Kernels& k, Results& results, int64_t heads, int64_t groups
   std::vector<float> sinks(heads, 1.5f);
   Attention a{{heads, groups, h, 0, window ? sinks.data() : nullptr, 1 / std::sqrt(float(h))},
               qkv.matrix, norm.norm, whole ? q_norm.norm : one.norm,
-              whole ? k_norm.norm : one.norm, whole, half_table ? h / 2 : h, whole ? 0.5f : INFINITY};
+              whole ? k_norm.norm : one.norm, whole, half_table ? h / 2 : h, h, whole ? 0.5f : INFINITY};
   Slabs slabs(groups, h, h);
   Half x = values(tokens * width);
   Half cos = values(tokens * a.cos_width), sin = values(tokens * a.cos_width);
