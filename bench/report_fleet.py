@@ -1,5 +1,6 @@
 """Rows of the results page about several engines (`bench/serving/fleet.py`)."""
 
+from statistics import median
 from typing import Any
 
 from bench.report_lines import Line, at_most
@@ -52,13 +53,36 @@ def _over(what: str, found: float | None, most: float) -> Line:
 
 
 def _prefix(row: Row) -> list[Line]:
-    ratio, routes = row["prefix_over_round_robin"], ("round-robin", "prefix")
-    what = "share of prompt tokens found, `prefix` / `round-robin`"
-    shares = "; ".join(f"{name} {row[name]['hit_share']:.2f}" for name in routes)
-    return [
-        (what, f"{ratio:.2f}", f">= {PREFIX_HITS:g}", ratio >= PREFIX_HITS),
-        ("  shares", shares, "", None),
-    ]
+    lines: list[Line] = []
+    for case in row["rows"]:
+        how = case["how"].replace("_", " ")
+        what = f"{case['engines']} engines, {case['chats']} chats {how}: share of prompt tokens "
+        ratio = case["prefix_over_round_robin"]
+        shares = [
+            f"{name} {median(found[name]['hit_share'] for found in case['seeds']):.2f}"
+            for name in ("round-robin", "prefix")
+        ]
+        met = ratio >= PREFIX_HITS
+        lines += [
+            (what + "found, `prefix` / `round-robin`", f"{ratio:.2f}", f">= {PREFIX_HITS:g}", met),
+            ("  shares; at most", f"{'; '.join(shares)}; {case['most']:.2f}", "", None),
+        ]
+    return lines
+
+
+def _rebalance(row: Row) -> list[Line]:
+    """Ratios over never moving."""
+    lines: list[Line] = []
+    for name, case in row.items():
+        for after, found in case.items() if isinstance(case, dict) else ():
+            if not after.startswith("after "):
+                continue
+            keys = ("be_mean_s", "be_last_s", "ls_ttft_p50_ms", "ls_ttft_p99_ms")
+            ratios = ", ".join(f"{found[key]:.2f}" for key in keys)
+            what = f"two simulated engines, LS {name}, BE moved {after}: "
+            what += "BE mean, BE last, LS TTFT p50, p99"
+            lines.append((what, f"{ratios}; {found['moved']} moved", "", None))
+    return lines
 
 
 def _router(row: Row) -> list[Line]:
@@ -106,6 +130,7 @@ ROWS = {
     "killed": _killed,
     "pools": _pools,
     "prefix": _prefix,
+    "rebalance_sim": _rebalance,
     "router": _router,
     "front_end": _front_end,
     "scale": _scale,
