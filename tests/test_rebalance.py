@@ -275,6 +275,28 @@ def test_it_moves_once_with_its_kv_and_keeps_its_tokens(fleet: FakeFleet) -> Non
     finished(fleet, be, *ls)
 
 
+def test_it_goes_where_the_move_said_whatever_the_route_would_choose(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be = started(fleet)
+    fleet.step()
+    own = at(fleet, be)
+    busy_with_ls(fleet, own)
+    waited(fleet, AFTER_S)
+    rebalancer(fleet).look()
+    target = rebalancer(fleet)._move.target
+    (third,) = {"0", "1", "2"} - {str(own), target}
+    router = fleet.client._routing.router
+
+    def to_the_third(request: Any, engines: Any) -> EngineView:
+        return next(e for e in engines if e.name == third)
+
+    monkeypatch.setattr(router, "route", to_the_third)
+    fleet[own].deliver()
+    until(lambda: any(be.number in fleet[i].handles for i in range(3) if i != own))
+    assert at(fleet, be) == int(target)
+
+
 @pytest.mark.parametrize("whom", ["own", "there", "both"])
 def test_nothing_is_lost_when_an_engine_dies_in_the_move(fleet: FakeFleet, whom: str) -> None:
     rng = random.Random(whom)
