@@ -251,7 +251,7 @@ def test_a_plan_knows_the_bytes_of_blocks(files: dict[str, Path]) -> None:
 def test_what_is_no_file_says_so(files: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"there is no GGUF file '.*gone\.gguf'"):
         load(tmp_path / "gone.gguf")
-    with pytest.raises(ModelError, match=r"4 GGUF files, .*give the path of one"):
+    with pytest.raises(ModelError, match=r"5 GGUF files, .*give the path of one"):
         load(files["Q8_0"].parent)
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(files["Q8_0"].read_bytes()[:100])

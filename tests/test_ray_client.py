@@ -599,13 +599,15 @@ def test_a_replica_that_drains_hears_of_nobody_and_waits_as_long_as_it_may(
     handle = submit(front, 2, most=10**6)
     until(lambda: handle.token_ids, cluster)
     cluster.drain(0)
+    told: list[str] = []
+    (relay,) = replica._relays.values()
+    monkeypatch.setattr(relay, "cancel", lambda: told.append("cancel"))
     for _ in range(15_000):
         replica.tick()
-    assert not handle.has_ended
+    assert not told
     for _ in range(5_001):
         replica.tick()
-    until(lambda: handle.has_ended)
-    assert handle.finish_reason is FinishReason.CANCELLED
+    assert told
 
 
 def test_a_front_end_that_drains_takes_no_new_requests(cluster: Cluster, front: RayClient) -> None:
