@@ -318,6 +318,18 @@ def test_answers_come_and_the_work_is_shared(cluster: Cluster, front: RayClient)
     until(lambda: all(not r._relays and r._load.counts() == {} for r in cluster.replicas))
 
 
+def test_what_a_replica_ends_by_itself_goes_on_elsewhere(
+    cluster: Cluster, front: RayClient
+) -> None:
+    handles = [submit(front, i + 1, 7, most=20) for i in range(4)]
+    until(lambda: all(len(h.token_ids) >= 4 for h in handles), cluster)
+    for relay in list(cluster.replicas[0]._relays.values()):
+        relay.cancel()  # as an engine that is closed does, or a replica for its front end's silence
+    until(lambda: all(handle.has_ended for handle in handles), cluster)
+    assert [h.token_ids for h in handles] == [answer((i + 1, 7), 20) for i in range(4)]
+    assert {h.finish_reason for h in handles} == {FinishReason.LENGTH}
+
+
 @pytest.mark.parametrize("how", ["replica", "engine"])
 def test_a_death_loses_and_doubles_no_token(cluster: Cluster, front: RayClient, how: str) -> None:
     handles = [submit(front, i + 1, 7, most=20) for i in range(6)]

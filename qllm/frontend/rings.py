@@ -94,7 +94,8 @@ class RingClient(Client):
             return
         log = entry.handle.log
         if log is not None and self._is_of_the_engine(end, entry):
-            return  # its connection ends next, then `_end_all` sees to it
+            self._left(end.request_id)
+            return
         self._forget(end.request_id)
         if end.error is not None and end.error.startswith(MOVED):
             self._moved(entry, end.error.removeprefix(MOVED))
@@ -102,6 +103,9 @@ class RingClient(Client):
         entry.finish(end.request_id, entry.ended or (end.reason, end.error), end.metrics)
         if log is not None:
             log.heard_of(entry)
+
+    def _left(self, number: RequestId) -> None:
+        """A request was ended by an engine that ends: with its connection, in `_end_all`, it goes on."""
 
     def _is_of_the_engine(self, end: End, entry: Open) -> bool:
         """Whether a request ended because the engine does: nobody here cancelled it."""

@@ -358,6 +358,11 @@ class RayClient(FarClient, ManyClient, RingClient):
         """Let requests that wait go on where the router sends them."""
         self.log.go_on(self.replay)
 
+    def _left(self, number: RequestId) -> None:
+        """As there, but no connection ends: the replica ended it and lives, or goes by itself."""
+        self.lost(number, "its replica ended it", had_it=True)
+        self.go_on()
+
     # -- as a client
 
     @property
