@@ -127,7 +127,7 @@ class Rival:
 
     Args:
         python: Of its environment.
-        script: Beside this file; speaks as `llama_rate.py` does.
+        script: Beside this file; speaks as `answering.py` says.
         what: The file or folder that it reads.
         threads: That it computes with.
     """

