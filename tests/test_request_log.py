@@ -11,12 +11,13 @@ from families import make_model
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
-from qllm.errors import ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
+from qllm.errors import MOVED, ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
 from qllm.ingress import Submission, Update
+from qllm.ingress.codec import End
 from qllm.ingress.front_end import CANCEL_BYTES, UPDATE_BYTES, FrontEndRings
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.ring import record_bytes
@@ -388,3 +389,32 @@ def test_paused_requests_without_room_for_their_pause_wait_on() -> None:
     assert [w.log.holds(entry.handle) for entry in entries] == [False, True]
     assert list(client.handles.values()) == [entries[0].handle]
     assert entries[1].num_replays == 0
+
+
+@pytest.mark.parametrize(
+    ("num_done", "moved", "told"),
+    [(0, None, 3), (2, None, 0), (2, 2, 2)],
+    ids=["it was not begun", "its engine died", "its engine handed it over"],
+)
+def test_what_later_engines_find_kept_of_a_prompt_is_its_own(
+    num_done: int, moved: int | None, told: int
+) -> None:
+    """The cached tokens that it is told, and may pay for, are those of its first engine."""
+    w, client = World(), SilentClient()
+    entry = w.entry(1, num_done=0)
+    known = replace(entry.unknown, num_cached_tokens=2)
+    w.log.go_on(client.replay)
+    client.replay(entry)
+    for n in range(num_done):
+        w.token(entry, 60 + n)
+    if moved is None:
+        client._end_all(WHY)
+    else:
+        (number,) = client.handles
+        client._on_finish(End(number, FinishReason.ERROR, f"{MOVED}ticket", known))
+    w.log.go_on(client.replay)
+    while not (numbers := [n for n, found in client._open.items() if found is entry]):
+        time.sleep(0.001)
+    later = replace(known, num_cached_tokens=3)
+    client._on_finish(End(numbers[0], FinishReason.LENGTH, None, later))
+    assert entry.handle.result(60).metrics.num_cached_tokens == told

@@ -1,8 +1,10 @@
 """How two hosts meet: secrets, messages, clocks, addresses."""
 
+import select
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from qllm.errors import ConfigError
 from qllm.frontend.remote import Clock
 from qllm.ingress.remote.meeting import (
+    LIVENESS_S,
     MIN_SECRET_BYTES,
     VERSION,
     Address,
@@ -230,3 +233,37 @@ def test_a_clock_is_off_by_half_a_round_trip_at_most(
 def test_roles_that_make_no_sense(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_config(None, {}, settings)
+
+
+class Looks:
+    """A poll whose looks are counted; something comes at the last of them."""
+
+    def __init__(self, num_empty: int, come: Callable[[], object]) -> None:
+        self.left, self.come, self.asked_ms = num_empty, come, list[float]()
+
+    def register(self, *_: object) -> None:
+        pass
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        self.asked_ms.append(timeout_ms)
+        self.left -= 1
+        if self.left >= 0:
+            return []
+        self.come()
+        return [(0, select.POLLIN)]
+
+
+def test_a_side_is_gone_after_so_many_looks_and_not_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One look may last an hour: this process stood still, and the other one with it."""
+    met = Met(SECRET, SECRET)
+    looks = Looks(9, lambda: met.engine.send({"n": 1}))
+    monkeypatch.setattr("qllm.ingress.remote.meeting.select.poll", lambda: looks)
+    assert met.front_end.receive() == {"n": 1}
+    assert looks.asked_ms[:10] == [1000.0] * 10
+    looks.left, looks.asked_ms = 99, []
+    with pytest.raises(MeetingError, match="the other side is silent"):
+        met.front_end.receive()
+    assert sum(looks.asked_ms) == 1000 * LIVENESS_S
+    met.close()

@@ -142,6 +142,32 @@ def test_a_link_that_fails_cuts_its_front_end_off(
     pair.ingress.wait(1_000_000)
 
 
+@pytest.mark.parametrize("how", ["a push is under way", "a push has failed"])
+def test_an_agent_ends_with_its_link_whoever_keeps_the_rest(
+    how: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with the last transfer that anybody kept, on the thread of a garbage collection."""
+    link, front_end = pair.links[0], pair.front_end
+    if how == "a push has failed":
+
+        def fail(_: Any) -> str:
+            raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+        monkeypatch.setattr(link._agent, "check_xfer_state", fail)
+    else:
+        monkeypatch.setattr(link, "is_done", lambda _: False)
+    front_end.submit(submission(0, 0, 4, 1))
+    if how == "a push has failed":
+        with pytest.raises(NixlError, match="REMOTE_DISCONNECT"):
+            list(front_end.receive())
+        monkeypatch.setattr(link._agent, "check_xfer_state", lambda _: "DONE")
+    assert len(link._under_way) == 1
+    monkeypatch.undo()
+    agent = link._agent.agent  # what is in C++
+    front_end.close()
+    assert sys.getrefcount(agent) == 2, "ours, and that of the question"
+
+
 def test_real_rdma_is_never_emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     segment = FrontEndMemory.create(0, (1 << 12,) * 4).segment
     monkeypatch.setattr(transport, "RDMA_DEVICES", tmp_path)

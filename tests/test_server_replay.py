@@ -87,7 +87,7 @@ class Client(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with httpx.Client(timeout=120) as client:
+        with httpx.Client(timeout=600) as client:
             if not self.asked.get("stream"):
                 answer = client.post(self.url, json=self.asked)
                 self.status, self.events = answer.status_code, [answer.json()]
@@ -101,7 +101,7 @@ class Client(threading.Thread):
 
     def answer(self) -> Any:
         """All that it says of its choices: text, log-probabilities, reason; and its usage."""
-        self.join(120)
+        self.join(600)
         assert not self.is_alive()
         assert self.status == 200, self.events
         if not self.asked.get("stream"):
@@ -118,7 +118,7 @@ class Client(threading.Thread):
 
     def error(self) -> Any:
         """The error that ended it."""
-        self.join(120)
+        self.join(600)
         return self.events[-1]["error"]
 
     @property

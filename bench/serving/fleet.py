@@ -5,12 +5,13 @@ against those of a calm run), `pools` (four simulated engines, routes alternated
 requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them),
 `router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
 engines and 10^6 requests; nothing is computed), `state` (its bytes), `front_end` (memory of its
-process) and `rebalance`, `rebalance_sim` (BE that stands still moves or stays; `rebalancing.py`).
+process) and `rebalance`, `rebalance_bound`, `rebalance_sim` (BE that stands still moves or stays;
+`rebalancing.py`).
 The last line of stdout is one JSON document.
 
     python -m bench.serving.fleet [--quick]
         [--rows killed pools prefix router scale state front_end rebalance
-         rebalance_sim]
+         rebalance_bound rebalance_sim]
 """
 
 import argparse
@@ -34,7 +35,7 @@ import httpx
 
 from bench.common import machine
 from bench.serving.qllm_serve import serving
-from bench.serving.rebalancing import rebalance, simulated
+from bench.serving.rebalancing import bound, rebalance, simulated
 from qllm import QLLMEngine, SamplingParams, Slo
 from qllm.config import EngineConfig
 from qllm.frontend.members import Backoff
@@ -427,6 +428,7 @@ ROWS = {
     "state": state,
     "front_end": front_end,
     "rebalance": rebalance,
+    "rebalance_bound": bound,
     "rebalance_sim": simulated,
 }
 

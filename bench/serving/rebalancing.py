@@ -106,6 +106,52 @@ def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, se
     }
 
 
+def capacity(there: str) -> float:
+    """LS requests of a mix without a common beginning that the first engine serves per second."""
+    count, rng = 24, random.Random(0)
+    with QLLMEngine.connect(there, route=pinned, rebalance_s=0) as front:
+        began = time.monotonic()
+        handles = [
+            front.submit(
+                [rng.randrange(8, VOCABULARY) for _ in range(96)], "LS", 16, sampling=GREEDY
+            )
+            for _ in range(count)
+        ]
+        for handle in handles:
+            handle.result(timeout=600)
+        return count / (time.monotonic() - began)
+
+
+def bound(quick: bool, seed: int) -> dict[str, Any]:
+    """All LS is the first engine's, as much as it can serve; the second has half of BE alone.
+
+    BE completion and LS TTFT where what stands still moves after 1 s, or the default, over never;
+    the three in turns.
+    """
+    rows: list[dict[float, Any]] = []
+    rounds, ls_s = (1, 8.0) if quick else (3, 12.0)
+    with two_engines() as there:
+        serve(there, "class", 0, 3.0, 2.0, seed)  # the first pass touches the weights
+        rate = capacity(there)
+        for number in range(rounds):
+            arms = (0.0, 1.0, REBALANCE_S)
+            arms = arms[number % 3 :] + arms[: number % 3]
+            found = {a: serve(there, "pinned", a, rate, ls_s, seed + number) for a in arms}
+            print(number, found, flush=True)
+            rows.append(found)
+    keys = ("be_mean_s", "be_last_s", "ls_ttft_p50_ms", "ls_ttft_p99_ms")
+    ratios = {
+        f"after {after_s} s over never": {
+            **_medians([{k: row[after_s][k] / row[0.0][k] for k in keys} for row in rows]),
+            "moved": [row[after_s]["moved"] for row in rows],
+        }
+        for after_s in (1.0, REBALANCE_S)
+    }
+    same = all(len({str(arm.pop("tokens")) for arm in row.values()}) == 1 for row in rows)
+    runs = [{str(after_s): arm for after_s, arm in row.items()} for row in rows]
+    return {"ls_per_s": round(rate, 2), **ratios, "same_tokens": same, "runs": runs}
+
+
 def simulated(quick: bool, seed: int) -> dict[str, Any]:
     """The same with two simulated engines of the 300M model on a CPU: nothing beside disturbs.
 

@@ -162,7 +162,7 @@ class FleetClient(FarClient, ManyClient):
             if "/" not in address:
                 return RemoteClient.connect(address, profile, secret_file)
             try:
-                return ProcessClient.attach(address)
+                return ProcessClient.attach(address, may_be_silent=False)
             except ConfigError as error:  # nobody listens yet
                 raise EngineClosedError(str(error)) from error
 

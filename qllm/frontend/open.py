@@ -37,6 +37,10 @@ class Open:
         """Where its KV waits then, for the engine that takes it."""
         self.sent_priority = priority
         """Its class when it was put: pieces of its prompt go the same way."""
+        self.num_had = self.num_cached = 0
+        """Tokens that it had when it was put to the engine that has it; and of its prompt, those
+        that the first engine found kept, if that could say so. What a later one finds is its own.
+        """
         self.put_ns = arrival_ns
         """When it was put to the engine that has it, on the clock of that."""
 
@@ -117,5 +121,7 @@ class Open:
         known = known or replace(self.unknown, priority=self.priority)
         if self.num_replays or self.has_moved:  # the engine that planned it first took that along
             known = replace(known, queue_ms=None)
+        if self.num_had:
+            known = replace(known, num_cached_tokens=self.num_cached)
         metrics = known.complete(number, self.handle.request_id, end[0], self.token_ns)
         self.handle.on_finish(*end, metrics)

@@ -31,6 +31,7 @@ from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment, available
 from qllm.ingress.messages import Hello, Restored, Start
+from qllm.ingress.remote.meeting import LIVENESS_S, is_silent
 from qllm.ingress.shm import Doorbell
 from qllm.models.tokenizer import import_tokenizers
 from qllm.record.trace import Trace
@@ -46,6 +47,7 @@ WATCH_S = 1.0
 """The receiver looks at the engine's heartbeat this often, whatever arrives."""
 MOST_RESTORED = 1 << 20
 """Request ids that a restore may take before it fails; they are not given again."""
+SILENT = "the engine is silent"
 NAP_S = 0.0002
 """Between two looks into the token ring of a device, which rings no doorbell."""
 
@@ -88,6 +90,8 @@ class ProcessClient(RingClient):
         connection: To the engine's process, which has been told to start.
         process: The engine's process if it is ours; closing ends it then.
         listen: Path of the socket at which the engine takes further front ends.
+        may_be_silent: Whether answers are waited for without end. Else the engine counts as gone
+            once one takes longer than `LIVENESS_S`.
 
     Raises:
         QllmError: What kept the engine from starting, as its process raised it.
@@ -98,8 +102,11 @@ class ProcessClient(RingClient):
         connection: Connection,
         process: "subprocess.Popen[bytes] | None" = None,
         listen: str | None = None,
+        *,
+        may_be_silent: bool = True,
     ) -> None:
         self._connection, self._process, self._listen = connection, process, listen
+        self._may_be_silent = may_be_silent
         self._watchdog: Watchdog | None = None
         self._verdict: str | None = None
         """Why we killed it."""
@@ -142,21 +149,30 @@ class ProcessClient(RingClient):
         return cls(connection, process, start.listen)
 
     @classmethod
-    def attach(cls, path: str) -> "ProcessClient":
+    def attach(cls, path: str, *, may_be_silent: bool = True) -> "ProcessClient":
         """Become a further front end of an engine that listens at `path`.
+
+        Args:
+            path: Of its socket.
+            may_be_silent: See the class; an engine that still loads its model is silent.
 
         Raises:
             ConfigError: Nobody listens there.
+            EngineClosedError: It is gone before it has met us, or silent.
         """
         link = socket.socket(socket.AF_UNIX)
         try:
+            link.settimeout(None if may_be_silent else LIVENESS_S)
             link.connect(path)
+            link.settimeout(None)
         except OSError as error:
             link.close()
             raise ConfigError(f"no engine listens at {path!r}: {error}") from error
-        return cls(Connection(link.detach()))
+        return cls(Connection(link.detach()), may_be_silent=may_be_silent)
 
     def _receive_hello(self) -> Hello:
+        if not self._may_be_silent and is_silent(self._connection.fileno()):
+            raise EngineClosedError(f"{SILENT} before it could serve")
         try:
             kind, value = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -380,6 +396,9 @@ class ProcessClient(RingClient):
     def _ask_locked(self, op: str, *args: Any, timeout_s: float | None = None) -> Any:
         try:
             self._connection.send((op, args))
+            if not self._may_be_silent and is_silent(self._connection.fileno()):
+                self._verdict = f"{SILENT}: it stands still, or is overloaded"
+                self._hang_up()  # an answer that comes late would be taken for the next one
             if not self._connection.poll(timeout_s):
                 raise TimeoutError
             kind, value = self._connection.recv()

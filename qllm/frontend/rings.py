@@ -98,6 +98,8 @@ class RingClient(Client):
             return
         self._forget(end.request_id)
         if end.error is not None and end.error.startswith(MOVED):
+            if end.metrics is not None and not entry.num_had:
+                entry.num_cached = end.metrics.num_cached_tokens
             self._moved(entry, end.error.removeprefix(MOVED))
             return
         entry.finish(end.request_id, entry.ended or (end.reason, end.error), end.metrics)
@@ -259,6 +261,7 @@ class RingClient(Client):
             raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
         request_id = submission.request_id
         entry.sent_priority, entry.put_ns = submission.priority, self.now_ns()
+        entry.num_had = submission.num_output_tokens
         self._open[request_id], self.handles[request_id] = entry, entry.handle
         try:
             self._front_end.submit(submission)

@@ -15,6 +15,7 @@ import hmac
 import ipaddress
 import json
 import secrets
+import select
 import socket
 import struct
 import time
@@ -30,6 +31,9 @@ HANDSHAKE_S = 10.0
 """For all of the handshake."""
 LIVENESS_S = 10.0
 """A side that says nothing for so long is gone."""
+LOOK_S = 1.0
+"""The time is counted in looks of so long, so that one in which this process stood still, as on a
+machine that was suspended, is one look."""
 MAX_STRANGER_BYTES = 4096
 """Longest message before the other side has proved itself."""
 MAX_BYTES = 16 << 20
@@ -110,6 +114,18 @@ class Meeting(NamedTuple):
     address: Address
     profile: str
     secret: bytes
+
+
+def is_silent(fd: int) -> bool:
+    """Wait until something can be read; whether nothing could be for `LIVENESS_S`.
+
+    Args:
+        fd: Of a connection. One that has ended can be read.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    looks = max(1, round(LIVENESS_S / LOOK_S))
+    return not any(poll.poll(1000 * LOOK_S) for _ in range(looks))
 
 
 class Wire:
@@ -222,6 +238,8 @@ class Wire:
             if self._key is None:
                 left_s = self._handshake_ends - time.monotonic()
                 self._sock.settimeout(max(1e-3, left_s))
+            elif is_silent(self._sock.fileno()):
+                raise MeetingError("the other side is silent")
             try:
                 part = self._sock.recv(min(size, 1 << 20))
             except TimeoutError as error:

@@ -15,6 +15,7 @@ NIXL's progress thread stays off (on two cores it took round trips from 25 us to
 whoever polls drives progress. Over tcp that copies the data: the engine's core is in the path.
 """
 
+import itertools
 import os
 import select
 import time
@@ -140,8 +141,11 @@ class Link:
                 [(self.address, memory.num_bytes, memory.device, "")], memory.kind
             )
         self._remote: str | None = None
-        self._under_way: list[Any] = []
-        self._reads: list[Any] = []
+        self._numbers = itertools.count()
+        self._under_way: dict[int, Any] = {}
+        """Transfers by number. Each keeps the agent, so nobody else holds one: the agent would end
+        with it, and NIXL crashed where that was on a thread that had not used it."""
+        self._reads: set[int] = set()
         """The READs among them."""
 
     @property
@@ -166,45 +170,44 @@ class Link:
         with self._told("driving the link"):
             self._agent.get_new_notifs()
 
-    def post(self, ranges: Sequence[tuple[int, int]]) -> Any:
+    def post(self, ranges: Sequence[tuple[int, int]]) -> int:
         """Begin to write ranges (offset, length) of our block to the other's; the transfer."""
         return self._begin("WRITE", [(at, at, size) for at, size in ranges])
 
-    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> Any:
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> int:
         """Begin to read ranges (our offset, the other's, length) of its block; the transfer."""
         return self._begin("READ", ranges)
 
-    def _begin(self, what: str, ranges: Sequence[tuple[int, int, int]]) -> Any:
+    def _begin(self, what: str, ranges: Sequence[tuple[int, int, int]]) -> int:
         place, peer = self._place, self._peer
         ours = [(place.address + at, size, place.device) for at, _, size in ranges]
         theirs = [(peer.address + at, size, peer.device) for _, at, size in ranges]
         with self._told(f"a {what}"):
-            transfer = self._agent.initialize_xfer(
+            number = next(self._numbers)
+            self._under_way[number] = self._agent.initialize_xfer(
                 what,
                 self._agent.get_xfer_descs(ours, place.kind),
                 self._agent.get_xfer_descs(theirs, peer.kind),
                 self._remote,
             )
-            self._under_way.append(transfer)
             if what == "READ":
-                self._reads.append(transfer)
-            self._agent.transfer(transfer)
-        return transfer
+                self._reads.add(number)
+            self._agent.transfer(self._under_way[number])
+        return number
 
-    def is_done(self, transfer: Any) -> bool:
+    def is_done(self, number: int) -> bool:
         """Whether a transfer has ended; it is released then.
 
         Raises:
             NixlError: It failed.
         """
         with self._told("a transfer"):
-            state = self._agent.check_xfer_state(transfer)
+            state = self._agent.check_xfer_state(self._under_way[number])
             if state == "PROC":
                 return False
-            self._agent.release_xfer_handle(transfer)
-            self._under_way.remove(transfer)
-            if transfer in self._reads:
-                self._reads.remove(transfer)
+            self._agent.release_xfer_handle(self._under_way[number])
+            del self._under_way[number]
+            self._reads.discard(number)
         if state != "DONE":
             raise NixlError(f"a transfer over NIXL ended in {state}: {self.profile.says}")
         return True
@@ -231,8 +234,8 @@ class Link:
         memory, self._memory = self._memory, None
         try:
             self._end_reads()
-            for transfer in self._under_way:
-                self._agent.release_xfer_handle(transfer)
+            for number in self._under_way:
+                self._agent.release_xfer_handle(self._under_way[number])
         except Exception:  # noqa: BLE001 - NIXL's errors have no base of their own
             _STUCK.append(self)
             return
@@ -244,8 +247,8 @@ class Link:
 
     def _end_reads(self) -> None:
         limit = time.monotonic() + SETTLE_S
-        for transfer in self._under_way:
-            while transfer in self._reads and self._agent.check_xfer_state(transfer) == "PROC":
+        for number in self._reads:
+            while self._agent.check_xfer_state(self._under_way[number]) == "PROC":
                 if time.monotonic() > limit:
                     raise NixlError("a READ does not end")
                 self.drive()
@@ -266,8 +269,9 @@ class Mirror:
         self._pushed: list[int] = []
         self._cells = [cell(FRONT_END, name) for name in words]
         self._values = [0] * len(words)
-        self._transfer: Any = None
-        self._failure: NixlError | None = None
+        self._transfer: int | None = None
+        self._failure: str | None = None
+        """No error, whose frames keep the link's agent."""
 
     def add_ring(self, name: str, writer: Writer) -> None:
         """Push what this writer writes, too."""
@@ -282,11 +286,11 @@ class Mirror:
             NixlError: A push failed, now or before.
         """
         if self._failure is not None:
-            raise self._failure
+            raise NixlError(self._failure)
         try:
             return self._pump()
         except NixlError as error:
-            self._failure = error
+            self._failure = str(error)
             raise
 
     def _pump(self) -> bool:

@@ -16,7 +16,6 @@ With a card nobody else takes part. Where UCX emulates, the engine's host copies
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from qllm.ingress.ends import Writer
 from qllm.ingress.front_end import Heard
@@ -54,7 +53,7 @@ class Puller:
     def __init__(self, link: Link, block: FrontEndMemory, writers: Sequence[Writer]) -> None:
         self._link, self._words, self._writers = link, block.segment.words, writers
         self._ring_at, self._capacity = block.offsets["token"], len(block.rings["token"][0])
-        self._transfer: Any = None
+        self._transfer: int | None = None
         self._wrong_since_ns: int | None = None
         self._start = 0
         self.window = min(MIN_WINDOW, self._capacity)
