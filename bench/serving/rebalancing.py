@@ -129,7 +129,7 @@ def bound(quick: bool, seed: int) -> dict[str, Any]:
     the three in turns.
     """
     rows: list[dict[float, Any]] = []
-    rounds, ls_s = (1, 8.0) if quick else (3, 12.0)
+    rounds, ls_s = (1, 8.0) if quick else (3, 14.0)
     with two_engines() as there:
         serve(there, "class", 0, 3.0, 1.0, seed)  # the first pass touches the weights
         rate = 1.3 * capacity(there)
