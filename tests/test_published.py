@@ -272,14 +272,14 @@ def test_a_linear_module_of_another_size_is_refused(folders: Folders, tmp_path: 
     folder = shutil.copytree(folders("fp8")[0], tmp_path / "changed")
 
     def cut(tensors: dict[str, Tensor]) -> None:
-        name = next(key for key in tensors if key.endswith("1.self_attn.q_proj.weight"))
+        name = next(key for key in tensors if key.endswith("1.self_attn.o_proj.weight"))
         outputs = len(tensors[name]) // 2
         tensors[name] = tensors[name][:outputs].clone()
         scales = tensors[f"{name}_scale_inv"]
         tensors[f"{name}_scale_inv"] = scales[: len(scales) // 2].clone()
 
     change(folder, cut)
-    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.q_proj"):
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.o_proj"):
         load(folder)
 
 
