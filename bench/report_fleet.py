@@ -74,14 +74,22 @@ def _rebalance(row: Row) -> list[Line]:
     """Ratios over never moving."""
     lines: list[Line] = []
     for name, case in row.items():
-        for after, found in case.items() if isinstance(case, dict) else ():
-            if not after.startswith("after "):
-                continue
+        lines += _moves(f"two simulated engines, LS {name}", case) if isinstance(case, dict) else []
+    return lines
+
+
+def _bound(row: Row) -> list[Line]:
+    return _moves(f"two engines, {row['ls_per_s']} LS a second at one of them", row)
+
+
+def _moves(what: str, case: Row) -> list[Line]:
+    lines: list[Line] = []
+    for after, found in case.items():
+        if after.startswith("after "):
             keys = ("be_mean_s", "be_last_s", "ls_ttft_p50_ms", "ls_ttft_p99_ms")
             ratios = ", ".join(f"{found[key]:.2f}" for key in keys)
-            what = f"two simulated engines, LS {name}, BE moved {after}: "
-            what += "BE mean, BE last, LS TTFT p50, p99"
-            lines.append((what, f"{ratios}; {found['moved']} moved", "", None))
+            told = f"{what}, BE moved {after}: BE mean, BE last, LS TTFT p50, p99"
+            lines.append((told, f"{ratios}; {found['moved']} moved", "", None))
     return lines
 
 
@@ -130,6 +138,7 @@ ROWS = {
     "killed": _killed,
     "pools": _pools,
     "prefix": _prefix,
+    "rebalance_bound": _bound,
     "rebalance_sim": _rebalance,
     "router": _router,
     "front_end": _front_end,
