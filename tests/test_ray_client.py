@@ -342,6 +342,7 @@ def test_a_death_loses_and_doubles_no_token(cluster: Cluster, front: RayClient, 
     assert [h.token_ids for h in handles] == [answer((i + 1, 7), 20) for i in range(6)]
     assert {h.finish_reason for h in handles} == {FinishReason.LENGTH}
     assert not any(engine.open for engine in cluster.engines)
+    assert front.taken == {"0": cluster.sent[: len(handles)].count(0)}, "what it had when it went"
 
 
 def test_a_request_that_kills_again_and_again_ends(cluster: Cluster, front: RayClient) -> None:
@@ -539,6 +540,48 @@ def test_a_full_engine_is_asked_again_and_its_request_is_not_lost(
     until(lambda: handle.has_ended, cluster)
     assert handle.token_ids == answer((2,), 12)
     assert cluster.seen.refused == {}
+
+
+def test_a_full_engine_is_left_alone_for_a_while(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "LOOK_S", 3600)
+    front = RayClient(cluster)
+    for engine in cluster.engines:
+        engine.is_full = True
+    handle = submit(front, 2)
+    until(lambda: front.log.holds(handle))
+    for _ in range(20):  # each goes through the loop on which it would be asked
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), front._front_end._loop).result(60)
+    assert len(cluster.sent) == 1
+    front.close()
+    assert handle.finish_reason is FinishReason.CANCELLED
+
+
+def test_from_its_first_word_the_replica_minds_the_deadline(
+    cluster: Cluster, front: RayClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clocks would end it, one of them without what the engine knows of it."""
+    limits: list[Any] = []
+
+    class Limit:
+        def __init__(self, after_s: float | None) -> None:
+            limits.append(after_s)
+
+        def reschedule(self, when: float | None) -> None:
+            limits.append(when)
+
+        async def __aenter__(self) -> "Limit":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(clients.asyncio, "timeout", Limit)
+    handle = submit(front, 2, deadline_ns=front.now_ns() + 3600 * 10**9)
+    until(lambda: handle.has_ended, cluster)
+    assert limits[0] > 3000
+    assert set(limits[1:]) == {None}
 
 
 def test_without_a_replica_a_server_refuses_and_a_batch_job_waits(

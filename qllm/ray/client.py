@@ -466,6 +466,8 @@ class RayClient(FarClient, ManyClient, RingClient):
                 return
             self._closing = True
         self._leave()
+        for handle in self.log.handles():
+            handle.cancel()
         self.log.end_all("the engine was closed")
         self._end_all("the engine was closed")
         self._calls.close()
