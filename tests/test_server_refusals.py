@@ -107,7 +107,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (CHATS, {"tool_choice": "some"}, "tool_choice", "'required'"),
         (CHATS, {"tools": [{}]}, "tools", r"tools[0] must be"),
         (CHATS, {"modalities": ["text", "audio"]}, "modalities", "only 'text'"),
-        (CHATS, {"functions": []}, "functions", "use tools"),
+        (CHATS, {"functions": [{"name": "f"}]}, "functions", "use tools"),
         (CHATS, {"top_logprobs": 2}, None, "needs logprobs"),
         (CHATS, {"max_tokens": 2, "max_completion_tokens": 3}, None, "differ"),
         (CHATS, {"chat_template_kwargs": {"chat_template": "x"}}, None, "no variable"),

@@ -179,7 +179,7 @@ def _no_json(request: Request, error: RequestValidationError) -> ApiError | None
     if first["type"] == "json_invalid":
         at, text = first["loc"][-1], str(error.body)
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        why = first.get("ctx", {}).get("error", "wrong")
+        why = first.get("ctx", {}).get("error", "wrong").removesuffix(" at")
         return ApiError(400, f"the body is no JSON: {why} at line {line}, column {column}")
     if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
         was = "is missing" if kind is None else f"is {kind!r:.80}"

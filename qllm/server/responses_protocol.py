@@ -9,7 +9,8 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from qllm.types import Priority
 
 from .errors import ApiError, parse
-from .protocol import MAX_LOGPROBS, Body, ChatRequest, ServiceTier, Targets, TextOr
+from .fields import Asked, Body
+from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
 
 ENDPOINT = "/v1/responses"
@@ -109,7 +110,7 @@ class ResponseStreamOptions(Body):
     """Accepted: nothing is padded here."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Asked):
     """`POST /v1/responses`."""
 
     model: str | None = None
