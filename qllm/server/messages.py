@@ -93,7 +93,7 @@ class MessageWriter:
         why = "stop_sequence" if stop is not None else "end_turn"
         if reason is FinishReason.LENGTH:
             why = "max_tokens"
-        elif blocks.reader.num_calls and stop is None:
+        elif blocks.reader.num_calls and stop is None and not blocks.reader.is_in_call:
             why = "tool_use"
         return {"stop_reason": why, "stop_sequence": stop}
 
