@@ -141,7 +141,7 @@ def _stuck(grammar: str) -> str:
     if not matcher.is_error():
         return ""
     why = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return f"no answer can be of it ({why})"
+    return f"no answer can begin: {'nothing is of it' if why == 'NoExtensionBias' else why}"
 
 
 def _loop(root: Any) -> tuple[str, str] | None:

@@ -173,6 +173,13 @@ def test_too_long_a_context_has_its_code(served: Serving) -> None:
     [
         (b'{"prompt": "a",\n "n": }', {"content-type": "application/json"}, "line 2, column 7"),
         (b"{", {"content-type": "application/json"}, "line 1, column 2"),
+        (b'{"a": "\n"}', {"content-type": "application/json"}, "control character at line 1, c"),
+        (
+            b'{"a": 1' + b"0" * 5000 + b"}",
+            {"content-type": "application/json"},
+            "the body cannot be read: Exceeds the limit",
+        ),
+        (b"\xff", {"content-type": "application/json"}, "cannot be read: 'utf-8' codec can't"),
         (b'{"prompt": "a"}', {}, "the header Content-Type is missing; send 'application/json'"),
         (b'{"prompt": "a"}', {"content-type": "text/plain"}, "Content-Type is 'text/plain'"),
     ],

@@ -200,6 +200,17 @@ def test_calls_and_their_results_go_back_into_the_template(
             },
             "arguments of a call of 'f' are no JSON",
         ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}],
+                    }
+                ]
+            },
+            "arguments of a call of 'f' are no JSON: maximum recursion depth",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "an entry of tool_calls"),
     ],
 )

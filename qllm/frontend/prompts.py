@@ -361,7 +361,7 @@ def _flat_call(call: Any) -> Any:
     try:
         given = function.get("arguments") or "{}"
         arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
         ) from error

@@ -220,6 +220,8 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
         text = str(error.detail)
+        if isinstance(cause := error.__cause__, ValueError | RecursionError):
+            text = f"the body cannot be read: {cause}"  # a number too long, too deep, no text
         if error.status_code == 404:
             text = f"there is no {request.method} {request.url.path}; see /openapi.json"
             if request.url.path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
