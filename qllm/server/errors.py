@@ -187,6 +187,13 @@ def _no_json(request: Request, error: RequestValidationError) -> ApiError | None
     return None
 
 
+def from_request(request: Request, error: RequestValidationError) -> ApiError:
+    """What FastAPI, or `bodies.read`, found wrong with a request as an answer."""
+    first = error.errors()[0]
+    inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
+    return _no_json(request, error) or from_validation([inside])
+
+
 def parse(model: type[BaseModel], data: object) -> Any:
     """Check a body against a model.
 
@@ -212,10 +219,7 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
-        found = _no_json(request, error) or from_validation([inside])
-        return found.response(request.url.path)
+        return from_request(request, error).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)

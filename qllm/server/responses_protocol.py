@@ -179,6 +179,15 @@ class ResponsesRequest(Asked):
             raise ValueError("background needs store: the response is asked for later")
         return self
 
+    @property
+    def num_items(self) -> int:
+        """Of its input."""
+        return len(self.input) if isinstance(self.input, list) else 0
+
+    def kept(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What is kept of it: its fields, and its input items."""
+        return self.model_dump(by_alias=True, exclude_unset=True), self.items()
+
     def items(self) -> list[dict[str, Any]]:
         """Its own input items, each with an id, as they are kept."""
         if isinstance(self.input, str):
