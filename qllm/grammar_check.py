@@ -18,7 +18,6 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CPU_S = 2
@@ -135,9 +134,8 @@ def _stuck(grammar: str) -> str:
         return ""
     if forced := matcher.compute_ff_tokens():
         matcher.consume_tokens(forced)
-    words = np.zeros((tokens.vocab_size + 31) // 32, np.int32)
     if not matcher.is_error() and not matcher.is_stopped():
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        matcher.compute_bitmask()
     if not matcher.is_error():
         return ""
     why = matcher.get_error().removesuffix("<non-verbose/>").strip()

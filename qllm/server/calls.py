@@ -364,7 +364,7 @@ class HarmonyReader:
         self._num_shown = 0
         """Characters that may be shown: a stop string has cut the others off, or may."""
         self._arguments: _Value | None = None
-        """Of the last call, until they have ended."""
+        """Those of the last call, until they have ended."""
 
     @property
     def is_in_call(self) -> bool:

@@ -181,7 +181,7 @@ class ResponsesRequest(Asked):
 
     @property
     def num_items(self) -> int:
-        """Of its input."""
+        """How many items its input has; 0 for text."""
         return len(self.input) if isinstance(self.input, list) else 0
 
     def kept(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
