@@ -161,6 +161,16 @@ def test_what_vllms_clients_send_by_default_is_accepted(
             assert (wrong.status_code, name in wrong.text) == (400, True)
 
 
+def test_parts_that_clients_send_back_may_have_fields_that_are_null(served: Serving) -> None:
+    """Anthropic's client has fields of its own in what it got, `toolset_name` for one."""
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    for more, status in (({"toolset_name": None}, 200), ({"toolset_name": "x"}, 400)):
+        parts = [{"type": "text", "text": "So.", "parsed": None}, {**call, **more}]
+        chat = [*CHAT, {"role": "assistant", "content": parts}, *CHAT]
+        body = {"model": "tiny", "max_tokens": 1, "messages": chat}
+        assert served.post("/v1/messages", body).status_code == status
+
+
 def test_too_long_a_context_has_its_code(served: Serving) -> None:
     for body in ({"max_tokens": 600}, {"prompt": [5] * 600}):
         error = served.post(COMPLETE, {"prompt": "x", **body}).json()["error"]
