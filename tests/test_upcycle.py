@@ -23,6 +23,7 @@ from qllm.models.folders import TALK, best_local, cache_dir, locate
 from qllm.models.loader import load
 from qllm.models.router_training import WINDOW
 from qllm.models.upcycle import Recipe, upcycle
+from scripts import talk
 
 IDS = torch.tensor([[7, 99, 31, 200, 5, 64, 150, 12, 77, 240, 33, 8, 19, 101, 55, 230]])
 ARCHITECTURES = {
@@ -335,6 +336,25 @@ def test_talk_is_a_folder_of_the_cache_and_says_how_it_is_made(
     assert best_local() == "talk"
     assert locate("talk", weights=True, code=False) == ("talk", cache_dir() / TALK)
     assert load("talk").name == "talk"
+
+
+def test_make_talk_leaves_a_model_that_is_sampled_as_its_authors_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dense = save(dense_model("llama"), tmp_path / "dense")
+    monkeypatch.setattr(talk, "fetch", lambda folder: dense)
+    asked = {"temperature": 0.2, "top_p": 0.9}
+    talk.main()
+    made = load("talk")
+    assert made.generation_defaults.items() >= asked.items()
+    assert made.model.config.num_local_experts == talk.RECIPE.experts
+    said = (cache_dir() / TALK / "generation_config.json").read_text()
+    assert "eos_token_id" in json.loads(said), "nothing that was said is lost"
+    (cache_dir() / TALK / "generation_config.json").write_text("{}")  # made before this was said
+    monkeypatch.setattr(talk, "fetch", lambda folder: pytest.fail("it is made once"))
+    talk.main()
+    assert load("talk").generation_defaults.items() >= asked.items()
 
 
 @pytest.mark.parametrize("name", ["talk", "tiny"])
