@@ -1,22 +1,28 @@
-"""Perplexity of `talk` per format of its expert weights, through our kernels.
+"""Perplexity of `talk` per format of its weights, through our kernels.
 
-The text is that of `bench.kernels.perplexity`. Of every format of 4 bits the other side is the
-model in bf16 that holds the values of the codes: it has to score the same, bit by bit. Last is int4
-whose experts read rows in int8. The reference is the model's own forward in fp32. A table, then one
-JSON line; nothing of it is timed.
+The text is that of `bench.kernels.perplexity`. First `expert_weights=` as they round at load, then
+the formats in which models are published, experts and linear modules both (MXFP4 of gpt-oss holds
+what "mxfp4" does; GGUF files of this family are not read). The other side of a row is the model in
+bf16 that holds the values of the codes: it has to score the same, bit by bit. Where codes are
+integers a row says what rounding activations to int8 changes. The reference is the model's own
+forward in fp32. A table, then one JSON line; nothing of it is timed.
 """
 
 import argparse
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.common import ROOT, Table, machine
+from bench.kernels import published_talk
 from bench.kernels.perplexity import ROWS, WINDOW, nats
+from qllm.models.folders import locate
 from qllm.models.loader import load
 from qllm.models.quantised_experts import WEIGHTS, all_quantised
 from qllm.runner.cpu import cpu_runner
@@ -75,9 +81,37 @@ def reference(rows: list[list[int]]) -> float:
     return total / tokens_of(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Rows of the table, and the nats behind them."""
+
+    table: Table
+    found: dict[str, float]
+    exact: float
+    """Nats per token of the reference."""
+
+    def row(self, form: str, nats_each: float) -> None:
+        """What a format scores, over fp32."""
+        self.found[form] = nats_each
+        over = math.exp(nats_each - self.exact)
+        self.table.add(f"perplexity, {form}; over fp32", f"{math.exp(nats_each):.4f}; {over:.4f}")
+
+    def equal(self, form: str, of_values: float) -> None:
+        """Whether the model in bf16 with its values scores the same."""
+        same = of_values == self.found[form]
+        self.table.add(f"  {form} scores what its values in bf16 score", str(same), "equal", same)
+
+    def rounded(self, form: str, nats_each: float) -> None:
+        """What it scores with activations in int8, over itself."""
+        self.found[f"{form} on int8 rows"] = nats_each
+        over = f"{math.exp(nats_each):.4f}; {math.exp(nats_each - self.found[form]):.4f}"
+        self.table.add(f"  {form} on int8 rows; over itself", over)
+
+
 def main() -> None:
     """Score every format on the same text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    (ROOT / ".benchmarks").mkdir(exist_ok=True)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -87,19 +121,22 @@ def main() -> None:
     rows = windows(tokenizer, list(test.texts()), args.tokens)
     exact = reference(rows)
     table.add("perplexity, `model.forward` in fp32", f"{math.exp(exact):.4f}")
-    found: dict[str, Any] = {"float32": exact}
+    found = {"float32": exact}
+    say = Say(table, found, exact)
     for how in FORMATS:
         model = load("talk", expert_weights=how).model
-        found[how] = score(model, rows, how)
-        over = math.exp(found[how] - exact)
-        table.add(f"perplexity, {how}; over fp32", f"{math.exp(found[how]):.4f}; {over:.4f}")
+        say.row(how, score(model, rows, how))
         if how in PACKED:
-            same = score(expanded(how), rows) == found[how]
-            table.add(f"  {how} scores what its values in bf16 score", str(same), "equal", same)
-    model = load("talk", expert_weights="int4").model
-    found["int4 on int8 rows"] = on_bytes = score(model, rows, "int4", "int8")
-    over = f"{math.exp(on_bytes):.4f}; {math.exp(on_bytes - found['int4']):.4f}"
-    table.add("perplexity, int4 on int8 rows; over int4", over)
+            say.equal(how, score(expanded(how), rows))
+    say.rounded("int4", score(load("talk", expert_weights="int4").model, rows, "int4", "int8"))
+    _, plain = locate("talk", weights=True, code=False)
+    for form, (_, _, is_integer) in published_talk.FORMATS.items():
+        with tempfile.TemporaryDirectory(dir=ROOT / ".benchmarks") as place:
+            codes, values = published_talk.publish(plain, form, Path(place))
+            say.row(form, score(load(codes).model, rows))
+            say.equal(form, score(load(values).model, rows))
+            if is_integer:
+                say.rounded(form, score(load(codes).model, rows, activations="int8"))
     config = {"model": "talk", "window": WINDOW, "tokens": tokens_of(rows)}
     result = {"bench": "perplexity_talk", "machine": machine(), "config": config, "nats": found}
     table.finish(result, args.out)
