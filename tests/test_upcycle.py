@@ -160,6 +160,9 @@ def test_tensors_are_a_function_of_the_seed_alone(tmp_path: Path) -> None:
     assert all(torch.equal(t, found["b"][name]) for name, t in a.items())
     differing = {name for name, t in a.items() if not torch.equal(t, other[name])}
     assert differing == {n for n in a if ".experts." in n or n.endswith("mlp.gate.weight")}
+    routers = torch.cat([t.flatten() for n, t in a.items() if n.endswith("mlp.gate.weight")])
+    spread = dense_model("qwen3").config.initializer_range
+    assert 0.8 * spread < routers.std() < 1.25 * spread
     shared = {name for name in a if ".experts." in name}
     assert all(torch.equal(a[name], found["more"][name]) for name in shared)
 
