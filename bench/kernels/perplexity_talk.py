@@ -1,6 +1,7 @@
 """Perplexity of `talk` per format of its weights, through our kernels.
 
-The text is that of `bench.kernels.perplexity`. First `expert_weights=` as they round at load, then
+The text is that of `bench.kernels.perplexity`; engines say the log-probabilities of its windows
+(`prompt_logprobs`). First `expert_weights=` as they round at load, then
 the formats in which models are published, experts and linear modules both (MXFP4 of gpt-oss holds
 what "mxfp4" does; GGUF files of this family are not read). The other side of a row is the model in
 bf16 that holds the values of the codes: it has to score the same, bit by bit. Where codes are
@@ -12,7 +13,6 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ import torch
 
 from bench.common import ROOT, Table, machine
 from bench.kernels import published_talk
-from bench.kernels.perplexity import ROWS, WINDOW, nats
+from bench.kernels.perplexity import WINDOW
+from qllm import QLLMEngine
 from qllm.models.folders import locate
 from qllm.models.loader import load
 from qllm.models.quantised_experts import WEIGHTS, all_quantised
-from qllm.runner.cpu import cpu_runner
+from qllm.types import SamplingParams
 
 sys.path.append(str(ROOT / "scripts"))
 import train_tiny
@@ -54,16 +55,15 @@ def expanded(how: str) -> Any:
     return model
 
 
-def score(
-    model: Any, rows: list[list[int]], expert_weights: str = "auto", activations: str = "bf16"
-) -> float:
-    """Negative log likelihood per token."""
-    how = {"expert_weights": expert_weights, "activations": activations}
-    runner = cpu_runner(model, max_segment_ms=math.inf, **how)
-    frames: Iterator[int] = iter(range(1 << 30))
-    found = sum(nats(runner, rows[i : i + ROWS], frames) for i in range(0, len(rows), ROWS))
-    runner.close()
-    return found / tokens_of(rows)
+def score(source: Any, rows: list[list[int]], **settings: Any) -> float:
+    """Negative log likelihood per token, of a name, a folder or a model."""
+    is_named = isinstance(source, str | Path)
+    make: Any = QLLMEngine.from_pretrained if is_named else QLLMEngine.from_model
+    asked = SamplingParams(temperature=0, prompt_logprobs=0)
+    with make(source, conformance=False, **settings) as engine:
+        handles = [engine.submit(ids, sampling=asked, max_tokens=1) for ids in rows]
+        scored = [handle.result(600).prompt_logprobs for handle in handles]
+    return -math.fsum(math.fsum(one.chosen) for one in scored) / tokens_of(rows)
 
 
 def tokens_of(rows: list[list[int]]) -> int:
@@ -124,19 +124,18 @@ def main() -> None:
     found = {"float32": exact}
     say = Say(table, found, exact)
     for how in FORMATS:
-        model = load("talk", expert_weights=how).model
-        say.row(how, score(model, rows, how))
+        say.row(how, score("talk", rows, expert_weights=how))
         if how in PACKED:
             say.equal(how, score(expanded(how), rows))
-    say.rounded("int4", score(load("talk", expert_weights="int4").model, rows, "int4", "int8"))
+    say.rounded("int4", score("talk", rows, expert_weights="int4", activations="int8"))
     _, plain = locate("talk", weights=True, code=False)
     for form, (_, _, is_integer) in published_talk.FORMATS.items():
         with tempfile.TemporaryDirectory(dir=ROOT / ".benchmarks") as place:
             codes, values = published_talk.publish(plain, form, Path(place))
-            say.row(form, score(load(codes).model, rows))
-            say.equal(form, score(load(values).model, rows))
+            say.row(form, score(codes, rows))
+            say.equal(form, score(values, rows))
             if is_integer:
-                say.rounded(form, score(load(codes).model, rows, activations="int8"))
+                say.rounded(form, score(codes, rows, activations="int8"))
     config = {"model": "talk", "window": WINDOW, "tokens": tokens_of(rows)}
     result = {"bench": "perplexity_talk", "machine": machine(), "config": config, "nats": found}
     table.finish(result, args.out)
