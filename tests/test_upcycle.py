@@ -83,6 +83,16 @@ def test_greedy_tokens_are_those_of_the_dense_model(family: str, tmp_path: Path)
         assert list(handle.result(60).token_ids) == expected[0, IDS.shape[1] :].tolist()
 
 
+def test_a_tied_head_that_is_stored_twice_is_written_once(tmp_path: Path) -> None:
+    folder = save(dense_model("llama", tied=True), tmp_path / "dense")
+    stored = weights(folder)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    upcycle(folder, tmp_path / "out", Recipe(experts=2))
+    assert "lm_head.weight" not in weights(tmp_path / "out")
+    assert load(tmp_path / "out").model.config.tie_word_embeddings
+
+
 def test_shards_of_the_dense_model_are_read(tmp_path: Path) -> None:
     dense = dense_model("llama")
     folder = save(dense, tmp_path / "dense", shard="100KB")
