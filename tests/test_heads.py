@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import Watched
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -13,8 +14,9 @@ from qllm.kernels import cpu
 from qllm.plan import Plan, Row
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.heads import HeadState
-from qllm.runner.layers.linears import HEAD_BLOCK, Head
+from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
 from qllm.runner.layers.rows import PLAIN
+from qllm.runner.protocol import Watch
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
@@ -46,7 +48,7 @@ def whole(head: Head, x_BD: Tensor) -> Tensor:
 def best(head: Head, x_BD: Tensor) -> tuple[list[int], list[float]]:
     state = HeadState(x_BD, range(len(x_BD)))
     for block in range(head.num_blocks):
-        state.run(head, block, block + 1, None)
+        state.run(head, HeadBlocks(at=block, step=1, end=block + 1), None)
     assert state.blocks == []
     rows, ids, peaks = zip(*state.answers(), strict=True)
     assert rows == tuple(range(len(x_BD)))
@@ -138,14 +140,16 @@ class Poll:
         return 0
 
 
-def program_of(runner: TorchRunner, asked: list[SamplingParams]) -> Program:
+def program_of(
+    runner: TorchRunner, asked: list[SamplingParams], grain: Grain = Grain.EXPERT
+) -> Program:
     rng, rows = random.Random(1), []
     for request, sampling in enumerate(asked):
         ids = [rng.randrange(VOCAB) for _ in range(5 + request)]
         runner.add(request, ids, sampling, len(ids), len(ids) + 8)
         rows.append(Row(request, 0, len(ids), 0, 1))
     program = compile_program(
-        Plan(rows=tuple(rows), grain=Grain.EXPERT, stop_below=5),
+        Plan(rows=tuple(rows), grain=grain, stop_below=5),
         frame_id=0,
         samples=[True] * len(rows),
         shape=runner.shape,
@@ -236,3 +240,108 @@ def test_broken_logits_name_the_request(asked: list[SamplingParams]) -> None:
     program = program_of(broken, asked)
     with pytest.raises(ValueError, match=r"request 0: the largest logit is nan.*position 5"):
         broken.run(program, START, Poll(99))
+
+
+# -- one call does many blocks, and polls between them
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per native call of the head."""
+    made: list[int] = []
+    real = cpu.native.head
+
+    def head(address: int) -> None:
+        made.append(address)
+        real(address)
+
+    monkeypatch.setattr(cpu.native, "head", head)
+    return made
+
+
+def in_blocks(grain: Grain, **settings: Any) -> tuple[TorchRunner, Program, Index]:
+    """A runner whose head takes three segments, with a program that stands before it."""
+    runner = runner_of(**settings)
+    object.__setattr__(runner.backend.costs, "segment_ns", 0.4 * runner.backend.costs.head_ns)
+    program = program_of(runner, [GREEDY] * 3, grain)
+    at = START
+    while program.ops[at.op].kind is not OpKind.HEAD:
+        stop = Watched()
+        stop.word = 0
+        at = runner.run(program, at, stop)
+    return runner, program, at
+
+
+def ends_of(runner: TorchRunner, program: Program, at: Index, stop: Watched) -> list[Index]:
+    ends = []
+    while at != program.end:
+        at = runner.run(program, at, stop)
+        ends.append(at)
+    return ends
+
+
+def test_one_call_does_all_blocks_where_nobody_asks(calls: list[int]) -> None:
+    expected = tokens(runner_of(), [GREEDY] * 3)
+    runner, program, at = in_blocks(Grain.EXPERT)
+    del calls[:]
+    assert ends_of(runner, program, at, Watched()) == [program.end]
+    assert len(calls) == 1
+    assert runner.finish(program) == expected
+
+
+@pytest.mark.parametrize("grain", [Grain.EXPERT, Grain.LAYER])
+def test_who_asks_waits_for_a_block_at_the_grain_of_experts(grain: Grain, calls: list[int]) -> None:
+    expected = tokens(runner_of(), [GREEDY] * 3)
+    asked, late = Watched(), Watched()
+    asked.word, late.stop_at_ns, late.at_ns = 0, 5, 6
+    for stop in (asked, late):
+        runner, program, at = in_blocks(grain)
+        del calls[:]
+        blocks = [Index(at.op, 1), Index(at.op, 2)] if grain is Grain.EXPERT else []
+        assert ends_of(runner, program, at, stop) == [*blocks, program.end]
+        assert len(calls) == len(blocks) + 1
+        assert runner.finish(program) == expected
+
+
+def test_after_a_false_alarm_it_goes_on(calls: list[int]) -> None:
+    runner, program, at = in_blocks(Grain.EXPERT)
+    rang = Watched()
+    rang.watch = lambda: Watch(rang.cell.data_ptr(), -1)  # type: ignore[method-assign]
+    del calls[:]
+    assert ends_of(runner, program, at, rang) == [program.end]
+    assert len(calls) == 3
+
+
+def test_time_is_looked_at_between_blocks(calls: list[int]) -> None:
+    runner, program, at = in_blocks(Grain.EXPERT)
+    stop = Watched()
+    stop.stop_at_ns = 1  # the clock stands at 0, one nanosecond before: the call sees it pass
+    del calls[:]
+    assert ends_of(runner, program, at, stop) == [program.end]
+    assert len(calls) == 3
+
+
+def test_nothing_is_polled_in_the_head_at_grain_step(calls: list[int]) -> None:
+    runner, stop = runner_of(), Watched()
+    object.__setattr__(runner.backend.costs, "segment_ns", 0.4 * runner.backend.costs.head_ns)
+    program = program_of(runner, [GREEDY] * 3, Grain.STEP)
+    stop.word, stop.stop_at_ns, stop.at_ns = -1, 0, 1
+    assert runner.run(program, START, stop) == program.end
+    assert len(calls) == 1
+
+
+def test_segments_of_one_call_are_told_apart(calls: list[int]) -> None:
+    """A watcher sees each of them; without one, the longest is the call's own, not all of it."""
+    runner, program, at = in_blocks(Grain.EXPERT)
+    seen: list[Index] = []
+    runner.on_segment = lambda program, at, begin, end: seen.append(at)
+    del calls[:]
+    ends_of(runner, program, at, Watched())
+    assert seen == [at, Index(at.op, 1), Index(at.op, 2)]
+    assert len(calls) == 3
+    ticks = iter(range(1 << 30))
+    runner, program, at = in_blocks(Grain.EXPERT, clock=lambda: next(ticks))
+    runner.segments.longest_ns = 0
+    ends_of(runner, program, at, Watched())
+    assert runner.segments.longest_ns > 100  # the call has a clock of its own; ours is at a few
+    assert runner.segments.longest_op is OpKind.HEAD

@@ -284,6 +284,21 @@ def test_experts_that_cannot_be_packed_are_refused(folders: Folders, tmp_path: P
         load(folder)
 
 
+def test_a_linear_module_of_another_size_is_refused(folders: Folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("fp8")[0], tmp_path / "changed")
+
+    def cut(tensors: dict[str, Tensor]) -> None:
+        name = next(key for key in tensors if key.endswith("1.self_attn.o_proj.weight"))
+        outputs = len(tensors[name]) // 2
+        tensors[name] = tensors[name][:outputs].clone()
+        scales = tensors[f"{name}_scale_inv"]
+        tensors[f"{name}_scale_inv"] = scales[: len(scales) // 2].clone()
+
+    change(folder, cut)
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.o_proj"):
+        load(folder)
+
+
 def test_a_missing_expert_is_refused(folders: Folders, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders("awq")[0], tmp_path / "model"))
 

@@ -21,6 +21,7 @@ from qllm.kernels.cpu.quantised import (
     stacked,
 )
 from qllm.kernels.quantised import FOUR_BIT, Quantised
+from qllm.models.quantised_weights import Weights
 from qllm.runner.layers.work import Work
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -132,6 +133,14 @@ def test_a_scale_of_zero_is_no_power_of_two() -> None:
     same_products(weight, (1, 7))
 
 
+@pytest.mark.parametrize("output", range(4, 9))
+def test_codes_of_a_scale_of_zero_are_zeros_whichever_output_it_is_of(output: int) -> None:
+    weight = quantised("i4", 33, 64, 32, torch.bfloat16)
+    weight.scale_NG[output, 1] = 0
+    assert torch.equal(bits(values_of(weight, 33, 64)), bits(weight.dequantised()))
+    same_products(weight, (1, 7))
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_products_that_fp32_rounds_are_rounded_before_the_offset_is_added(code: str) -> None:
     """A fused multiplication and addition would round once, and give other bits."""
@@ -187,8 +196,6 @@ def test_scales_beyond_them_are_refused_but_for_groups_of_zeros() -> None:
 
 def test_what_is_no_weight_is_refused() -> None:
     weight = quantised("u4", 16, 64, 32)
-    float8 = quantised("e4m3", 16, 64, 32)
-    float8.codes.view(torch.uint8)[1, 1] = 0xFF
     stack = QuantisedStack(1, 16, 64, weight)
     for bad, message in (
         (weight._replace(codes=weight.codes[:, 1:]), r"codes 'u4' are torch.uint8 \(16, 31\)"),
@@ -206,10 +213,30 @@ def test_what_is_no_weight_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             stack.pack(0, bad)
-    with pytest.raises(ValueError, match="is not a number"):
-        QuantisedMatrix(float8)
     with pytest.raises(ValueError, match="a Tensor cannot be packed into a QuantisedStack"):
         Experts(1, 16, 64, formats=Formats(weight, None)).pack(0, rand(32, 64), rand(64, 16))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("place", [0, 1, 7, 8, 39, 65, 69])  # the last 6 are no whole 8
+def test_a_code_that_is_not_a_number_is_refused_wherever_it_is(place: int, byte: int) -> None:
+    weight = quantised("e4m3", 16, 70, 32)
+    weight.codes.view(torch.uint8)[5, place] = byte
+    with pytest.raises(ValueError, match="is not a number"):
+        QuantisedMatrix(weight)
+
+
+@pytest.mark.parametrize("missing", [None, "no compiler"])
+def test_weights_may_be_taken_in_any_order(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "MISSING", missing)
+    given = [quantised("i4", 80, 64, 32, seed=seed) for seed in range(4)]
+    weights = Weights(4, given[0])
+    for first, some in ((2, given[2:3]), (3, given[3:]), (0, given[:2])):
+        weights.take(first, [[one] for one in some])
+    for expert, one in enumerate(given):
+        assert torch.equal(bits(weights.values(expert)), bits(one.dequantised()))
 
 
 def test_rows_do_not_depend_on_their_number_or_the_threads() -> None:

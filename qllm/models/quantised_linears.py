@@ -7,7 +7,7 @@ values, which are in memory for that call alone; a runner whose kernels read cod
 import inspect
 import re
 import sys
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +131,6 @@ def _source_of(kind: type) -> str:
         return ""
 
 
-def fits(weight: object) -> bool:
+def fits(weight: object) -> TypeGuard[Quantised]:
     """Whether the kernels read a weight as it is."""
     return isinstance(weight, Quantised) and weight.codes.dim() == 2 and problem_of(weight) is None

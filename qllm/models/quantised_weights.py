@@ -29,7 +29,7 @@ class Weights:
         """One of them, without its memory."""
         self.kind = like.kind
         """Codes and group, for people: "e2m1 g32"."""
-        self._codes: list[Quantised] = []
+        self._codes = [self.like] * num
         self.stack: QuantisedStack | None = None
         """Where they are packed; None where our kernels are not there."""
         if cpu.MISSING is None:
@@ -37,7 +37,7 @@ class Weights:
             self.stack = QuantisedStack(num, *self.shape, self.like)
 
     def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
-        """Take some of them, in order.
+        """Take some of them, in any order; several threads may.
 
         Args:
             first: Number of the first.
@@ -47,10 +47,10 @@ class Weights:
             ModelError: The kernels have no such weights.
         """
         if self.stack is None:
-            for parts in weights:
+            for i, parts in enumerate(weights):
                 whole = stacked(parts)
                 assert whole is not None
-                self._codes.append(whole)
+                self._codes[first + i] = whole
             return
         try:
             self.stack.pack(first, *weights)

@@ -13,10 +13,10 @@ that were read so far and what one of them takes on its way.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +54,8 @@ from qllm.models.quantised_weights import Weights
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
 Read = Callable[[], Weight]
-Begin = Callable[[Sequence[Read]], Callable[[], list[Weight]]]
-"""Begins to read weights, and gives what waits for them."""
 READERS = 8
-"""Threads that read: they wait for the disk most of the time."""
+"""Threads that read and pack: more than cores, since they wait for the disk."""
 KEPT = "qllm_kept"
 """Name of our method among transformers' quantisers: it leaves parameters out."""
 
@@ -215,19 +213,15 @@ class _Held:
         rest: dict[str, Callable[[], Weight]],
     ) -> None:
         """Read what can stay, and leave in `rest` what cannot."""
-        with _reading() as begin:
+        with ThreadPoolExecutor(READERS, "qllm-read") as pool:
             for path, names in _by_module(places).items():
-                found = _packed(skeleton.get_submodule(path), names, places, checkpoint, begin)
+                found = _packed(skeleton.get_submodule(path), names, places, checkpoint, pool)
                 if found is not None:
                     self._experts[path] = found
                     for name in names:
                         del rest[name]
-        for name, target in _targets(skeleton, [n for n in rest if n not in places]).items():
-            if not can_stay(skeleton, target):
-                continue
-            weight = rest[name]()
-            if fits(weight) and weight.shape == skeleton.get_parameter(target).shape:
-                assert isinstance(weight, Quantised)
+            others = {name: read for name, read in rest.items() if name not in places}
+            for name, target, weight in _linears(skeleton, others, pool):
                 self._linears[target.rpartition(".")[0]] = weight
                 del rest[name]
 
@@ -348,6 +342,21 @@ def _by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
     return found
 
 
+def _linears(
+    model: PreTrainedModel, reads: Mapping[str, Read], pool: Executor
+) -> Iterator[tuple[str, str, Quantised]]:
+    """Names in the checkpoint and the model, and weights, of linear modules that can stay."""
+    targets = {n: target for n, target in _targets(model, reads).items() if can_stay(model, target)}
+
+    def read(name: str) -> Quantised | None:
+        weight, shape = reads[name](), model.get_parameter(targets[name]).shape
+        return weight if fits(weight) and weight.shape == shape else None
+
+    for (name, target), weight in zip(targets.items(), pool.map(read, targets), strict=True):
+        if weight is not None:
+            yield name, target, weight
+
+
 # -- the experts of one layer
 
 
@@ -356,7 +365,7 @@ def _packed(
     names: Sequence[str],
     places: Mapping[str, Place],
     checkpoint: Checkpoint,
-    begin: Begin,
+    pool: Executor,
 ) -> dict[str, Weights] | None:
     """Every expert's weights by parameter; None if they are not all there, or not alike."""
     found: dict[str, Weights] = {}
@@ -364,7 +373,7 @@ def _packed(
         own = [name for name in names if places[name].parameter == parameter]
         shape = getattr(module, parameter).shape
         wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
-        weights = _of_parameter(module, parameter, own, places, checkpoint, begin)
+        weights = _of_parameter(module, parameter, own, places, checkpoint, pool)
         if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
             return None
         found[parameter] = weights
@@ -377,7 +386,7 @@ def _of_parameter(
     names: Sequence[str],
     places: Mapping[str, Place],
     checkpoint: Checkpoint,
-    begin: Begin,
+    pool: Executor,
 ) -> Weights | None:
     """One weight per expert; None if some are missing, or they are not alike."""
     by_place = {places[name][2:]: name for name in names}
@@ -393,53 +402,45 @@ def _of_parameter(
     if set(wanted) != set(by_place) or not module.is_concatenated:
         return None
     reads = [checkpoint.quantised[by_place[place]] for place in wanted]
-    return _in_turn(reads, num_parts, begin) or _at_once(reads, num_parts, begin)
+    grouped = [reads[i : i + num_parts] for i in range(0, len(reads), num_parts)]
+    return _one_by_one(grouped, pool) or _at_once(grouped, pool)
 
 
-def _in_turn(reads: Sequence[Read], num_parts: int, begin: Begin) -> Weights | None:
-    """Read some experts while those before are packed; None once one is not like the first."""
-    step = AT_ONCE * num_parts
-    weights: Weights | None = None
-    coming = begin(reads[:step])
-    for start in range(0, len(reads), step):
-        given = coming()
-        coming = begin(reads[start + step : start + 2 * step])
-        found = [one for one in given if isinstance(one, Quantised)]
-        if len(found) < len(given) or any(one.codes.dim() != 2 for one in found):
-            return None
-        weights = weights or _weights_of(found[:num_parts], len(reads) // num_parts)
-        if weights is None or not all(is_like(one, weights.like) for one in found):
-            return None
-        weights.take(start // num_parts, _grouped(found, num_parts))
-    return weights
+def _one_by_one(experts: Sequence[Sequence[Read]], pool: Executor) -> Weights | None:
+    """Pack every expert where it was read; None once one is not like the first."""
+    first = _matrices([read() for read in experts[0]])
+    weights = _weights_of(first, len(experts)) if first else None
+    if weights is None:
+        return None
+    weights.take(0, [first])
+
+    def take(expert: int) -> bool:
+        parts = _matrices([read() for read in experts[expert]])
+        if not parts or not all(is_like(part, weights.like) for part in parts):
+            return False
+        weights.take(expert, [parts])
+        return True
+
+    return weights if all(pool.map(take, range(1, len(experts)))) else None
 
 
-def _at_once(reads: Sequence[Read], num_parts: int, begin: Begin) -> Weights | None:
+def _matrices(weights: Sequence[Weight]) -> list[Quantised]:
+    """The same if each is quantised and a matrix, else none."""
+    found = [one for one in weights if isinstance(one, Quantised) and one.codes.dim() == 2]
+    return found if len(found) == len(weights) else []
+
+
+def _at_once(experts: Sequence[Sequence[Read]], pool: Executor) -> Weights | None:
     """Read all, and give them one format; None if they have none."""
-    found = alike(begin(reads)())
-    weights = None if found is None else _weights_of(found[:num_parts], len(reads) // num_parts)
+    found = alike(list(pool.map(lambda read: read(), chain.from_iterable(experts))))
+    num_parts = len(experts[0])
+    weights = None if found is None else _weights_of(found[:num_parts], len(experts))
     if found is None or weights is None:
         return None
-    for start in range(0, weights.num, AT_ONCE):
+    for start in range(0, len(experts), AT_ONCE):
         some = found[start * num_parts : (start + AT_ONCE) * num_parts]
-        weights.take(start, _grouped(some, num_parts))
+        weights.take(start, [some[i : i + num_parts] for i in range(0, len(some), num_parts)])
     return weights
-
-
-@contextmanager
-def _reading() -> Iterator[Begin]:
-    """Gives what begins to read weights, and then waits for them."""
-    with ThreadPoolExecutor(READERS, "qllm-read") as pool:
-
-        def begin(reads: Sequence[Read]) -> Callable[[], list[Weight]]:
-            coming = [pool.submit(read) for read in reads]
-            return lambda: [future.result() for future in coming]
-
-        yield begin
-
-
-def _grouped(found: Sequence[Quantised], num_parts: int) -> list[Sequence[Quantised]]:
-    return [found[i : i + num_parts] for i in range(0, len(found), num_parts)]
 
 
 def _weights_of(parts: Sequence[Quantised], num: int) -> Weights | None:

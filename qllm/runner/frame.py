@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
+from qllm.plan import Row
 from qllm.runner.heads import HeadState
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers.attention import Span, Step
@@ -97,6 +98,13 @@ class RequestState:
     def owes_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are asked for and still to be reported."""
         return self.num_top is not None and len(self.ids) == self.num_prompt_tokens
+
+    def check(self, row: Row) -> None:
+        """Raise an InvariantError unless a row goes on where the request is."""
+        if row.hi > len(self.ids) or row.hi > self.kv.capacity:
+            raise InvariantError(f"{row} goes past the tokens of its request")
+        if row.lo != self.kv.committed:
+            raise InvariantError(f"{row} starts off {self.kv.committed} (I2)")
 
     def keepable(self, num_tokens: int, num_prompt_tokens: int, switch: Any) -> int:
         """See `Runner.keepable`; `switch` says how rope depends on the length, if it does."""

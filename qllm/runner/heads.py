@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qllm.models.logits import LogitRule
-from qllm.runner.layers.linears import HEAD_BLOCK, Head
+from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
 from qllm.runner.scores import NO_SCORES, Scores
 
 
@@ -40,11 +40,13 @@ class HeadState:
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
 
-    def run(self, head: Head, start: int, stop: int, rule: LogitRule | None) -> None:
-        """Do blocks [start, stop); greedy rows see logits after the rule."""
+    def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None) -> None:
+        """Do some blocks, at least a segment of them; greedy rows see logits after the rule."""
         alone = not self.rest and rule is None
-        if alone and head.best(self.x_BD, start, stop, self.peaks_G, self.ids_G):
+        if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
             return
+        start, stop = blocks.at, min(blocks.at + blocks.step, blocks.end)
+        blocks.at, blocks.num_segments = stop, 1
         for block in range(start, stop):
             logits_BV = head(self.x_BD, block)
             if self.rest:

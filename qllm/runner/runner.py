@@ -25,12 +25,15 @@ from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.layers import attention
 from qllm.runner.layers.around import embed
 from qllm.runner.layers.attention import Step
+from qllm.runner.layers.linears import HeadBlocks
 from qllm.runner.layers.native import attend_some
 from qllm.runner.layers.trial import charged
 from qllm.runner.layers.work import Work
+from qllm.runner.polling import let_poll
 from qllm.runner.protocol import Longest, Segments, Stop
 from qllm.runner.rope import Ropes
 from qllm.runner.sampler import Sampler
+from qllm.runner.sweep import Swept
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
 
@@ -93,7 +96,6 @@ class TorchRunner:
             OpKind.ROUTE: self._route,
             OpKind.EXPERTS: self._experts,
             OpKind.COMBINE: self._combine,
-            OpKind.HEAD: self._logits,
         }
         compute.follow_rule(self._ops)
 
@@ -196,11 +198,7 @@ class TorchRunner:
         if program.frame_id in self.frames:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:
-            request = self.requests[row.request_id]
-            if row.hi > len(request.ids) or row.hi > request.kv.capacity:
-                raise InvariantError(f"{row} goes past the tokens of its request")
-            if row.lo != request.kv.committed:
-                raise InvariantError(f"{row} starts off {request.kv.committed} (I2)")
+            self.requests[row.request_id].check(row)
         for row, blocks in zip(program.rows, tables or [()] * len(program.rows), strict=True):
             self.requests[row.request_id].kv.hold(blocks, row.hi)
         frame = Frame(program)
@@ -222,6 +220,8 @@ class TorchRunner:
         while op < len(ops):
             o, here = ops[op], Index(op, pos)
             kind, swept = o.kind, backend.run_some(self, frame, program, here, stop)
+            if swept is None and kind is OpKind.HEAD:
+                swept = self._logits(frame, program, here, stop)
             if swept is not None:
                 (op, pos), kind = swept.at, swept.longest_op
                 self._bytes_read += swept.expert_bytes
@@ -398,38 +398,36 @@ class TorchRunner:
         frame.layer = LayerState()
         return 0
 
-    def _logits(self, frame: Frame, op: Op, pos: int) -> int:
+    def _logits(self, frame: Frame, program: Program, at: Index, stop: Stop) -> Swept:
         """Prompts that are asked about, then blocks of the vocabulary; at the end, sample."""
-        parts, members = self.parts, frame.program.groups[op.group]
+        (op, pos), group = at, program.ops[at.op].group
+        parts, members = self.parts, program.groups[group]
         costs, vocabulary = self.backend.costs, self.backend.compute.head
         if frame.head is None or pos == 0:
-            x = frame.activate(op.group)
+            x = frame.activate(group)
             rows = costs.rows_at_once(vocabulary.num_blocks, self.shape.vocab_size)
             scores = frame.scores_of(self.requests, members, (vocabulary.num_blocks, rows))
-            x = last_tokens(x, [frame.program.rows[r].num_tokens for r in members])
-            frame.head = HeadState(vocabulary.norm(x), self._greedy(frame, members), scores)
+            x = last_tokens(x, [program.rows[r].num_tokens for r in members])
+            streams = self.on_logits is None and self.backend.compute.streams
+            ids = [program.rows[r].request_id for r in members] if streams else []
+            frame.head = HeadState(vocabulary.norm(x), self.sampler.plain(ids, frame.dead), scores)
         head, num = frame.head, vocabulary.num_blocks
         if pos < head.scores.num_units:
             dead = {i for i, r in enumerate(members) if frame.is_dead(r)}
-            return head.scores.run(vocabulary, parts, costs, pos, dead)
-        pos -= head.scores.num_units
-        stop = min(num, pos + costs.head_blocks(len(members), num))
-        head.run(vocabulary, pos, stop, parts.logit_rule)
-        if stop < num:
-            return head.scores.num_units + stop
-        self._sample(frame, members)
-        return 0
+            pos = head.scores.run(vocabulary, parts, costs, pos, dead)
+            return Swept(Index(op, pos), 1, 0, OpKind.HEAD, 0)
+        step, single = costs.head_blocks(len(members), num), self.on_segment is not None
+        blocks = HeadBlocks(at=pos - head.scores.num_units, end=num, step=step, single=single)
+        let_poll(blocks, stop, program.stop_below, frame.grain)
+        head.run(vocabulary, blocks, parts.logit_rule)
+        done, next_at = self._clock(), Index(op, head.scores.num_units + blocks.at)
+        if blocks.at == num:
+            self._sample(frame, head, members)
+            next_at = Index(op + 1, 0)
+        longest_ns = blocks.longest_ns + self._clock() - done  # sampling ends the last segment
+        return Swept(next_at, blocks.num_segments, longest_ns, OpKind.HEAD, 0)
 
-    def _greedy(self, frame: Frame, members: tuple[int, ...]) -> list[int]:
-        """Rows that need no logits but the largest."""
-        if self.on_logits is not None or not self.backend.compute.streams:
-            return []
-        ids, dead = [frame.program.rows[r].request_id for r in members], frame.dead
-        return [i for i, name in enumerate(ids) if name in dead or self.sampler.is_plain(name)]
-
-    def _sample(self, frame: Frame, members: tuple[int, ...]) -> None:
-        head = frame.head
-        assert head is not None
+    def _sample(self, frame: Frame, head: HeadState, members: tuple[int, ...]) -> None:
         rows = [frame.program.rows[r] for r in members]
         found: dict[int, Sampled] = {}
         for i, token_id, peak in head.answers():
@@ -473,7 +471,7 @@ class TorchRunner:
                 frame.layer.work = work
                 work.restore(here["work.slots"], here["work.done"])
             if index == program.end and frame.head is not None:
-                self._sample(frame, program.groups[program.ops[-1].group])
+                self._sample(frame, frame.head, program.groups[program.ops[-1].group])
         self.frames[program.frame_id] = frame
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:

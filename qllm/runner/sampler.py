@@ -24,7 +24,7 @@ order, and again after it was preempted.
 
 import math
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -314,9 +314,9 @@ class Sampler:
             self._builder = ThreadPoolExecutor(1, "qllm-masks")
         return self._builder
 
-    def is_plain(self, request_id: RequestId) -> bool:
-        """Whether a request's token is the argmax of its raw logits and nothing else is asked."""
-        return self._requests[request_id].is_plain
+    def plain(self, ids: Sequence[RequestId], dead: Container[RequestId]) -> list[int]:
+        """Places of those that are dead, or whose token is the argmax of raw logits."""
+        return [i for i, one in enumerate(ids) if one in dead or self._requests[one].is_plain]
 
     def greedy(self, request_id: RequestId, token_id: int, peak: float, position: int) -> Sampled:
         """The token of a plain request: the lowest id of the largest logit, `peak`.

@@ -22,11 +22,9 @@ from qllm.runner.layers.drivers import LayerDriver, Routed, RouterExtras
 from qllm.runner.layers.native import NativeDriver, NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Bank, Unit, Work
-from qllm.runner.protocol import Stop, Watch
+from qllm.runner.polling import let_poll
+from qllm.runner.protocol import Stop
 from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
-from qllm.types import Grain
-
-FOREVER_NS = 1 << 62
 
 
 class _Layer(ctypes.Structure):
@@ -352,7 +350,6 @@ class Sweep:
             range_ns=sizes.costs.range_ns,
             unit_ns=sizes.costs.unit_ns,
             row_ns=sizes.costs.row_ns,
-            grain=program.grain,
             single=sizes.single,
             layer=layer,
             part=part,
@@ -360,8 +357,7 @@ class Sweep:
             num_units=0 if work is None else len(work.units),
         )
         space.write_pointers(s)
-        if program.grain is not Grain.STEP:
-            _watch(s, stop, program.stop_below)
+        let_poll(s, stop, program.stop_below, program.grain)
         cpu.native.sweep(ctypes.addressof(s))
         if s.failed:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
@@ -483,17 +479,6 @@ def _check_units(work: Work | None, op: Op, pos: int) -> None:
             raise InvariantError(f"layer {op.layer} combines before all its experts ran (I1)")
     elif 0 in work.done[:pos] or 1 in work.done[pos:]:
         raise InvariantError(f"units of layer {op.layer} ran out of order (I1)")
-
-
-def _watch(s: _Sweep, stop: Stop, below: int) -> None:
-    """Let a call poll by itself, if that can be and nobody has asked already."""
-    look = getattr(stop, "watch", None)
-    watch: Watch | None = None if look is None else look()
-    if watch is None or stop.word < below:
-        return
-    late_ns = stop.stop_at_ns
-    s.watch, s.seen = watch
-    s.left_ns = FOREVER_NS if late_ns is None else late_ns - stop.now_ns()
 
 
 NOTHING = Sweep((), (), 0)

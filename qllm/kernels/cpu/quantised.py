@@ -4,6 +4,7 @@ Products with them are, bit for bit, those with the bf16 weights that `Quantised
 """
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import NamedTuple
@@ -156,9 +157,12 @@ class QuantisedStack:
         rows = ACTIVATIONS[like.activations]
         self.format = FormatStruct(CODES[like.code], self._layout.group, *worths, products, rows)
         self._formats: dict[str, FormatStruct] = {}
+        self._judging = threading.Lock()
 
     def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
         """Take weights, the first of them as number `first`; several of one input are one weight.
+
+        Several threads may pack at a time, each into places of its own.
 
         Raises:
             ValueError: One has another shape or format, or scales that are not finite or far
@@ -215,7 +219,8 @@ class QuantisedStack:
         products = EXACT if found & NO_POWER else POWERS
         if self._like.offset_NG is not None:  # it is added after they are rounded
             products = ROUNDED if found & LONG else EXACT
-        self.format.products = min(self.format.products, products)
+        with self._judging:
+            self.format.products = min(self.format.products, products)
 
     def format_for(self, activations: str) -> FormatStruct:
         """The format of products that read these; once all weights are packed."""

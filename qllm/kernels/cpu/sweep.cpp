@@ -116,7 +116,8 @@ bool may_stop(const Sweep& s) {
   return s.grain == kEachExpert || (s.part == 0 && s.pos == 0);
 }
 
-bool asked(const Sweep& s, int64_t left_ns) {
+template <class Polling>
+bool asked(const Polling& s, int64_t left_ns) {
   return !s.watch || __atomic_load_n(s.watch, __ATOMIC_ACQUIRE) != s.seen || left_ns <= 0;
 }
 
@@ -152,13 +153,21 @@ void sweep(const Kernels& kernels, Sweep* given) {
   }
 }
 
-void head(const Kernels& kernels, float* peaks, int64_t* ids, const uint16_t* x, int64_t rows,
-          const Matrix* const* blocks, int64_t begin, int64_t end, int64_t width) {
+void head(const Kernels& kernels, HeadBlocks* given) {
   static thread_local Scratch<uint16_t> logits_;
-  for (int64_t b = begin; b < end; b++) {
-    uint16_t* logits = logits_.of(rows * width);
-    kernels.linear(logits, x, *blocks[b], rows);
-    kernels.best(peaks, ids, logits, rows, blocks[b]->n, b * width);
+  HeadBlocks& s = *given;
+  int64_t start = now_ns();
+  for (int64_t begin = start; s.at < s.end;) {
+    for (int64_t stop = s.at + s.step < s.end ? s.at + s.step : s.end; s.at < stop; s.at++) {
+      uint16_t* logits = logits_.of(s.rows * s.width);
+      kernels.linear(logits, s.x, *s.blocks[s.at], s.rows);
+      kernels.best(s.peaks, s.ids, logits, s.rows, s.blocks[s.at]->n, s.at * s.width);
+    }
+    int64_t end = now_ns();
+    s.num_segments++;
+    if (end - begin > s.longest_ns) s.longest_ns = end - begin;
+    begin = end;
+    if (s.single || (s.grain == kEachExpert && asked(s, s.left_ns - (end - start)))) return;
   }
 }
 

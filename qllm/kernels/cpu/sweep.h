@@ -66,8 +66,27 @@ struct Sweep {
 // Runs until `end_layer` or a boundary.
 void sweep(const Kernels& kernels, Sweep* s);
 
-// `Kernels::best` over blocks [begin, end) of the head, of `width` ids each; the last may be narrower.
-void head(const Kernels& kernels, float* peaks, int64_t* ids, const uint16_t* x, int64_t rows,
-          const Matrix* const* blocks, int64_t begin, int64_t end, int64_t width);
+// `Kernels::best` of rows over blocks of the head, of `width` ids each; the last may be narrower.
+struct HeadBlocks {
+  float* peaks;
+  int64_t* ids;
+  const uint16_t* x;
+  int64_t rows;
+  const Matrix* const* blocks;
+  int64_t width, step, end;  // a segment is `step` blocks
+
+  // As in Sweep. The head is as the inside of a layer: it returns at the grain of experts alone.
+  int64_t grain;
+  const int64_t* watch;
+  int64_t seen, left_ns, single;
+
+  int64_t at;  // the first block that is not done
+
+  // What was done in this call.
+  int64_t num_segments, longest_ns;
+};
+
+// Runs until `end` or a boundary.
+void head(const Kernels& kernels, HeadBlocks* s);
 
 }  // namespace qllm

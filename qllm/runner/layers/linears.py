@@ -1,8 +1,10 @@
 """The linear modules and the head: multiplied by our kernels where they can read the weights."""
 
+import ctypes
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container
+from ctypes import c_int64, c_void_p
 from functools import partial
 
 from torch import Tensor, nn
@@ -97,6 +99,29 @@ def _named(weight: Tensor | Quantised) -> str:
     return f"qllm {cpu.kind()}{kind}"
 
 
+class HeadBlocks(ctypes.Structure):
+    """Blocks of the head, from `at` to `end`, to be done in segments of `step`: see sweep.h."""
+
+    _fields_ = (
+        ("peaks", c_void_p),
+        ("ids", c_void_p),
+        ("x", c_void_p),
+        ("rows", c_int64),
+        ("blocks", c_void_p),
+        ("width", c_int64),
+        ("step", c_int64),
+        ("end", c_int64),
+        ("grain", c_int64),
+        ("watch", c_void_p),
+        ("seen", c_int64),
+        ("left_ns", c_int64),
+        ("single", c_int64),
+        ("at", c_int64),
+        ("num_segments", c_int64),
+        ("longest_ns", c_int64),
+    )
+
+
 class Head:
     """The output head as vocabulary blocks, so that a segment can be a part of it.
 
@@ -132,15 +157,15 @@ class Head:
             self._addresses = array("q", [matrix.address for matrix in self._native])
             self.kernel = _named(weight)
 
-    def best(self, x_BD: Tensor, start: int, stop: int, peaks_B: Tensor, ids_B: Tensor) -> bool:
-        """Let blocks [start, stop) raise each row's largest logit and its id; False if not ours."""
+    def best(self, x_BD: Tensor, blocks: HeadBlocks, peaks_B: Tensor, ids_B: Tensor) -> bool:
+        """Let some blocks raise each row's largest logit and its id; False if they are not ours."""
         if self._native is None:
             return False
         x_BD = x_BD.contiguous()
-        addresses = peaks_B.data_ptr(), ids_B.data_ptr(), x_BD.data_ptr()
-        cpu.native.head(
-            *addresses, len(x_BD), self._addresses.buffer_info()[0], start, stop, HEAD_BLOCK
-        )
+        blocks.peaks, blocks.ids, blocks.x = (t.data_ptr() for t in (peaks_B, ids_B, x_BD))
+        blocks.rows, blocks.width = x_BD.shape[0], HEAD_BLOCK
+        blocks.blocks = self._addresses.buffer_info()[0]
+        cpu.native.head(ctypes.addressof(blocks))
         return True
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
