@@ -63,7 +63,7 @@ def score(source: Any, rows: list[list[int]], **settings: Any) -> float:
     with make(source, conformance=False, **settings) as engine:
         handles = [engine.submit(ids, sampling=asked, max_tokens=1) for ids in rows]
         scored = [handle.result(600).prompt_logprobs for handle in handles]
-    return -math.fsum(x.logprob for one in scored for x in one[1:]) / tokens_of(rows)
+    return -math.fsum(x.chosen for one in scored for x in one[1:]) / tokens_of(rows)
 
 
 def tokens_of(rows: list[list[int]]) -> int:
