@@ -3,17 +3,22 @@
 Some small JSON schemas take llguidance minutes (many patterns under `allOf`: it doubles with each).
 A thread that builds one cannot be ended; a process is. `python -m qllm.grammar_check` reads a
 grammar and its schema, and writes what is wrong, as JSON.
+
+llguidance takes some grammars that nothing is of, and finds out at their first token. So each is
+tried here, over a vocabulary of bytes, up to the first place where there is a choice.
 """
 
 import json
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
+from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CPU_S = 2
 """Seconds of CPU time; a usual schema takes milliseconds, the start of the process 70 ms."""
@@ -78,13 +83,102 @@ def _error(text: str) -> str:
 
 def find(grammar: str, schema: str | None) -> str | None:
     """The same in this process, for as long as it takes."""
-    error, path = _error(grammar), ""
-    if not error:
-        return None
     if schema is not None:
-        root = json.loads(schema)
-        path, error = _place(root, root, error, iter(range(MOST_PLACES)))
-    return f"{' at ' + path if path else ''}: {error[:MOST_CHARS]}"
+        return _wrong_schema(json.loads(schema), _error(grammar) or _stuck(grammar))
+    for rule, inner in _schemas(grammar):
+        if (wrong := _wrong_schema(inner, _error_of(inner))) is not None:
+            return f" in {rule}{wrong}"
+    error = _error(grammar) or _stuck(grammar)
+    return f": {error[:MOST_CHARS]}" if error else None
+
+
+def _wrong_schema(schema: Any, error: str) -> str | None:
+    """Where and why a schema is refused for `error`, or for references that lead to themselves."""
+    path = ""
+    if (loop := _loop(schema)) is not None:
+        path, error = loop
+    elif error:
+        path, error = _place(schema, schema, error, iter(range(MOST_PLACES)))
+    return f"{' at ' + path if path else ''}: {error[:MOST_CHARS]}" if error else None
+
+
+def _error_of(schema: Any) -> str:
+    """What llguidance refuses a part of a schema for by itself; empty if it does not."""
+    if isinstance(schema, bool):
+        return ""
+    if not isinstance(schema, Mapping):
+        return f"{json.dumps(schema):.80} must be a schema: an object, true or false"
+    try:
+        text = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_OPTIONS)
+    except ValueError as error:  # a number that is too large, or too deep
+        return str(error)
+    return _error(text)
+
+
+def _schemas(grammar: str) -> Iterator[tuple[str, Any]]:
+    """The JSON schemas inside a grammar of Lark's syntax, each with the name of its rule."""
+    for found in re.finditer(r"%json\s+(?={)", grammar):
+        names = re.findall(r"^(\w+)\s*:", grammar[: found.start()], re.MULTILINE)
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+            continue
+        yield names[-1] if names else "%json", schema
+
+
+def _stuck(grammar: str) -> str:
+    """Why no answer can be of a grammar, as far as its beginning shows; empty if one may."""
+    tokens = LLTokenizer("byte")
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():  # it names tokens of the model's vocabulary
+        return ""
+    if forced := matcher.compute_ff_tokens():
+        matcher.consume_tokens(forced)
+    if not matcher.is_error() and not matcher.is_stopped():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return ""
+    why = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return f"no answer can begin: {'nothing is of it' if why == 'NoExtensionBias' else why}"
+
+
+def _loop(root: Any) -> tuple[str, str] | None:
+    """A reference that leads to nothing but itself: its JSON pointer and what it is."""
+    for path, part in _walk(root):
+        seen: list[str] = []
+        while (ref := _ref(part)) is not None and ref not in seen:
+            seen.append(ref)
+            part = _target(root, ref)
+        if ref is not None:
+            return path, f"$ref {ref!r} leads back to itself"
+    return None
+
+
+def _walk(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """A schema and all schemas inside it, each with its JSON pointer."""
+    left = [(path, schema)]
+    while left:
+        path, schema = left.pop()
+        yield path, schema
+        left += ((path + more, part) for more, part in _parts(schema))
+
+
+def _ref(schema: Any) -> str | None:
+    """The place in the same schema that one refers to; None if it does not."""
+    ref = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return ref if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else None
+
+
+def _target(root: Any, ref: str) -> Any:
+    """What stands at a place in a schema; None if there is nothing."""
+    found = root
+    for name in unquote(ref).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str, str]:
@@ -92,20 +186,25 @@ def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str
     for path, part in _parts(schema):
         if next(left, None) is None:
             break
-        if not isinstance(part, Mapping):  # true or false: never refused by itself
-            continue
-        alone = dict(part)
-        if isinstance(root, Mapping):
-            alone = {k: root[k] for k in ("$defs", "definitions") if k in root} | alone
-        why = _error(LLMatcher.grammar_from_json_schema(json.dumps(alone), defaults=JSON_OPTIONS))
-        if why:
+        if why := _error_of(_alone(part, root)):
             inner, why = _place(part, root, why, left)
             return path + inner, why
     return "", error
 
 
+def _alone(value: Any, root: Any) -> Any:
+    """A part of a schema without references that lead somewhere: what is there is tried there."""
+    if isinstance(value, list):
+        return [_alone(item, root) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    ref = _ref(value)
+    leads = ref is not None and _target(root, ref) is not None
+    return {k: _alone(x, root) for k, x in value.items() if not (leads and k == "$ref")}
+
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ONES = ("items", "additionalProperties")
 
 
@@ -122,7 +221,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(schema.get(key), list):
             yield from ((f"/{key}/{i}", part) for i, part in enumerate(schema[key]))
     for key in _ONES:
-        if key in schema:
+        if key in schema and not isinstance(schema[key], list):
             yield f"/{key}", schema[key]
 
 

@@ -107,6 +107,17 @@ def test_a_stop_string_cuts_what_is_shown(tokenizer: Any, size: int) -> None:
     assert found == {"reasoning_content": "Grüße 🙂, a "}
 
 
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_it_knows_whether_the_arguments_of_a_call_have_ended(tokenizer: Any, size: int) -> None:
+    found, reader = read(tokenizer, CALL, size)
+    assert (reader.num_calls, reader.is_in_call) == (1, False)
+    found, reader = read(tokenizer, CALL, size, stop=("CET",))
+    assert (found["tool_calls"][0]["function"]["arguments"], reader.is_in_call) == (
+        '{"zone": "',
+        True,
+    )
+
+
 def test_an_answer_goes_on_with_the_last_message_of_its_prompt(tokenizer: Any) -> None:
     begun = PROMPT + "<|channel|>analysis<|message|>So"
     found, _ = read(tokenizer, " far.<|end|>" + FINAL, prompt=begun)

@@ -101,11 +101,13 @@ def test_no_minute_has_more_than_a_bucket_and_a_minutes_refill(
     assert len(passed) >= min(rate, len(gaps_s))
 
 
-def test_who_waits_as_told_is_let_in() -> None:
+@pytest.mark.parametrize(("rate", "late_s"), [(3, 0), (7, 0.1), (7, 4.3)])
+def test_who_waits_as_told_is_let_in(rate: int, late_s: float) -> None:
     now = 0.0
-    limits = Limits(3, None, lambda: now)
-    for _ in range(3):
+    limits = Limits(rate, None, lambda: now)
+    for _ in range(rate):
         limits.enter("a")
+    now += late_s
     with pytest.raises(ApiError) as full:
         limits.enter("a")
     limits.enter("b")

@@ -114,6 +114,63 @@ def test_what_asks_for_nothing_is_accepted(served: Serving) -> None:
     assert unknown["code"] == "unknown_field"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        (
+            CHATS,
+            {"messages": CHAT, "max_completion_tokens": 1},
+            {
+                "top_logprobs": 0, "add_special_tokens": False, "functions": [],
+                "function_call": "none", "vllm_xargs": {}, "documents": [], "n": None,
+                "ignore_eos": None, "min_tokens": None, "include_stop_str_in_output": None,
+                "add_generation_prompt": None, "continue_final_message": None,
+                "mm_payload": "tensors", "routed_experts_prompt_start": 0, "stream_interval": None,
+                "stream_options": {"include_usage": None},
+            },
+        ),
+        (
+            COMPLETE,
+            {"prompt": "x", "max_tokens": 1},
+            {"add_special_tokens": True, "prompt_embeds": None, "return_token_offsets": False},
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "max_output_tokens": 1},
+            {
+                "logit_bias": None, "include_stop_str_in_output": False, "stop_token_ids": [],
+                "structured_outputs": None, "enable_response_messages": False, "min_tokens": None,
+            },
+        ),
+        (
+            "/v1/messages",
+            {"model": "tiny", "messages": CHAT, "max_tokens": 1},
+            {"cache_salt": None, "chat_template_kwargs": None, "vllm_xargs": None},
+        ),
+    ],
+)  # fmt: skip
+def test_what_vllms_clients_send_by_default_is_accepted(
+    served: Serving, path: str, body: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """The defaults of its own protocol, and null where a field has a default here."""
+    for name, value in fields.items():
+        assert served.post(path, {**body, name: value}).status_code == 200, name
+    for name in ("add_special_tokens", "logit_bias", "vllm_xargs", "cache_salt"):
+        if name in fields:
+            wrong = served.post(path, {**body, name: {"a": "b"}})
+            assert (wrong.status_code, name in wrong.text) == (400, True)
+
+
+def test_parts_that_clients_send_back_may_have_fields_that_are_null(served: Serving) -> None:
+    """Anthropic's client has fields of its own in what it got, `toolset_name` for one."""
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    for more, status in (({"toolset_name": None}, 200), ({"toolset_name": "x"}, 400)):
+        parts = [{"type": "text", "text": "So.", "parsed": None}, {**call, **more}]
+        chat = [*CHAT, {"role": "assistant", "content": parts}, *CHAT]
+        body = {"model": "tiny", "max_tokens": 1, "messages": chat}
+        assert served.post("/v1/messages", body).status_code == status
+
+
 def test_too_long_a_context_has_its_code(served: Serving) -> None:
     for body in ({"max_tokens": 600}, {"prompt": [5] * 600}):
         error = served.post(COMPLETE, {"prompt": "x", **body}).json()["error"]
@@ -126,6 +183,13 @@ def test_too_long_a_context_has_its_code(served: Serving) -> None:
     [
         (b'{"prompt": "a",\n "n": }', {"content-type": "application/json"}, "line 2, column 7"),
         (b"{", {"content-type": "application/json"}, "line 1, column 2"),
+        (b'{"a": "\n"}', {"content-type": "application/json"}, "control character at line 1, c"),
+        (
+            b'{"a": 1' + b"0" * 5000 + b"}",
+            {"content-type": "application/json"},
+            "the body cannot be read: Exceeds the limit",
+        ),
+        (b"\xff", {"content-type": "application/json"}, "cannot be read: 'utf-8' codec can't"),
         (b'{"prompt": "a"}', {}, "the header Content-Type is missing; send 'application/json'"),
         (b'{"prompt": "a"}', {"content-type": "text/plain"}, "Content-Type is 'text/plain'"),
     ],

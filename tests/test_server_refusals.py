@@ -1,4 +1,5 @@
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from serving import Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError, QueueFullError
 from qllm.llm import QLLMEngine
+from qllm.server import shortcut
+from qllm.server.bodies import read
 from qllm.server.protocol import ChatRequest, CompletionRequest
+from qllm.server.shortcut import LONG
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
@@ -107,7 +111,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (CHATS, {"tool_choice": "some"}, "tool_choice", "'required'"),
         (CHATS, {"tools": [{}]}, "tools", r"tools[0] must be"),
         (CHATS, {"modalities": ["text", "audio"]}, "modalities", "only 'text'"),
-        (CHATS, {"functions": []}, "functions", "use tools"),
+        (CHATS, {"functions": [{"name": "f"}]}, "functions", "use tools"),
         (CHATS, {"top_logprobs": 2}, None, "needs logprobs"),
         (CHATS, {"max_tokens": 2, "max_completion_tokens": 3}, None, "differ"),
         (CHATS, {"chat_template_kwargs": {"chat_template": "x"}}, None, "no variable"),
@@ -216,6 +220,42 @@ def test_a_request_id_fits_into_a_header_and_a_line_of_the_log(served: Serving, 
     answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": name})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
     assert "printable ASCII" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/responses", "/v1/messages"])
+def test_long_bodies_are_read_beside_the_event_loop(
+    served: Serving, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """And what is wrong with them is said as of short ones."""
+    threads: list[str] = []
+
+    def noting(request: Any, raw: bytes, model: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(request, raw, model)
+
+    monkeypatch.setattr(shortcut, "read", noting)
+    for wrong, kind in (
+        ({"seed": "x"}, "application/json"),
+        ({"bogus": {"a": 1}}, "application/json"),
+        ({}, "text/plain"),
+    ):
+        said = []
+        for text in ("x", "x" * LONG):
+            name = "input" if path == "/v1/responses" else "messages"
+            sent = json.dumps({name: [{"role": "user", "content": text}], **wrong}).encode()
+            answer = httpx.post(
+                f"{served.url}{path}", content=sent, headers={"content-type": kind}, timeout=60
+            )
+            assert answer.status_code == 400
+            said.append(answer.json()["error"])
+        assert said[0] == said[1]
+    for num in (0, LONG):
+        kinds = {"content-type": "application/json"}
+        sent = b" " * num + b"{]"
+        answer = httpx.post(f"{served.url}{path}", content=sent, headers=kinds, timeout=60)
+        assert f"at line 1, column {num + 2}" in answer.json()["error"]["message"]
+    assert len(threads) == 4
+    assert all(name.startswith("asyncio_") for name in threads)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])

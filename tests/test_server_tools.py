@@ -162,7 +162,32 @@ def test_calls_and_their_results_go_back_into_the_template(
                 ],
                 "tool_choice": "required",
             },
-            "Invalid type: foo",
+            "tool_0_f: Invalid type: foo",
+        ),
+        (
+            {
+                "tools": [
+                    *TOOLS,
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "Book-a.Room",
+                            "parameters": {"properties": {"a": {"items": {"type": "foo"}}}},
+                        },
+                    },
+                ],
+                "tool_choice": "required",
+            },
+            "in tool_2_book_a_room at /properties/a/items: Invalid type: foo",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"items": {"type": "foo"}}},
+                }
+            },
+            "in answer at /items: Invalid type: foo",
         ),
         (
             {
@@ -175,6 +200,17 @@ def test_calls_and_their_results_go_back_into_the_template(
             },
             "arguments of a call of 'f' are no JSON",
         ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}],
+                    }
+                ]
+            },
+            "arguments of a call of 'f' are no JSON: maximum recursion depth",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "an entry of tool_calls"),
     ],
 )
@@ -182,6 +218,41 @@ def test_refusals(served: Serving, more: dict[str, Any], says: str) -> None:
     answer = served.post("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, **more})
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "why"),
+    [("C", "stop"), ("zone", "stop"), ("</tool", "tool_calls"), ("</tool_call>", "tool_calls")],
+)
+def test_a_call_that_a_stop_string_cuts_is_no_call_to_make(
+    served: Serving, client: openai.OpenAI, stop: str, why: str
+) -> None:
+    """Its arguments are no JSON. Behind them a stop string may end the answer."""
+    asked: dict[str, Any] = {
+        "model": "tiny", "messages": CHAT, "tools": TOOLS[1:], "tool_choice": "required",
+        "stop": stop, "seed": 2, "max_tokens": 200,
+    }  # fmt: skip
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == why
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    if why == "tool_calls":
+        check(call)
+    else:
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call.function.arguments)
+    streamed, reasons = "", []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or ():
+            streamed += (part.function and part.function.arguments) or ""
+        reasons.append(chunk.choices[0].finish_reason)
+    assert (streamed, reasons[-1]) == (call.function.arguments, choice.finish_reason)
+    body: dict[str, Any] = {"input": "x", "tool_choice": "required", "stop": stop, "seed": 2}
+    body["tools"] = [{"type": "function", "name": "f", "parameters": TIME}]
+    item = served.post("/v1/responses", body).json()["output"][-1]
+    is_whole = item["arguments"].rstrip().endswith("}")
+    assert item["status"] == ("completed" if is_whole else "incomplete")
 
 
 # -- readers
@@ -351,8 +422,10 @@ def test_the_reader_follows_the_template(
         ".items() %}{{ k ~ v }}{% endfor %}{% endfor %}{% endfor %}",
         "{% for m in messages %}{% if m.tool_calls is defined and m.tool_calls %}"
         "{{ m.tool_calls[0].function | tojson }}{% endif %}{{ m.content[:3] }}{% endfor %}",
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length < 1 %}"
+        "{{ raise_exception('no calls') }}{% endif %}{% endif %}{{ m.content }}{% endfor %}",
     ],
-    ids=["added up", "trimmed", "split", "walked", "as json"],
+    ids=["added up", "trimmed", "split", "walked", "as json", "counted"],
 )
 def test_messages_without_content_go_through_templates(
     template: str, monkeypatch: pytest.MonkeyPatch
@@ -367,8 +440,10 @@ def test_messages_without_content_go_through_templates(
             *CHAT,
             {"role": "assistant", "tool_calls": [call, call], **missing},
             {"role": "tool", "tool_call_id": "a", **missing},
-            {"role": "assistant", "content": "So."},
+            {"role": "assistant", "content": "So.", "tool_calls": None},
+            {"role": "assistant", "refusal": "No.", "tool_calls": [], **missing},
         ]
+        assert render_chat(chat, tokenizer)
         chat = [flat_message(message) for message in chat]
         assert render_chat(chat, tokenizer)
 

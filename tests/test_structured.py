@@ -151,14 +151,55 @@ def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabul
                     "type": "object",
                 }
             },
-            r"json at /properties/p~1q: regex parse error",
+            r"json at /\$defs/x/items: regex parse error",
         ),
         ({"json": "false"}, r"structured_outputs\.json"),
         (
             {"json": {"properties": {"a": True, "b": {"type": "foo"}}, "type": "object"}},
             r"json at /properties/b: Invalid type: foo",
         ),
-        ({"json": {"anyOf": [True, 5], "type": "object"}}, r"structured_outputs\.json"),
+        (
+            {"json": {"anyOf": [True, 5], "type": "object"}},
+            r"structured_outputs\.json at /anyOf/1: 5 must be a schema",
+        ),
+        (
+            {
+                "json": {
+                    "properties": {"a": True, "b": {"$ref": "#/properties/a"}, "c": {"type": "x"}}
+                }
+            },
+            r"json at /properties/c: Invalid type: x",
+        ),
+        ({"json": {"items": [True, {"type": "foo"}]}}, r"json at /items/1: Invalid type: foo"),
+        (
+            {"json": {"properties": {"a": {"$ref": "#/$defs/none"}}}},
+            r"json at /properties/a: Pointer '/\$defs/none' does not exist",
+        ),
+        (
+            {
+                "json": {
+                    "$defs": {"a b": {"$ref": "#/$defs/c"}, "c": {"$ref": "#/$defs/a%20b"}},
+                    "properties": {"p": {"$ref": "#/$defs/c"}},
+                }
+            },
+            r"json at /\$defs/c: \$ref '#/\$defs/a%20b' leads back to itself",
+        ),
+        ({"json": {"$ref": "#"}}, r"structured_outputs\.json: \$ref '#' leads back to itself"),
+        (
+            {"grammar": 'start: "a" foo\nfoo: %json {"items": {"type": "foo"}}'},
+            r"structured_outputs\.grammar in foo at /items: Invalid type: foo",
+        ),
+        (
+            {"grammar": 'start: "a"\nfoo: %json {"minimum": 1' + "0" * 400 + "}"},
+            r"structured_outputs\.grammar in foo: number out of range",
+        ),
+        ({"grammar": 'start: "q" a\na: a "x"'}, "no answer can begin: nothing is of it"),
+        ({"grammar": 'start: "q" a\na: "x" a'}, "no answer can begin: .*Too many items"),
+        ({"regex": r"[^\s\S]"}, "regex: no answer can begin: nothing is of it"),
+        (
+            {"json": {"properties": {f"p{i}": True for i in range(600)}, "type": "object"}},
+            "no answer can begin: .*row has",
+        ),
         ({"regex": "(abc"}, r"structured_outputs\.regex: .*unclosed group"),
         ({"grammar": "start: foo"}, r"structured_outputs\.grammar: at 1\(8\): unknown name"),
         ({"regex": "a" * (MOST_GRAMMAR_CHARS + 1)}, "at most 32768 are allowed"),
@@ -175,6 +216,25 @@ def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabul
 def test_what_is_refused_says_where(engine: QLLMEngine, what: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.compile(says, re.DOTALL)):
         engine.submit("x", sampling=form(**what))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"grammar": 'start: "yes"'},
+        {"grammar": 'start: ""'},
+        {"grammar": 'start: "a" <|im_end|>'},
+        {"grammar": 'start: "a" <[5]>'},
+        {"grammar": 'start: "a" %json {"type": "null"}'},
+        {"json": {"anyOf": [{"$ref": "#"}, {"type": "string"}]}},
+        {"json": {"properties": {"next": {"$ref": "#"}}}},
+        {"json": {"properties": {"a": True, "b": {"$ref": "#/properties/a"}}}},
+        {"json": {"const": "x" * 30_000}},
+        {"choice": ["only"]},
+    ],
+)
+def test_what_an_answer_can_be_of_is_taken(engine: QLLMEngine, what: dict[str, Any]) -> None:
+    engine.vocabulary.check(StructuredOutputs(**what))
 
 
 @pytest.mark.parametrize(

@@ -262,11 +262,11 @@ def render_chat(
         InvalidRequestError: A message has another shape or is no text, or the template refuses
             them.
     """
-    for message in messages:
-        _check_message(message)
     for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
         check_text(name, value)
-    messages = [flat_message(message) for message in messages]
+    messages = [flat_message(x) if isinstance(x, Mapping) else x for x in messages]
+    for message in messages:
+        _check_message(message)
     if _needed(tokenizer).chat_template is None:
         raise InvalidRequestError(
             "the model's tokenizer has no chat template; pass a string or token ids"
@@ -314,11 +314,7 @@ def _check_message(message: Any) -> None:
         raise InvalidRequestError(
             f"message {shown(message):.80} must be a mapping with role and content"
         )
-    role, content = message["role"], message["content"]
-    may_be_empty = role == "tool" or message.get("tool_calls")
-    if not isinstance(role, str) or not (
-        isinstance(content, str | list) or (content is None and may_be_empty)
-    ):
+    if not isinstance(message["role"], str) or not isinstance(message["content"], str):
         raise InvalidRequestError(
             f"message {shown(message):.80} must have a string as role, and a string or a list "
             "of parts as content"
@@ -330,15 +326,18 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Args:
         message: Its content is text, or a list of parts `{"type": "text", "text": ...}`, which
-            are joined by line breaks.
+            are joined by line breaks. Of the assistant and of tools it may be missing or null.
 
     Raises:
         InvalidRequestError: A part is no text, or arguments of a call are no JSON.
     """
     content = message.get("content")
-    if content is None and (message.get("role") == "tool" or message.get("tool_calls")):
+    calls = message.get("tool_calls")
+    if content is None and (message.get("role") in ("assistant", "tool") or calls):
         message = {**message, "content": ""}
-    if isinstance(calls := message.get("tool_calls"), list):
+    if "tool_calls" in message and not calls:  # templates ask whether it is there
+        message = {name: x for name, x in message.items() if name != "tool_calls"}
+    elif isinstance(calls, list):
         message = {**message, "tool_calls": [_flat_call(call) for call in calls]}
     return {**message, "content": _joined(content)} if isinstance(content, list) else message
 
@@ -362,7 +361,7 @@ def _flat_call(call: Any) -> Any:
     try:
         given = function.get("arguments") or "{}"
         arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
         ) from error

@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse
 from pydantic import field_validator
 
 from .errors import RESPONSES, ApiError
-from .protocol import Body
+from .fields import Body
 from .store import Row, Store
 from .worker import Worker
 

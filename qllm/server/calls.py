@@ -100,9 +100,10 @@ def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
         function = tool["function"]
         head = f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
         schema = function.get("parameters") or {"type": "object"}
-        names.append(f"call_{index}")
+        called = re.sub("[^a-z0-9]+", "_", function["name"].lower())[:64]
+        names.append(f"tool_{index}_{called}")  # a refusal names the rule
         tail = _quoted(f"}}\n{CLOSE}")
-        rules.append(f"call_{index}: {_quoted(head)} {_json(schema)} {tail}")
+        rules.append(f"{names[-1]}: {_quoted(head)} {_json(schema)} {tail}")
     more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if choice.parallel else ""
     rules += [f"call: {' | '.join(names)}", f"calls: call{more}"]
     if answer is not None:
@@ -126,6 +127,11 @@ class Reader(Protocol):
     num_reasoning_tokens: int
     """Tokens of reasoning so far."""
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of a call have begun and not ended: a stop string cut them off."""
+        ...
+
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         """Take what was added to the answer; return what is certain.
 
@@ -145,6 +151,7 @@ class PlainReader:
     """Everything is content."""
 
     num_calls = num_reasoning_tokens = 0
+    is_in_call = False
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         return {"content": text}
@@ -172,7 +179,7 @@ class _Value:
                 self._in_string = True
             else:
                 self._depth += (character in "{[") - (character in "}]")
-                if self._depth == 0:
+                if self._depth == 0 and not character.isspace():
                     return at + 1, True
         return len(text), False
 
@@ -198,6 +205,10 @@ class HermesReader:
         self._is_bare = is_thinking
         """Nothing but white space since the last tag: it is left out."""
         self._delta: Delta = {}
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._arguments is not None
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         self._left += text
@@ -308,6 +319,8 @@ class TemplateReader:
         tools: Those that the model was told of.
     """
 
+    is_in_call = False
+
     def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any]) -> None:
         self.num_calls = self.num_reasoning_tokens = 0
         self._tokenizer, self._prompt, self._tools = tokenizer, list(prompt), list(tools)
@@ -350,6 +363,12 @@ class HarmonyReader:
         """Not shown yet."""
         self._num_shown = 0
         """Characters that may be shown: a stop string has cut the others off, or may."""
+        self._arguments: _Value | None = None
+        """Those of the last call, until they have ended."""
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._arguments is not None
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         self._num_shown += len(text)
@@ -369,12 +388,15 @@ class HarmonyReader:
                 calls = delta.get("tool_calls", [])
                 delta["tool_calls"] = _with_call(calls, _call(self.num_calls, part.text, ""))
                 self.num_calls += 1
+                self._arguments = _Value()
                 continue
             text = part.text[: self._num_shown]
             self._num_shown -= len(text)
             if part.kind == "reasoning_content":
                 self.num_reasoning_tokens += part.num_tokens
             if part.kind == "arguments" and text:
+                if self._arguments is not None and self._arguments.length(text)[1]:
+                    self._arguments = None
                 more = {"index": self.num_calls - 1, "function": {"arguments": text}}
                 delta["tool_calls"] = _with_call(delta.get("tool_calls", []), more)
             elif part.kind != "head" and text:

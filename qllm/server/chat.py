@@ -52,7 +52,7 @@ class ChatWriter(Writer):
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
         reader = self._reader(index)
         delta, why = reader.finish(), reason.value
-        if reader.num_calls and reason is FinishReason.STOP:
+        if reader.num_calls and reason is FinishReason.STOP and not reader.is_in_call:
             why = "tool_calls"
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": why}
 

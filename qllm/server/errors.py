@@ -179,12 +179,19 @@ def _no_json(request: Request, error: RequestValidationError) -> ApiError | None
     if first["type"] == "json_invalid":
         at, text = first["loc"][-1], str(error.body)
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        why = first.get("ctx", {}).get("error", "wrong")
+        why = first.get("ctx", {}).get("error", "wrong").removesuffix(" at")
         return ApiError(400, f"the body is no JSON: {why} at line {line}, column {column}")
     if tuple(first["loc"]) == ("body",) and isinstance(error.body, bytes):
         was = "is missing" if kind is None else f"is {kind!r:.80}"
         return ApiError(400, f"the header Content-Type {was}; send 'application/json'")
     return None
+
+
+def from_request(request: Request, error: RequestValidationError) -> ApiError:
+    """What FastAPI, or `bodies.read`, found wrong with a request as an answer."""
+    first = error.errors()[0]
+    inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
+    return _no_json(request, error) or from_validation([inside])
 
 
 def parse(model: type[BaseModel], data: object) -> Any:
@@ -212,14 +219,13 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
-        found = _no_json(request, error) or from_validation([inside])
-        return found.response(request.url.path)
+        return from_request(request, error).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
         text = str(error.detail)
+        if isinstance(cause := error.__cause__, ValueError | RecursionError):
+            text = f"the body cannot be read: {cause}"  # a number too long, too deep, no text
         if error.status_code == 404:
             text = f"there is no {request.method} {request.url.path}; see /openapi.json"
             if request.url.path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):

@@ -10,7 +10,9 @@ from qllm.types import FinishReason, Priority
 
 from . import chat
 from .answers import respond
+from .ask import EACH
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
+from .bodies import aside
 from .calls import make_reader
 from .errors import ANTHROPIC_RESPONSES, ApiError
 from .front import Front
@@ -93,7 +95,7 @@ class MessageWriter:
         why = "stop_sequence" if stop is not None else "end_turn"
         if reason is FinishReason.LENGTH:
             why = "max_tokens"
-        elif blocks.reader.num_calls and stop is None:
+        elif blocks.reader.num_calls and stop is None and not blocks.reader.is_in_call:
             why = "tool_use"
         return {"stop_reason": why, "stop_sequence": stop}
 
@@ -151,7 +153,7 @@ def routes(front: Front) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
-        asked = body.chat()
+        asked = await aside(body.chat, EACH * len(body.messages))
         writer = MessageWriter(front, asked)
         ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
         return await respond(request, front, writer, body, ask)
@@ -160,7 +162,8 @@ def routes(front: Front) -> APIRouter:
     async def count_tokens(body: CountRequest) -> dict[str, int]:
         """Count the tokens of a conversation as its model would see it."""
         front.check_model(body.model)
-        ask = chat.ask_of(body.chat(), "count", None)
+        asked = await aside(body.chat, EACH * len(body.messages))
+        ask = chat.ask_of(asked, "count", None)
         return {"input_tokens": len(await front.in_thread(Priority.BE, front.render, ask))}
 
     return router

@@ -9,13 +9,14 @@ from pydantic import Field, field_validator, model_validator
 from qllm.types import Priority
 
 from .errors import parse
-from .protocol import Body, ChatRequest, TextOr
+from .fields import Asked, Body, SentBack
+from .protocol import ChatRequest, TextOr
 
 CacheControl = dict[str, Any] | None
 """Accepted: the prefix cache keeps what it can."""
 
 
-class TextPart(Body):
+class TextPart(SentBack):
     """Text of anybody."""
 
     type: Literal["text"]
@@ -31,7 +32,7 @@ class TextPart(Body):
         return value
 
 
-class ThinkingPart(Body):
+class ThinkingPart(SentBack):
     """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
@@ -39,7 +40,7 @@ class ThinkingPart(Body):
     signature: str = ""
 
 
-class ToolUsePart(Body):
+class ToolUsePart(SentBack):
     """A call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -50,7 +51,7 @@ class ToolUsePart(Body):
     caller: Any = None
 
 
-class ToolResultPart(Body):
+class ToolResultPart(SentBack):
     """What a call came to."""
 
     type: Literal["tool_result"]
@@ -194,7 +195,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class Conversation(Body):
+class Conversation(Asked):
     """What a message and its count of tokens have in common."""
 
     model: str

@@ -18,9 +18,10 @@ from qllm.types import Priority
 from .answers import wanted_class
 from .bodies import aside, read, schema_of
 from .errors import RESPONSES
+from .fields import Body
 from .front import Front
 from .open_prompts import Opened, OpenPrompts
-from .protocol import FAIL_FAST, Body, ChatRequest, ServiceTier, TextOr, class_of_tier
+from .protocol import FAIL_FAST, ChatRequest, ServiceTier, TextOr, class_of_tier
 
 Text = TextOr[int]
 

@@ -4,27 +4,17 @@ Fields that OpenAI defines and that change nothing here are accepted; those that
 answer and cannot be served are refused with the reason.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from qllm.errors import check_text
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 from .ask import name_of
 from .calls import Choice, choice_of, grammar
 from .errors import ApiError
+from .fields import NO_OPS, Asked, Body, NoOps
 
 MAX_LOGPROBS = 20
 
@@ -40,23 +30,6 @@ TextOr = Annotated[
     Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
 ]
 """Text, or a list: an error in an item is told, not that a list is no text."""
-
-
-class Body(BaseModel):
-    """A JSON body: no unknown fields, no conversion between types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data  # the wrong type: pydantic says so
-        try:
-            json.dumps(data, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            check_text("the body", data)  # says where
-        return data
 
 
 class StreamOptions(Body):
@@ -141,19 +114,7 @@ class Structured(Body):
         return found
 
 
-NO_OPS: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None,), "best_of": (None, 1), "chat_template": (None,),
-    "documents": (None,), "echo": (None, False), "guided_decoding_backend": (None,),
-    "guided_whitespace_pattern": (None,), "include_reasoning": (None, True),
-    "kv_transfer_params": (None,), "length_penalty": (None, 1, 1.0), "logits_processors": (None,),
-    "mm_processor_kwargs": (None,), "skip_special_tokens": (None, True),
-    "return_tokens_as_token_ids": (None, False), "spaces_between_special_tokens": (None, True),
-    "use_beam_search": (None, False), "vllm_xargs": (None,),
-}  # fmt: skip
-"""Fields that clients send although they ask for nothing, and their values that do."""
-
-
-class Generation(Body):
+class Generation(Asked):
     """What completions and chat have in common."""
 
     @model_validator(mode="before")
@@ -171,18 +132,6 @@ class Generation(Body):
     def _blank_prompt(cls) -> tuple[str, Any]:
         """The field that a prompt goes into, and what stands for one that came in pieces."""
         raise NotImplementedError
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_ops(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or NO_OPS.keys().isdisjoint(data):
-            return data
-        for name in (NO_OPS.keys() & data.keys()) - cls.model_fields.keys():
-            if data[name] not in NO_OPS[name]:
-                why = f"{name}={data[name]!r:.80} is not supported; leave it out"
-                raise ValueError(why)
-        named = cls.model_fields.keys() | (data.keys() - NO_OPS.keys())
-        return {name: value for name, value in data.items() if name in named}
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
@@ -245,11 +194,6 @@ class Generation(Body):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     moderation: Any = None
-
-    @field_validator("n", mode="before")
-    @classmethod
-    def _default_n(cls, value: Any) -> Any:
-        return 1 if value is None else value
 
     @model_validator(mode="after")
     def _prompt_not_streamed(self) -> "Generation":
@@ -338,6 +282,8 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
+    no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, True)}
+
     prompt: (
         str
         | Annotated[list[str], FAIL_FAST]
@@ -403,6 +349,8 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
+    no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, False)}
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -436,11 +384,12 @@ class ChatRequest(Generation):
     @field_validator("audio", "functions", "function_call", "web_search_options")
     @classmethod
     def _not_served(cls, value: Any) -> Any:
-        return _only(value, (None,), "is not supported; leave it out (for functions use tools)")
+        allowed: tuple[Any, ...] = (None, [], "none")  # clients send these for "no functions"
+        return _only(value, allowed, "is not supported; leave it out (for functions use tools)")
 
     @model_validator(mode="after")
     def _logprobs_together(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=false")

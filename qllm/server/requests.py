@@ -9,9 +9,10 @@ from pydantic import model_validator
 from qllm.types import Priority, RequestStatus
 
 from .errors import RESPONSES, ApiError
+from .fields import Body
 from .front import Front
 from .open_answer import Answer
-from .protocol import Body, ServiceTier, class_of_tier
+from .protocol import ServiceTier, class_of_tier
 
 
 class Change(Body):

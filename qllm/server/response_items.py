@@ -3,21 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from .protocol import Body, TextOr
+from .fields import SentBack
+from .protocol import TextOr
 
 
-class Item(Body):
-    """One item. Clients send back what they got: fields that are null say nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: x for name, x in data.items() if x is not None or name in known}
+class Item(SentBack):
+    """One item."""
 
     id: str | None = None
     status: str | None = None

@@ -113,7 +113,7 @@ class ResponseWriter:
         """Complete the response, and keep it."""
         is_whole = reason is not FinishReason.LENGTH
         output = [self._item(block, "completed") for block in blocks.all]
-        if output and not is_whole:
+        if output and (not is_whole or blocks.reader.is_in_call):
             output[-1]["status"] = "incomplete"
         usage = answer.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]

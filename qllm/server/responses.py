@@ -12,7 +12,9 @@ from qllm.types import Priority
 
 from . import chat
 from .answers import EventStream, respond
+from .ask import EACH
 from .background import Background
+from .bodies import aside
 from .errors import RESPONSES, ApiError
 from .front import Front
 from .protocol import ChatRequest
@@ -56,7 +58,7 @@ async def _chat_of(
     elif body.previous_response_id is not None:
         get = state.kept.conversation
         before = await asyncio.to_thread(get, body.previous_response_id, owner)
-    return body.chat(before)
+    return await aside(partial(body.chat, before), EACH * (body.num_items + len(before)))
 
 
 def routes(front: Front, state: State | None) -> APIRouter:
@@ -74,8 +76,8 @@ def routes(front: Front, state: State | None) -> APIRouter:
         owner, keep = _caller(request), None
         asked = await _chat_of(front, state, body, owner)
         if state is not None and body.store is not False:
-            raw = body.model_dump(by_alias=True, exclude_unset=True)
-            add = partial(state.kept.add, owner, raw, body.items())
+            raw, items = await aside(body.kept, EACH * body.num_items)
+            add = partial(state.kept.add, owner, raw, items)
             keep = partial(asyncio.to_thread, add)
         writer = ResponseWriter(front, body, asked, keep)
         ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)

@@ -9,7 +9,8 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from qllm.types import Priority
 
 from .errors import ApiError, parse
-from .protocol import MAX_LOGPROBS, Body, ChatRequest, ServiceTier, Targets, TextOr
+from .fields import Asked, Body
+from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
 
 ENDPOINT = "/v1/responses"
@@ -109,7 +110,7 @@ class ResponseStreamOptions(Body):
     """Accepted: nothing is padded here."""
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Asked):
     """`POST /v1/responses`."""
 
     model: str | None = None
@@ -177,6 +178,15 @@ class ResponsesRequest(Body):
         if self.background and self.store is False:
             raise ValueError("background needs store: the response is asked for later")
         return self
+
+    @property
+    def num_items(self) -> int:
+        """How many items its input has; 0 for text."""
+        return len(self.input) if isinstance(self.input, list) else 0
+
+    def kept(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What is kept of it: its fields, and its input items."""
+        return self.model_dump(by_alias=True, exclude_unset=True), self.items()
 
     def items(self) -> list[dict[str, Any]]:
         """Its own input items, each with an id, as they are kept."""

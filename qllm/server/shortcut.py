@@ -1,10 +1,12 @@
 """Past FastAPI's layers: the routes that make answers, where nothing but their body is read."""
 
+import asyncio
 import json
 from collections.abc import Iterable
 from typing import Any, get_type_hints
 
 from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,15 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qllm.errors import QllmError
 
 from .ask import is_ndjson, kind_of_body
-from .errors import ApiError, from_engine
+from .bodies import read
+from .errors import ApiError, from_engine, from_request
 
 JSON = "application/json"
+LONG = 16_384
+"""Bytes from which on a body is read on a thread: 100,000 messages of one take half a second."""
 
 
 class Shortcut:
     """Middleware: calls an endpoint itself if the body is what it takes.
 
-    Every other request goes the whole way, with the same body: FastAPI says what is wrong with it.
+    Every other request goes the whole way, with the same body: FastAPI says what is wrong with it,
+    but for long bodies, which are read on a thread: they would keep the event loop from all others.
     So does every request while FastAPI makes spans of them, which are named by its routes.
 
     Args:
@@ -50,11 +56,18 @@ class Shortcut:
         request = Request(scope, receive, send)
         try:
             messages = await _body(receive)
-            body = _parsed(model, request, messages)
+            raw = b"".join(message.get("body", b"") for message in messages)
+            is_whole = messages[-1]["type"] == "http.request"
+            if is_whole and len(raw) >= LONG:
+                body = await asyncio.to_thread(read, request, raw, model)
+            else:
+                body = _parsed(request, raw, model) if is_whole else None
             if body is None:
                 await self._app(scope, _again(messages, receive), send)
                 return
             response = await endpoint(body=body, request=request)
+        except RequestValidationError as error:
+            response = from_request(request, error).response(scope["path"])
         except ApiError as error:
             response = error.response(scope["path"])
         except QllmError as error:
@@ -70,13 +83,12 @@ async def _body(receive: Receive) -> list[Message]:
     return messages
 
 
-def _parsed(model: type[BaseModel], request: Request, messages: list[Message]) -> Any:
+def _parsed(request: Request, raw: bytes, model: type[BaseModel]) -> Any:
     """The body, if it is JSON, called so, and as the model has it; else None."""
-    is_whole = messages[-1]["type"] == "http.request"
-    if not is_whole or kind_of_body(request.scope) != JSON:
+    if kind_of_body(request.scope) != JSON:
         return None
     try:
-        return model.model_validate(json.loads(b"".join(m.get("body", b"") for m in messages)))
+        return model.model_validate(json.loads(raw))
     except (ValueError, RecursionError):  # pydantic's is a ValueError
         return None
 

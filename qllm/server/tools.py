@@ -13,8 +13,8 @@ from qllm.types import Priority
 
 from .answers import owner_of
 from .errors import RESPONSES
+from .fields import Body
 from .front import Front
-from .protocol import Body
 
 MAX_TOKEN_ID = 2**31
 

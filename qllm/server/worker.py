@@ -23,8 +23,9 @@ from .answers import Renderer, owner_of
 from .ask import Ask
 from .best_effort import BestEffort, EngineGoneError
 from .errors import ApiError, parse
+from .fields import Body
 from .front import Front
-from .protocol import Body, ChatRequest, CompletionRequest
+from .protocol import ChatRequest, CompletionRequest
 from .response_writer import ResponseWriter
 from .responses_protocol import ENDPOINT as RESPONSES_ENDPOINT
 from .responses_protocol import ResponsesRequest

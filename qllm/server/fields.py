@@ -1,0 +1,100 @@
+"""What all bodies of requests have in common: which fields they may have, and what says nothing."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from qllm.errors import check_text
+
+NoOps = Mapping[str, tuple[Any, ...]]
+"""Fields that clients send although they ask for nothing, each with its values that do."""
+
+NO_OPS: NoOps = {
+    "best_of": (None, 1), "chat_template": (None,), "chat_template_content_format": (None, "auto"),
+    "detokenize": (None, True), "documents": (None, []), "echo": (None, False),
+    "ec_transfer_params": (None, {}), "enable_response_messages": (None, False),
+    "guided_decoding_backend": (None,), "guided_whitespace_pattern": (None,),
+    "include_reasoning": (None, True), "kv_transfer_params": (None, {}),
+    "length_penalty": (None, 1, 1.0), "logit_bias": (None, {}), "logits_processors": (None, []),
+    "logprob_token_ids": (None, []), "media_io_kwargs": (None, {}),
+    "mm_payload": (None, "tensors"), "mm_processor_kwargs": (None, {}),
+    "previous_input_messages": (None, []), "prompt_embeds": (None,),
+    "repetition_detection": (None,), "return_mm_kwargs": (None, False),
+    "return_prompt_text": (None, False), "return_token_offsets": (None, False),
+    "return_tokens_as_token_ids": (None, False), "routed_experts_prompt_start": (None, 0),
+    "session_id": (None,), "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True), "stop_token_ids": (None, []),
+    "stream_interval": (None, 1), "structural_tag": (None,), "structured_outputs": (None,),
+    "truncation_side": (None, "left"), "use_beam_search": (None, False),
+    "vllm_xargs": (None, {}), "watermarking": (None,), "include_stop_str_in_output": (None, False),
+    "cache_salt": (None, ""), "chat_template_kwargs": (None, {}),
+}  # fmt: skip
+"""Those of vLLM's clients. Where a field of this name is served, that counts."""
+
+
+class Body(BaseModel):
+    """A JSON body: no unknown fields, no conversion between types; null says nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data  # the wrong type: pydantic says so
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            check_text("the body", data)  # says where
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_says_nothing(cls, data: Any) -> Any:
+        """A field that has a default has it for null too."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        names = _with_defaults(cls)
+        return {name: x for name, x in data.items() if x is not None or name not in names}
+
+
+@cache
+def _with_defaults(model: type[BaseModel]) -> frozenset[str]:
+    """The fields that have a default which is not null, as bodies call them."""
+    return frozenset(
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if not field.is_required() and field.get_default(call_default_factory=True) is not None
+    )
+
+
+class Asked(Body):
+    """The body of a request for an answer."""
+
+    no_ops: ClassVar[NoOps] = NO_OPS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_ops(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        found = (cls.no_ops.keys() & data.keys()) - cls.model_fields.keys()
+        for name in found:
+            if data[name] not in cls.no_ops[name]:
+                raise ValueError(f"{name}={data[name]!r:.80} is not supported; leave it out")
+        return {name: x for name, x in data.items() if name not in found} if found else data
+
+
+class SentBack(Body):
+    """A part of an answer. Clients send back what they got, with fields of theirs that are null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: x for name, x in data.items() if x is not None or name in known}
