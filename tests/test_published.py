@@ -404,6 +404,10 @@ def test_an_engine_rounds(tmp_path: Path) -> None:
     ) as engine:
         assert "u4 g" in engine.kernels["experts"]
         assert engine.kernels["weights"].startswith("int4: experts of 3 layers kept as u4 g64")
+    with QLLMEngine.from_pretrained(
+        tmp_path, run_in="thread", threads=1, expert_weights="int8"
+    ) as engine:
+        assert engine.kernels["weights"] == "as they were stored, experts rounded to int8"
 
 
 # -- names of kept KV, and of models
@@ -458,6 +462,13 @@ def test_packed_experts_take_the_bytes_of_their_format() -> None:
         preset("h100", "gpt-oss", "int4")
 
 
+def _packed_in(inputs: int, symmetric: bool) -> dict[str, Any]:
+    weights = {"num_bits": 4, "group_size": inputs, "symmetric": symmetric}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return {**method, "config_groups": groups}
+
+
 @pytest.mark.parametrize(
     ("settings", "bits"),
     [
@@ -465,6 +476,8 @@ def test_packed_experts_take_the_bytes_of_their_format() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8.25),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.5),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8),
+        (_packed_in(128, symmetric=True), 4.125),
+        (_packed_in(128, symmetric=False), 4.25),
     ],
 )
 def test_a_config_says_the_bits_of_its_experts(settings: dict[str, Any], bits: float) -> None:

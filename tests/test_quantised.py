@@ -113,8 +113,9 @@ def test_methods_that_are_not_read_are_refused(folder: Path, method: str) -> Non
         load(folder)
 
 
-def test_bitsandbytes_is_refused(folder: Path) -> None:
-    configure(folder, quantization_config={"load_in_8bit": True})
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_is_refused(folder: Path, bits: int) -> None:
+    configure(folder, quantization_config={f"load_in_{bits}bit": True})
     with pytest.raises(ModelError, match="quantised with 'bitsandbytes'"):
         load(folder)
 

@@ -152,6 +152,8 @@ def test_a_file_that_is_too_short_is_refused(file: RawFile, path: Path) -> None:
     for num in (1000, LARGE):
         with pytest.raises(ModelError, match="ends too early; download it again"):
             file.read(SIZE - num + 1, num)
+    with pytest.raises(ModelError, match="ends too early; download it again"):
+        file.read(0, 1 << 60)  # no memory is asked for
     os.truncate(path, LARGE)  # while it is open
     for num in (1000, LARGE):
         with pytest.raises(ModelError, match="ends too early; download it again"):

@@ -190,6 +190,9 @@ def test_what_cannot_read_them_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     floats = load(made(tmp_path, "qwen2_moe", "fp8")[0]).model
     with pytest.raises(ConfigError, match=r"integers of 4 or 8 bits.* has none \(e4m3 g24\)"):
         make_runner(floats, EngineConfig(activations="int8"))
+    expanded = load(made(tmp_path / "order", "mixtral", "gptq-act-order")[0]).model
+    with pytest.raises(ConfigError, match=r"has none \(gptq, expanded to bf16\)"):
+        make_runner(expanded, EngineConfig(activations="int8"))
     with pytest.raises(ConfigError, match="activations='int4' is unknown; use one of bf16, int8"):
         EngineConfig(activations="int4")
     with pytest.raises(ConfigError, match="needs kernels='fast'"):

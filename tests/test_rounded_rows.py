@@ -101,7 +101,7 @@ def test_values_that_are_no_numbers_reach_no_other_row() -> None:
         assert torch.equal(bits(found[kept]), bits(clean[kept]))
 
 
-@pytest.mark.parametrize("size", [0.0, 2.0**-130, 2.0**-100, 2.0**-99, 2.0**120])
+@pytest.mark.parametrize("size", [0.0, 2.0**-130, 2.0**-101, 2.0**-100, 2.0**-99, 2.0**120])
 def test_the_smallest_and_largest_rows(size: float) -> None:
     weight = integers("i4", 70, 64, 32)
     weight = weight._replace(scale_NG=torch.full((70, 2), 0.5))

@@ -64,12 +64,18 @@ def test_the_openai_client_gets_an_answer_behind_the_system_prompt(
     assert answer.usage.prompt_tokens == len(tokenizer(prompt)["input_ids"])
 
 
+def greedy(route: Any) -> None:
+    """Let a request of the page go on with the one answer that is no matter of luck."""
+    route.continue_(post_data={**route.request.post_data_json, "temperature": 0})
+
+
 def test_the_live_page_shows_an_answer(served: Serving) -> None:
     from playwright.sync_api import expect, sync_playwright
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
         page = browser.new_page(locale="en-US")
+        page.route("**/v1/chat/completions", greedy)
         page.goto(f"{served.url}/ui")
         page.fill("#text", QUESTION)
         page.click("#send")

@@ -23,6 +23,7 @@ from qllm.models.folders import TALK, best_local, cache_dir, locate
 from qllm.models.loader import load
 from qllm.models.router_training import WINDOW
 from qllm.models.upcycle import Recipe, upcycle
+from scripts import talk
 
 IDS = torch.tensor([[7, 99, 31, 200, 5, 64, 150, 12, 77, 240, 33, 8, 19, 101, 55, 230]])
 ARCHITECTURES = {
@@ -80,6 +81,16 @@ def test_greedy_tokens_are_those_of_the_dense_model(family: str, tmp_path: Path)
     with QLLMEngine.from_pretrained(tmp_path / "moe", run_in="thread", threads=1) as engine:
         handle = engine.submit(IDS[0].tolist(), "LS", 12, ignore_eos=True)
         assert list(handle.result(60).token_ids) == expected[0, IDS.shape[1] :].tolist()
+
+
+def test_a_tied_head_that_is_stored_twice_is_written_once(tmp_path: Path) -> None:
+    folder = save(dense_model("llama", tied=True), tmp_path / "dense")
+    stored = weights(folder)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    upcycle(folder, tmp_path / "out", Recipe(experts=2))
+    assert "lm_head.weight" not in weights(tmp_path / "out")
+    assert load(tmp_path / "out").model.config.tie_word_embeddings
 
 
 def test_shards_of_the_dense_model_are_read(tmp_path: Path) -> None:
@@ -159,6 +170,9 @@ def test_tensors_are_a_function_of_the_seed_alone(tmp_path: Path) -> None:
     assert all(torch.equal(t, found["b"][name]) for name, t in a.items())
     differing = {name for name, t in a.items() if not torch.equal(t, other[name])}
     assert differing == {n for n in a if ".experts." in n or n.endswith("mlp.gate.weight")}
+    routers = torch.cat([t.flatten() for n, t in a.items() if n.endswith("mlp.gate.weight")])
+    spread = dense_model("qwen3").config.initializer_range
+    assert 0.8 * spread < routers.std() < 1.25 * spread
     shared = {name for name in a if ".experts." in name}
     assert all(torch.equal(a[name], found["more"][name]) for name in shared)
 
@@ -335,6 +349,25 @@ def test_talk_is_a_folder_of_the_cache_and_says_how_it_is_made(
     assert best_local() == "talk"
     assert locate("talk", weights=True, code=False) == ("talk", cache_dir() / TALK)
     assert load("talk").name == "talk"
+
+
+def test_make_talk_leaves_a_model_that_is_sampled_as_its_authors_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    dense = save(dense_model("llama"), tmp_path / "dense")
+    monkeypatch.setattr(talk, "fetch", lambda folder: dense)
+    asked = {"temperature": 0.2, "top_p": 0.9}
+    talk.main()
+    made = load("talk")
+    assert made.generation_defaults.items() >= asked.items()
+    assert made.model.config.num_local_experts == talk.RECIPE.experts
+    said = (cache_dir() / TALK / "generation_config.json").read_text()
+    assert "eos_token_id" in json.loads(said), "nothing that was said is lost"
+    (cache_dir() / TALK / "generation_config.json").write_text("{}")  # made before this was said
+    monkeypatch.setattr(talk, "fetch", lambda folder: pytest.fail("it is made once"))
+    talk.main()
+    assert load("talk").generation_defaults.items() >= asked.items()
 
 
 @pytest.mark.parametrize("name", ["talk", "tiny"])

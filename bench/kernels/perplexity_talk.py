@@ -1,25 +1,32 @@
-"""Perplexity of `talk` per format of its expert weights, through our kernels.
+"""Perplexity of `talk` per format of its weights, through our kernels.
 
-The text is that of `bench.kernels.perplexity`. Of every format of 4 bits the other side is the
-model in bf16 that holds the values of the codes: it has to score the same, bit by bit. Last is int4
-whose experts read rows in int8. The reference is the model's own forward in fp32. A table, then one
-JSON line; nothing of it is timed.
+The text is that of `bench.kernels.perplexity`; engines say the log-probabilities of its windows
+(`prompt_logprobs`). First `expert_weights=` as they round at load, then
+the formats in which models are published, experts and linear modules both (MXFP4 of gpt-oss holds
+what "mxfp4" does; GGUF files of this family are not read). The other side of a row is the model in
+bf16 that holds the values of the codes: it has to score the same, bit by bit. Where codes are
+integers a row says what rounding activations to int8 changes. The reference is the model's own
+forward in fp32. A table, then one JSON line; nothing of it is timed.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.common import ROOT, Table, machine
-from bench.kernels.perplexity import ROWS, WINDOW, nats
+from bench.kernels import published_talk
+from bench.kernels.perplexity import WINDOW
+from qllm import QLLMEngine
+from qllm.models.folders import locate
 from qllm.models.loader import load
 from qllm.models.quantised_experts import WEIGHTS, all_quantised
-from qllm.runner.cpu import cpu_runner
+from qllm.types import SamplingParams
 
 sys.path.append(str(ROOT / "scripts"))
 import train_tiny
@@ -48,16 +55,15 @@ def expanded(how: str) -> Any:
     return model
 
 
-def score(
-    model: Any, rows: list[list[int]], expert_weights: str = "auto", activations: str = "bf16"
-) -> float:
-    """Negative log likelihood per token."""
-    how = {"expert_weights": expert_weights, "activations": activations}
-    runner = cpu_runner(model, max_segment_ms=math.inf, **how)
-    frames: Iterator[int] = iter(range(1 << 30))
-    found = sum(nats(runner, rows[i : i + ROWS], frames) for i in range(0, len(rows), ROWS))
-    runner.close()
-    return found / tokens_of(rows)
+def score(source: Any, rows: list[list[int]], **settings: Any) -> float:
+    """Negative log likelihood per token, of a name, a folder or a model."""
+    is_named = isinstance(source, str | Path)
+    make: Any = QLLMEngine.from_pretrained if is_named else QLLMEngine.from_model
+    asked = SamplingParams(temperature=0, prompt_logprobs=0)
+    with make(source, conformance=False, **settings) as engine:
+        handles = [engine.submit(ids, sampling=asked, max_tokens=1) for ids in rows]
+        scored = [handle.result(600).prompt_logprobs for handle in handles]
+    return -math.fsum(x.chosen for one in scored for x in one[1:]) / tokens_of(rows)
 
 
 def tokens_of(rows: list[list[int]]) -> int:
@@ -75,9 +81,37 @@ def reference(rows: list[list[int]]) -> float:
     return total / tokens_of(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Rows of the table, and the nats behind them."""
+
+    table: Table
+    found: dict[str, float]
+    exact: float
+    """Nats per token of the reference."""
+
+    def row(self, form: str, nats_each: float) -> None:
+        """What a format scores, over fp32."""
+        self.found[form] = nats_each
+        over = math.exp(nats_each - self.exact)
+        self.table.add(f"perplexity, {form}; over fp32", f"{math.exp(nats_each):.4f}; {over:.4f}")
+
+    def equal(self, form: str, of_values: float) -> None:
+        """Whether the model in bf16 with its values scores the same."""
+        same = of_values == self.found[form]
+        self.table.add(f"  {form} scores what its values in bf16 score", str(same), "equal", same)
+
+    def rounded(self, form: str, nats_each: float) -> None:
+        """What it scores with activations in int8, over itself."""
+        self.found[f"{form} on int8 rows"] = nats_each
+        over = f"{math.exp(nats_each):.4f}; {math.exp(nats_each - self.found[form]):.4f}"
+        self.table.add(f"  {form} on int8 rows; over itself", over)
+
+
 def main() -> None:
     """Score every format on the same text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    (ROOT / ".benchmarks").mkdir(exist_ok=True)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -87,19 +121,21 @@ def main() -> None:
     rows = windows(tokenizer, list(test.texts()), args.tokens)
     exact = reference(rows)
     table.add("perplexity, `model.forward` in fp32", f"{math.exp(exact):.4f}")
-    found: dict[str, Any] = {"float32": exact}
+    found = {"float32": exact}
+    say = Say(table, found, exact)
     for how in FORMATS:
-        model = load("talk", expert_weights=how).model
-        found[how] = score(model, rows, how)
-        over = math.exp(found[how] - exact)
-        table.add(f"perplexity, {how}; over fp32", f"{math.exp(found[how]):.4f}; {over:.4f}")
+        say.row(how, score("talk", rows, expert_weights=how))
         if how in PACKED:
-            same = score(expanded(how), rows) == found[how]
-            table.add(f"  {how} scores what its values in bf16 score", str(same), "equal", same)
-    model = load("talk", expert_weights="int4").model
-    found["int4 on int8 rows"] = on_bytes = score(model, rows, "int4", "int8")
-    over = f"{math.exp(on_bytes):.4f}; {math.exp(on_bytes - found['int4']):.4f}"
-    table.add("perplexity, int4 on int8 rows; over int4", over)
+            say.equal(how, score(expanded(how), rows))
+    say.rounded("int4", score("talk", rows, expert_weights="int4", activations="int8"))
+    _, plain = locate("talk", weights=True, code=False)
+    for form, (_, _, is_integer) in published_talk.FORMATS.items():
+        with tempfile.TemporaryDirectory(dir=ROOT / ".benchmarks") as place:
+            codes, values = published_talk.publish(plain, form, Path(place))
+            say.row(form, score(codes, rows))
+            say.equal(form, score(values, rows))
+            if is_integer:
+                say.rounded(form, score(codes, rows, activations="int8"))
     config = {"model": "talk", "window": WINDOW, "tokens": tokens_of(rows)}
     result = {"bench": "perplexity_talk", "machine": machine(), "config": config, "nats": found}
     table.finish(result, args.out)

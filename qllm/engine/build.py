@@ -190,7 +190,7 @@ class LoadedRunner:
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.generation_defaults,
             drivers=tuple(str(driver) for driver in self.runner.drivers),
-            kernels={**self.runner.names, "weights": loaded.weights or "as they were stored"},
+            kernels={**self.runner.names, "weights": loaded.weights or _said(config)},
             vocabulary=vocabulary_of(loaded.tokenizer),
         )
 
@@ -450,3 +450,9 @@ def _refuse_too_much_kv(config: EngineConfig, runner: TorchRunner) -> None:
 def crash_text(crash: BaseException) -> str:
     """How a crash of the loop is told to those who wait."""
     return f"{CRASHED}: {type(crash).__name__}: {crash}"
+
+
+def _said(config: EngineConfig) -> str:
+    """What became of the weights of a model that is not quantised."""
+    how, stored = config.expert_weights, "as they were stored"
+    return stored if how == "auto" else f"{stored}, experts rounded to {how}"

@@ -6,7 +6,7 @@ from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.kernels.quantised import INTEGERS
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import all_quantised
+from qllm.models.quantised_experts import all_quantised, rounded_before
 from qllm.models.quantised_linears import all_linears
 
 
@@ -44,8 +44,9 @@ def refuse_other_activations(
     if any(found) or expert_weights in ROUNDINGS:
         return
     names = {held.kind for held in experts} | {held.kind for held in linears}
-    kinds = sorted(names) or ["not quantised"]
+    expanded = {how for module in model.modules() if (how := rounded_before(module)) is not None}
+    kinds = sorted(names) or [f"{how}, expanded to bf16" for how in sorted(expanded)]
     raise ConfigError(
         f"{asked} is for weights that are integers of 4 or 8 bits, and this model has none "
-        f"({', '.join(kinds)}); use 'bf16', or a checkpoint in int4 or int8"
+        f"({', '.join(kinds) or 'not quantised'}); use 'bf16', or a checkpoint in int4 or int8"
     )

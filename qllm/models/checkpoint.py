@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qllm.errors import ModelError
+from qllm.models.folders import first_line
 from qllm.models.formats.layout import Format, Layout, Stored, Weight
 from qllm.models.raw_file import LARGE, Buffers, RawFile
 
@@ -121,7 +122,14 @@ def open_checkpoint(
 def _read(
     name: str, weight: str, shards: Shards, layout: Layout, parts: Mapping[str, str]
 ) -> Weight:
+    found = {end: shards.read(key) for end, key in parts.items()}
     try:
-        return layout.read({end: shards.read(key) for end, key in parts.items()})
+        return layout.read(found)
     except ModelError as error:
         raise ModelError(f"checkpoint of model {name!r}, {weight}: {error}") from error
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        shapes = ", ".join(f"{key} {tuple(found[end].shape)}" for end, key in parts.items())
+        raise ModelError(
+            f"checkpoint of model {name!r}, {weight}: {shapes} do not fit each other "
+            f"({first_line(error)}); download it again"
+        ) from error

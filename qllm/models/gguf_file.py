@@ -7,6 +7,7 @@ safetensors, so that they are loaded as those are.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +84,16 @@ def open_file(path: Path) -> GgufFile:
             f"{path} has tensors of type {', '.join(sorted(odd))}; read are {', '.join(known)}: "
             "take a file of another quantisation (Q4_K_M, Q8_0)"
         )
+    _refuse_overlaps(path, tensors)
     return GgufFile(path, architecture, tensors)
+
+
+def _refuse_overlaps(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Refuse a file in which two tensors share bytes: one of its offsets is wrong."""
+    places = sorted((int(t.data_offset), int(t.n_bytes), name) for name, t in tensors.items())
+    for (start, num_bytes, name), (after, _, other) in pairwise(places):
+        if start + num_bytes > after:
+            raise ModelError(f"{path}: {name} and {other} lie on the same bytes; download it again")
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:

@@ -44,11 +44,12 @@ def fp8(settings: Settings) -> Format:
     """The format with the blocks that the settings name.
 
     Raises:
-        ModelError: They are no two numbers.
+        ModelError: They are no two numbers above 0.
     """
     found = settings.get("weight_block_size")
     check(found is None or len(found) == 2, f"weight_block_size={found!r} must be two numbers")
     block = None if found is None else (int(found[0]), int(found[1]))
+    check(block is None or min(block) > 0, f"weight_block_size={found!r} must be above 0")
     bits = 8 + (0 if block is None else 32 / block[1])
     layout = Layout(
         codes="", needs=(SCALE,), dtypes=(FP8,), weight="", read=partial(read, block=block)

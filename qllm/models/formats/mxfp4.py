@@ -7,12 +7,20 @@ Source: the OCP microscaling specification 1.0; transformers, `integrations/mxfp
 is a bf16 number: nothing is rounded.
 """
 
+import torch
+
 from qllm.kernels.quantised import Quantised
 from qllm.models.formats.layout import Format, Layout, Parts, Settings, check, power_of_two
 
 GROUP = 32
 NOT_A_NUMBER = 255
 """The exponent that stands for NaN."""
+BIAS = 127
+LEAST = BIAS - 100
+"""Kernels take no smaller exponent. What quantises gives zeros the smallest there is, and they are
+zeros with any other."""
+SIZES = 0x77
+"""The bits of two inputs that are not their signs."""
 
 
 def read(parts: Parts) -> Quantised:
@@ -23,6 +31,9 @@ def read(parts: Parts) -> Quantised:
         f"MXFP4 blocks of shape {tuple(blocks.shape)} do not fit scales of {tuple(scales.shape)}",
     )
     check(not bool((scales == NOT_A_NUMBER).any()), "MXFP4 scales have a NaN (exponent 255)")
+    if bool((scales < LEAST).any()):
+        is_empty = ((blocks & SIZES) == 0).all(-1)
+        scales = torch.where(is_empty, BIAS, scales)
     return Quantised("e2m1", blocks.flatten(-2), power_of_two(scales), None, GROUP)
 
 
