@@ -132,14 +132,11 @@ def test_a_stream_goes_on_at_another_engine(
 ) -> None:
     pair.go_to(pair.b.far.replay)
     before = pair.b.moved
-    kept = pair.a.far.submit(TEXT, max_tokens=1).result(60).metrics.num_cached_tokens
-    assert kept > 0
     handle = pair.submit(sampling)
     client: Any = pair.a.far._client
     client.give_away(handle.number)
     result = handle.result(120)
     assert same(result, stayed[name])
-    assert result.metrics.num_cached_tokens == kept
     after = pair.b.moved
     assert after["taken"] + after["missed"] == before["taken"] + before["missed"] + 1
     assert after["taken"] == before["taken"] + 1
