@@ -4,6 +4,7 @@ import copy
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -122,6 +123,19 @@ class Watched:
 
     def watch(self) -> Watch:
         return Watch(self.cell.data_ptr(), int(self.cell))
+
+
+def count_calls(patch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """A list that gets one entry per call of a native function that takes one address."""
+    made: list[int] = []
+    real = getattr(cpu.native, name)
+
+    def call(address: int) -> None:
+        made.append(address)
+        real(address)
+
+    patch.setattr(cpu.native, name, call)
+    return made
 
 
 def runner_of(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sweeps import Watched
+from sweeps import Watched, count_calls
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -248,15 +248,7 @@ def test_broken_logits_name_the_request(asked: list[SamplingParams]) -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per native call of the head."""
-    made: list[int] = []
-    real = cpu.native.head
-
-    def head(address: int) -> None:
-        made.append(address)
-        real(address)
-
-    monkeypatch.setattr(cpu.native, "head", head)
-    return made
+    return count_calls(monkeypatch, "head")
 
 
 def in_blocks(grain: Grain, **settings: Any) -> tuple[TorchRunner, Program, Index]:

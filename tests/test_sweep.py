@@ -18,6 +18,7 @@ from sweeps import (
     Watched,
     assert_same,
     compiled,
+    count_calls,
     held,
     model_of,
     next_row,
@@ -150,15 +151,7 @@ def test_a_parked_frame_says_what_it_holds() -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per native sweep."""
-    made: list[int] = []
-    real = cpu.native.sweep
-
-    def sweep(address: int) -> None:
-        made.append(address)
-        real(address)
-
-    monkeypatch.setattr(cpu.native, "sweep", sweep)
-    return made
+    return count_calls(monkeypatch, "sweep")
 
 
 def accepted(runner: TorchRunner, grain: Grain, tokens: int = 40) -> Program:
