@@ -19,11 +19,14 @@ from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.models import quantised_linears
+from qllm.models.discover import discover
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.loader import load
-from qllm.models.quantised_linears import QuantisedLinear, all_linears, weight_bytes
+from qllm.models.quantised_experts import quantised_in
+from qllm.models.quantised_linears import QuantisedLinear, all_linears, linear_in, weight_bytes
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
+from qllm.runner.cuts import CODE_BYTES_PER_NS
 from qllm.runner.layers.linears import Linears
 from qllm.runner.layers.rows import PLAIN
 
@@ -116,6 +119,28 @@ def test_a_packed_linear_keeps_its_bias(is_quantised: bool) -> None:
     assert torch.equal(module(torch.zeros(3, 32).bfloat16()), module.bias.expand(3, 64))
     linears.undo()
     assert torch.equal(module(torch.zeros(3, 32).bfloat16()), module.bias.expand(3, 64))
+
+
+def test_reading_costs_what_is_stored(tmp_path: Path) -> None:
+    """Else blocks of queries become so short that most of a prefill reads weights again."""
+    quantised, values = made(tmp_path)
+    ours, plain = (cpu_runner(load(folder).model).backend for folder in (quantised, values))
+    head = linear_in(ours._model.lm_head)
+    experts = quantised_in(discover(ours._model).layers[0].experts)
+    assert head is not None
+    assert experts is not None
+    assert ours.costs.head_ns == head.num_bytes / CODE_BYTES_PER_NS
+    assert ours.costs.unit_ns == experts.num_bytes / experts.num_experts / CODE_BYTES_PER_NS
+    attention = discover(ours._model).layers[0].self_attn
+    held = [one for module in attention.modules() if (one := linear_in(module)) is not None]
+    read_ns = sum(one.num_bytes for one in held) / CODE_BYTES_PER_NS
+    assert len(held) == 4
+    assert ours.costs.segment_ns - ours.costs.attn_ns == pytest.approx(read_ns)
+    assert ours.costs.head_ns < plain.costs.head_ns / 5
+    assert (ours.costs.row_ns, ours.costs.project_ns) == (
+        plain.costs.row_ns,
+        plain.costs.project_ns,
+    )
 
 
 def test_projections_of_one_input_in_two_formats(tmp_path: Path) -> None:

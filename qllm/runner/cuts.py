@@ -5,19 +5,25 @@ The constants were chosen on one core of a Zen 4 server, rounded towards slow; a
 shorter segments than it needs, a slower one misses the bound and shows it in `segments`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.models.discover import LayerParts, ModelParts
+from qllm.models.quantised_experts import quantised_in
+from qllm.models.quantised_linears import linear_in
 from qllm.plan import NO_CUTS, CutRule
 
 NS_PER_MS = 1_000_000
 BYTES_PER_NS = 6.0
 """Weights streamed from memory."""
+CODE_BYTES_PER_NS = 10.0
+"""Quantised weights, scales included, with the time to turn them into values: 16 were measured."""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 70.0, torch.float32: 25.0, torch.float16: 10.0}
 PAIRS_FLOPS_PER_NS = 120.0
@@ -97,6 +103,22 @@ def _weights(module: Any) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters() if p.dim() > 1)
 
 
+def _read_ns(module: nn.Module, item: int) -> float:
+    """Reading the weights of a module once, quantised ones as they are stored."""
+    packed = [held for m in module.modules() if (held := linear_in(m)) is not None]
+    plain = _weights(module) - sum(math.prod(held.weight.shape) for held in packed)
+    codes = sum(held.num_bytes for held in packed)
+    return plain * item / BYTES_PER_NS + codes / CODE_BYTES_PER_NS
+
+
+def _expert_ns(experts: Any, weights: int, item: int) -> float:
+    """Reading the weights of one expert."""
+    held = quantised_in(experts)
+    if held is None:
+        return weights * item / BYTES_PER_NS
+    return held.num_bytes / held.num_experts / CODE_BYTES_PER_NS
+
+
 def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
     size = low
     while size * 2 <= min(most, high):
@@ -139,7 +161,7 @@ def _attn_ns(
     glue = PAIRS_GLUE_NS_PER_VALUE if in_pairs else GLUE_NS_PER_VALUE
     flops = PAIRS_FLOPS_PER_NS if in_pairs else ATTN_FLOPS_PER_NS[dtype]
     return _Attn(
-        weights * item / BYTES_PER_NS,
+        _read_ns(attn, item),
         2 * weights / FLOPS_PER_NS[dtype] + glue * width * 4,
         2 * heads * (key + value) / flops,
         stored * item / BYTES_PER_NS,
@@ -172,9 +194,9 @@ def cut_rule(
         query_key_ns=attn.query_key,
         key_ns=attn.key,
         range_ns=min(1e6, segment),
-        unit_ns=one * item / BYTES_PER_NS,
+        unit_ns=_expert_ns(moe, one, item),
         row_ns=2 * one / flops,
-        head_ns=head * item / BYTES_PER_NS,
+        head_ns=_read_ns(parts.lm_head, item),
         head_row_ns=2 * head / flops,
         segment_ns=segment,
     )
