@@ -10,6 +10,7 @@ import pytest
 from qllm.kernels import cpu
 from qllm.kernels.cpu import attention, deltas, experts, norms, quantised, routers
 from qllm.runner import sweep
+from qllm.runner.layers import linears
 
 FOLDER = Path(cpu.__file__).resolve().parent
 STRUCTS: dict[str, type[ctypes.Structure]] = {
@@ -28,6 +29,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Layer": sweep._Layer,
     "LayerOp": sweep._LayerOp,
     "Sweep": sweep._Sweep,
+    "HeadBlocks": linears.HeadBlocks,
 }
 INTEGERS = {"Span": 6, "Unit": 3}
 """Structs that are arrays of so many 64-bit integers in Python."""
