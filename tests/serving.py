@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,7 +28,12 @@ class Serving(NamedTuple):
     front: Front
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+        """A client whose connections end with it: who drops one need not close it."""
+        http = openai.DefaultHttpxClient()
+        url = f"{self.url}/v1"
+        client = openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, http_client=http)
+        weakref.finalize(client, http.close)
+        return client
 
     def post(self, path: str, body: Any, **keywords: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=60, **keywords)

@@ -78,13 +78,14 @@ def test_a_required_call(client: openai.OpenAI, seed: int) -> None:
         check(call)
 
 
-def test_a_named_call_is_one_call(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_named_call_is_one_call_of_that_tool(client: openai.OpenAI, name: str) -> None:
     done = client.chat.completions.create(
-        model="tiny", messages=CHAT, tools=TOOLS, max_tokens=300, seed=1,
-        tool_choice={"type": "function", "function": {"name": "time_of"}},
+        model="tiny", messages=CHAT, tools=TOOLS, max_tokens=1500, seed=1,
+        tool_choice={"type": "function", "function": {"name": name}},
     ).choices[0]  # fmt: skip
     (call,) = done.message.tool_calls or ()
-    assert call.function.name == "time_of"  # type: ignore[union-attr]
+    assert call.function.name == name  # type: ignore[union-attr]
     check(call)
 
 

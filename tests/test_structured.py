@@ -172,6 +172,10 @@ def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabul
         ),
         ({"json": {"items": [True, {"type": "foo"}]}}, r"json at /items/1: Invalid type: foo"),
         (
+            {"json": {"properties": {"a/b~c": {"type": "x"}}}},
+            r"json at /properties/a~1b~0c: Invalid type: x",
+        ),
+        (
             {"json": {"properties": {"a": {"$ref": "#/$defs/none"}}}},
             r"json at /properties/a: Pointer '/\$defs/none' does not exist",
         ),
