@@ -125,6 +125,13 @@ class Watched:
         return Watch(self.cell.data_ptr(), int(self.cell))
 
 
+class Ringing(Watched):
+    """One whose cell is never as it was: a native call comes back at every boundary."""
+
+    def watch(self) -> Watch:
+        return Watch(self.cell.data_ptr(), -1)
+
+
 def count_calls(patch: pytest.MonkeyPatch, name: str) -> list[int]:
     """A list that gets one entry per call of a native function that takes one address."""
     made: list[int] = []

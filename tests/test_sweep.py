@@ -15,6 +15,7 @@ from sweeps import (
     MAKERS,
     TOP_K,
     Poll,
+    Ringing,
     Watched,
     assert_same,
     compiled,
@@ -32,7 +33,6 @@ from qllm.errors import InvariantError, ModelError
 from qllm.ingress import InprocIngress
 from qllm.ingress.inproc import StopWord
 from qllm.kernels import cpu
-from qllm.runner.protocol import Watch
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sweep import NOTHING, Sweep
 from qllm.scheduler.program import START, Index, OpKind, Program
@@ -194,7 +194,7 @@ def test_a_call_returns_at_the_first_boundary_when_it_was_asked_before(
     program = accepted(runner, grain)
     runner.drop(program)
     found = boundaries(runner, program)
-    asked, late, rang = Watched(), Watched(), Watched()
+    asked, late, rang = Watched(), Watched(), Ringing()
     asked.word = 0
     late.stop_at_ns, late.at_ns = 5, 6
     for stop in (asked, late):
@@ -207,7 +207,6 @@ def test_a_call_returns_at_the_first_boundary_when_it_was_asked_before(
         runner.drop(program)
         assert ends == found
     runner.accept(program)
-    rang.watch = lambda: Watch(rang.cell.data_ptr(), -1)  # type: ignore[method-assign]
     del calls[:]
     assert runner.run(program, START, rang) == program.end  # false alarms: the word is still high
     assert len(calls) == len(found) - 2  # all but EMBED and HEAD

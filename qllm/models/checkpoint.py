@@ -122,14 +122,17 @@ def open_checkpoint(
 def _read(
     name: str, weight: str, shards: Shards, layout: Layout, parts: Mapping[str, str]
 ) -> Weight:
-    found = {end: shards.read(key) for end, key in parts.items()}
     try:
-        return layout.read(found)
+        return _put_together(layout, parts, {end: shards.read(key) for end, key in parts.items()})
     except ModelError as error:
         raise ModelError(f"checkpoint of model {name!r}, {weight}: {error}") from error
+
+
+def _put_together(layout: Layout, names: Mapping[str, str], parts: Mapping[str, Tensor]) -> Weight:
+    try:
+        return layout.read(parts)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        shapes = ", ".join(f"{key} {tuple(found[end].shape)}" for end, key in parts.items())
+        shapes = ", ".join(f"{key} {tuple(parts[end].shape)}" for end, key in names.items())
         raise ModelError(
-            f"checkpoint of model {name!r}, {weight}: {shapes} do not fit each other "
-            f"({first_line(error)}); download it again"
+            f"{shapes} do not fit each other ({first_line(error)}); download it again"
         ) from error

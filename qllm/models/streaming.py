@@ -17,7 +17,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -53,6 +53,7 @@ from qllm.models.quantised_weights import Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
+T = TypeVar("T")
 Read = Callable[[], Weight]
 READERS = 8
 """Threads that read and pack: more than cores, since they wait for the disk."""
@@ -402,7 +403,7 @@ def _of_parameter(
     if set(wanted) != set(by_place) or not module.is_concatenated:
         return None
     reads = [checkpoint.quantised[by_place[place]] for place in wanted]
-    grouped = [reads[i : i + num_parts] for i in range(0, len(reads), num_parts)]
+    grouped = _grouped(reads, num_parts)
     return _one_by_one(grouped, pool) or _at_once(grouped, pool)
 
 
@@ -439,8 +440,13 @@ def _at_once(experts: Sequence[Sequence[Read]], pool: Executor) -> Weights | Non
         return None
     for start in range(0, len(experts), AT_ONCE):
         some = found[start * num_parts : (start + AT_ONCE) * num_parts]
-        weights.take(start, [some[i : i + num_parts] for i in range(0, len(some), num_parts)])
+        weights.take(start, _grouped(some, num_parts))
     return weights
+
+
+def _grouped(parts: Sequence[T], num: int) -> list[Sequence[T]]:
+    """So many that follow each other at a time."""
+    return [parts[i : i + num] for i in range(0, len(parts), num)]
 
 
 def _weights_of(parts: Sequence[Quantised], num: int) -> Weights | None:

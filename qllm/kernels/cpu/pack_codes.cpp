@@ -173,8 +173,7 @@ struct Group {
   uint8_t *scales, *offsets, *blocks;  // where they go
 
   int64_t num_outputs() const { return lesser(cols, c.n - begin); }
-  bool is_wide() const { return f.code == kI8 || f.code == kE4m3; }
-  int64_t num_bytes() const { return is_wide() ? inputs : inputs / 2; }
+  int64_t num_bytes() const { return inputs / codes_per_byte(f); }
   int64_t stride() const { return cols / kLanes * block_size(f); }
 };
 
@@ -230,7 +229,7 @@ int64_t pack_group(const Group& g) {
   const int64_t outputs = g.num_outputs(), code = g.f.code;
   for (int64_t o = 0; o < outputs; o++) found |= put_worths(g, o, zeros[o]);
   auto four = code == kI4 ? pack_four<kI4> : code == kU4 ? pack_four<kU4> : pack_four<kE2m1>;
-  const bool is_whole = !g.is_wide() && g.inputs % kBlockInputs == 0;
+  const bool is_whole = codes_per_byte(g.f) == 2 && g.inputs % kBlockInputs == 0;
   for (int64_t o = 0; o < outputs;) {
     const bool* z = zeros + o;
     if (!is_whole || o + 4 > outputs || z[0] || z[1] || z[2] || z[3]) {
@@ -246,7 +245,7 @@ int64_t pack_group(const Group& g) {
 
 void pack_panel(Codes& c, const Format& f, int64_t index) {
   const int64_t begin = index * kPanel, cols = lesser(kPanel, padded(c.n - begin));
-  const int64_t per_byte = f.code == kI8 || f.code == kE4m3 ? 1 : 2;
+  const int64_t per_byte = codes_per_byte(f);
   const uint8_t* from = c.codes + begin * c.k / per_byte;
   uint8_t* at = c.packed + index * panel_size(f, kPanel, c.k);
   int64_t found = 0;

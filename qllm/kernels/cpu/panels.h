@@ -13,9 +13,8 @@ inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 inline int64_t num_panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-inline int64_t block_size(const Format& f) {
-  return kLanes * kBlockInputs / (f.code == kI8 || f.code == kE4m3 ? 1 : 2);
-}
+inline int64_t codes_per_byte(const Format& f) { return f.code == kI8 || f.code == kE4m3 ? 1 : 2; }
+inline int64_t block_size(const Format& f) { return kLanes * kBlockInputs / codes_per_byte(f); }
 inline int64_t worth_size(int64_t kind) { return kind == kNone ? 0 : kind == kFp32 ? 4 : 2; }
 
 // Bytes of `cols` outputs.
