@@ -9,4 +9,4 @@ from engines import save_model
 
 @pytest.mark.gpu
 def test_the_loop_on_a_gpu_serves_an_engine(tmp_path: Path) -> None:
-    serves_an_engine(save_model(tmp_path / "model"), str(tmp_path / "socket"))
+    serves_an_engine(save_model(tmp_path / "model"), str(tmp_path / "socket"), is_quick=True)

@@ -11,6 +11,7 @@ what is compiled is what a capture would launch. What is missing is compiled on 
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ CAPABILITY = (9, 0)
 """Compute capability of an H100 or H200."""
 POLICIES = ("qllm2", "chunked-priority", "priority-layered")
 """Linked for the loop on the device."""
+RANDOM_SHAPES = 6
+"""Policies of random parameters that the tests on a GPU decide with."""
 
 
 class NoDevice:
@@ -173,14 +176,19 @@ def rows() -> None:
 
 
 def cubins() -> dict[str, str]:
-    """Link the scheduler with each policy."""
+    """Link the scheduler with each policy, and with those of `tests/test_device_gpu.py`."""
     from qllm.device.cubins import kernel_of
     from qllm.plugins import load_policy
 
-    found = {}
-    for name in POLICIES:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.differential import random_shape
+
+    found: dict[str, str] = {}
+    policies = {name: load_policy(name) for name in POLICIES}
+    policies |= {f"random {n}": random_shape(random.Random(n)) for n in range(RANDOM_SHAPES)}
+    for name, policy in policies.items():
         try:
-            data = kernel_of(load_policy(name), CAPABILITY)
+            data = kernel_of(policy, CAPABILITY)
             found[name] = f"{len(data)} bytes"
         except Exception as error:  # noqa: BLE001 - the machine with the GPU links it then
             found[name] = f"{type(error).__name__}: {error}"[:300]
