@@ -22,8 +22,8 @@ def serves_an_engine(model: str, path: str, *, is_quick: bool = False) -> None:
     Args:
         model: A folder.
         path: Of a socket.
-        is_quick: On a GPU a step of a small model takes less than a millisecond and is one stage:
-            its longest answer ends before a front end has started, and nothing can be stopped.
+        is_quick: On a GPU a step takes a millisecond: the longest answer ends before a front end
+            has started, and what is stopped is a long answer, not a long prompt.
     """
     questions = [
         ("BE", [5 + i] * (20 + 15 * i), SamplingParams(temperature=0.0, ignore_eos=True))
@@ -73,15 +73,16 @@ def _use(engine: QLLMEngine, path: str, is_quick: bool) -> None:
     long.cancel()
     ended = long.result(60).finish_reason
     assert ended is FinishReason.CANCELLED or (is_quick and ended is FinishReason.LENGTH)
-    while (
-        not is_quick and not engine.stats()["num_preemptions"]
-    ):  # an LS request comes inside a BE step, soon
-        slow = engine.submit([9] * 45, "BE", 2, sampling=LONG)
-        wait_for(lambda: engine.stats()["frames"])
+    while not engine.stats()["num_preemptions"]:  # an LS request comes inside a BE step, soon
+        slow = engine.submit([9] * 45, "BE", 400 if is_quick else 2, sampling=LONG)
+        if is_quick:
+            next(iter(slow))
+        else:
+            wait_for(lambda: engine.stats()["frames"])
         engine.submit("abc", "LS", 2, sampling=LONG).result(60)
         slow.result(60)
     stats = engine.stats()
-    assert is_quick or stats["num_preemptions"] > 0
+    assert stats["num_preemptions"] > 0
     assert len(stats["preempt_latencies_ms"]) == stats["num_preemptions"]
     assert all(0 < ms < 10_000 for ms in stats["preempt_latencies_ms"])
     assert stats["longest_segment_ms"] > 0

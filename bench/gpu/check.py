@@ -49,7 +49,7 @@ class Part(NamedTuple):
 PARTS = {
     "kernels": Part(55),
     "exact": Part(60),
-    "tests": Part(115, runs_loop=True),
+    "tests": Part(110, runs_loop=True),
     "probe": Part(20),
     "qwen3": Part(130, runs_loop=True),
     "engines": Part(60, runs_loop=True),
