@@ -47,12 +47,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kernels": Part(55),
+    "kernels": Part(35),
     "exact": Part(60),
     "tests": Part(110, runs_loop=True),
     "probe": Part(20),
     "qwen3": Part(130, runs_loop=True),
-    "engines": Part(60, runs_loop=True),
+    "engines": Part(90, runs_loop=True),
     "mixtral": Part(75),
     "sanitizer": Part(60),
 }

@@ -131,7 +131,7 @@ def engine_of(part: Part, model: Any, policy: str) -> QLLMEngine:
 def decode(part: Part, model: Any, sizes: dict[str, int]) -> dict[str, Any]:
     """Time per token at batch 1 and 32 after 512 tokens, over the bytes that it must read."""
     rng, new, out = random.Random(1), 8 if part.dry else 64, {}
-    bandwidth = ceilings(part.device, part.dry)["copy_gb_s"]
+    bandwidth = ceilings(part.device, part.dry)["read_gb_s"]
     with engine_of(part, model, "fcfs") as engine:
         kernels = engine.kernels
         for batch in (1, 2) if part.dry else (1, 32):
@@ -148,7 +148,7 @@ def decode(part: Part, model: Any, sizes: dict[str, int]) -> dict[str, Any]:
                 "tpot_ms": tpot, "floor_ms": floor_ms, "times_floor": tpot / floor_ms,
                 "tokens_per_s": 1e3 * batch / tpot,
             }  # fmt: skip
-    return out | {"copy_gb_s": bandwidth, "kernels": kernels}
+    return out | {"read_gb_s": bandwidth, "kernels": kernels}
 
 
 def sizes_of(model: Any) -> dict[str, int]:

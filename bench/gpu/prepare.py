@@ -141,7 +141,7 @@ def rows() -> None:
     from bench.gpu.parts import SHAPES
     from qllm.kernels.routing import Activation, ExpertWeights
     from qllm.kernels.select import kernels
-    from qllm.kernels.tiles import Query, tiles_of
+    from qllm.kernels.tiles import Query, query_block, tiles_of
 
     k, device, dtype = kernels("triton"), torch.device("meta"), torch.bfloat16
 
@@ -152,9 +152,9 @@ def rows() -> None:
         cache = [new(batch * 4096, 4, 128) for _ in "kv"]
         queries = [Query(r, r * num, 4096 - num, num) for r in range(batch)]
         q, tables = new(batch * num, 32, 128), new(batch, 4096 // PAGE, kind=torch.int64)
+        tiles = tiles_of(queries, batch * num, query_block(8), device)
         k.attend(
-            q, *cache, tables, tiles_of(queries, batch * num, 16, device), page_size=PAGE,
-            scale=128**-0.5, out_TNE=torch.empty_like(q),
+            q, *cache, tables, tiles, page_size=PAGE, scale=128**-0.5, out_TNE=torch.empty_like(q),
         )  # fmt: skip
     one = new(1, kind=torch.int32)
     for shape in SHAPES.values():
@@ -170,9 +170,10 @@ def rows() -> None:
             slots, x = new(tokens, top_k, width), new(tokens, width)
             k.run_experts(x, weights, routing, 0, experts, slots)
             k.combine(slots, new(tokens, top_k, kind=torch.float32), one, x)
-    real, whole = new(32, kind=torch.float64), new(32, kind=torch.int64)
-    peaks = new(32, kind=torch.float32)
-    k.sample(new(32, 151936), real, whole, real, real, whole, whole, whole, peaks)
+    for num in (1, 32):
+        real, whole = new(num, kind=torch.float64), new(num, kind=torch.int64)
+        peaks = new(num, kind=torch.float32)
+        k.sample(new(num, 151936), real, whole, real, real, whole, whole, whole, peaks)
 
 
 def cubins() -> dict[str, str]:
