@@ -84,7 +84,9 @@ def equal_tokens(
 
     rng = random.Random(4)
     model = make_model(family, num_layers=LAYERS.get(family)).to(part.device)
-    with QLLMEngine.from_model(model, max_kv_tokens=4096, policy="qllm2") as engine:
+    with QLLMEngine.from_model(
+        model, max_kv_tokens=4096, policy="qllm2", preempt_at="layer"
+    ) as engine:
         alone = [
             list(engine.submit(p, "LS", new, sampling=GREEDY).result(60).token_ids) for p in prompts
         ]

@@ -418,7 +418,7 @@ def probe(part: Part) -> None:
 
 TOOLS = {"memcheck": "experts or attention", "racecheck": "experts"}
 """Tools of compute-sanitizer, and the tests of kernels that run under them."""
-TOOL_S = 28
+TOOL_S = 48
 """For each of them."""
 
 

@@ -12,7 +12,8 @@ A row is divided into chunks, and a chunk is a program, so that one row keeps th
     narrow    every chunk   the same of the next digit, behind the digits of the K-th logit
     weigh     every chunk   the weight of what stays, and its number
     keep      every chunk   top_p: what stays is copied, if it is few enough
-    bound     every chunk   top_p, if it is not: weights above 16 bounds, digit by digit
+    bound     every chunk   top_p, if it is not: weights above 16 bounds, half a digit at a time
+    settle    every chunk   the weight above the bound that was found, and what equals it
     draw      every row     the token
 
 Logits are seen as ordered 32-bit integers, *keys*, in digits of 8 bits. What a row does not need
@@ -27,8 +28,8 @@ from torch import Tensor
 
 CHUNK = 2048
 """Tokens of a program."""
-SEARCH = 1024
-"""Tokens that are compared with 16 bounds at a time."""
+SEARCH = 256
+"""Tokens that are compared with 16 bounds at a time; more do not fit into registers."""
 KEPT = 1024
 """Most tokens that are copied."""
 LIKELY = 512
@@ -254,6 +255,30 @@ def _bound(
 
 
 @triton.jit
+def _settle(
+    logits, temperatures, top_ks, top_ps, min_ps, peaks_C, broken_C, digits, whole_C, likely_C,
+    masses, above_C, equal_C, each_C, logits_b, likely,
+    V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    DIGITS: tl.constexpr, KEPT: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heat, top_k, top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
+    if is_less & (top_p < 1.0):
+        floor, reached = _stays(digits, b, top_k, likely, DIGITS)
+        fits, whole = _fits(whole_C, likely_C, b, top_k, top_p, reached, C, C_PAD, KEPT)
+        peak, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
+        if (fits | is_broken) == 0:
+            floor = tl.where(top_k > 0, floor, 0)
+            bound = _bounded(masses, b, floor, top_p, whole, C, C_PAD, STEPS, STEPS)
+            x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
+            key = _key(x)
+            w = _weight(x, i < V, peak.to(tl.float64), heat, tl.load(min_ps + b))
+            tl.store(above_C + b * C + c, tl.sum(tl.where(key > bound, w, 0.0), 0))
+            tl.store(equal_C + b * C + c, tl.sum(((key == bound) & (w > 0)).to(tl.int64), 0))
+            tl.store(each_C + b * C + c, tl.max(tl.where(key == bound, w, 0.0), 0))
+
+
+@triton.jit
 def _ties(top_p, whole, above, each, equal):
     """How many tokens of the bound's logit stay: as many as top_p of the weight takes."""
     equal = tl.maximum(equal, 1)
@@ -262,18 +287,24 @@ def _ties(top_p, whole, above, each, equal):
 
 
 @triton.jit
-def _of_chunk(row, whole_C, b, floor, peak, heat, min_p, uniform, V: tl.constexpr,
+def _of_chunk(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
               C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The token of a row without top_p: first its chunk, then itself; -1 if of no weight."""
+    """The token of a row: first its chunk, then itself; -1 if of no weight.
+
+    Args: weights [C] of the chunks, and how many tokens of the bound's logit stay in each.
+    """
     c = tl.arange(0, C_PAD)
-    masses = tl.load(whole_C + b * C + c, mask=c < C, other=0.0)
     sums = tl.cumsum(masses, 0)
     target = uniform * tl.sum(masses, 0)
     hit = tl.min(tl.where((sums > target) & (masses > 0), c, C), 0)
     chunk = tl.where(hit < C, hit, tl.max(tl.where(masses > 0, c, 0), 0))
     before = tl.sum(tl.where(c == chunk - 1, sums, 0.0), 0)
+    num_ties = tl.sum(tl.where(c == chunk, ties, 0), 0)
     x, i = _logits(row, chunk * CHUNK, V, CHUNK)
-    w = _weight(x, (i < V) & (_key(x) >= floor), peak, heat, min_p)
+    key, w = _key(x), _weight(x, i < V, peak, heat, min_p)
+    is_tie = (key == bound) & (i < V)
+    nth = tl.cumsum(is_tie.to(tl.int64), 0)
+    w = tl.where((key > bound) | (is_tie & (nth <= num_ties)), w, 0.0)
     found = before + tl.cumsum(w, 0)
     drawn = tl.min(tl.where((found > target) & (w > 0), i, V), 0)
     return tl.where(drawn < V, drawn, tl.max(tl.where(w > 0, i, -1), 0))
@@ -309,42 +340,10 @@ def _of_kept(kept, kept_ids, b, num, whole, top_k, peak, heat, min_p, top_p, uni
 
 
 @triton.jit
-def _of_all(row, bound, whole, peak, heat, min_p, top_p, uniform, V: tl.constexpr,
-            CHUNK: tl.constexpr):  # fmt: skip
-    """The token of a row with keys from `bound` on, by two passes over all; -1 if of no weight."""
-    above = tl.full([], 0.0, tl.float64)
-    each = tl.full([], 0.0, tl.float64)
-    equal = tl.full([], 0, tl.int64)
-    for at in range(0, V, CHUNK):
-        x, i = _logits(row, at, V, CHUNK)
-        key, w = _key(x), _weight(x, i < V, peak, heat, min_p)
-        above += tl.sum(tl.where(key > bound, w, 0.0), 0)
-        equal += tl.sum(((key == bound) & (w > 0)).to(tl.int64), 0)
-        each = tl.maximum(each, tl.max(tl.where(key == bound, w, 0.0), 0))
-    ties = _ties(top_p, whole, above, each, equal)
-    target = uniform * (above + each * ties.to(tl.float64))
-    before = tl.full([], 0.0, tl.float64)
-    num_ties = tl.full([], 0, tl.int64)
-    drawn, last = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
-    for at in range(0, V, CHUNK):
-        x, i = _logits(row, at, V, CHUNK)
-        key, w = _key(x), _weight(x, i < V, peak, heat, min_p)
-        is_tie = (key == bound) & (i < V)
-        nth = num_ties + tl.cumsum(is_tie.to(tl.int64), 0)
-        w = tl.where((key > bound) | (is_tie & (nth <= ties)), w, 0.0)
-        num_ties += tl.sum(is_tie.to(tl.int64), 0)
-        sums = before + tl.cumsum(w, 0)
-        hit = tl.min(tl.where((sums > target) & (w > 0), i, V), 0)
-        drawn = tl.where((drawn < 0) & (hit < V), hit, drawn)
-        last = tl.maximum(last, tl.max(tl.where(w > 0, i, -1), 0))
-        before += tl.sum(w, 0)
-    return tl.where(drawn < 0, last, drawn)
-
-
-@triton.jit
 def _draw(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, tokens, peaks, peaks_C,
-    firsts_C, broken_C, digits, whole_C, likely_C, masses, kept, kept_ids, logits_b, likely,
+    firsts_C, broken_C, digits, whole_C, likely_C, masses, above_C, equal_C, each_C, kept,
+    kept_ids, logits_b, likely,
     V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
     DIGITS: tl.constexpr, KEPT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -364,8 +363,12 @@ def _draw(
         floor, reached = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
         if is_less:
             floor, reached = _stays(digits, b, top_k, likely, DIGITS)
+        ties = tl.full([C_PAD], CHUNK, tl.int64)
         if top_p >= 1.0:
-            drawn = _of_chunk(row, whole_C, b, floor, top, heat, min_p, uniform, V, C, C_PAD, CHUNK)
+            masses_C = tl.load(whole_C + b * C + c, mask=c < C, other=0.0)
+            drawn = _of_chunk(
+                row, masses_C, ties, floor, top, heat, min_p, uniform, V, C, C_PAD, CHUNK
+            )
         else:
             fits, whole = _fits(whole_C, likely_C, b, top_k, top_p, reached, C, C_PAD, KEPT)
             if fits:
@@ -376,7 +379,16 @@ def _draw(
             else:
                 floor = tl.where(top_k > 0, floor, 0)
                 bound = _bounded(masses, b, floor, top_p, whole, C, C_PAD, STEPS, STEPS)
-                drawn = _of_all(row, bound, whole, top, heat, min_p, top_p, uniform, V, CHUNK)
+                masses_C = tl.load(above_C + b * C + c, mask=c < C, other=0.0)
+                equals = tl.load(equal_C + b * C + c, mask=c < C, other=0)
+                each = tl.max(tl.load(each_C + b * C + c, mask=c < C, other=0.0), 0)
+                left = _ties(top_p, whole, tl.sum(masses_C, 0), each, tl.sum(equals, 0))
+                left -= tl.cumsum(equals, 0) - equals
+                ties = tl.minimum(tl.maximum(left, 0), equals)
+                masses_C += each * ties.to(tl.float64)
+                drawn = _of_chunk(
+                    row, masses_C, ties, bound, top, heat, min_p, uniform, V, C, C_PAD, CHUNK
+                )
         token = tl.where(drawn >= 0, drawn, token)
     tl.store(tokens + b, token.to(tl.int64))
 
@@ -431,11 +443,15 @@ def sample(
     found = peaks, broken, digits, whole, weights
     _weigh[grid](*asked, min_p_B, *found, counts, stride, LIKELY, **chunks)
     _keep[grid](*asked, digits, counts, kept, ids, stride, LIKELY, KEPT=KEPT, **chunks)
-    search = {"SEARCH": min(SEARCH, CHUNK), "KEPT": KEPT, "STEPS": steps}
+    search = {"KEPT": KEPT, "STEPS": steps, **chunks}
     for step in range(steps):
-        _bound[grid](*asked, min_p_B, *found, masses, stride, LIKELY, STEP=step, **search, **chunks)
+        _bound[grid](
+            *asked, min_p_B, *found, masses, stride, LIKELY, STEP=step, SEARCH=min(SEARCH, CHUNK),
+            **search,
+        )  # fmt: skip
+    ends = per_chunk(torch.float64), per_chunk(torch.int64), per_chunk(torch.float64)
+    _settle[grid](*asked, min_p_B, *found, masses, *ends, stride, LIKELY, **search)
     _draw[(num,)](
         *asked, min_p_B, seeds_B, positions_B, tokens_B, peaks_B, peaks, firsts, broken, digits,
-        whole, weights, masses, kept, ids, stride, LIKELY, KEPT=KEPT, STEPS=steps, **chunks,
-        num_warps=8,
+        whole, weights, masses, *ends, kept, ids, stride, LIKELY, num_warps=8, **search,
     )  # fmt: skip
