@@ -416,14 +416,15 @@ def probe(part: Part) -> None:
         part.section(name, run)
 
 
-TOOLS = {"memcheck": "experts or attention", "racecheck": "experts"}
-"""Tools of compute-sanitizer, and the tests of kernels that run under them."""
+TOOLS = {"memcheck": "mixtral or deepseek_v3", "racecheck": "mixtral"}
+"""Tools of compute-sanitizer, and the families whose steps run under them: their kernels are
+compiled beforehand, which those of random shapes are not."""
 TOOL_S = 48
 """For each of them."""
 
 
 def sanitizer(part: Part) -> None:
-    """Kernels under compute-sanitizer, which finds what interpretation cannot."""
+    """Steps, op by op and captured, under compute-sanitizer: what interpretation cannot find."""
     for tool, tests in TOOLS.items():
         part.section(tool, lambda tool=tool, tests=tests: sanitized(part, tool, tests))
 
@@ -435,7 +436,7 @@ def sanitized(part: Part, tool: str, tests: str) -> dict[str, Any]:
         return {"skipped": "no GPU" if part.dry else "compute-sanitizer is not on this machine"}
     command = [
         program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q",
-        "-x", "-m", "gpu", "-W", "default", "tests/test_triton.py", "-k", tests,
+        "-x", "-m", "gpu", "-W", "default", "tests/test_cuda_runner.py", "-k", tests,
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
