@@ -57,8 +57,8 @@ PARTS = {
     "engines": Part(100, runs_loop=True, is_timed=False),
     "sanitizer": Part(100, is_timed=False),
     "probe": Part(20),
-    "qwen3": Part(130, runs_loop=True),
-    "mixtral": Part(75),
+    "qwen3": Part(140, runs_loop=True),
+    "mixtral": Part(95),
 }
 """In this order: what tells most, soonest; those that are not timed side by side after the first.
 Together less than 7 minutes."""
