@@ -84,7 +84,7 @@ def _use(engine: QLLMEngine, path: str, is_quick: bool) -> None:
     stats = engine.stats()
     assert stats["num_preemptions"] > 0
     assert len(stats["preempt_latencies_ms"]) == stats["num_preemptions"]
-    assert all(0 < ms < 10_000 for ms in stats["preempt_latencies_ms"])
+    assert all(0 <= ms < 10_000 for ms in stats["preempt_latencies_ms"])
     assert stats["longest_segment_ms"] > 0
     assert stats["expert_bytes"] > 0
     assert stats["kv_blocks_used"] == stats["num_live"] == 0

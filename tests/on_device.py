@@ -5,7 +5,8 @@ it is not how a device serves. All memory is page-locked memory of the host, whi
 reads and writes at the same address. Never run on a GPU (docs/gpu-status.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -143,9 +144,23 @@ def device_calls(policy: RankPolicy) -> DeviceCalls:
     return DeviceCalls(kernels.call, kernels.server_call)
 
 
-def lock_pages(memory: memoryview) -> None:
-    """Let the device see shared memory of the host, at the same address, from here on."""
+@contextmanager
+def locked_pages() -> Iterator[Callable[[memoryview], None]]:
+    """A function that lets the device see shared memory of the host, at the same address.
+
+    What was locked is given back at the end, while it is there still: memory that comes later to
+    the address of one that went while locked would not be what the device sees.
+    """
     import cupy
 
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    cupy.cuda.runtime.hostRegister(address, len(memory), 2)  # mapped
+    addresses: list[int] = []
+
+    def lock(memory: memoryview) -> None:
+        addresses.append(np.frombuffer(memory, np.uint8).ctypes.data)
+        cupy.cuda.runtime.hostRegister(addresses[-1], len(memory), 2)  # mapped
+
+    try:
+        yield lock
+    finally:
+        for address in addresses:
+            cupy.cuda.runtime.hostUnregister(address)

@@ -11,7 +11,7 @@ from on_device import (
     Kernels,
     device_calls,
     device_scheduler,
-    lock_pages,
+    locked_pages,
     pinned_zeros,
 )
 from ring_world import RingWorld
@@ -79,24 +79,24 @@ def test_the_device_reads_and_writes_records() -> None:
 
 
 def test_the_server_serves_the_same_records_from_the_device() -> None:
-    runs = []
-    for settings in (None, {"calls": device_calls, "zeros": pinned_zeros}):
-        world = RingWorld(
-            load_policy("qllm2"),
-            settings is not None,
-            num_front_ends=2,
-            prepare=lock_pages if settings else None,
-            **settings or {},
-        )
-        for number in range(30):
-            priority = 10 if number % 3 else 0
-            world.submit(
-                number, priority, 9 + number, 7, at_ns=number * 10**6, front_end=number % 2
-            )
-        world.cancel(4, 10**7)
-        world.run(30)
-        runs.append((dict(world.records), world.shown))
-    assert runs[0] == runs[1]
+    with locked_pages() as lock:
+        worlds = [
+            RingWorld(load_policy("qllm2"), False, num_front_ends=2),
+            RingWorld(
+                load_policy("qllm2"), True, num_front_ends=2, prepare=lock, calls=device_calls,
+                zeros=pinned_zeros,
+            ),
+        ]  # fmt: skip
+        for world in worlds:
+            for number in range(30):
+                priority = 10 if number % 3 else 0
+                world.submit(
+                    number, priority, 9 + number, 7, at_ns=number * 10**6, front_end=number % 2
+                )
+            world.cancel(4, 10**7)
+            world.run(30)
+        here, there = worlds
+        assert (dict(there.records), there.shown) == (dict(here.records), here.shown)
 
 
 @pytest.mark.parametrize("policy", ["qllm2", "chunked-priority"])

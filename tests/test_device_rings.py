@@ -6,6 +6,7 @@ import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from fake_loop import FakeLoopApi
 from fake_vram import FakeCuda
-from on_device import device_calls, lock_pages, pinned_zeros
+from on_device import device_calls, locked_pages, pinned_zeros
 from pulled import Answerer, block_of, submission, tokens_of
 from stage_worlds import STAGE_NS
 from test_device_loop import World, engine_of, jobs_of
@@ -395,11 +396,22 @@ class EngineCard:
         """Nothing is held."""
 
 
-def _served(block: DeviceRings, copy: Callable[[int, int, int, bool], Any], **how: Any) -> None:
+def _served(
+    block: DeviceRings,
+    copy: Callable[[int, int, int, bool], Any],
+    locked: Callable[[], AbstractContextManager[Callable[[memoryview], None]]],
+    **how: Any,
+) -> None:
     """Requests go into a block and tokens come out of it, by copies."""
     engine = Answerer(1, **how)
-    if how:
-        lock_pages(engine.control.segment.bytes)
+    with locked() as lock:
+        lock(engine.control.segment.bytes)
+        _serve(engine, block, copy)
+
+
+def _serve(
+    engine: Answerer, block: DeviceRings, copy: Callable[[int, int, int, bool], Any]
+) -> None:
     block.attach_to(engine.server)
     ours = FrontEndMemory.create(0, block.capacities)  # type: ignore[arg-type]
     card: Any = EngineCard(ours.segment.address, block.memory.address, copy)
@@ -422,7 +434,10 @@ def _served(block: DeviceRings, copy: Callable[[int, int, int, bool], Any], **ho
 
 
 def test_copies_of_a_card_serve_as_well() -> None:
-    _served(block_of(0, 1 << 14), lambda to, at, size, _: ctypes.memmove(to, at, size))
+    def copy(to: int, at: int, size: int, is_theirs: bool) -> None:
+        ctypes.memmove(to, at, size)
+
+    _served(block_of(0, 1 << 14), copy, lambda: nullcontext(lambda _: None))
 
 
 @pytest.mark.gpu
@@ -436,4 +451,4 @@ def test_kernels_read_requests_and_write_tokens_in_the_devices_memory() -> None:
         assert int(runtime.cudaMemcpy(to, at, size, kind)[0]) == 0
 
     block = DeviceRings(0, (1 << 14,) * 4, VRAM, torch.device("cuda", 0))
-    _served(block, copy, calls=device_calls, zeros=pinned_zeros)
+    _served(block, copy, locked_pages, calls=device_calls, zeros=pinned_zeros)

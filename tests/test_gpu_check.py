@@ -19,9 +19,9 @@ LOADS = {"capacity", "load_fcfs"}
 PEERS = {"interference", "loop_on_device", "peer_eager", "peer_continuous_batching"}
 
 
-def test_the_budgets_fit_into_seven_minutes() -> None:
+def test_the_budgets_fit_into_eight_minutes() -> None:
     turns = gpu_check.in_turn(list(gpu_check.PARTS))
-    assert sum(max(gpu_check.PARTS[name].budget_s for name in turn) for turn in turns) < 7 * 60
+    assert sum(max(gpu_check.PARTS[name].budget_s for name in turn) for turn in turns) < 8 * 60
 
 
 def test_what_is_timed_runs_alone() -> None:

@@ -15,7 +15,7 @@ from qllm import QLLMEngine, SamplingParams
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 LAYERS = {"mixtral": 16, "qwen3_moe": 16}
-"""Of families whose steps get stages to be stopped between; others have as few as the tests'."""
+"""Layers of families whose steps get stages to be stopped between; others have the tests'."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 REFERENCE = """
 import json, sys, torch

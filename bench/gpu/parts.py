@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -420,14 +421,16 @@ def probe(part: Part) -> None:
 TOOLS = {"memcheck": "mixtral or deepseek_v3", "racecheck": "mixtral"}
 """Tools of compute-sanitizer, and the families whose steps run under them: their kernels are
 compiled beforehand, which those of random shapes are not."""
-TOOL_S = 36
-"""For each of them."""
+TOOL_S = 90
+"""For each of them; they run side by side."""
 
 
 def sanitizer(part: Part) -> None:
     """Steps, op by op and captured, under compute-sanitizer: what interpretation cannot find."""
-    for tool, tests in TOOLS.items():
-        part.section(tool, lambda tool=tool, tests=tests: sanitized(part, tool, tests))
+    with ThreadPoolExecutor() as pool:
+        runs = {tool: pool.submit(sanitized, part, tool, tests) for tool, tests in TOOLS.items()}
+        for tool, run in runs.items():
+            part.section(tool, run.result)
 
 
 def sanitized(part: Part, tool: str, tests: str) -> dict[str, Any]:

@@ -67,7 +67,8 @@ SECTIONS = (
 """`stages`: those that begin at one layer lie together, by class, the best fit first. `starts`:
 where those of a class and a layer begin, at class * (num_layers + 1) + layer. `lanes`: of stages,
 and of whole steps. `sampled`: what the frame that ended last gave. `latencies`: ns from the put
-of a request to the stop for it, of preemption i at i % MOST_LATENCIES."""
+of a request to the stop for it, of preemption i at i % MOST_LATENCIES; too small by what the
+device's clock is behind the host's, which is as long as a launch takes, but never below 0."""
 
 LANES: Dtype = np.dtype(
     [

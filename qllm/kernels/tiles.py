@@ -9,7 +9,7 @@ from torch import Tensor
 PREFILL_ROWS = 64
 """(query, head) pairs that a prefill tile aims at."""
 FEWEST_QUERIES = 8
-"""Of a prefill tile."""
+"""Queries that a prefill tile has room for at least."""
 
 
 class TilePart(NamedTuple):

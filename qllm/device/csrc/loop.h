@@ -75,7 +75,7 @@ struct Loop {
     if (v->next_deadline_ns != kNone && v->next_deadline_ns <= now_ns) stop = least(stop, kControl);
     i32 became = turns.after(now_ns, stop);
     if (became == PARKED && now->preempted)
-      latencies[now->num_preemptions++ % kMostLatencies] = now_ns - v->lowered_ns;
+      latencies[now->num_preemptions++ % kMostLatencies] = most(now_ns - v->lowered_ns, i64(0));
     if (became != OVER) return;
     const Sampled* found = turns.stages.sampled;
     for (i64 i = 0; i < now->num_sampled; i++) {

@@ -21,7 +21,7 @@ from qllm.kernels.triton.rope import turned
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 128
-"""Of a decode tile, about: enough for a GPU at batch 1."""
+"""Programs that a decode tile is divided among, about: enough for a GPU at batch 1."""
 SPLITS = 8, 32
 """Fewest and most key ranges of a decode tile, both powers of two."""
 SHORT_BLOCKS = 16
@@ -36,7 +36,7 @@ MAX_SUMS = 128 * 128
 def _ranges(
     first_pos, n, window, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SHORT: tl.constexpr
 ):
-    """Of queries [first_pos, first_pos + n): first key, blocks of keys, and those of a range."""
+    """First key of queries [first_pos, first_pos + n), blocks of keys, and those of a range."""
     low = 0
     if window > 0:
         low = tl.maximum(first_pos - window + 1, 0) // BLOCK_S * BLOCK_S

@@ -67,7 +67,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _asked(temperatures, top_ks, top_ps, b):
-    """Of a row: its temperature, top_k and top_p, and whether logits are left out by them."""
+    """A row's temperature, top_k and top_p, and whether logits are left out by them."""
     heat, top_k, top_p = tl.load(temperatures + b), tl.load(top_ks + b), tl.load(top_ps + b)
     return heat, top_k, top_p, (heat > 0) & ((top_k > 0) | (top_p < 1.0))
 
@@ -80,7 +80,7 @@ def _top(peaks_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
 
 @triton.jit
 def _peak(peaks_C, broken_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
-    """Of a row: its largest logit, and whether a logit is no number or none is finite."""
+    """A row's largest logit, and whether a logit is no number or none is finite."""
     peak, c = _top(peaks_C, b, C, C_PAD), tl.arange(0, C_PAD)
     broken = tl.sum(tl.load(broken_C + b * C + c, mask=c < C, other=0), 0)
     return peak, (broken > 0) | (peak == float("-inf")) | (peak == float("inf"))
@@ -108,7 +108,7 @@ def _floor(digits, b, wanted, num, DIGITS: tl.constexpr):
 
 @triton.jit
 def _stays(digits, b, top_k, likely, DIGITS: tl.constexpr):
-    """Of a row that leaves logits out: the key from which on they are looked at, and how many."""
+    """Where logits are left out: the key from which on they are looked at, and how many."""
     wanted = tl.where(top_k > 0, top_k, likely)
     prefix, reached = _floor(digits, b, wanted, DIGITS, DIGITS)
     return prefix << (32 - 8 * DIGITS), reached
