@@ -320,7 +320,9 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     assert found["exact"] == {"tokens_mixtral"}
     assert found["qwen3"] == BIG | PEERS
     assert found["mixtral"] == BIG | LOADS
-    assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_1.0"} <= found["kernels"]
+    assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_0.9_1"} <= found[
+        "kernels"
+    ]
 
 
 @pytest.mark.slow
