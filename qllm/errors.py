@@ -8,6 +8,7 @@ QllmError
 ├── QueueFullError         too many requests are waiting: try again later
 ├── EngineClosedError      the engine was closed or has crashed
 ├── RequestFailedError     raised by `result()` of a request that ended in `error`
+│   └── DeadEndError       what it asked for (a form, `bad_words`) leaves its answer no way on
 ├── CheckpointError        a checkpoint file is truncated, foreign or of another version
 ├── PolicyError            a policy raised, or returned a plan that breaks an invariant
 ├── DeviceError            the device faulted or hangs: its process must end
@@ -84,6 +85,10 @@ CRASHED = "the engine crashed"
 """How the error of a request begins that ended with its engine, not by itself."""
 
 
+NO_TOKEN = "no token may come next: "
+"""How the error of a request begins whose own limits (a form, `bad_words`) leave it no way on."""
+
+
 MOVED = "the request goes on elsewhere; ticket: "
 """How the error of a request begins that was handed over; the ticket of its KV follows, if any."""
 
@@ -101,6 +106,16 @@ class EngineClosedError(QllmError):
 
 class RequestFailedError(QllmError):
     """The request ended in `error`; the message names the cause."""
+
+
+class DeadEndError(RequestFailedError):
+    """The request ended in `error` since what it asked for (a form, `bad_words`) has no way on."""
+
+
+def failed(name: str, error: str | None) -> RequestFailedError:
+    """The error of a request that ended in `error`, by its name and what the engine said."""
+    is_dead_end = error is not None and error.startswith(NO_TOKEN)
+    return (DeadEndError if is_dead_end else RequestFailedError)(f"request {name}: {error}")
 
 
 class CheckpointError(QllmError):

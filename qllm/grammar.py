@@ -215,8 +215,11 @@ class Matcher:
         error = self._matcher.get_error() if self._matcher.is_error() else None
         self._wrong = None
         if error is not None or not self.words.any():
-            text = error or "none is in the vocabulary"
-            self._wrong = f"its grammar allows no further token: {text}"
+            from qllm.grammar_check import NOTHING
+
+            text = (error or "none is in the vocabulary").removesuffix("<non-verbose/>").strip()
+            why = "it has no way on, and no end, there" if text == NOTHING else text
+            self._wrong = f"its grammar allows no further token behind {len(outputs)}: {why}"
         self._is_known = True
 
     def allow(self, outputs: Sequence[int]) -> str | None:

@@ -30,6 +30,8 @@ MOST_PLACES = 200
 """Parts of a refused schema that are tried to find the one to blame."""
 MOST_CHARS = 1000
 """Longest message of llguidance that is passed on."""
+NOTHING = "NoExtensionBias"
+"""llguidance's word for a grammar that allows nothing further."""
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -139,7 +141,7 @@ def _stuck(grammar: str) -> str:
     if not matcher.is_error():
         return ""
     why = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return f"no answer can begin: {'nothing is of it' if why == 'NoExtensionBias' else why}"
+    return f"no answer can begin: {'nothing is of it' if why == NOTHING else why}"
 
 
 def _loop(root: Any) -> tuple[str, str] | None:

@@ -357,3 +357,13 @@ def test_it_has_no_prefix_cache_and_says_why() -> None:
         )
     with QLLMEngine.from_model(model, threads=1, conformance=False, max_kv_tokens=512) as engine:
         assert "grows with every token" in str(engine.stats()["prefix_cache"])
+
+
+def test_more_experts_per_token_than_there_are() -> None:
+    model = copy.deepcopy(model_of("deepseek_v32"))
+    routers = [m for m in model.modules() if hasattr(m, "top_k")]
+    assert routers
+    for router in routers:
+        router.top_k = 1000
+    with pytest.raises(ModelError, match=r"num_experts_per_tok=1000 must be in \[1, "):
+        discover(model)

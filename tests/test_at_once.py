@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 from serving import serving, tiny_engine, until
+from starlette.requests import Request
 from test_rings_shm import Rig
 
 from qllm.errors import InvalidRequestError
 from qllm.frontend.prompts import to_sampling
 from qllm.models.tokenizer import ids_of, load_tokenizer
 from qllm.names import new_seed, token_hex
-from qllm.server.ask import EACH, SHORT, Ask
+from qllm.server.answers import respond
+from qllm.server.ask import EACH, SHORT, Ask, Served
 from qllm.server.at_once import MOST_CHARS, MOST_HELD, AtOnce
 from qllm.server.connection import Presence
-from qllm.types import SamplingParams
+from qllm.types import Priority, SamplingParams
 
 TEXTS = ["a", "Hello, world", "<|endoftext|>x</s>", "  spaces\n\n", "ünïcödé 🙂 日本語", "x" * 3000]
 
@@ -105,6 +107,27 @@ def test_another_engine_is_held_once_the_first_was_told() -> None:
         return now, second.seen
 
     assert asyncio.run(turn()) == (["hold", "release"], ["hold", "release"])
+
+
+def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
+    async def turn() -> list[str]:
+        engine: Any = Engine()
+        at_once, answer = AtOnce(), SimpleNamespace(served=Served(Priority.LS), close=lambda: None)
+
+        async def opened(*_: Any) -> Any:
+            at_once.run(engine, lambda: None)
+            return answer
+
+        renderer = SimpleNamespace(answer_id="x", serve=lambda *_: engine.seen.append("serve"))
+        renderer.events = lambda *_: None
+        config = SimpleNamespace(objectives={}, comment_s=1.0, stalled_client_s=1.0)
+        front: Any = SimpleNamespace(config=config, open=opened)
+        body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None)
+        scope = {"type": "http", "headers": [], "state": {"caller": "", "presence": Presence()}}
+        await respond(Request(scope), front, renderer, body, ask())  # type: ignore[arg-type]
+        return list(engine.seen)
+
+    assert asyncio.run(turn()) == ["hold", "release", "serve"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from transformers import (
     ViTConfig,
 )
 
+from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
 from qllm.models import folders
 from qllm.models.aliases import ALIASES
@@ -324,3 +325,12 @@ def test_a_plain_tokenizer_is_the_one_that_transformers_would_choose() -> None:
     )
     text = "def f(x):\n    return x  # ünïcode <|im_start|>"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+
+
+@pytest.mark.parametrize("per_token", [5, 0])
+def test_more_experts_per_token_than_there_are(folder: Path, per_token: int) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": per_token}))
+    says = rf"num_experts_per_tok={per_token} must be in \[1, 4\], the number of experts"
+    with pytest.raises(ModelError, match=says):
+        QLLMEngine.from_pretrained(str(folder), run_in="thread")

@@ -97,3 +97,21 @@ def test_a_parked_stream_says_when_it_goes_on() -> None:
     assert asyncio.run(heard(RequestStatus.WAITING, 0.02)) == ["a", "waiting 4", "b", stop]
     assert asyncio.run(heard(RequestStatus.RUNNING, 0.02)) == ["a", "running", "b", stop]
     assert asyncio.run(heard(RequestStatus.PARKED, None)) == ["a", "b", stop]
+
+
+def test_the_first_bytes_of_a_stream_go_before_the_rest_is_made() -> None:
+    async def seen(silence_s: float | None) -> list[str]:
+        handle: Any = Gated()
+        handle.is_open = True
+        answer = Answer(
+            [handle], 1, Served(Priority.LS), lambda _: None, lambda _, error: error, lambda: 0
+        )
+        found: list[str] = []
+        async for _, item in answer.pieces(silence_s):
+            if not found:
+                asyncio.get_running_loop().call_soon(found.append, "sent")
+            found.append(item.text if isinstance(item, Piece) else "end")
+        return found
+
+    assert asyncio.run(seen(60.0)) == ["a", "sent", "b", "end"]
+    assert asyncio.run(seen(None)) == ["a", "b", "end", "sent"]

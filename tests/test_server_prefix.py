@@ -1,19 +1,28 @@
 """The prefix cache over HTTP: what `usage` says, and who shares with whom."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
 import pytest
 from serving import Serving, serving, tiny_engine
 
+from qllm import QLLMEngine
+from qllm.server.access import ANYBODY
+from qllm.server.guard import Keys
+
 TEXT = "What does json.dumps do with a dict? " * 20
 
 
 @pytest.fixture
 def served() -> Iterator[Serving]:
-    with tiny_engine(prefix_cache=True) as engine, serving(engine, api_keys="a,b") as served_:
+    with tiny_engine(prefix_cache=True) as engine, _with_keys(engine) as served_:
         yield served_
+
+
+def _with_keys(engine: QLLMEngine) -> AbstractContextManager[Serving]:
+    return serving(engine, api_keys="a,b", admin_api_key="root")
 
 
 def post(served: Serving, path: str, key: str, body: dict[str, Any]) -> httpx.Response:
@@ -54,8 +63,23 @@ def test_keys_and_salts_share_nothing_and_a_reset_forgets(served: Serving) -> No
     assert [cached(served, "a"), cached(served, "a", cache_salt="x")] == [0, 0]
     assert cached(served, "b") == found, "another's key deletes nothing"
     assert post(served, "/reset_prefix_cache", "c", {}).status_code == 401
-    assert post(served, "/reset_prefix_cache", "a", {}).status_code == 200
-    assert cached(served, "a") == 0
+    refused = post(served, "/reset_prefix_cache", "a", {})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_admin")
+    assert "admin_api_key" in refused.json()["error"]["message"]
+    assert cached(served, "b") == found
+    assert post(served, "/reset_prefix_cache", "root", {}).status_code == 200
+    assert cached(served, "b") == 0
+
+
+def test_who_may_do_what_concerns_all() -> None:
+    names = {key: Keys([key]).caller(f"Bearer {key}") for key in ("a", "b", "root")}
+    assert Keys([]).is_admin(ANYBODY)
+    assert Keys(["a"]).is_admin(names["a"])
+    assert Keys(["a", "a"]).is_admin(names["a"])
+    assert not Keys(["a", "b"]).is_admin(names["a"])
+    three = Keys(["a", "b", "root"], "root")
+    assert [three.is_admin(name) for name in names.values()] == [False, False, True]
+    assert not Keys(["a", "root"], "root").is_admin(names["a"])
 
 
 @pytest.mark.parametrize("ttl_s", ["x", 0, -1, 1e300])

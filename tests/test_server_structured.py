@@ -9,8 +9,13 @@ import pytest
 from pydantic import BaseModel, Field
 from serving import Serving, serving, tiny_engine
 
+from qllm.errors import DeadEndError
+from qllm.types import StructuredOutputs
+
 CHAT = [{"role": "user", "content": "A person, please."}]
 PATTERN = "[0-9]{3}-[a-c]"
+DEAD_END = 'start: ("a" | "b") DEAD\nDEAD: /[^\\s\\S]/'
+"""Nothing can come behind the first letter."""
 
 
 class Person(BaseModel):
@@ -126,3 +131,22 @@ def test_refusals(served: Serving, asked: dict[str, Any], says: str, param: str 
     error = answer.json()["error"]
     assert says in error["message"]
     assert param is None or error["param"] == param
+
+
+def test_a_form_without_a_way_on_is_an_error_of_its_request_alone(served: Serving) -> None:
+    body = {"prompt": "x", "max_tokens": 8, "guided_grammar": DEAD_END}
+    answer = served.post("/v1/completions", body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "no_way_on"
+    assert "its grammar allows no further token behind 1: it has no way on" in error["message"]
+    lines = served.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
+    last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+    assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "no_way_on")
+    handle = served.front.engine.submit(
+        "x", "LS", 8, structured_outputs=StructuredOutputs(grammar=DEAD_END)
+    )
+    with pytest.raises(DeadEndError, match="no further token behind 1"):
+        handle.result(60)
+    text = served.post("/v1/completions", {**body, "guided_grammar": f"start: /{PATTERN}/"}).json()
+    assert re.fullmatch(PATTERN, text["choices"][0]["text"])

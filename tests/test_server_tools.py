@@ -157,6 +157,8 @@ def test_calls_and_their_results_go_back_into_the_template(
         ({"tool_choice": "required", "guided_regex": "a"}, "can have no other form"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0]"),
         ({"tool_choice": "required", "tools": None}, "needs tools"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "two functions are called 'weather'"),
+        ({"tools": TOOLS[:1] * 2, "tool_choice": "none"}, "two functions are called 'weather'"),
         (
             {
                 "tools": [

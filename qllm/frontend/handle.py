@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from qllm.errors import InvalidRequestError, RequestFailedError, shown
+from qllm.errors import InvalidRequestError, RequestFailedError, failed, shown
 from qllm.frontend.checks import priority_class
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.frontend.waker import Waker
@@ -388,7 +388,7 @@ class Handle:
         with self._changed:
             piece = self._next(position)
             if piece is None and self._reason is FinishReason.ERROR:
-                raise RequestFailedError(f"request {self.request_id}: {self._error}")
+                raise failed(self.request_id, self._error)
             return self._reason if piece is None else piece
 
     def __iter__(self) -> Iterator[Piece]:

@@ -327,6 +327,20 @@ def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:
     return int(found)
 
 
+def _checked(top_k: int, experts: Any) -> int:
+    """The experts of a token, if a layer has as many.
+
+    Raises:
+        ModelError: It has not.
+    """
+    if not 1 <= top_k <= experts.num_experts:
+        raise ModelError(
+            f"num_experts_per_tok={top_k} must be in [1, {experts.num_experts}], the number of "
+            "experts of a layer; correct the model's config.json"
+        )
+    return top_k
+
+
 def _norm(base: Any) -> nn.Module:
     """The norm before the output head: the last child that is one."""
     for name in LAST_NORMS:
@@ -402,11 +416,11 @@ def _around(model: Any) -> Around:
     for layer in layers:
         found = [m for m in layer.modules() if isinstance(m, kinds)]
         attentions.append(found[0] if len(found) == 1 else None)
-    has_experts = any(_can_drive(m) for m in base.modules())
+    experts = next((m for m in base.modules() if _can_drive(m)), None)
     routers = [m for m in base.modules() if isinstance(m, _recorded(base, "router_logits"))]
     top_k = next((int(r.top_k) for r in routers if hasattr(r, "top_k")), 0)  # type: ignore[arg-type]
-    if has_experts and not top_k:
-        top_k = _top_k((), base.config)
+    if experts is not None:
+        top_k = _checked(top_k or _top_k((), base.config), experts)
     return Around(model, base, list(layers), attentions, top_k)
 
 
@@ -461,7 +475,7 @@ def _discover(model: Any, around: Around | None) -> ModelParts:
         shape=ModelShape(
             num_layers=len(layers),
             num_experts=0 if experts is None else int(experts.num_experts),  # type: ignore[arg-type]
-            experts_per_token=0 if experts is None else _top_k(layers, config),
+            experts_per_token=0 if experts is None else _checked(_top_k(layers, config), experts),
             is_moe=tuple(parts.is_moe for parts in layers),
             vocab_size=head.out_features,
             max_position=max_position(config),

@@ -91,7 +91,10 @@ def build(config: ServerConfig) -> Any:
         logging_config=LOGGING,
     )
     target = settings.ls_ttft_ms or default_target(config)
-    without_keys = config.model_copy(update={"api_keys": SecretStr(""), "api_key_file": None})
+    no_key = SecretStr("")
+    without_keys = config.model_copy(
+        update={"api_keys": no_key, "api_key_file": None, "admin_api_key": no_key}
+    )
     return front.bind(config, engines.bind(without_keys, target, settings.window_s))
 
 

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from qllm.errors import InvariantError
+from qllm.errors import NO_TOKEN, InvariantError
 from qllm.grammar import Matcher, Vocabulary
 from qllm.runner.limits import Limits
 from qllm.types import Logprobs, RequestId, Sampled, SamplingParams
@@ -196,7 +196,7 @@ def _sample_row(
         token_id = _choose(request, x_V, position)
     else:
         if (why := request.limits.forbid(x_V, outputs)) is not None:
-            return 0, None, None, why
+            return 0, None, None, f"{NO_TOKEN}{why}"
         ids = np.flatnonzero(x_V > -np.inf)  # others have no weight, and cost time
         token_id = int(ids[_choose(request, x_V[ids], position)])
     if sampling.logprobs is None:

@@ -405,6 +405,7 @@ async def respond(
         whose = replace(ask, cache_owner=owner_of(caller), caller=caller, other_id=other_id)
         answer = await front.open(whose, wanted)
         try:
+            await asyncio.sleep(0)  # the engine is told; what follows is done while it computes
             renderer.serve(answer, body.service_tier)
             headers = {"x-request-id": renderer.answer_id, **answer.served.headers()}
             if body.stream:

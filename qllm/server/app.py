@@ -133,7 +133,7 @@ def create_app(
         for router in state.routers():
             app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
-    keys = Keys(read_api_keys(config))
+    keys = Keys(read_api_keys(config), config.admin_api_key.get_secret_value().strip())
     layers: ASGIApp = Shortcut(app.build_middleware_stack(), makes_answers)
     layers = Guard(layers, config, keys, limits, metrics, log)
     if config.cors_origins:

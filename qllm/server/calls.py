@@ -54,7 +54,13 @@ def choice_of(
     Raises:
         ApiError: They are wrong.
     """
-    known = {_name(tool, index): tool for index, tool in enumerate(tools or ())}
+    known: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(tools or ()):
+        name = _name(tool, index)
+        if name in known:
+            text = f"two functions are called {name!r:.80}; give each a name of its own"
+            raise ApiError(400, text, param="tools")
+        known[name] = tool
     if asked == "none" or (asked in (None, "auto") and not known):
         return Choice((), False, False)
     if asked in (None, "auto", "required"):
@@ -62,16 +68,16 @@ def choice_of(
             raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
         return Choice(list(known.values()), asked == "required", parallel is not False)
     function = asked.get("function") if isinstance(asked, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
+    wanted = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(wanted, str):
         text = "tool_choice must be 'auto', 'none', 'required' or "
         text += '{"type": "function", "function": {"name": ...}}'
         raise ApiError(400, text, param="tool_choice")
-    if name not in known:
+    if wanted not in known:
         names = ", ".join(map(repr, known)) or "none"
-        text = f"tool_choice names {name!r:.80}, which is not among the tools ({names:.500})"
+        text = f"tool_choice names {wanted!r:.80}, which is not among the tools ({names:.500})"
         raise ApiError(400, text, param="tool_choice")
-    return Choice([known[name]], True, False)
+    return Choice([known[wanted]], True, False)
 
 
 def _name(tool: Mapping[str, Any], index: int) -> str:

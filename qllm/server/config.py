@@ -82,6 +82,8 @@ class ServerConfig(BaseSettings):
     """One API key per line; # begins a comment."""
     api_keys: SecretStr = SecretStr("")
     """API keys with commas between. Meant for the environment: flags can be seen by others."""
+    admin_api_key: SecretStr = SecretStr("")
+    """A further API key, which alone may call what concerns all keys (`/reset_prefix_cache`)."""
     ssl_certfile: Path | None = None
     """Certificate chain (PEM): the server speaks HTTPS. It may hold the key too."""
     ssl_keyfile: Path | None = None
@@ -363,4 +365,5 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
         if not found:
             raise ConfigError(f"{config.api_key_file} holds no API key")
         keys += found
+    keys.append(config.admin_api_key.get_secret_value().strip())
     return tuple(key for key in keys if key)

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from qllm.errors import (
     ContextLengthError,
+    DeadEndError,
     EngineClosedError,
     InvalidRequestError,
     QllmError,
@@ -42,6 +43,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request is wrong; the message says what is allowed",
         401: "No API key, or a wrong one",
+        403: "The API key may not do this",
         404: "There is no such thing",
         408: "The body did not come in time",
         409: "It cannot be done in the present state",
@@ -145,6 +147,8 @@ def from_engine(error: QllmError) -> ApiError:
         name = message.partition("=")[0]
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         return ApiError(400, message, param=name if name.isidentifier() else None, code=code)
+    if isinstance(error, DeadEndError):
+        return ApiError(400, str(error), code="no_way_on")
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, EngineClosedError):

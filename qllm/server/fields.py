@@ -45,6 +45,8 @@ class Body(BaseModel):
     def _is_text(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data  # the wrong type: pydantic says so
+        if all(map(_is_plain, data)) and all(map(_is_plain, data.values())):
+            return data
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -59,6 +61,11 @@ class Body(BaseModel):
             return data
         names = _with_defaults(cls)
         return {name: x for name, x in data.items() if x is not None or name not in names}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this can hold no text but ASCII."""
+    return value.isascii() if isinstance(value, str) else not isinstance(value, dict | list)
 
 
 @cache

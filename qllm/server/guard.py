@@ -114,10 +114,16 @@ def digest(key: str) -> bytes:
 
 
 class Keys:
-    """The API keys; only their digests are kept."""
+    """The API keys; only their digests are kept.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [digest(key) for key in keys]
+    Args:
+        keys: All of them; none means that everybody may call.
+        admin: That of them which may call what concerns all; empty if none is said to.
+    """
+
+    def __init__(self, keys: Iterable[str], admin: str = "") -> None:
+        self._digests = [*{digest(key): None for key in keys}]
+        self._admin = _name_of(digest(admin)) if admin else None
 
     def caller(self, authorization: str) -> str:
         """A name of the caller that is not the key. It takes the same time for every key.
@@ -136,7 +142,15 @@ class Keys:
                 "no valid API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
             )
-        return given.hex()[:16]
+        return _name_of(given)
+
+    def is_admin(self, caller: str) -> bool:
+        """Whether a caller may call what concerns all: by its key, or as there is no other."""
+        return len(self._digests) <= 1 if self._admin is None else caller == self._admin
+
+
+def _name_of(digested: bytes) -> str:
+    return digested.hex()[:16]
 
 
 class Guard:
@@ -221,6 +235,7 @@ class Guard:
             await error.response(path)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
+        scope["state"]["is_admin"] = self._keys.is_admin(caller)
         try:
             await self._app(scope, self._limited(scope, receive, most), send)
         finally:

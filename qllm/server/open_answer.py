@@ -65,6 +65,7 @@ class Answer:
             ApiError: A choice failed, timed out, or the engine was closed.
         """
         reached, stood_still = dict.fromkeys(range(len(self.handles)), 0), False
+        is_first = silence_s is not None
         with Listener(self.handles) as changed:
             while True:
                 changed.clear()
@@ -73,8 +74,14 @@ class Answer:
                         yield 0, Comment("resumed")
                     stood_still = False
                     yield index, item
+                    if is_first:
+                        is_first = False
+                        await asyncio.sleep(0)  # its bytes go before what follows is made
                 if not reached:
                     return
+                if silence_s is None:
+                    await changed.wait()
+                    continue
                 try:
                     async with asyncio.timeout(silence_s):
                         await changed.wait()

@@ -170,7 +170,7 @@ class ResponsesRequest(Asked):
         names = [tool.name for tool in value or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"two functions are called {twice!r:.80}")
+            raise ValueError(f"two functions are called {twice!r:.80}; give each a name of its own")
         return value
 
     @model_validator(mode="after")

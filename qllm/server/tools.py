@@ -12,7 +12,7 @@ from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.types import Priority
 
 from .answers import owner_of
-from .errors import RESPONSES
+from .errors import RESPONSES, ApiError
 from .fields import Body
 from .front import Front
 
@@ -111,9 +111,13 @@ def routes(front: Front) -> APIRouter:
         front.check_model(body.model)
         return {"prompt": await front.in_thread(Priority.BE, text_of, front, body.tokens)}
 
-    @router.post("/reset_prefix_cache", responses={503: RESPONSES[503]})
-    async def reset_prefix_cache() -> dict[str, str]:
+    @router.post("/reset_prefix_cache", responses={n: RESPONSES[n] for n in (403, 503)})
+    async def reset_prefix_cache(request: Request) -> dict[str, str]:
         """Forget all kept KV, as vLLM's route of this name does."""
+        if not request.state.is_admin:
+            text = "this deletes the kept KV of every API key, which only that of the setting "
+            text += "admin_api_key may; POST /delete_kv deletes that of yours"
+            raise ApiError(403, text, code="not_admin")
         if (error := front.unavailable()) is not None:
             raise error
         await asyncio.to_thread(front.engine.reset_prefix_cache)
