@@ -50,7 +50,9 @@ class LayerCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it as tensors by name."""
-        found = {"cache.": torch.empty(0)}  # it has a name even if it keeps nothing
+        found = {
+            "cache.": torch.empty(0, dtype=torch.float32)
+        }  # it has a name even if it keeps nothing
         for index, layer in self.layers.items():
             for path, value in _values(layer):
                 name = f"cache.{index}.{path}"
@@ -60,7 +62,7 @@ class LayerCache:
                     found[f"{name}={type(value).__name__}"] = torch.tensor(value)
         for kind in ("attended", "handed"):
             for lo, values in getattr(self, kind).items():
-                found[f"{kind}.{lo}."] = torch.empty(0)
+                found[f"{kind}.{lo}."] = torch.empty(0, dtype=torch.float32)
                 found.update({f"{kind}.{lo}.{place}": t for place, t in values.items()})
         return found
 
