@@ -152,9 +152,12 @@ def test_whoever_interrupts_a_load_waits_for_a_reader_and_finds_nothing_open(
         return read(*args)
 
     monkeypatch.setattr(checkpoint, "_read", reading)
-    before = open_files()
-    with pytest.raises(KeyboardInterrupt):
-        load(folder)
+    before, handler = open_files(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load(folder)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert num < 40, "of 84: the rest is not read"
     assert not readers()
     gc.collect()
