@@ -249,6 +249,26 @@ def test_weights_of_other_codes_groups_or_inputs_are_not_made_alike() -> None:
     assert streaming.alike([one, one.dequantised()]) is None
 
 
+def test_experts_that_are_made_alike_are_in_their_places(tmp_path: Path) -> None:
+    """One of them has no zeros, so all are read before they are packed."""
+    folder = made(tmp_path)
+
+    def centre(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if name.startswith(f"{STEM}.") and name.endswith("qzeros"):
+                tensors[name] = torch.full_like(tensors[name], -0x77777778)  # every zero is 8
+
+    change(folder, centre)
+    held = all_quantised(load(folder).model)
+    assert {one.kind for one in held.values()} == {"u4 g16"}
+    plain = load(folder, dtype="float32").model
+    for path, experts in held.items():
+        for name in WEIGHTS:
+            wanted = plain.get_submodule(path).get_parameter(name)
+            found = [experts.as_parameter(name, i).float() for i in range(len(wanted))]
+            assert torch.equal(torch.stack(found), wanted)
+
+
 # -- the model itself
 
 

@@ -108,10 +108,7 @@ def kind() -> str:
 
 
 def set_threads(num: int) -> None:
-    """Threads that the kernels compute with; nothing where they were not built.
-
-    Not while they compute, but with the number that is set already.
-    """
+    """Threads that the kernels compute with, for the process; nothing where they were not built."""
     global _threads
     if native is not None and _threads != (os.getpid(), num):
         native.threads(num)
