@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
+
+if __name__ == "__main__" or not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own library is imported
+
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 

@@ -81,9 +81,9 @@ class Unpicklable(FileGate):
         self.lock = threading.Lock()
 
 
-def save_model(folder: Path) -> str:
+def save_model(folder: Path, num_layers: int | None = None) -> str:
     """A tiny model with room for long answers, and a tokenizer."""
-    made = make_model("mixtral")
+    made = make_model("mixtral", num_layers=num_layers)
     made.config.max_position_embeddings = 2048
     made.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -143,10 +143,14 @@ def attention_of(family: str) -> str:
     return "eager" if family == "gpt_oss" else "sdpa"
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Any:
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, num_layers: int | None = None
+) -> Any:
     """A seeded random model in evaluation mode; biases, sinks and norms are random too."""
     make_config, make = MAKERS[family]
     config = make_config()
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
     config._attn_implementation = attention_of(family)
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(seed)

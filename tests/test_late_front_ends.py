@@ -26,6 +26,7 @@ def test_a_front_end_that_comes_late_and_leaves_is_one_of_the_device_s_copies() 
         )  # fmt: skip
 
     engine.memory.write(**engine.loop.words_of_launch())
+    engine.memory.write(launch_ns=engine.loop.launch_ns())
     turn()
     assert (on_device("bell_seen"), on_device("num_silent")) == (0, 0)
     engine.attach(late)
@@ -77,6 +78,7 @@ def test_what_a_front_end_leaves_stays_locked_until_nothing_runs() -> None:
     assert len(api.pinned) == len(locked) + 1
     engine.detach(5)
     engine.memory.write(**engine.loop.words_of_launch())
+    engine.memory.write(launch_ns=engine.loop.launch_ns())
     engine.loop.server.native.loop_turn(
         *engine.memory.addresses[:2], engine.loop.server.rank_address, engine.memory.addresses[2],
         world.clock(), 1,

@@ -77,6 +77,7 @@ def cache(
     window=st.sampled_from([None, 1, 7, 64]),
     sinks=st.booleans(),
     decode=st.booleans(),
+    more=st.sampled_from([0, 0, 1000, 3000]),
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
@@ -89,12 +90,14 @@ def test_attention(
     window: int | None,
     sinks: bool,
     decode: bool,
+    more: int,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
+    """Sequences of less than a block of keys, and of more than there are ranges of a block."""
     noise = Noise(seed, device)
     counts = [1 if decode else n for n, _ in rows]
-    lengths = [n + before for n, (_, before) in zip(counts, rows, strict=True)]
+    lengths = [n + before + more for n, (_, before) in zip(counts, rows, strict=True)]
     (k, v), tables = cache(noise, lengths, page, heads[1], widths, dtype)
     queries, at = [], 0
     for r, n in enumerate(counts):

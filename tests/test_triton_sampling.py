@@ -1,6 +1,7 @@
 """Sampling by the Triton kernel: interpreted on a CPU, compiled where there is a GPU."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,14 @@ PARAMS = st.builds(
     vocabulary=st.sampled_from([5, 97, 130]),
     position=st.integers(0, 2**40),
     coarse=st.booleans(),
-    kept=st.sampled_from([4, 16, sampling.KEPT]),
+    sizes=st.sampled_from(
+        [
+            {"KEPT": 4, "LIKELY": 2, "CHUNK": 16},
+            {"KEPT": 16, "LIKELY": 8, "CHUNK": 32, "SEARCH": 16},
+            {"KEPT": 32, "LIKELY": 16, "CHUNK": 64},
+            {},
+        ]
+    ),
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
@@ -70,11 +78,11 @@ def test_the_device_samples_what_the_cpu_samples(
     vocabulary: int,
     position: int,
     coarse: bool,
-    kept: int,
+    sizes: dict[str, int],
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Whether the tokens that stay are few enough to be copied or not."""
+    """Whether a row is one chunk or some, and what stays is few enough to be copied or not."""
     logits = Noise(seed, device)(len(params), vocabulary, dtype=dtype) * 3
     if coarse:  # many ties
         logits = logits.round()
@@ -87,31 +95,38 @@ def test_the_device_samples_what_the_cpu_samples(
     given_columns = columns(params, [p.seed or 0 for p in params], positions, device)
     for kernels in (sampling, reference):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "KEPT", kept)
+            for name, size in sizes.items():
+                patch.setattr(sampling, name, size)
             tokens, peaks = sampled(kernels, logits, *given_columns)
         assert tokens.tolist() == wanted
         assert torch.equal(peaks, logits.float().max(1).values)
 
 
-def test_a_long_row_is_read_as_often_as_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The passes of the docstring, over a row of three blocks."""
-    reads = [0]
+def test_a_long_row_is_read_as_often_as_it_has_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of five chunks of fp32: digits by four passes, and bounds by eight over halves."""
+    reads: Counter[int] = Counter()
     load = InterpreterBuilder.create_masked_load
 
     def counting(self: Any, pointers: Any, *how: Any) -> Any:
-        reads[0] += pointers.data.size > 1
+        reads[pointers.data.size] += 1
         return load(self, pointers, *how)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
     logits = Noise(5, "cpu")(1, 9000)
-    passes = []
-    for how in ({"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}):
+    found = []
+    for how, scale in (
+        ({"temperature": 0.0}, 1),
+        ({}, 1),
+        ({"top_k": 20}, 1),
+        ({"top_k": 20, "top_p": 0.9}, 1),
+        ({"top_p": 0.9}, 5),
+        ({"top_p": 0.9}, 1),
+    ):
         params = [SamplingParams(**{"temperature": 0.8, **how})]
-        reads[0] = 0
-        sampled(sampling, logits, *columns(params, [3], [7], "cpu"))
-        passes.append(reads[0])
-    searches = 8 * -(-9000 // 1024)  # in blocks of 1024; the others in blocks of 4096
-    assert passes == [3, 3 * 3, 6 * 3 + 8 + 2, 3 * 3 + searches]
+        reads.clear()
+        sampled(sampling, logits * scale, *columns(params, [3], [7], "cpu"))
+        found.append((reads[2048], reads[1024]))  # chunks; halves, or what was copied and its ids
+    assert found == [(5, 0), (11, 0), (26, 0), (30, 2), (30, 2), (40, 8 * 9)]
 
 
 @DEVICES

@@ -11,7 +11,7 @@ from torch.nn import functional
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.select import Kernels
 from qllm.kernels.select import kernels as kernels_named
-from qllm.kernels.tiles import Query, tiles_of
+from qllm.kernels.tiles import Query, query_block, tiles_of
 
 PAGE = 16
 L2_BYTES = 60 << 20
@@ -53,19 +53,24 @@ def seconds(runs: Sequence[Callable[[], object]], device: str, rounds: int = 10)
 
 
 @functools.cache
-def _ceilings(device: str, dry: bool) -> tuple[float, float]:
+def _ceilings(device: str, dry: bool) -> dict[str, Any]:
     num, width = (1 << 16, 128) if dry else (1 << 30, 8192)
     x = torch.randn(num, device=device, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    rate = 2 * x.numel() * 2 / seconds([lambda: y.copy_(x)], device) / 1e9
+    copy = 2 * x.numel() * 2 / seconds([lambda: y.copy_(x)], device) / 1e9
+    read = x.numel() * 2 / seconds([lambda: x.sum()], device) / 1e9
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in "ab")
-    return rate, 2 * width**3 / seconds([lambda: a @ b], device) / 1e12
+    flops = 2 * width**3 / seconds([lambda: a @ b], device) / 1e12
+    return {"read_gb_s": read, "copy_gb_s": copy, "bf16_tflops": flops}
 
 
 def ceilings(device: str, dry: bool) -> dict[str, Any]:
-    """Measured copy bandwidth (bytes read and written) and bf16 matrix rate on random data."""
-    copy, flops = _ceilings(device, dry)
-    return {"copy_gb_s": copy, "bf16_tflops": flops}
+    """Measured rates, on random data.
+
+    Bandwidth of a sum, which only reads, and of a copy, whose bytes read and written count; and of
+    a bf16 matrix product. Floors are over the first: what is served reads.
+    """
+    return dict(_ceilings(device, dry))
 
 
 def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict
     ]
     tables = torch.randperm(batch * pages, device=device).view(batch, pages).to(torch.int64)
     queries = [Query(r, r * new, length - new, new) for r in range(batch)]
-    tiles = tiles_of(queries, batch * new, 16, torch.device(device))
+    tiles = tiles_of(queries, batch * new, query_block(heads // groups), torch.device(device))
     q = torch.randn(batch * new, heads, width, device=device, dtype=dtype)
     out = torch.empty_like(q)
     scale = width**-0.5
@@ -91,9 +96,8 @@ def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict
         for cache in caches
     ]
     took = seconds(runs, device)
-    copy, flops = _ceilings(device, dry)
     work = 4 * batch * heads * width * sum(range(length - new + 1, length + 1))
-    found = _over(took, num_bytes / copy / 1e9, work / flops / 1e12)
+    found = _over(took, num_bytes, work, device, dry)
     found |= _baseline("sdpa", lambda: _sdpa(q, caches, batch, new, length), device)
     if new > 1:
         return found
@@ -174,11 +178,10 @@ def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dic
         k.combine(slots, gates, num, out)
 
     took = seconds([functools.partial(run, bank) for bank in banks], device)
-    copy, flops = _ceilings(device, dry)
     hit = int(ids.unique().numel())
     num_bytes = hit * banks[0].bytes_per_expert
     work = 2 * tokens * top_k * 3 * width * inner
-    found = _over(took, num_bytes / copy / 1e9, work / flops / 1e12) | {"experts_hit": hit}
+    found = _over(took, num_bytes, work, device, dry) | {"experts_hit": hit}
     return found | _baseline("grouped_mm", lambda: _grouped(x, ids, banks), device)
 
 
@@ -210,25 +213,47 @@ def _baseline(
         return {f"{name}_us": None, f"{name}_missing": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _sample(k: Kernels, device: str, dry: bool, top_p: float) -> dict[str, Any]:
-    rows, vocab = (2, 64) if dry else (32, 151936)
-    logits = torch.randn(rows, vocab, device=device, dtype=torch.bfloat16)
-    real = torch.ones(rows, dtype=torch.float64, device=device)
-    whole = torch.zeros(rows, dtype=torch.int64, device=device)
-    peaks = torch.zeros(rows, device=device)
-    tokens = whole.clone()
-    given = logits, real, whole, real * top_p, real * 0, whole, whole, tokens, peaks
+def _sample(
+    k: Kernels, device: str, dry: bool, rows: int, scale: float, **how: float
+) -> dict[str, Any]:
+    rows, vocab = (2, 64) if dry else (rows, 151936)
+    logits = torch.randn(rows, vocab, device=device, dtype=torch.bfloat16) * scale
+    asked = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | how
+
+    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    whole = column(0, torch.int64)
+    given = (
+        logits,
+        column(asked["temperature"], torch.float64),
+        column(asked["top_k"], torch.int64),
+        column(asked["top_p"], torch.float64),
+        column(asked["min_p"], torch.float64),
+        *(whole, whole, whole.clone(), column(0, torch.float32)),
+    )
     took = seconds([functools.partial(k.sample, *given)], device)
-    copy, _ = _ceilings(device, dry)
-    return _over(took, logits.numel() * 2 / copy / 1e9, 0.0)
+    return _over(took, logits.numel() * 2, 0, device, dry)
 
 
-def _over(took: float, byte_s: float, flop_s: float) -> dict[str, Any]:
+def _over(took: float, num_bytes: float, work: float, device: str, dry: bool) -> dict[str, Any]:
+    rates = _ceilings(device, dry)
+    byte_s, flop_s = num_bytes / rates["read_gb_s"] / 1e9, work / rates["bf16_tflops"] / 1e12
     floor = max(byte_s, flop_s)
     return {
         "us": took * 1e6, "floor_us": floor * 1e6, "times_floor": took / floor,
         "bound": "bytes" if byte_s >= flop_s else "flops",
     }  # fmt: skip
+
+
+SAMPLED: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top_k_20_top_p_0.95": {"top_k": 20, "top_p": 0.95},
+    "top_p_0.9": {"top_p": 0.9},
+    "top_p_0.9_flat": {"top_p": 0.9, "scale": 1.0},
+}
+"""Settings of sampling; logits are as peaked as a model's, or flat, as random weights make them."""
 
 
 def kernel_rows(device: str, dry: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -241,5 +266,7 @@ def kernel_rows(device: str, dry: bool) -> Iterator[tuple[str, Callable[[], dict
         for tokens in (1, 4) if dry else (1, 32, 512, 2048):
             name = f"experts_{shape}_{tokens}"
             yield name, functools.partial(_experts, k, device, dry, shape, tokens)
-    for top_p in (1.0, 0.9):
-        yield f"sample_top_p_{top_p}", functools.partial(_sample, k, device, dry, top_p)
+    for name, how in SAMPLED.items():
+        for rows in (1, 32):
+            run = functools.partial(_sample, k, device, dry, rows, **{"scale": 4.0, **how})
+            yield f"sample_{name}_{rows}", run

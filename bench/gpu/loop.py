@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ import torch
 from bench.gpu.check import ROOT
 from qllm.cuda.backend import CudaBackend, cuda_runner
 from qllm.device.launcher import DeviceEngine
+from qllm.errors import DeviceError
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd, TokenAt
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
@@ -84,6 +86,7 @@ class LoopClient:
             with torch.inference_mode():
                 self.engine.serve()
         except BaseException as error:  # noqa: BLE001 - shown by `ask`
+            traceback.print_exc()
             self.crash = error
 
     def ask(
@@ -122,9 +125,16 @@ class LoopClient:
         return [tokens[first + i] for i in range(len(prompts))]
 
     def close(self) -> None:
-        """Stop the loop and give its memory back."""
+        """Stop the loop and give its memory back.
+
+        Raises:
+            DeviceError: It did not end.
+        """
         self.front_end.stop()
         self._thread.join(20)
+        if self.crash is not None or self._thread.is_alive():
+            # To give memory back would wait for the device, which may never answer.
+            raise DeviceError(f"the loop did not end: {self.crash or 'it still runs'}")
         self.engine.close()
         self.front_end.close()
 

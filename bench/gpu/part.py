@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu.check import BEGAN, MARK, STICKY
+from qllm.errors import DeviceError
 
 
 class Part:
@@ -18,10 +19,11 @@ class Part:
     Args:
         dry: On a CPU.
         skip: Sections that a process before this one has reported.
+        layers: Of a big model at most; None for as many as fit.
     """
 
-    def __init__(self, dry: bool, skip: Collection[str] = ()) -> None:
-        self.dry = dry
+    def __init__(self, dry: bool, skip: Collection[str] = (), layers: int | None = None) -> None:
+        self.dry, self.layers = dry, layers
         self.device = "cpu" if dry else "cuda"
         self.failed = False
         self._skip = set(skip)
@@ -41,12 +43,12 @@ class Part:
         is_reported = name in self._skip
         if is_reported and not set_up:
             return
-        begin = time.monotonic()
+        begin, is_hung = time.monotonic(), False
         try:
             found = run()
         except Exception as error:  # noqa: BLE001 - the point is to go on
-            self.failed = True
-            text = traceback.format_exc()[-1500:]
+            self.failed, is_hung = True, isinstance(error, DeviceError)
+            text = traceback.format_exc()[-4000:]
             found = {"error": f"{type(error).__name__}: {error}", "trace": text}
         found |= {"section": name, "seconds": round(time.monotonic() - begin, 2)}
         if BEGAN in os.environ:
@@ -54,7 +56,10 @@ class Part:
         if not is_reported:
             print(MARK + json.dumps(found), flush=True)
         if "error" in found and not self.dry:
+            if is_hung:  # a loop that hangs would be waited for
+                os._exit(STICKY)
             try:
                 torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # fails for good after a capture that failed
             except Exception:  # noqa: BLE001 - whatever it is, it stays
                 os._exit(STICKY)

@@ -11,6 +11,7 @@ what is compiled is what a capture would launch. What is missing is compiled on 
 import argparse
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ CAPABILITY = (9, 0)
 """Compute capability of an H100 or H200."""
 POLICIES = ("qllm2", "chunked-priority", "priority-layered")
 """Linked for the loop on the device."""
+RANDOM_SHAPES = 6
+"""Policies of random parameters that the tests on a GPU decide with."""
 
 
 class NoDevice:
@@ -138,7 +141,7 @@ def rows() -> None:
     from bench.gpu.parts import SHAPES
     from qllm.kernels.routing import Activation, ExpertWeights
     from qllm.kernels.select import kernels
-    from qllm.kernels.tiles import Query, tiles_of
+    from qllm.kernels.tiles import Query, query_block, tiles_of
 
     k, device, dtype = kernels("triton"), torch.device("meta"), torch.bfloat16
 
@@ -149,9 +152,9 @@ def rows() -> None:
         cache = [new(batch * 4096, 4, 128) for _ in "kv"]
         queries = [Query(r, r * num, 4096 - num, num) for r in range(batch)]
         q, tables = new(batch * num, 32, 128), new(batch, 4096 // PAGE, kind=torch.int64)
+        tiles = tiles_of(queries, batch * num, query_block(8), device)
         k.attend(
-            q, *cache, tables, tiles_of(queries, batch * num, 16, device), page_size=PAGE,
-            scale=128**-0.5, out_TNE=torch.empty_like(q),
+            q, *cache, tables, tiles, page_size=PAGE, scale=128**-0.5, out_TNE=torch.empty_like(q),
         )  # fmt: skip
     one = new(1, kind=torch.int32)
     for shape in SHAPES.values():
@@ -167,20 +170,26 @@ def rows() -> None:
             slots, x = new(tokens, top_k, width), new(tokens, width)
             k.run_experts(x, weights, routing, 0, experts, slots)
             k.combine(slots, new(tokens, top_k, kind=torch.float32), one, x)
-    real, whole = new(32, kind=torch.float64), new(32, kind=torch.int64)
-    peaks = new(32, kind=torch.float32)
-    k.sample(new(32, 151936), real, whole, real, real, whole, whole, whole, peaks)
+    for num in (1, 32):
+        real, whole = new(num, kind=torch.float64), new(num, kind=torch.int64)
+        peaks = new(num, kind=torch.float32)
+        k.sample(new(num, 151936), real, whole, real, real, whole, whole, whole, peaks)
 
 
 def cubins() -> dict[str, str]:
-    """Link the scheduler with each policy."""
+    """Link the scheduler with each policy, and with those of `tests/test_device_gpu.py`."""
     from qllm.device.cubins import kernel_of
     from qllm.plugins import load_policy
 
-    found = {}
-    for name in POLICIES:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support.differential import random_shape
+
+    found: dict[str, str] = {}
+    policies = {name: load_policy(name) for name in POLICIES}
+    policies |= {f"random {n}": random_shape(random.Random(n)) for n in range(RANDOM_SHAPES)}
+    for name, policy in policies.items():
         try:
-            data = kernel_of(load_policy(name), CAPABILITY)
+            data = kernel_of(policy, CAPABILITY)
             found[name] = f"{len(data)} bytes"
         except Exception as error:  # noqa: BLE001 - the machine with the GPU links it then
             found[name] = f"{type(error).__name__}: {error}"[:300]

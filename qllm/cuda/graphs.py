@@ -130,7 +130,8 @@ class Graphs:
             with api.capturing(graph, self._pool):
                 run()
         except RuntimeError as error:
-            raise ModelError(f"stage {name} cannot be captured: {error}") from error
+            cause = error.__context__ or error  # torch speaks of "a previous error" only
+            raise ModelError(f"stage {name} cannot be captured: {cause}") from error
         types = api.node_types(graph)
         for i, kind in enumerate(types):
             if kind not in ALLOWED:

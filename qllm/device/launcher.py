@@ -278,6 +278,7 @@ class DeviceEngine:
         def prepare() -> None:
             between()
             self.memory.write(**self.loop.words_of_launch())
+            self.memory.write(launch_ns=self.loop.launch_ns())
 
         watch = Watch(
             prepare,

@@ -72,13 +72,20 @@ class DeviceLoop:
     # -- the words that the host looks at
 
     def words_of_launch(self) -> dict[str, int]:
-        """What LANES must say before a launch, so that it takes its turns."""
-        launch_ns = max(1, self.now_ns())
-        return {"turns_left": self._turns, "launch_ns": launch_ns, "goes_on": 1, "pause": 0}
+        """What LANES must say before a launch, so that it takes its turns.
+
+        Beside them `launch_ns` has to be written, last of all: the device takes its first look at
+        its own clock for that moment.
+        """
+        return {"turns_left": self._turns, "goes_on": 1, "pause": 0}
+
+    def launch_ns(self) -> int:
+        """The engine's time, of a launch that is made now."""
+        return max(1, self.now_ns())
 
     def prepare(self) -> None:
         """Say it in the blocks of the host."""
-        self.lanes.set(**self.words_of_launch())
+        self.lanes.set(**self.words_of_launch(), launch_ns=self.launch_ns())
 
     def heartbeat(self) -> int:
         """Turns taken so far."""

@@ -8,6 +8,8 @@ from torch import Tensor
 
 PREFILL_ROWS = 64
 """(query, head) pairs that a prefill tile aims at."""
+FEWEST_QUERIES = 8
+"""Of a prefill tile."""
 
 
 class TilePart(NamedTuple):
@@ -41,7 +43,7 @@ class Tiles(NamedTuple):
 
 def query_block(heads_per_group: int) -> int:
     """Queries of a prefill tile."""
-    return max(16, PREFILL_ROWS // heads_per_group)
+    return max(FEWEST_QUERIES, PREFILL_ROWS // heads_per_group)
 
 
 class Query(NamedTuple):

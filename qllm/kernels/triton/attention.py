@@ -5,9 +5,9 @@
     tiles       up to BLOCK_Q consecutive queries of one sequence; a tile of length 0 is skipped
 
 One program takes a tile, a KV head and up to 16 query heads of it, whose (query, head) pairs are
-the rows of its matrix products. Decode tiles have one query, and their keys are divided into
-`splits` ranges that a second kernel puts together; the division depends on the sequence alone, so
-a sequence has the same bits in any batch.
+the rows of its matrix products. Decode tiles have one query, whose keys are divided into ranges,
+which a second kernel puts together; how depends on the model and on the length of the sequence
+alone, so a sequence has the same bits in any batch.
 """
 
 import torch
@@ -20,12 +20,29 @@ from qllm.kernels.tiles import Tiles
 from qllm.kernels.triton.rope import turned
 
 LOG2E = 1.4426950408889634
-SPLITS = 8
-"""Key ranges of a decode tile: enough programs for a GPU at batch 1 with 4 KV heads or more."""
+PROGRAMS = 128
+"""Of a decode tile, about: enough for a GPU at batch 1."""
+SPLITS = 8, 32
+"""Fewest and most key ranges of a decode tile, both powers of two."""
+SHORT_BLOCKS = 16
+"""A sequence of no more blocks of keys has one block per range, a longer one two or more."""
 MAX_HEADS = 16
 """Most query heads of one program."""
 MAX_SUMS = 128 * 128
 """Most fp32 numbers that a program sums into: rows times value width."""
+
+
+@triton.jit
+def _ranges(
+    first_pos, n, window, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SHORT: tl.constexpr
+):
+    """Of queries [first_pos, first_pos + n): first key, blocks of keys, and those of a range."""
+    low = 0
+    if window > 0:
+        low = tl.maximum(first_pos - window + 1, 0) // BLOCK_S * BLOCK_S
+    num_blocks = tl.cdiv(first_pos + n - low, BLOCK_S)
+    fewest = tl.where(num_blocks <= SHORT, 1, 2)
+    return low, num_blocks, tl.maximum(tl.cdiv(num_blocks, NUM_SPLITS), fewest)
 
 
 @triton.jit
@@ -35,7 +52,8 @@ def _attend(
     R: tl.constexpr, RC: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     D2: tl.constexpr, D2_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr,
-    IEEE: tl.constexpr, TURN: tl.constexpr, PAIRS: tl.constexpr, APART: tl.constexpr,
+    SHORT: tl.constexpr, IEEE: tl.constexpr, TURN: tl.constexpr, PAIRS: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(2)
     n = tl.load(t_len + tile).to(tl.int32)
@@ -46,6 +64,10 @@ def _attend(
     g, chunk = tl.program_id(1) // chunks, tl.program_id(1) % chunks
     seq, first_tok = tl.load(t_seq + tile), tl.load(t_tok + tile)
     first_pos = tl.load(t_pos + tile).to(tl.int32)
+    low, num_blocks, per_split = _ranges(first_pos, n, window, BLOCK_S, NUM_SPLITS, SHORT)
+    begin = split * per_split
+    if (NUM_SPLITS > 1) & (begin >= num_blocks):
+        return
     row = tl.arange(0, ROWS)
     query = row // RC
     head = g * R + chunk * RC + row % RC
@@ -68,13 +90,9 @@ def _attend(
         else:
             qq2 = tl.load(q2_at + d2[None, :], mask=is_in, other=0.0)
     num_keys = first_pos + n
-    low = 0
-    if window > 0:
-        low = tl.maximum(first_pos - window + 1, 0) // BLOCK_S * BLOCK_S
-    num_blocks = tl.cdiv(num_keys - low, BLOCK_S)
-    per_split = tl.cdiv(num_blocks, NUM_SPLITS)
-    begin = split * per_split
     end = tl.minimum(begin + per_split, num_blocks)
+    if NUM_SPLITS == 1:
+        end = num_blocks
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
@@ -136,24 +154,30 @@ def _attend(
 
 @triton.jit
 def _join(
-    part, sinks, out, t_tok, t_len, out_t, out_n,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    part, sinks, out, t_tok, t_len, t_pos, out_t, out_n, window,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SHORT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
-    if tl.load(t_len + tile) == 0:
+    n = tl.load(t_len + tile).to(tl.int32)
+    if n == 0:
         return
+    first_pos = tl.load(t_pos + tile).to(tl.int32)
+    _low, num_blocks, per_split = _ranges(first_pos, n, window, BLOCK_S, NUM_SPLITS, SHORT)
     split, dv = tl.arange(0, NUM_SPLITS), tl.arange(0, DV_PAD)
     at = ((tile * tl.num_programs(1) + head).to(tl.int64) * NUM_SPLITS + split) * (DV + 2)
-    m_S = tl.load(part + at + DV)
+    is_range = split * per_split < num_blocks
+    m_S = tl.load(part + at + DV, mask=is_range, other=float("-inf"))
     m = tl.max(m_S, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         m = tl.maximum(m, sink)
     share_S = tl.exp2(m_S - m)
-    total = tl.sum(tl.load(part + at + DV + 1) * share_S, 0)
+    total = tl.sum(tl.load(part + at + DV + 1, mask=is_range, other=0.0) * share_S, 0)
     if SINKS:
         total += tl.exp2(sink - m)
-    acc = tl.load(part + at[:, None] + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+    is_in = is_range[:, None] & (dv < DV)[None, :]
+    acc = tl.load(part + at[:, None] + dv[None, :], mask=is_in, other=0.0)
     y = tl.sum(acc * share_S[:, None], 0) / total
     tok = tl.load(t_tok + tile).to(tl.int64)
     tl.store(out + tok * out_t + head * out_n + dv, y.to(out.dtype.element_ty), mask=dv < DV)
@@ -204,6 +228,12 @@ def _heads_per_program(ratio: int, block: int, width: int) -> int:
     return max(n for n in range(1, ratio + 1) if ratio % n == 0 and n <= most)
 
 
+def _splits(programs: int) -> int:
+    """Most ranges of a tile that takes so many programs per range: a power of two."""
+    fewest, most = SPLITS
+    return min(most, max(fewest, 1 << (PROGRAMS // programs).bit_length() - 1))
+
+
 def attend(
     q_TND: Tensor,
     k_SGD: Tensor,
@@ -250,15 +280,15 @@ def attend(
         "D2": q2.shape[2] if is_mla else 0, "D2_PAD": max(16, triton.next_power_of_2(q2.shape[2])),
         "DV": dv, "DV_PAD": max(16, triton.next_power_of_2(dv)), "PAGE": page_size,
         "BLOCK_S": 32 if is_mla or d > 128 else 64, "SINKS": sinks_N is not None,
-        "IEEE": q_TND.dtype is torch.float32, "TURN": q_angles is not None,
+        "SHORT": SHORT_BLOCKS, "IEEE": q_TND.dtype is torch.float32, "TURN": q_angles is not None,
         "PAIRS": turn.in_pairs, "APART": q_angles is not None and turn.apart == q2.shape[2],
     }  # fmt: skip
     for part in tiles.parts:
-        splits = SPLITS if part.block == 1 else 1
         num = part.num_tiles
         if num == 0:
             continue
         per_program = _heads_per_program(ratio, part.block, meta["DV_PAD"])
+        splits = _splits(groups * (ratio // per_program)) if part.block == 1 else 1
         rows = max(16, triton.next_power_of_2(part.block * per_program))
         shape = (num * num_heads * splits * (dv + 2),) if splits > 1 else (1,)
         partial = torch.empty(shape, dtype=torch.float32, device=q_TND.device)
@@ -275,6 +305,7 @@ def attend(
         if splits > 1:
             _join[(num, num_heads)](
                 partial, q_TND if sinks_N is None else sinks_N, out_TNE, part.tok, part.num,
-                out_TNE.stride(0), out_TNE.stride(1),
-                DV=dv, DV_PAD=meta["DV_PAD"], NUM_SPLITS=splits, SINKS=meta["SINKS"],
+                part.pos, out_TNE.stride(0), out_TNE.stride(1), window or 0,
+                DV=dv, DV_PAD=meta["DV_PAD"], BLOCK_S=meta["BLOCK_S"], NUM_SPLITS=splits,
+                SHORT=SHORT_BLOCKS, SINKS=meta["SINKS"],
             )  # fmt: skip
