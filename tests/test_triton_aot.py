@@ -197,7 +197,7 @@ KERNELS = {
     "experts": ["_count", "_sort", "_up", "_down", "_combine"],
     "choice": ["_choose", "_choose_and_sort"],
     "rest": ["_rms_norm", "_add_rms_norm", "_silu_mul", "_rotate_and_write"],
-    "sampling": ["_scan", "_narrow", "_weigh", "_keep", "_bound", "_draw"],
+    "sampling": ["_scan", "_narrow", "_weigh", "_keep", "_bound", "_settle", "_draw"],
     "latents": ["_write_latents"],
 }
 SHARED_MEMORY = 227 * 1024

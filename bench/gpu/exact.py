@@ -14,7 +14,7 @@ from bench.gpu.part import Part
 from qllm import QLLMEngine, SamplingParams
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
-LAYERS = {"mixtral": 32, "qwen3_moe": 32}
+LAYERS = {"mixtral": 16, "qwen3_moe": 16}
 """Of families whose steps get stages to be stopped between; others have as few as the tests'."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 REFERENCE = """
@@ -84,12 +84,14 @@ def equal_tokens(
 
     rng = random.Random(4)
     model = make_model(family, num_layers=LAYERS.get(family)).to(part.device)
-    with QLLMEngine.from_model(model, max_kv_tokens=4096, policy="qllm2") as engine:
+    with QLLMEngine.from_model(
+        model, max_kv_tokens=4096, policy="qllm2", preempt_at="layer"
+    ) as engine:
         alone = [
             list(engine.submit(p, "LS", new, sampling=GREEDY).result(60).token_ids) for p in prompts
         ]
         handles = []
-        for p in prompts * 4:
+        for p in prompts * 12:
             handles.append(engine.submit(p, "BE", new, sampling=GREEDY))
             handles.append(engine.submit(p, "LS", new, sampling=GREEDY))
             time.sleep(rng.random() * 0.01)

@@ -12,7 +12,8 @@ A row is divided into chunks, and a chunk is a program, so that one row keeps th
     narrow    every chunk   the same of the next digit, behind the digits of the K-th logit
     weigh     every chunk   the weight of what stays, and its number
     keep      every chunk   top_p: what stays is copied, if it is few enough
-    bound     every chunk   top_p, if it is not: weights above 16 bounds, digit by digit
+    bound     every chunk   top_p, if it is not: weights above 16 bounds, half a digit at a time
+    settle    every chunk   the weight above the bound that was found, and what equals it
     draw      every row     the token
 
 Logits are seen as ordered 32-bit integers, *keys*, in digits of 8 bits. What a row does not need
@@ -27,8 +28,6 @@ from torch import Tensor
 
 CHUNK = 2048
 """Tokens of a program."""
-SEARCH = 1024
-"""Tokens that are compared with 16 bounds at a time."""
 KEPT = 1024
 """Most tokens that are copied."""
 LIKELY = 512
@@ -74,17 +73,22 @@ def _asked(temperatures, top_ks, top_ps, b):
 
 
 @triton.jit
+def _top(peaks_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
+    c = tl.arange(0, C_PAD)
+    return tl.max(tl.load(peaks_C + b * C + c, mask=c < C, other=float("-inf")), 0)
+
+
+@triton.jit
 def _peak(peaks_C, broken_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
     """Of a row: its largest logit, and whether a logit is no number or none is finite."""
-    c = tl.arange(0, C_PAD)
-    peak = tl.max(tl.load(peaks_C + b * C + c, mask=c < C, other=float("-inf")), 0)
+    peak, c = _top(peaks_C, b, C, C_PAD), tl.arange(0, C_PAD)
     broken = tl.sum(tl.load(broken_C + b * C + c, mask=c < C, other=0), 0)
     return peak, (broken > 0) | (peak == float("-inf")) | (peak == float("inf"))
 
 
 @triton.jit
-def _floor(digits, b, wanted, DIGITS: tl.constexpr, STRIDE: tl.constexpr):
-    """The first digits of the key of the K-th largest logit, zeros if there are fewer.
+def _floor(digits, b, wanted, num, DIGITS: tl.constexpr):
+    """The first `num` digits of the key of the K-th largest logit, zeros if there are fewer.
 
     Returns:
         They, and how many logits have these digits or larger ones.
@@ -92,8 +96,8 @@ def _floor(digits, b, wanted, DIGITS: tl.constexpr, STRIDE: tl.constexpr):
     d = tl.arange(0, 256)
     prefix, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
     reached = above
-    for digit in tl.static_range(DIGITS):
-        counts = tl.load(digits + b * STRIDE + digit * 256 + d)
+    for digit in range(num):
+        counts = tl.load(digits + (b * DIGITS + digit) * 256 + d)
         at_least = above + tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
         best = tl.max(tl.where(at_least >= wanted, d, 0), 0)
         reached = tl.sum(tl.where(d == best, at_least, 0), 0)
@@ -106,7 +110,7 @@ def _floor(digits, b, wanted, DIGITS: tl.constexpr, STRIDE: tl.constexpr):
 def _stays(digits, b, top_k, likely, DIGITS: tl.constexpr):
     """Of a row that leaves logits out: the key from which on they are looked at, and how many."""
     wanted = tl.where(top_k > 0, top_k, likely)
-    prefix, reached = _floor(digits, b, wanted, DIGITS, DIGITS * 256)
+    prefix, reached = _floor(digits, b, wanted, DIGITS, DIGITS)
     return prefix << (32 - 8 * DIGITS), reached
 
 
@@ -134,22 +138,22 @@ def _scan(
         tl.atomic_add(digits + b * (DIGITS * 256) + d, counts, mask=counts > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["digit"])
 def _narrow(
-    logits, temperatures, top_ks, top_ps, digits, logits_b, likely,
-    V: tl.constexpr, CHUNK: tl.constexpr, DIGITS: tl.constexpr, DIGIT: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, digits, logits_b, likely, digit,
+    V: tl.constexpr, CHUNK: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _heat, top_k, _top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
     if is_less:
         wanted = tl.where(top_k > 0, top_k, likely)
-        prefix, _reached = _floor(digits, b, wanted, DIGIT, DIGITS * 256)
+        prefix, _reached = _floor(digits, b, wanted, digit, DIGITS)
         x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
         key = _key(x)
-        is_in = (i < V) & ((key >> (32 - 8 * DIGIT)) == prefix)
-        counts = tl.histogram(((key >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, is_in)
+        is_in = (i < V) & ((key >> (32 - 8 * digit)) == prefix)
+        counts = tl.histogram(((key >> (24 - 8 * digit)) & 255).to(tl.int32), 256, is_in)
         d = tl.arange(0, 256)
-        at = digits + b * (DIGITS * 256) + DIGIT * 256 + d
+        at = digits + (b * DIGITS + digit) * 256 + d
         tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")
 
 
@@ -181,76 +185,87 @@ def _weigh(
 
 @triton.jit
 def _keep(
-    logits, temperatures, top_ks, top_ps, digits, counts_C, kept, kept_ids, logits_b, likely,
+    logits, temperatures, top_ks, top_ps, broken_C, peaks_C, digits, whole_C, likely_C, counts_C,
+    kept, kept_ids, wholes, bounds, searches, logits_b, likely,
     V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
     DIGITS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _heat, top_k, top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
+    is_search = tl.full([], 0, tl.int32)
     if is_less & (top_p < 1.0):
         floor, reached = _stays(digits, b, top_k, likely, DIGITS)
-        chunk = tl.arange(0, C_PAD)
-        is_before = chunk < c
-        before = tl.sum(tl.load(counts_C + b * C + chunk, mask=is_before, other=0), 0)
         if reached <= KEPT:
+            chunk = tl.arange(0, C_PAD)
+            before = tl.sum(tl.load(counts_C + b * C + chunk, mask=chunk < c, other=0), 0)
             x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
             stays = ((i < V) & (_key(x) >= floor)).to(tl.int32)
             place = b * KEPT + before + tl.cumsum(stays, 0) - 1
             tl.store(kept + place, x, mask=stays > 0)
             tl.store(kept_ids + place, i, mask=stays > 0)
+        if c == 0:
+            whole = _whole(whole_C, b, C, C_PAD)
+            weighs = (top_k > 0) | (_whole(likely_C, b, C, C_PAD) >= top_p * whole)
+            _peak_b, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
+            is_search = (((reached > KEPT) | (weighs == 0)) & (is_broken == 0)).to(tl.int32)
+            tl.store(wholes + b, whole)
+            tl.store(bounds + b, tl.where(top_k > 0, floor, 0))
+    if c == 0:
+        tl.store(searches + b, is_search)
 
 
 @triton.jit
-def _fits(whole_C, likely_C, b, top_k, top_p, reached, C: tl.constexpr, C_PAD: tl.constexpr,
-          KEPT: tl.constexpr):  # fmt: skip
-    """Whether the tokens that top_p keeps are among those copied; and the whole weight."""
-    whole = _whole(whole_C, b, C, C_PAD)
-    likely = _whole(likely_C, b, C, C_PAD)
-    return (reached <= KEPT) & ((top_k > 0) | (likely >= top_p * whole)), whole
-
-
-@triton.jit
-def _bounded(masses, b, floor, top_p, whole, C: tl.constexpr, C_PAD: tl.constexpr,
-             FOUND: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    """The largest key that top_p of the weight reaches, as far as its digits were searched."""
-    bound, j = floor, tl.arange(0, 16)
+def _bounded(masses, wholes, bounds, b, top_p, steps, C: tl.constexpr, C_PAD: tl.constexpr,
+             STEPS: tl.constexpr):  # fmt: skip
+    """The largest key that top_p of the weight reaches, as far as it was searched; and the step."""
+    bound, least, j = tl.load(bounds + b), top_p * tl.load(wholes + b), tl.arange(0, 16)
     c = tl.arange(0, C_PAD)
     step = tl.full([], 1 << 28, tl.int64)
-    for found in tl.static_range(FOUND):
-        at = masses + ((b * STEPS + found) * C + c[:, None]) * 16 + j[None, :]
-        masses_16 = tl.sum(tl.load(at, mask=c[:, None] < C, other=0.0), 0)
-        bound += tl.max(tl.where(masses_16 >= top_p * whole, j, 0), 0) * step
+    for done in range(steps):
+        at = masses + ((b * STEPS + done) * C + c[:, None]) * 16 + j[None, :]
+        above = tl.sum(tl.load(at, mask=c[:, None] < C, other=0.0), 0)
+        bound += tl.max(tl.where(above >= least, j, 0), 0) * step
         step = step // 16
-    return bound
+    return bound, step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _bound(
-    logits, temperatures, top_ks, top_ps, min_ps, peaks_C, broken_C, digits, whole_C, likely_C,
-    masses, logits_b, likely,
+    logits, temperatures, top_ps, min_ps, peaks_C, wholes, bounds, searches, masses, logits_b,
+    steps,
     V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    SEARCH: tl.constexpr, DIGITS: tl.constexpr, KEPT: tl.constexpr, STEP: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    heat, top_k, top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
-    if is_less & (top_p < 1.0):
-        floor, reached = _stays(digits, b, top_k, likely, DIGITS)
-        fits, whole = _fits(whole_C, likely_C, b, top_k, top_p, reached, C, C_PAD, KEPT)
-        peak, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
-        if (fits | is_broken) == 0:
-            floor = tl.where(top_k > 0, floor, 0)
-            bound = _bounded(masses, b, floor, top_p, whole, C, C_PAD, STEP, STEPS)
-            j = tl.arange(0, 16)
-            bounds = bound + j.to(tl.int64) * (1 << (28 - 4 * STEP))
-            min_p = tl.load(min_ps + b)
-            found = tl.zeros([16], tl.float64)
-            for at in range(c * CHUNK, tl.minimum((c + 1) * CHUNK, V), SEARCH):
-                x, i = _logits(logits + b * logits_b, at, V, SEARCH)
-                w = _weight(x, i < V, peak.to(tl.float64), heat, min_p)
-                is_in = _key(x)[:, None] >= bounds[None, :]
-                found += tl.sum(tl.where(is_in, w[:, None], 0.0), 0)
-            tl.store(masses + ((b * STEPS + STEP) * C + c) * 16 + j, found)
+    if tl.load(searches + b) > 0:
+        bound, step = _bounded(
+            masses, wholes, bounds, b, tl.load(top_ps + b), steps, C, C_PAD, STEPS
+        )
+        peak = _top(peaks_C, b, C, C_PAD).to(tl.float64)
+        x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
+        key, w = _key(x), _weight(x, i < V, peak, tl.load(temperatures + b), tl.load(min_ps + b))
+        for j in tl.static_range(16):
+            above = tl.sum(tl.where(key >= bound + j * step, w, 0.0), 0)
+            tl.store(masses + ((b * STEPS + steps) * C + c) * 16 + j, above)
+
+
+@triton.jit
+def _settle(
+    logits, temperatures, top_ps, min_ps, peaks_C, wholes, bounds, searches, masses, above_C,
+    equal_C, each_C, logits_b,
+    V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(searches + b) > 0:
+        top_p = tl.load(top_ps + b)
+        bound, _step = _bounded(masses, wholes, bounds, b, top_p, STEPS, C, C_PAD, STEPS)
+        peak = _top(peaks_C, b, C, C_PAD).to(tl.float64)
+        x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
+        key, w = _key(x), _weight(x, i < V, peak, tl.load(temperatures + b), tl.load(min_ps + b))
+        tl.store(above_C + b * C + c, tl.sum(tl.where(key > bound, w, 0.0), 0))
+        tl.store(equal_C + b * C + c, tl.sum(((key == bound) & (w > 0)).to(tl.int64), 0))
+        tl.store(each_C + b * C + c, tl.max(tl.where(key == bound, w, 0.0), 0))
 
 
 @triton.jit
@@ -262,18 +277,24 @@ def _ties(top_p, whole, above, each, equal):
 
 
 @triton.jit
-def _of_chunk(row, whole_C, b, floor, peak, heat, min_p, uniform, V: tl.constexpr,
+def _of_chunk(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
               C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The token of a row without top_p: first its chunk, then itself; -1 if of no weight."""
+    """The token of a row: first its chunk, then itself; -1 if of no weight.
+
+    Args: weights [C] of the chunks, and how many tokens of the bound's logit stay in each.
+    """
     c = tl.arange(0, C_PAD)
-    masses = tl.load(whole_C + b * C + c, mask=c < C, other=0.0)
     sums = tl.cumsum(masses, 0)
     target = uniform * tl.sum(masses, 0)
     hit = tl.min(tl.where((sums > target) & (masses > 0), c, C), 0)
     chunk = tl.where(hit < C, hit, tl.max(tl.where(masses > 0, c, 0), 0))
     before = tl.sum(tl.where(c == chunk - 1, sums, 0.0), 0)
+    num_ties = tl.sum(tl.where(c == chunk, ties, 0), 0)
     x, i = _logits(row, chunk * CHUNK, V, CHUNK)
-    w = _weight(x, (i < V) & (_key(x) >= floor), peak, heat, min_p)
+    key, w = _key(x), _weight(x, i < V, peak, heat, min_p)
+    is_tie = (key == bound) & (i < V)
+    nth = tl.cumsum(is_tie.to(tl.int64), 0)
+    w = tl.where((key > bound) | (is_tie & (nth <= num_ties)), w, 0.0)
     found = before + tl.cumsum(w, 0)
     drawn = tl.min(tl.where((found > target) & (w > 0), i, V), 0)
     return tl.where(drawn < V, drawn, tl.max(tl.where(w > 0, i, -1), 0))
@@ -309,42 +330,10 @@ def _of_kept(kept, kept_ids, b, num, whole, top_k, peak, heat, min_p, top_p, uni
 
 
 @triton.jit
-def _of_all(row, bound, whole, peak, heat, min_p, top_p, uniform, V: tl.constexpr,
-            CHUNK: tl.constexpr):  # fmt: skip
-    """The token of a row with keys from `bound` on, by two passes over all; -1 if of no weight."""
-    above = tl.full([], 0.0, tl.float64)
-    each = tl.full([], 0.0, tl.float64)
-    equal = tl.full([], 0, tl.int64)
-    for at in range(0, V, CHUNK):
-        x, i = _logits(row, at, V, CHUNK)
-        key, w = _key(x), _weight(x, i < V, peak, heat, min_p)
-        above += tl.sum(tl.where(key > bound, w, 0.0), 0)
-        equal += tl.sum(((key == bound) & (w > 0)).to(tl.int64), 0)
-        each = tl.maximum(each, tl.max(tl.where(key == bound, w, 0.0), 0))
-    ties = _ties(top_p, whole, above, each, equal)
-    target = uniform * (above + each * ties.to(tl.float64))
-    before = tl.full([], 0.0, tl.float64)
-    num_ties = tl.full([], 0, tl.int64)
-    drawn, last = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
-    for at in range(0, V, CHUNK):
-        x, i = _logits(row, at, V, CHUNK)
-        key, w = _key(x), _weight(x, i < V, peak, heat, min_p)
-        is_tie = (key == bound) & (i < V)
-        nth = num_ties + tl.cumsum(is_tie.to(tl.int64), 0)
-        w = tl.where((key > bound) | (is_tie & (nth <= ties)), w, 0.0)
-        num_ties += tl.sum(is_tie.to(tl.int64), 0)
-        sums = before + tl.cumsum(w, 0)
-        hit = tl.min(tl.where((sums > target) & (w > 0), i, V), 0)
-        drawn = tl.where((drawn < 0) & (hit < V), hit, drawn)
-        last = tl.maximum(last, tl.max(tl.where(w > 0, i, -1), 0))
-        before += tl.sum(w, 0)
-    return tl.where(drawn < 0, last, drawn)
-
-
-@triton.jit
 def _draw(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, tokens, peaks, peaks_C,
-    firsts_C, broken_C, digits, whole_C, likely_C, masses, kept, kept_ids, logits_b, likely,
+    firsts_C, broken_C, digits, whole_C, wholes, bounds, searches, masses, above_C, equal_C,
+    each_C, kept, kept_ids, logits_b, likely,
     V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
     DIGITS: tl.constexpr, KEPT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -361,22 +350,30 @@ def _draw(
     if (heat > 0) & (is_broken == 0):
         row, min_p, top = logits + b * logits_b, tl.load(min_ps + b), peak.to(tl.float64)
         uniform = _uniform(tl.load(seeds + b), tl.load(positions + b))
-        floor, reached = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+        bound, reached = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
         if is_less:
-            floor, reached = _stays(digits, b, top_k, likely, DIGITS)
-        if top_p >= 1.0:
-            drawn = _of_chunk(row, whole_C, b, floor, top, heat, min_p, uniform, V, C, C_PAD, CHUNK)
+            bound, reached = _stays(digits, b, top_k, likely, DIGITS)
+        if (top_p < 1.0) & (tl.load(searches + b) == 0):
+            drawn = _of_kept(
+                kept, kept_ids, b, reached, tl.load(wholes + b), top_k, top, heat, min_p, top_p,
+                uniform, KEPT, 8 * DIGITS,
+            )  # fmt: skip
         else:
-            fits, whole = _fits(whole_C, likely_C, b, top_k, top_p, reached, C, C_PAD, KEPT)
-            if fits:
-                drawn = _of_kept(
-                    kept, kept_ids, b, reached, whole, top_k, top, heat, min_p, top_p, uniform,
-                    KEPT, 8 * DIGITS,
-                )  # fmt: skip
-            else:
-                floor = tl.where(top_k > 0, floor, 0)
-                bound = _bounded(masses, b, floor, top_p, whole, C, C_PAD, STEPS, STEPS)
-                drawn = _of_all(row, bound, whole, top, heat, min_p, top_p, uniform, V, CHUNK)
+            ties = tl.full([C_PAD], CHUNK, tl.int64)
+            masses_C = tl.load(whole_C + b * C + c, mask=c < C, other=0.0)
+            if top_p < 1.0:
+                bound, _step = _bounded(masses, wholes, bounds, b, top_p, STEPS, C, C_PAD, STEPS)
+                masses_C = tl.load(above_C + b * C + c, mask=c < C, other=0.0)
+                equals = tl.load(equal_C + b * C + c, mask=c < C, other=0)
+                each = tl.max(tl.load(each_C + b * C + c, mask=c < C, other=0.0), 0)
+                whole, above = tl.load(wholes + b), tl.sum(masses_C, 0)
+                left = _ties(top_p, whole, above, each, tl.sum(equals, 0))
+                left -= tl.cumsum(equals, 0) - equals
+                ties = tl.minimum(tl.maximum(left, 0), equals)
+                masses_C += each * ties.to(tl.float64)
+            drawn = _of_chunk(
+                row, masses_C, ties, bound, top, heat, min_p, uniform, V, C, C_PAD, CHUNK
+            )
         token = tl.where(drawn >= 0, drawn, token)
     tl.store(tokens + b, token.to(tl.int64))
 
@@ -412,30 +409,38 @@ def sample(
     num_digits = KEY_BITS.get(logits_BV.dtype, 32) // 8
     steps = 2 * num_digits
 
-    def per_chunk(dtype: torch.dtype) -> Tensor:
-        return torch.empty((num, num_chunks), dtype=dtype, device=device)
+    def new(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty((num, *shape), dtype=dtype, device=device)
 
-    peaks, firsts, broken = map(per_chunk, (torch.float32, torch.int32, torch.int32))
-    whole, weights, counts = map(per_chunk, (torch.float64, torch.float64, torch.int32))
-    digits = torch.zeros((num, num_digits, 256), dtype=torch.int32, device=device)
-    masses = torch.empty((num, steps, num_chunks, 16), dtype=torch.float64, device=device)
-    kept = torch.empty((num, KEPT), dtype=torch.float32, device=device)
-    ids = torch.empty((num, KEPT), dtype=torch.int32, device=device)
+    real, whole, narrow = torch.float64, torch.int64, torch.int32
+    peaks, firsts, broken = (new(d, num_chunks) for d in (torch.float32, narrow, narrow))
+    weights, likely, counts = (new(d, num_chunks) for d in (real, real, narrow))
+    digits = torch.zeros((num, num_digits, 256), dtype=narrow, device=device)
+    kept = new(torch.float32, KEPT), new(narrow, KEPT)
+    search = new(real), new(whole), new(narrow), new(real, steps, num_chunks, 16)
+    ends = tuple(new(d, num_chunks) for d in (real, whole, real))
     asked = logits_BV, temperature_B, top_k_B, top_p_B
     stride, grid = logits_BV.stride(0), (num, num_chunks)
-    sizes = {"V": vocabulary, "CHUNK": CHUNK, "DIGITS": num_digits}
+    sizes = {"V": vocabulary, "CHUNK": CHUNK}
     chunks = {**sizes, "C": num_chunks, "C_PAD": triton.next_power_of_2(num_chunks)}
-    _scan[grid](*asked, peaks, firsts, broken, digits, stride, C=num_chunks, **sizes)
+    _scan[grid](*asked, peaks, firsts, broken, digits, stride, C=num_chunks, **sizes,
+                DIGITS=num_digits)  # fmt: skip
     for digit in range(1, num_digits):
-        _narrow[grid](*asked, digits, stride, LIKELY, DIGIT=digit, **sizes)
-    found = peaks, broken, digits, whole, weights
-    _weigh[grid](*asked, min_p_B, *found, counts, stride, LIKELY, **chunks)
-    _keep[grid](*asked, digits, counts, kept, ids, stride, LIKELY, KEPT=KEPT, **chunks)
-    search = {"SEARCH": min(SEARCH, CHUNK), "KEPT": KEPT, "STEPS": steps}
+        _narrow[grid](*asked, digits, stride, LIKELY, digit, **sizes, DIGITS=num_digits)
+    _weigh[grid](
+        *asked, min_p_B, peaks, broken, digits, weights, likely, counts, stride, LIKELY, **chunks,
+        DIGITS=num_digits,
+    )  # fmt: skip
+    _keep[grid](
+        *asked, broken, peaks, digits, weights, likely, counts, *kept, *search[:3], stride, LIKELY,
+        **chunks, DIGITS=num_digits, KEPT=KEPT,
+    )  # fmt: skip
+    of_row = logits_BV, temperature_B, top_p_B, min_p_B, peaks, *search
     for step in range(steps):
-        _bound[grid](*asked, min_p_B, *found, masses, stride, LIKELY, STEP=step, **search, **chunks)
+        _bound[grid](*of_row, stride, step, **chunks, STEPS=steps)
+    _settle[grid](*of_row, *ends, stride, **chunks, STEPS=steps)
     _draw[(num,)](
         *asked, min_p_B, seeds_B, positions_B, tokens_B, peaks_B, peaks, firsts, broken, digits,
-        whole, weights, masses, kept, ids, stride, LIKELY, KEPT=KEPT, STEPS=steps, **chunks,
-        num_warps=8,
+        weights, *search, *ends, *kept, stride, LIKELY, num_warps=8, **chunks, DIGITS=num_digits,
+        KEPT=KEPT, STEPS=steps,
     )  # fmt: skip
