@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "kernels.h"
+#include "panels.h"
 #include "pool.h"
+#include "sweep.h"
 
 using namespace qllm;
 using Half = std::vector<uint16_t>;
@@ -294,22 +296,81 @@ Results everything(const Kernels& k) {
   return results;
 }
 
-// Two callers at once, threads that come and go, many small rounds.
+// Two callers at once, threads that come and go meanwhile, many small rounds.
 int pool() {
   std::atomic<int64_t> done{0};
-  auto caller = [&] {
-    for (int round = 0; round < 2000; round++)
+  auto caller = [&](int threads) {
+    for (int round = 0; round < 2000; round++) {
+      if (round % 100 == 0) set_threads(1 + (threads + round / 100) % 4);
       parallel_runs(1 + round % 5, 1 + round % 3, [&](int64_t task, int64_t then) {
         done.fetch_add(then > task, std::memory_order_relaxed);
       });
+    }
   };
   for (int threads : {2, 4, 1, 3}) {
-    set_threads(threads);
-    std::thread other(caller);
-    caller();
+    std::thread other(caller, threads);
+    caller(threads + 1);
     other.join();
   }
   return done.load() == 4 * 2 * 2000 * 3 ? 0 : 1;
+}
+
+// Weights of a stack that several threads pack at once, as readers of a checkpoint do.
+int packing() {
+  for (Code code : {kU4, kI4, kE2m1, kI8, kE4m3})
+    for (Worth scale : {kFp32, kFp16, kBf16})
+      for (int64_t n : {1, 50, 130})
+        for (int64_t k : {64, 70}) {
+          Format format{code, n == 130 ? k : 32, scale, n == 50 ? kNone : scale, kExact, 0};
+          const int64_t per_byte = codes_per_byte(format), groups = (k + format.group - 1) / format.group;
+          const int64_t whole = n / kPanel, rest = padded(n % kPanel);
+          const int64_t size = whole * panel_size(format, kPanel, k) + (rest ? panel_size(format, rest, k) : 0);
+          std::vector<uint8_t> codes(n * k / per_byte), worths(n * groups * worth_size(scale));
+          for (auto& x : codes) x = uint8_t(noise());
+          for (auto& x : worths) x = uint8_t(0x20 + noise() % 16);
+          std::vector<std::vector<uint8_t>> places(8, std::vector<uint8_t>(size));
+          std::vector<int64_t> found(places.size());
+          auto pack = [&](size_t i) {
+            Codes one{codes.data(), worths.data(), n == 50 ? nullptr : worths.data(), n, k,
+                      places[i].data(), 0, 0};
+            pack_codes(kPortable, &one, 1, format);
+            found[i] = one.found;
+          };
+          std::vector<std::thread> readers;
+          for (size_t i = 0; i < places.size(); i++) readers.emplace_back(pack, i);
+          for (auto& reader : readers) reader.join();
+          for (size_t i = 1; i < places.size(); i++)
+            if (places[i] != places[0] || found[i] != found[0]) return 1;
+        }
+  return 0;
+}
+
+// Blocks of the head, the last one narrower, while another thread asks it to stop now and then.
+int polled_head() {
+  const int64_t width = 70, wide = 64, num = 5, rows = 3;
+  std::vector<Packed> weights;
+  for (int64_t i = 0; i < num; i++) weights.emplace_back(kPortable, i + 1 < num ? wide : 7, width);
+  std::vector<const Matrix*> blocks;
+  for (auto& one : weights) blocks.push_back(&one.matrix);
+  Half x = values(rows * width);
+  std::vector<float> wanted;
+  for (int64_t step : {num, int64_t(1), int64_t(2)}) {
+    std::atomic<bool> is_over{false};
+    int64_t word = 0;
+    std::thread bell([&] {
+      while (!is_over.load()) __atomic_fetch_add(&word, 1, __ATOMIC_RELEASE);
+    });
+    std::vector<float> peaks(rows, -INFINITY);
+    std::vector<int64_t> ids(rows);
+    HeadBlocks s{};
+    s = {peaks.data(), ids.data(), x.data(), rows, blocks.data(), wide, step, num, 2, &word, 0, 1 << 30, 0, 0, 0, 0};
+    for (; s.at < num; head(kPortable, &s)) s.seen = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+    is_over.store(true);
+    bell.join();
+    if (wanted.empty()) wanted = peaks;
+    if (peaks != wanted) return 1;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -333,6 +394,10 @@ int main() {
   }
   if (pool()) return printf("pool: tasks got lost\n"), 1;
   printf("pool: ok\n");
+  set_threads(3);
+  if (packing()) return printf("packing: bits differ\n"), 1;
+  if (polled_head()) return printf("head: bits differ\n"), 1;
+  printf("packing, head: ok\n");
   set_threads(1);
   return 0;
 }

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,6 +280,13 @@ def test_a_pass_on_a_copy_leaves_the_committed_layer_of_the_cache(kind: str) -> 
     assert_same(held.tensors(), before)
     assert other.tensors().keys() >= before.keys()
     assert not torch.equal(other.tensors()["cache.0.keys"], before["cache.0.keys"])
+
+
+def test_numbers_of_the_cache_are_kept_as_they_are() -> None:
+    numbers = {"share": 0.1, "most": 2**40 + 1, "is_full": True}
+    held = LayerCache({0: SimpleNamespace(**numbers)})
+    empty = LayerCache({0: SimpleNamespace(share=0.0, most=0, is_full=False)})
+    assert vars(empty.load(held.tensors()).layers[0]) == numbers
 
 
 def test_what_is_not_known_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,15 @@
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from qllm import QLLMEngine
@@ -121,3 +125,54 @@ def test_more_threads_than_cores_do_not_collapse(one_core: None) -> None:
     alone = least_cpu_s()
     cpu.set_threads(3)
     assert least_cpu_s() < 3 * alone
+
+
+def bits(x: Tensor) -> bytes:
+    """Found without torch's threads, which a fork has not."""
+    return x.view(torch.int16).numpy().tobytes()
+
+
+def busy(matrix: cpu.Matrix, x: Tensor, wanted: Tensor, until: threading.Event) -> bool:
+    same = torch.equal(matrix.linear(x), wanted)
+    while same and not until.is_set():
+        same = torch.equal(matrix.linear(x), wanted)
+    return same
+
+
+def test_threads_change_while_somebody_computes() -> None:
+    """An engine that is loaded sets them for the process, beside one that serves."""
+    matrix = cpu.Matrix([torch.randn(512, 64, dtype=torch.float32).bfloat16()])
+    x, until = torch.randn(8, 64, dtype=torch.float32).bfloat16(), threading.Event()
+    wanted = matrix.linear(x)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = [pool.submit(busy, matrix, x, wanted, until) for _ in range(2)]
+            for i in range(200):
+                cpu.set_threads(1 + i % 4)
+            until.set()
+            assert all(one.result() for one in found)
+    finally:
+        until.set()
+        cpu.set_threads(1)
+
+
+def test_a_fork_has_threads_of_its_own_whoever_computes_meanwhile() -> None:
+    matrix = cpu.Matrix([torch.randn(512, 512, dtype=torch.float32).bfloat16()])
+    x = torch.randn(1000, 512, dtype=torch.float32).bfloat16()  # which takes some milliseconds
+    until = threading.Event()
+    cpu.set_threads(3)
+    wanted = matrix.linear(x)
+    other = threading.Thread(target=busy, args=(matrix, x, wanted, until))
+    other.start()
+    try:
+        for _ in range(3):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(30)  # ends a child that hangs
+                cpu.set_threads(2)
+                os._exit(int(bits(matrix.linear(x)) != bits(wanted)))
+            assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        until.set()
+        other.join()
+        cpu.set_threads(1)

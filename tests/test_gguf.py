@@ -1,5 +1,7 @@
 """GGUF files: tiny ones that the package gguf writes, loaded as transformers loads them."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers import (
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, ModelError
+from qllm.models import raw_file
 from qllm.models.loader import load, skeleton
 from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import all_linears
@@ -303,6 +306,23 @@ def test_scales_that_are_not_finite_are_refused(files: dict[str, Path], tmp_path
     raw[at : at + 2] = np.float16(np.nan).tobytes()
     path.write_bytes(raw)
     with pytest.raises(ModelError, match=r"q_proj\.weight has codes or scales that are not finite"):
+        load(path)
+
+
+def test_an_error_of_the_disk_names_the_tensor_and_the_file(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, preadv = files["qwen3moe"], os.preadv
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    start = int(tensors["blk.1.ffn_up_exps.weight"].data_offset)
+
+    def read(number: int, into: list[memoryview], at: int, flags: int = 0) -> int:
+        if at == start:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(number, into, at, flags)
+
+    monkeypatch.setattr(raw_file.os, "preadv", read)
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_up_exps\.weight could not .* error.*gguf"):
         load(path)
 
 

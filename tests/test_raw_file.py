@@ -48,6 +48,7 @@ def file(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 def test_bytes_are_those_of_the_file(file: RawFile, path: Path, start: int, num: int) -> None:
     start = min(start, SIZE - num)
     found = file.read(start, num)
+    assert found.data_ptr() % raw_file.ALIGNED == 0, "it may be viewed as any dtype"
     assert bytes(found.numpy()) == path.read_bytes()[start : start + num]
 
 

@@ -1,7 +1,12 @@
 """Experts of a checkpoint are packed as they are read, and what cannot be read is named."""
 
+import errno
+import gc
+import os
+import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,14 @@ from families import make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ModelError
-from qllm.models import checkpoint, streaming
+from qllm.kernels.cpu.quantised import is_like
+from qllm.kernels.quantised import Quantised
+from qllm.models import checkpoint, raw_file, streaming
+from qllm.models.identity import identity
 from qllm.models.loader import load
-from qllm.models.quantised_experts import all_quantised
+from qllm.models.quantised_experts import WEIGHTS, all_quantised
 from qllm.models.quantised_weights import Weights
 
 PARTS = 2
@@ -74,3 +83,233 @@ def test_parts_of_any_shape_name_the_weight(
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"layers\.1\..*experts\.0\.w1\.weight: .* fit"):
         load(path.parent)
+
+
+# -- what goes wrong on a reader's thread
+
+STEM = "model.layers.1.block_sparse_moe.experts.3"
+GATE_AND_UP = rf"{STEM}\.w1\.weight and {STEM}\.w3\.weight"
+
+
+def change(folder: Path, change_tensors: Callable[[dict[str, Tensor]], object]) -> Path:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change_tensors(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def readers() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("qllm-read")]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no")])
+@pytest.mark.parametrize("where", ["read", "packed"])
+def test_an_error_of_a_reader_names_the_weight_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str
+) -> None:
+    folder, preadv, take = made(tmp_path), os.preadv, Weights.take
+    start = checkpoint._places_in(folder / "model.safetensors")[f"{STEM}.w3.scales"][0]
+
+    def read(number: int, into: list[memoryview], at: int, flags: int = 0) -> int:
+        if at == start and where == "read":
+            raise type(error)(*error.args)
+        return preadv(number, into, at, flags)
+
+    def taken(self: Weights, first: int, weights: Any) -> None:
+        if first == 3 and where == "packed":
+            raise type(error)(*error.args)
+        take(self, first, weights)
+
+    monkeypatch.setattr(raw_file.os, "preadv", read)
+    monkeypatch.setattr(Weights, "take", taken)
+    before = open_files()
+    name = rf"{STEM}\.w3\.weight" if where == "read" else r"experts\.3\.w1\.weight and .*"
+    what = error.args[-1]
+    with pytest.raises(ModelError, match=rf"{name} could not be read .*{what}") as found:
+        load(folder)
+    assert ("model.safetensors" in str(found.value)) == (where == "read" and what != "no")
+    assert not readers()
+    found = None  # type: ignore[assignment]  # it holds what was open
+    gc.collect()
+    assert open_files() == before
+
+
+def test_whoever_interrupts_a_load_waits_for_a_reader_and_finds_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, num = made(tmp_path), checkpoint._read, 0
+
+    def reading(*args: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 9:
+            signal.raise_signal(signal.SIGINT)
+        return read(*args)
+
+    monkeypatch.setattr(checkpoint, "_read", reading)
+    before, handler = open_files(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load(folder)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert num < 40, "of 84: the rest is not read"
+    assert not readers()
+    gc.collect()
+    assert open_files() == before
+    monkeypatch.setattr(checkpoint, "_read", read)
+    assert all_quantised(load(folder).model)
+
+
+def nan(x: Tensor) -> Tensor:
+    x[0, 0] = torch.nan
+    return x
+
+
+def test_an_expert_that_cannot_be_packed_is_named(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{STEM}.w3.scales"] = nan(tensors[f"{STEM}.w3.scales"])
+
+    with pytest.raises(ModelError, match=rf"{GATE_AND_UP}: .* packed: a scale .* is nan"):
+        load(change(made(tmp_path), spoil))
+
+
+def test_an_expert_of_another_size_is_named(tmp_path: Path) -> None:
+    def cut(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(f"{STEM}.w1.")]:
+            columns = tensors[name].shape[1] // 2
+            tensors[name] = tensors[name][:, :columns].contiguous()
+
+    with pytest.raises(ModelError, match=rf"{GATE_AND_UP}: .* outputs, the others of its stack"):
+        load(change(made(tmp_path), cut))
+
+
+def test_a_stack_that_cannot_be_packed_is_named(tmp_path: Path) -> None:
+    make_model("gpt_oss", torch.bfloat16).save_pretrained(tmp_path / "plain")
+    name = "model.layers.1.mlp.experts.down_proj"
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}_scales"][2, 0, 0] = 254
+
+    folder = change(published.publish(tmp_path / "plain", "mxfp4", tmp_path)[0], spoil)
+    with pytest.raises(ModelError, match=rf"{name}: .* packed: a scale .* is 1\.7"):
+        load(folder)
+
+
+@pytest.mark.parametrize("how", ["int4", "mxfp4"])
+def test_a_weight_that_cannot_be_rounded_is_named(tmp_path: Path, how: str) -> None:
+    make_model("mixtral", torch.bfloat16).save_pretrained(tmp_path)
+    name = f"{STEM}.w2.weight"
+    change(tmp_path, lambda tensors: nan(tensors[name]))
+    with pytest.raises(ModelError, match=rf"{name}: .*not finite cannot be rounded"):
+        load(tmp_path, expert_weights=how)
+
+
+# -- experts that are not alike
+
+
+def random(code: Any, k: int, scale: torch.dtype, offset: bool) -> Quantised:
+    made = torch.Generator().manual_seed(k)
+    width, top = (k, 255) if code == "i8" else (k // 2, 256)
+    codes = torch.randint(top, (6, width), generator=made).to(torch.uint8)
+    worths = torch.rand((2, 6, k // 8), generator=made).mul(0.1).to(scale)
+    codes = codes.view(torch.int8) if code == "i8" else codes
+    return Quantised(code, codes, worths[0], worths[1] if offset else None, 8)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("i8", torch.float16, True), ("i8", torch.float16, False)],
+        [("u4", torch.float16, True), ("u4", torch.float32, True)],
+        [("u4", torch.float16, True), ("u4", torch.bfloat16, True)],
+        [("i4", torch.float16, False), ("u4", torch.float16, True)],
+        [("i8", torch.float32, False), ("i8", torch.float16, True)],
+    ],
+)
+def test_weights_that_are_made_alike_keep_their_values(kinds: Any) -> None:
+    weights = [random(code, 16, scale, offset) for code, scale, offset in kinds]
+    found = streaming.alike(weights)
+    assert found is not None
+    assert all(is_like(one, found[0]) for one in found)
+    for one, before in zip(found, weights, strict=True):
+        assert torch.equal(one.dequantised(), before.dequantised())
+
+
+def test_weights_of_other_codes_groups_or_inputs_are_not_made_alike() -> None:
+    one = random("i8", 16, torch.float16, True)
+    assert streaming.alike([one, random("i8", 32, torch.float16, True)]) is None
+    assert streaming.alike([one, random("u4", 16, torch.float16, True)]) is None
+    assert streaming.alike([one, one._replace(group=16, scale_NG=one.scale_NG[:, :1])]) is None
+    assert streaming.alike([one, one.dequantised()]) is None
+
+
+def test_experts_that_are_made_alike_are_in_their_places(tmp_path: Path) -> None:
+    """One of them has no zeros, so all are read before they are packed."""
+    folder = made(tmp_path)
+
+    def centre(tensors: dict[str, Tensor]) -> None:
+        for name in tensors:
+            if name.startswith(f"{STEM}.") and name.endswith("qzeros"):
+                tensors[name] = torch.full_like(tensors[name], -0x77777778)  # every zero is 8
+
+    change(folder, centre)
+    held = all_quantised(load(folder).model)
+    assert {one.kind for one in held.values()} == {"u4 g16"}
+    plain = load(folder, dtype="float32").model
+    for path, experts in held.items():
+        for name in WEIGHTS:
+            wanted = plain.get_submodule(path).get_parameter(name)
+            found = [experts.as_parameter(name, i).float() for i in range(len(wanted))]
+            assert torch.equal(torch.stack(found), wanted)
+
+
+# -- the model itself
+
+
+def test_its_own_forward_leaves_no_values_behind(tmp_path: Path) -> None:
+    model = load(made(tmp_path)).model
+    for ids in ([1, 2, 3], [model.config.vocab_size]):  # no token has that number
+        with torch.no_grad(), suppress(IndexError):
+            model(torch.tensor([ids]))
+        for experts in all_quantised(model).values():
+            assert all(experts._module._parameters[name].is_meta for name in WEIGHTS)
+    experts = next(iter(all_quantised(model).values()))
+    with pytest.raises(ZeroDivisionError), experts.in_place():
+        1 / 0  # noqa: B018
+    assert all(experts._module._parameters[name].is_meta for name in WEIGHTS)
+
+
+def test_a_name_and_a_digest_are_of_every_part(tmp_path: Path) -> None:
+    """Codes, scales and zeros of a linear module and of an expert; a name is of a few bytes."""
+    folder, names, digests = made(tmp_path), list[str](), set[str]()
+    stems = "model.layers.0.self_attn.q_proj", "model.layers.0.block_sparse_moe.experts.0.w2"
+    parts = [f"{stem}.{part}" for stem in stems for part in ("qweight", "scales", "qzeros")]
+    stored = load_file(folder / "model.safetensors")
+    for part in (None, *parts):
+        tensors = dict(stored)
+        if part is not None:
+            x = tensors[part]
+            tensors[part] = x * 2 if x.is_floating_point() else x ^ 0x11111111
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        model = load(folder).model
+        names.append(identity(model))
+        digests.add(weights_digest(model))
+    assert len(digests) == 1 + len(parts)
+    assert len(set(names[:4])) == 4, "of the linear module"
+
+
+def test_a_digest_is_of_what_codes_stand_for() -> None:
+    codes = torch.arange(64, dtype=torch.uint8).view(4, 16)
+    digests = set()
+    for code, dtype in (("i8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
+        one = Quantised(code, codes.view(dtype), torch.ones(4, 1), None, 16)  # type: ignore[arg-type]
+        weights = Weights(1, one)
+        weights.take(0, [[one]])
+        digests.add(weights.digest())
+    assert len(digests) == 2

@@ -80,7 +80,7 @@ class Quantised(NamedTuple):
         if self.code in FOUR_BIT:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
             if self.code == "e2m1":
-                codes = torch.tensor(E2M1, device=codes.device)[codes.long()]
+                codes = torch.tensor(E2M1, device=codes.device, dtype=torch.float32)[codes.long()]
         value = codes.float()
         if self.code == "i4":
             value -= I4_ZERO

@@ -56,7 +56,7 @@ def runs(k: int, group: int) -> Iterator[tuple[int, int]]:
 
 def rounded(x_TK: Tensor, group: int) -> Rounded:
     """Rows rounded for a weight whose groups have so many inputs."""
-    x, largest_int = x_TK.float(), torch.tensor(float(LARGEST))
+    x, largest_int = x_TK.float(), torch.tensor(LARGEST, dtype=torch.float32)
     q_TK, scales = torch.zeros(x.shape, dtype=torch.int8), []
     for lo, hi in runs(x.shape[1], group):
         part = x[:, lo:hi]
@@ -89,7 +89,7 @@ def linear(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     q_TK, scale_TR = rounded(flat, weight.group)
     codes_NK = _codes(weight)
-    sum_TN = torch.zeros((len(flat), weight.shape[0]))
+    sum_TN = torch.zeros((len(flat), weight.shape[0]), dtype=torch.float32)
     group = min(weight.group, flat.shape[1])
     for r, (lo, hi) in enumerate(runs(flat.shape[1], group)):
         q, worth_T1 = q_TK[:, lo:hi].float(), scale_TR[:, r : r + 1]

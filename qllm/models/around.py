@@ -94,7 +94,7 @@ class Around:
         """Lengths of the tuples that layers return; 0 where they return the hidden states alone."""
         self.shape = torch.Size()
         """Shape of the hidden states of one token: streams and their width."""
-        self.like = torch.empty(0)
+        self.like = torch.empty(0, dtype=torch.float32)
         """Dtype and device of hidden states, and their width: [0, W]."""
         self.attention_lengths = [0] * len(self.layers)
         """Lengths of the tuples that each layer's attention returns; 0 where it is one tensor."""
@@ -241,7 +241,7 @@ class Around:
         if not _same(_tensors(one), _tensors(other)):
             raise self._error("hands its layers what it computes of hidden states of earlier ones")
         wide = self.like.shape[1]  # no constant row, which a norm after it would make equal again
-        x_RW = torch.linspace(-1, 1, 2 * wide).reshape(2, wide).to(self.like)
+        x_RW = torch.linspace(-1, 1, 2 * wide, dtype=torch.float32).reshape(2, wide).to(self.like)
         if not torch.equal(self.leave(x_RW), self.leave(x_RW, 1.0, 1)):
             raise self._error("computes its output from hidden states of more than its last layer")
 
@@ -340,7 +340,7 @@ class Around:
 
         stubs: dict[nn.Module, Stub] = {layer: stub(i) for i, layer in enumerate(self.layers)}
         stubs[self._model.get_output_embeddings()] = head
-        ids = torch.full((1, len(x_RW)), token, device=x_RW.device)
+        ids = torch.full((1, len(x_RW)), token, device=x_RW.device, dtype=torch.int64)
         with replaced(stubs), suppress(Unwind):
             self._model.forward(input_ids=ids, use_cache=False)
         if not found:

@@ -1,7 +1,8 @@
 """A checkpoint of safetensors that is open: its tensors by name, read when they are asked for."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,10 +123,20 @@ def open_checkpoint(
 def _read(
     name: str, weight: str, shards: Shards, layout: Layout, parts: Mapping[str, str]
 ) -> Weight:
-    try:
+    with naming(f"checkpoint of model {name!r}, {weight}"):
         return _put_together(layout, parts, {end: shards.read(key) for end, key in parts.items()})
+
+
+@contextmanager
+def naming(weight: str) -> Iterator[None]:
+    """Say in an error which weight was read or packed, by whichever thread."""
+    try:
+        yield
     except ModelError as error:
-        raise ModelError(f"checkpoint of model {name!r}, {weight}: {error}") from error
+        raise ModelError(f"{weight}: {error}") from error
+    except (OSError, MemoryError) as error:
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{weight} could not be read ({what})") from error
 
 
 def _put_together(layout: Layout, names: Mapping[str, str], parts: Mapping[str, Tensor]) -> Weight:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from qllm.errors import ModelError
-from qllm.models.checkpoint import Checkpoint
+from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.folders import first_line
 from qllm.models.formats import gguf as blocks
 from qllm.models.formats.layout import Weight
@@ -172,7 +172,8 @@ def _read(
     """One weight, or a vector in the shape that the model has."""
     data, kind = tensor.data if expert is None else tensor.data[expert], tensor.tensor_type.name
     start = int(tensor.data_offset) + (expert or 0) * int(data.nbytes)
-    raw = file.read(start, int(data.nbytes))
+    with naming(str(tensor.name)):
+        raw = file.read(start, int(data.nbytes))
     if kind in blocks.READERS:
         return blocks.read(kind, raw.view(data.shape))
     plain = raw.view(_ROW[kind]).view((*data.shape[:-1], -1))

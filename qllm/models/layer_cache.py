@@ -50,17 +50,18 @@ class LayerCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it as tensors by name."""
-        found = {"cache.": torch.empty(0)}  # it has a name even if it keeps nothing
+        nothing = torch.empty(0, dtype=torch.float32)
+        found = {"cache.": nothing}  # it has a name even if it keeps nothing
         for index, layer in self.layers.items():
             for path, value in _values(layer):
                 name = f"cache.{index}.{path}"
                 if isinstance(value, Tensor):
                     found[name] = value.contiguous()
                 else:
-                    found[f"{name}={type(value).__name__}"] = torch.tensor(value)
+                    found[f"{name}={type(value).__name__}"] = _number(value)
         for kind in ("attended", "handed"):
             for lo, values in getattr(self, kind).items():
-                found[f"{kind}.{lo}."] = torch.empty(0)
+                found[f"{kind}.{lo}."] = nothing
                 found.update({f"{kind}.{lo}.{place}": t for place, t in values.items()})
         return found
 
@@ -111,6 +112,11 @@ def _copy(layer: Any) -> Any:
     made = copy.copy(layer)
     vars(made).update({n: dict(v) for n, v in vars(layer).items() if isinstance(v, dict)})
     return made
+
+
+def _number(value: bool | float) -> Tensor:
+    """A number as a tensor that has its value."""
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _values(layer: Any) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ truncated shard) is found before a weight is read.
 
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SEED = 0
 
+_MAKING = threading.Lock()
+"""Held while transformers makes a model: it sets the process's default dtype meanwhile, so models
+that were made at once would get each other's."""
 _log = logging.getLogger("qllm")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty",)
@@ -103,15 +107,16 @@ def load(
     dummy, weights = load_format == "dummy", None
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
-    if dummy:
-        model = _dummy(name, config, wanted, place, trust_remote_code)
-    elif folder.suffix == GGUF:
-        model, weights = _of_gguf(name, folder, config, wanted, place)
-    else:
-        rounding = expert_weights if expert_weights in ROUNDINGS else None
-        model, weights = _of_folder(
-            name, folder, config, wanted, place, rounding, trust_remote_code
-        )
+    with _MAKING:
+        if dummy:
+            model = _dummy(name, config, wanted, place, trust_remote_code)
+        elif folder.suffix == GGUF:
+            model, weights = _of_gguf(name, folder, config, wanted, place)
+        else:
+            rounding = expert_weights if expert_weights in ROUNDINGS else None
+            model, weights = _of_folder(
+                name, folder, config, wanted, place, rounding, trust_remote_code
+            )
     _use_grouped_mm(model)
     model.train(False)
     if weights is not None:
@@ -130,7 +135,8 @@ def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedMo
     """
     name, folder = locate(name_or_path, weights=False, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
-    model = _dummy(name, config, None, torch.device("meta"), trust_remote_code)
+    with _MAKING:
+        model = _dummy(name, config, None, torch.device("meta"), trust_remote_code)
     model.train(False)
     return model
 

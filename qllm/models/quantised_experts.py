@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import ModelError
 from qllm.kernels import rounded
 from qllm.kernels.quantised import INTEGERS, Quantised
 from qllm.models.formats.rounding import ROUNDINGS
@@ -200,16 +199,7 @@ def say_rounded(module: object, how: str) -> None:
     Args:
         module: Experts of transformers.
         how: The format, for people.
-
-    Raises:
-        ModelError: They were rounded to another format.
     """
-    before = rounded_before(module)
-    if before is not None and before != how:
-        raise ModelError(
-            f"the experts of this model were rounded to {before} before, so rounding them to {how} "
-            "would round twice; load the model once more"
-        )
     setattr(module, PROVENANCE, how)
 
 

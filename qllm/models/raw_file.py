@@ -133,7 +133,10 @@ class RawFile:
 
     def _fill(self, number: int, left: memoryview, start: int) -> None:
         while left:
-            got = os.preadv(number, [left], start)
+            try:
+                got = os.preadv(number, [left], start)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
             if got == 0:
                 raise ModelError(f"{self._path} ends too early; download it again")
             left, start = left[got:], start + got

@@ -38,16 +38,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
-from qllm.models.checkpoint import Checkpoint
+from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import (
-    AT_ONCE,
-    WEIGHTS,
-    QuantisedExperts,
-    pack_experts,
-    say_rounded,
-)
+from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, pack_experts, say_rounded
 from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
 from qllm.models.quantised_weights import Weights
 
@@ -180,8 +174,7 @@ def stream(
         kept.take(skeleton, checkpoint, places, rest)
     lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
     lazies |= {
-        name: _Lazy(partial(_expanded, name, read, outcome, name in turned))
-        for name, read in rest.items()
+        name: _Lazy(partial(_expanded, name, read, name in turned)) for name, read in rest.items()
     }
     model, info = model_class.from_pretrained(
         None,
@@ -193,6 +186,7 @@ def stream(
         output_loading_info=True,
     )
     kept.enter(skeleton, model, rounding, outcome)
+    outcome.expanded = len(rest)
     for path in {place.module for name, place in places.items() if name in rest}:
         say_rounded(model.get_submodule(path), checkpoint.format)
     _forget_method(model)
@@ -251,20 +245,20 @@ def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> C
     plain, quantised = dict(checkpoint.plain), dict(checkpoint.quantised)
     for name, place in _places(model, checkpoint.plain).items():
         turned = _is_turned(model, place)
-        quantised[name] = partial(_round, plain.pop(name), ROUNDINGS[rounding], turned)
+        quantised[name] = partial(_round, name, plain.pop(name), ROUNDINGS[rounding], turned)
     return checkpoint._replace(format=rounding, plain=plain, quantised=quantised)
 
 
 def _round(
-    read: Callable[[], Tensor], rounding: Callable[[Tensor], Quantised], turned: bool
+    name: str, read: Callable[[], Tensor], rounding: Callable[[Tensor], Quantised], turned: bool
 ) -> Quantised:
-    weight = read().bfloat16()
-    return rounding(weight.transpose(-1, -2) if turned else weight)
+    with naming(name):
+        weight = read().bfloat16()
+        return rounding(weight.transpose(-1, -2) if turned else weight)
 
 
-def _expanded(name: str, read: Callable[[], Weight], outcome: Outcome, turned: bool) -> Tensor:
+def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
     """A quantised weight in bf16, as the parameter of the model is."""
-    outcome.expanded += 1
     found = read()
     value = found.dequantised() if isinstance(found, Quantised) else found
     if not value.isfinite().all():
@@ -395,31 +389,34 @@ def _of_parameter(
         stack = checkpoint.quantised[names[0]]()
         if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
             return None
-        experts = [_one_of(stack, expert) for expert in range(len(stack.codes))]
-        return pack_experts(module, {parameter: experts})[parameter]
+        apart = [_one_of(stack, expert) for expert in range(len(stack.codes))]
+        with naming(names[0]):
+            return pack_experts(module, {parameter: apart})[parameter]
     num_parts = 1 + max((place.part for place in map(places.get, names) if place), default=0)
     num_experts = len(by_place) // num_parts
     wanted = [(part, expert) for expert in range(num_experts) for part in range(num_parts)]
     if set(wanted) != set(by_place) or not module.is_concatenated:
         return None
-    reads = [checkpoint.quantised[by_place[place]] for place in wanted]
-    grouped = _grouped(reads, num_parts)
-    return _one_by_one(grouped, pool) or _at_once(grouped, pool)
+    experts = _grouped([by_place[place] for place in wanted], num_parts)
+    return _one_by_one(experts, checkpoint, pool) or _at_once(experts, checkpoint, pool)
 
 
-def _one_by_one(experts: Sequence[Sequence[Read]], pool: Executor) -> Weights | None:
+def _one_by_one(
+    experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor
+) -> Weights | None:
     """Pack every expert where it was read; None once one is not like the first."""
-    first = _matrices([read() for read in experts[0]])
+    first = _matrices([checkpoint.quantised[name]() for name in experts[0]])
     weights = _weights_of(first, len(experts)) if first else None
     if weights is None:
         return None
-    weights.take(0, [first])
+    _take(weights, 0, experts[0], first)
 
     def take(expert: int) -> bool:
-        parts = _matrices([read() for read in experts[expert]])
+        names = experts[expert]
+        parts = _matrices([checkpoint.quantised[name]() for name in names])
         if not parts or not all(is_like(part, weights.like) for part in parts):
             return False
-        weights.take(expert, [parts])
+        _take(weights, expert, names, parts)
         return True
 
     return weights if all(pool.map(take, range(1, len(experts)))) else None
@@ -431,17 +428,25 @@ def _matrices(weights: Sequence[Weight]) -> list[Quantised]:
     return found if len(found) == len(weights) else []
 
 
-def _at_once(experts: Sequence[Sequence[Read]], pool: Executor) -> Weights | None:
+def _at_once(
+    experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor
+) -> Weights | None:
     """Read all, and give them one format; None if they have none."""
-    found = alike(list(pool.map(lambda read: read(), chain.from_iterable(experts))))
+    names = chain.from_iterable(experts)
+    found = alike(list(pool.map(lambda name: checkpoint.quantised[name](), names)))
     num_parts = len(experts[0])
     weights = None if found is None else _weights_of(found[:num_parts], len(experts))
     if found is None or weights is None:
         return None
-    for start in range(0, len(experts), AT_ONCE):
-        some = found[start * num_parts : (start + AT_ONCE) * num_parts]
-        weights.take(start, _grouped(some, num_parts))
+    grouped = _grouped(found, num_parts)
+    list(pool.map(partial(_take, weights), range(len(experts)), experts, grouped))
     return weights
+
+
+def _take(weights: Weights, expert: int, names: Sequence[str], parts: Sequence[Quantised]) -> None:
+    """Pack one expert."""
+    with naming(" and ".join(names)):
+        weights.take(expert, [parts])
 
 
 def _grouped(parts: Sequence[T], num: int) -> list[Sequence[T]]:

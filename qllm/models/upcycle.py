@@ -293,13 +293,17 @@ def _new_tensors(
     if "shared_expert_intermediate_size" in target.settings:
         for matrix in _OWN_NAMES.values():
             shape = (width, SHARED_WIDTH) if matrix == "down_proj" else (SHARED_WIDTH, width)
-            yield f"{layer}mlp.shared_expert.{matrix}.weight", torch.zeros(shape)
-        yield f"{layer}mlp.shared_expert_gate.weight", torch.zeros(1, width)
+            yield (
+                f"{layer}mlp.shared_expert.{matrix}.weight",
+                torch.zeros(shape, dtype=torch.float32),
+            )
+        yield f"{layer}mlp.shared_expert_gate.weight", torch.zeros(1, width, dtype=torch.float32)
 
 
 def _normal(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest)))
+    made = torch.Generator().manual_seed(int.from_bytes(digest))
+    return torch.randn(shape, generator=made, dtype=torch.float32)
 
 
 def _write_shards(folder: Path, found: Iterator[dict[str, Tensor]]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class _Probe:
                 index = self._run(program, index)
             self.runner.finish(program)
             assert expected.logits_V is not None
-            spread = torch.tensor([expected.logits_spread])
+            spread = torch.tensor([expected.logits_spread], dtype=torch.float32)
             logits = self.logits[_C, hi]
             self._require(logits[None], expected.logits_V[None], spread, self._layer(None))
 

@@ -34,7 +34,7 @@ class HeadState:
         self.scores = scores
         self.greedy = tuple(greedy)
         self.rest = tuple(sorted(set(range(len(x_BD))) - set(greedy)))
-        self.peaks_G = torch.full((len(self.greedy),), -torch.inf)
+        self.peaks_G = torch.full((len(self.greedy),), -torch.inf, dtype=torch.float32)
         self.ids_G = torch.zeros(len(self.greedy), dtype=torch.int64)
         """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
         self.blocks: list[Tensor] = []

@@ -55,7 +55,9 @@ def _filled(weight: Tensor) -> Tensor:
     """A weight with values: those of quantised ones are made when they are multiplied."""
     if not weight.is_meta:
         return weight
-    made = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    made = torch.randn(
+        weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
     return made.to(weight.dtype)
 
 
@@ -86,7 +88,9 @@ def check_rows(name: str, function: Callable[[Tensor], Sequence[Tensor]], width:
     Raises:
         ModelError: A row depends on the others.
     """
-    x_TD = torch.randn((ROWS, width), generator=torch.Generator().manual_seed(0))
+    x_TD = torch.randn(
+        (ROWS, width), generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
     together = function(x_TD)
     for row in range(0, ROWS, 4):
         for whole, one in zip(together, function(x_TD[row : row + 1]), strict=True):

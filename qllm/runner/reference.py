@@ -169,7 +169,7 @@ class _Recorder:
         if self._quiet:
             x_TD = x_TD * _quieting(x_TD)
         shape = (NUM_NOISY // 2, *x_TD.shape)
-        noise = torch.randn(shape, generator=self._generator).to(x_TD.device)
+        noise = torch.randn(shape, generator=self._generator, dtype=torch.float32).to(x_TD.device)
         moved = x_TD * noise * (NOISE * unit(x_BTD.dtype))
         return torch.cat((x_TD[None], x_TD + moved, x_TD - moved)).to(x_BTD.dtype)
 

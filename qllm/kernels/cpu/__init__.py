@@ -89,8 +89,8 @@ def _agree(module: Any, one: str, other: str) -> bool:
     """Whether products of odd shapes are the same but for rounding."""
     generator = torch.Generator().manual_seed(0)
     for rows, num_out, num_in in ((1, 64, 32), (17, 80, 70), (50, 150, 96)):
-        x = torch.randn((rows, num_in), generator=generator).bfloat16()
-        weight = torch.randn((num_out, num_in), generator=generator).bfloat16()
+        x = torch.randn((rows, num_in), generator=generator, dtype=torch.float32).bfloat16()
+        weight = torch.randn((num_out, num_in), generator=generator, dtype=torch.float32).bfloat16()
         matrix = Matrix([weight])
         found = [torch.empty((rows, num_out), dtype=torch.bfloat16) for _ in range(2)]
         for name, out in zip((one, other), found, strict=True):
@@ -108,10 +108,7 @@ def kind() -> str:
 
 
 def set_threads(num: int) -> None:
-    """Threads that the kernels compute with; nothing where they were not built.
-
-    Not while they compute, but with the number that is set already.
-    """
+    """Threads that the kernels compute with, for the process; nothing where they were not built."""
     global _threads
     if native is not None and _threads != (os.getpid(), num):
         native.threads(num)

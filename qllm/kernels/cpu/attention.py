@@ -164,8 +164,9 @@ class _Attends:
     def begin(self, q: Tensor) -> Begun:
         """What an attention in parts keeps between them."""
         num_tokens, num_heads = q.shape[0], self._struct.heads.heads
-        sums = torch.empty((num_tokens, num_heads, self._sizes()[1] // num_heads))
-        return Begun(q, sums, torch.empty((num_tokens, num_heads, 2)))
+        widths = self._sizes()[1] // num_heads, 2
+        sums, peaks = (torch.empty((num_tokens, num_heads, n), dtype=torch.float32) for n in widths)
+        return Begun(q, sums, peaks)
 
     def attend_some(
         self,

@@ -91,7 +91,7 @@ class DeltaNet:
     def new_state(self) -> DeltaState:
         """A state to be written; its values are not initialised."""
         conv = torch.empty((self._channels, self._taps), dtype=torch.bfloat16)
-        return DeltaState(conv, torch.empty(self._heads))
+        return DeltaState(conv, torch.empty(self._heads, dtype=torch.float32))
 
     def __call__(
         self, x_TD: Tensor, rounds: Iterable[Sequence[DeltaSpan]], num_covered: int

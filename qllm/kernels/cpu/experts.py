@@ -83,7 +83,8 @@ class Int8Stack:
         self._n, self._k, self._group = n, k, min(group, k)
         size = cpu.packed_numel(n, k)
         self.packed = cpu.huge_empty(num * size // 2).view(torch.int8).view(num, size)
-        self.scales = torch.zeros((num, -(-k // self._group), -(-n // 16) * 16))
+        shape = (num, -(-k // self._group), -(-n // 16) * 16)
+        self.scales = torch.zeros(shape, dtype=torch.float32)
         """fp32 [E, groups, outputs]; outputs are filled up to a multiple of 16."""
         self.num_bytes = size + self.scales[0].numel() * 4
         """Bytes of one weight."""

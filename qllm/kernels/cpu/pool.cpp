@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -12,7 +14,9 @@ namespace {
 
 class Pool {
  public:
+  // Waits until nobody has the threads: other callers run their tasks themselves meanwhile.
   void resize(int threads) {
+    for (int spins = 0; taken_.exchange(true); spins++) pause(spins);
     {
       std::lock_guard<std::mutex> hold(mutex_);
       stopping_ = true;
@@ -24,14 +28,16 @@ class Pool {
     stopping_ = false;
     for (int i = 1; i < threads; i++)
       workers_.emplace_back([this, seen = round_.load()] { work(seen); });
+    size_.store(threads);
+    taken_.store(false);
   }
 
-  int size() const { return int(workers_.size()) + 1; }
+  int size() const { return size_.load(std::memory_order_relaxed); }
 
   // The caller takes tasks too, and waits only for workers that entered while there were some: a
   // worker that gets no core holds nobody up.
   void run(int64_t count, int64_t most, Task task, const void* context) {
-    bool alone = workers_.empty() || count < 2 || taken_.exchange(true);
+    bool alone = size() < 2 || count < 2 || taken_.exchange(true);
     if (alone) {
       for (int64_t i = 0; i < count; i++) task(context, i, i + 1);
       return;
@@ -100,6 +106,7 @@ class Pool {
   static constexpr int kClosed = 1 << 30;
 
   std::vector<std::thread> workers_;
+  std::atomic<int> size_{1};  // threads, the caller included
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<uint64_t> round_{0};
@@ -112,14 +119,18 @@ class Pool {
   const void* context_ = nullptr;
 };
 
-Pool& pool() {
-  static Pool* instance = new Pool;  // never destroyed: threads may outlive main
-  return *instance;
-}
+// Never destroyed: threads may outlive main. A fork has none of them, so it begins anew.
+std::atomic<Pool*> instance{new Pool};
+std::atomic<pid_t> owner{getpid()};
+
+Pool& pool() { return *instance.load(std::memory_order_relaxed); }
 
 }  // namespace
 
-void set_threads(int threads) { pool().resize(threads); }
+void set_threads(int threads) {
+  if (owner.exchange(getpid()) != getpid()) instance.store(new Pool);
+  pool().resize(threads);
+}
 int num_threads() { return pool().size(); }
 
 void run_tasks(int64_t count, int64_t most, Task task, const void* context) {

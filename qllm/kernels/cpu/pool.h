@@ -8,7 +8,7 @@ namespace qllm {
 
 using Task = void (*)(const void* context, int64_t task, int64_t then);
 
-// Threads that compute, the caller included. Not while `run` is under way.
+// Threads that compute, the caller included: of all callers, from any of them, at any time.
 void set_threads(int threads);
 int num_threads();
 

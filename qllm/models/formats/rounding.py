@@ -75,7 +75,7 @@ def _packed(codes: Tensor, k: int) -> Tensor:
 
 def _nearest(size: Tensor) -> Tensor:
     """The nearest of the eight sizes; between two the one with an even code."""
-    sizes = torch.tensor(E2M1[:8])
+    sizes = torch.tensor(E2M1[:8], dtype=torch.float32)
     middles = (sizes[1:] + sizes[:-1]) / 2
     low, high = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
     return torch.where(low % 2 == 0, low, high)

@@ -61,7 +61,9 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
     biases = [x.bias for x in linears]
     if any(b is not None for b in biases):
         given = zip(linears, biases, strict=True)
-        biases = [torch.zeros(x.out_features).bfloat16() if b is None else b for x, b in given]
+        biases = [
+            torch.zeros(x.out_features, dtype=torch.bfloat16) if b is None else b for x, b in given
+        ]
     return matrix_of([weight_of(x) for x in linears], biases, arena)
 
 
@@ -287,7 +289,9 @@ class NativeDriver(FastDriver):
                 "scaling": router.routed_scaling_factor,
             }
         elif kind == "sparse_mixer":
-            jitter = torch.tensor(2 * router.router_jitter_noise).bfloat16()  # as it is compared
+            jitter = torch.tensor(
+                2 * router.router_jitter_noise, dtype=torch.bfloat16
+            )  # as it is compared
             settings = {"kind": kind, "renormalise": False, "wide": False, "jitter": float(jitter)}
         norm = _norm(self._post_norm)
         weight = router.weight.detach()

@@ -140,7 +140,9 @@ class RecurrentMixer:
     def _can_go_on(self, forward: Callable[..., Any], like: Tensor) -> bool:
         """Whether a call with several tokens goes on from a state; some begin anew (Jamba)."""
         made = torch.Generator().manual_seed(0)
-        x_1TD = torch.randn((1, 2 * _TRIED, like.shape[2]), generator=made).to(like)
+        x_1TD = torch.randn((1, 2 * _TRIED, like.shape[2]), generator=made, dtype=torch.float32).to(
+            like
+        )
         outs, state = [], self._new_state()
         for part in torch.split(x_1TD, _TRIED, 1):
             outs.append(self._call(forward, part, state))

@@ -142,7 +142,7 @@ def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> Ro
     cases = []
     for weight in shapes.values():
         generator = torch.Generator().manual_seed(weight.shape[1])
-        x = torch.randn((PROBE_ROWS, weight.shape[1]), generator=generator)
+        x = torch.randn((PROBE_ROWS, weight.shape[1]), generator=generator, dtype=torch.float32)
         cases.append((weight, x.to(weight.dtype).to(weight.device)))
     for rule in rules:
         if all(_holds_here(rule, weight, x) for weight, x in cases):

@@ -147,7 +147,7 @@ def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact:
     """
     made = torch.Generator().manual_seed(0)
     shape = (NUM_TRIED, like_TD.shape[1])
-    x_TD = torch.randn(shape, generator=made).to(like_TD)
+    x_TD = torch.randn(shape, generator=made, dtype=torch.float32).to(like_TD)
     whole = carry(mixer, x_TD, [0, NUM_TRIED])
     for how, cuts in CUTS.items():
         found = carry(mixer, x_TD, cuts)
