@@ -25,7 +25,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """bf16 is rounded twice on the way, and the interpreter rounds towards zero."""
+    """bf16 is rounded twice on the way."""
     if found.dtype is torch.float32:
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
     elif wanted.numel():

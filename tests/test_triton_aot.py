@@ -18,7 +18,8 @@ from triton.compiler import ASTSource
 TARGET = GPUTarget("cuda", 90, 32)
 DONE = {}
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-         torch.int32: "*i32", torch.int64: "*i64"}
+         torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.uint8: "*u8",
+         torch.int8: "*i8"}
 
 
 class Launcher:
@@ -30,7 +31,7 @@ class Launcher:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *args, num_warps=4, num_stages=3, **constants):
+    def compile(self, *args, num_warps=4, num_stages=3, enable_fp_fusion=True, **constants):
         names = [p.name for p in self.kernel.params]
         signature, attrs = {}, {}
         for i, (name, value) in enumerate(zip(names, args)):
@@ -49,14 +50,17 @@ class Launcher:
             signature.setdefault(name, "constexpr")
         fixed = {(names.index(n),): v for n, v in constants.items()}
         source = ASTSource(self.kernel, signature, fixed, attrs)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages,
+                   "enable_fp_fusion": enable_fp_fusion}
         made = triton.compile(source, target=TARGET, options=options)
         narrow = made.asm["ptx"].count("ld.global.b16")
         copies = made.asm["ptx"].count("cp.async.cg")
-        found = [len(made.asm["cubin"]), made.metadata.shared, narrow, copies, str(args[0].dtype)]
+        kinds = " ".join(str(a.dtype) for a in args[:2] if isinstance(a, torch.Tensor))
+        found = [len(made.asm["cubin"]), made.metadata.shared, narrow, copies, kinds]
         DONE.setdefault(self.name, []).append(found)
 
 
+from qllm.kernels.quantised import Quantised
 from qllm.kernels.routing import (
     Activation, Angles, ExpertWeights, Groups, HeadNorms, Norm, Rule, RuleKind, SharedWeights, Sum,
 )
@@ -141,6 +145,24 @@ for num, experts, top_k, width, inner, dtype in SHAPES:
         slots = new(num, top_k, width, dtype=dtype)
         moe.run_experts(new(num, width, dtype=dtype), weights, routing, 0, experts, slots)
     moe.combine(slots, new(num, top_k), one, new(num, width, dtype=dtype))
+for code, kind, per_byte, scales in (
+    ("i4", torch.uint8, 2, torch.float16), ("u4", torch.uint8, 2, torch.float16),
+    ("e2m1", torch.uint8, 2, B), ("i8", torch.int8, 1, F), ("e4m3", torch.float8_e4m3fn, 1, F),
+):
+    for num, experts, top_k, width, inner, oss in ((1, 128, 8, 2048, 768, 0),
+                                                   (600, 32, 4, 2880, 2880, 1)):
+        group = 32 if oss else 128
+        stacks = []
+        for n, k in ((2 * inner, width), (width, inner)):
+            codes = torch.empty((experts, n, k // per_byte), dtype=kind, device="meta")
+            worths = torch.empty((experts, n, -(-k // group)), dtype=scales, device="meta")
+            stacks.append(Quantised(code, codes, worths, worths if code == "u4" else None, group))
+        bias = new(experts, 64, dtype=B) if oss else None
+        packed = ExpertWeights(stacks[0].codes, stacks[1].codes, bias, bias, False, Activation(oss),
+                               packed=tuple(stacks))
+        routing = moe.route(torch.zeros(num, top_k, dtype=torch.int64), one, experts, one)
+        moe.run_experts(new(num, width, dtype=B), packed, routing, 0, experts,
+                        new(num, top_k, width, dtype=B))
 for num, dtype in ((4, B), (64, B), (600, B), (9, F)):  # DeepSeek-V3, a shared expert or two
     for shared in (1, 2):
         E, K, D, I = (256, 8, 7168, 2048) if dtype is B else (8, 4, 64, 48)
@@ -223,6 +245,7 @@ def test_every_kernel_compiles_for_sm_90() -> None:
         assert all(shared <= SHARED_MEMORY for _, shared, *_ in made), (name, made)
     # GPT-OSS stores gate and up alternating: read one by one they are 2-byte loads, never copies.
     # One 2-byte load is left: the bias, a column per thread, after the loop.
-    wide = [(narrow, copies) for _, _, narrow, copies, dtype in found["_up"] if "bfloat16" in dtype]
+    bf16 = [made for made in found["_up"] if made[-1].count("bfloat16") == 2]
+    wide = [(narrow, copies) for _, _, narrow, copies, _ in bf16]
     assert len(wide) == 16
     assert all(narrow <= 1 and copies >= 24 for narrow, copies in wide), wide

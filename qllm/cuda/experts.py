@@ -20,6 +20,8 @@ from qllm.kernels.routing import (
 from qllm.kernels.select import Kernels
 from qllm.models.fingerprints import router_kind
 from qllm.models.heard import is_heard
+from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
+from qllm.models.quantised_weights import DeviceWeights
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.work import Unit, Work
 
@@ -71,6 +73,26 @@ def _rule(router: Any, kind: str) -> Rule:
     return Rule(RuleKind.RENORMALISED)
 
 
+def packed_weights(weights: ExpertWeights, held: QuantisedExperts) -> ExpertWeights | str:
+    """The same with quantised weights, or why the kernels are not made for them.
+
+    Args:
+        weights: Of the layer, whose two products are on meta.
+        held: What they are.
+    """
+    stacks = [held.weights[name] for name in WEIGHTS]
+    up, down = (w.whole if isinstance(w, DeviceWeights) else None for w in stacks)
+    if up is None or down is None:
+        return f"its experts are quantised ({held.kind}) and packed for the CPU"
+    bias_EF = weights.up_bias_EF
+    if bias_EF is not None and weights.interleaved:  # gates come first in what is quantised
+        bias_EF = torch.cat((bias_EF[:, 0::2], bias_EF[:, 1::2]), 1)
+    return weights._replace(
+        up_EFD=up.codes, down_EDI=down.codes, up_bias_EF=bias_EF, interleaved=False,
+        packed=(up, down),
+    )  # fmt: skip
+
+
 class DeviceExperts:
     """The experts of one layer.
 
@@ -98,6 +120,8 @@ class DeviceExperts:
     def can_share(self, shared: SharedWeights) -> bool:
         """Whether shared experts can run as experts beside the layer's own."""
         w, (up, down) = self.weights, shared
+        if w.packed is not None:
+            return False
         inner, width = w.down_EDI.shape[2], w.down_EDI.shape[1]
         rows = {t.dtype for t in (w.up_EFD, w.down_EDI, up, down)}
         return (
@@ -177,7 +201,7 @@ class DeviceWork(Work):
         shares = [num_slots * i // num for i in range(num + 1)]
         self.units = [Unit(self.bounds[i], shares[i], shares[i + 1]) for i in range(num)]
         self.done = bytearray(num)
-        dtype = weights.down_EDI.dtype
+        dtype = weights.down_EDI.dtype if weights.packed is None else torch.bfloat16
         shape = (num_slots, weights.down_EDI.shape[1])
         self.slots_SD = torch.empty(shape, dtype=dtype, device=ids_TK.device)
         self._num_tokens = torch.full(

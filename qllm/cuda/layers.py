@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.cuda.experts import DeviceExperts
+from qllm.cuda.experts import DeviceExperts, packed_weights
 from qllm.cuda.known import KnownLayer, is_known
 from qllm.cuda.latents import Latents
 from qllm.cuda.norms import Norms
@@ -14,6 +14,7 @@ from qllm.errors import ModelError
 from qllm.kernels.routing import expert_weights
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts, ModelParts, base_model
+from qllm.models.quantised_experts import quantised_in
 from qllm.runner.layers.drivers import LayerDriver, Rope
 
 
@@ -58,6 +59,9 @@ class DeviceLayers:
         if layer.experts is None:
             return None
         found = expert_weights(layer.experts)
+        held = quantised_in(layer.experts)
+        if held is not None and not isinstance(found, str):
+            found = packed_weights(found, held)
         if isinstance(found, str):
             raise ModelError(f"layer {layer.index}: {found}; no device kernel is made for it")
         return DeviceExperts(found, self._kernels, self._hits)

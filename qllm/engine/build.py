@@ -30,7 +30,9 @@ from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, Mo
 from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
+from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.loader import LoadedModel
+from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
 from qllm.plan import ModelShape
@@ -78,8 +80,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
 
     if config.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
-    if config.expert_weights != "auto":
-        raise ConfigError(f"expert_weights={config.expert_weights!r} is for the CPU; use 'auto'")
+    _refuse_rounding(model, config.expert_weights)
     if config.activations != "bf16":
         raise ConfigError(f"activations={config.activations!r} is for the CPU; use 'bf16'")
     if config.kv_dir is not None:
@@ -97,6 +98,18 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_total_tokens=config.max_kv_tokens,
         graphs=None if config.kernels == "fast" else False,
         spare=spare_of(config, CudaBackend.why_inexact, TorchStreams, model.device),
+    )
+
+
+def _refuse_rounding(model: Any, expert_weights: str) -> None:
+    """Return if the experts of a model on a device are what was asked for."""
+    held = all_quantised(model).values()
+    if expert_weights == "auto" or (held and all(h.rounding == expert_weights for h in held)):
+        return
+    raise ConfigError(
+        f"expert_weights={expert_weights!r}: on CUDA experts are rounded while a checkpoint in "
+        f"bfloat16 is loaded, to {' or '.join(ROUNDINGS)}, and these were not; use 'auto', or load "
+        "such a checkpoint"
     )
 
 

@@ -57,6 +57,13 @@ class Quantised(NamedTuple):
         *_, n, k = self.codes.shape
         return n, k * 2 if self.code in FOUR_BIT else k
 
+    def one(self, index: int) -> "Quantised":
+        """One weight of a stack of them."""
+        offset = None if self.offset_NG is None else self.offset_NG[index]
+        return self._replace(
+            codes=self.codes[index], scale_NG=self.scale_NG[index], offset_NG=offset
+        )
+
     def rows(self, which: slice | Tensor) -> "Quantised":
         """Some of its outputs."""
         offset = None if self.offset_NG is None else self.offset_NG[which]

@@ -181,6 +181,9 @@ def run_experts(
 
 def _of_expert(weights: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
     """Gates and ups [2 I, D], and what they go down by [D, I]."""
+    if weights.packed is not None:
+        up, down = (stack.one(expert).dequantised() for stack in weights.packed)
+        return up, down
     if expert < weights.num_experts or weights.shared is None:
         return weights.up_EFD[expert], weights.down_EDI[expert]
     inner = weights.down_EDI.shape[2]

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qllm.kernels.quantised import Quantised
+
 
 class Activation(enum.IntEnum):
     """The gated activation between the two products of an expert."""
@@ -120,6 +122,8 @@ class ExpertWeights(NamedTuple):
     activation: Activation
     shared: SharedWeights | None = None
     """They follow as experts E to E + S."""
+    packed: tuple[Quantised, Quantised] | None = None
+    """Both as stacks of quantised weights, contiguous; the two above are then their codes."""
 
     @property
     def num_experts(self) -> int:
@@ -129,11 +133,19 @@ class ExpertWeights(NamedTuple):
     @property
     def num_shared(self) -> int:
         """S."""
-        return 0 if self.shared is None else self.shared.down_DF.shape[1] // self.down_EDI.shape[2]
+        return 0 if self.shared is None else self.shared.down_DF.shape[1] // self.inner
+
+    @property
+    def inner(self) -> int:
+        """I, the width between the two products."""
+        return self.down_EDI.shape[2] if self.packed is None else self.packed[1].shape[1]
 
     @property
     def bytes_per_expert(self) -> int:
         """Weights read for one expert."""
+        if self.packed is not None:
+            whole = [t for w in self.packed for t in (w.codes, w.scale_NG, w.offset_NG)]
+            return sum(t[0].nbytes for t in whole if t is not None)
         numbers = self.up_EFD[0].numel() + self.down_EDI[0].numel()
         return numbers * self.up_EFD.element_size()
 

@@ -80,14 +80,14 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    On a CPU in bf16 the quantised weights of experts stay as they are; all others are expanded,
-    which the log says (docs/weights.md).
+    In bf16 the quantised weights of experts stay as they are, and on a CPU those of linear modules;
+    all others are expanded, which the log says (docs/weights.md).
 
     Args:
         name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
             with one, or a hub id ORG/NAME.
         dtype: Of the weights; None or "auto" is the checkpoint's own, but bf16 for GGUF files, and
-            in place of fp16 where it is quantised and the device a CPU.
+            in place of fp16 where it is quantised.
         device: Where the weights go, without a second copy on the host.
         trust_remote_code: Run modelling code that comes with the checkpoint.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from the
@@ -366,7 +366,7 @@ def _streamed(
             f"model {name!r} is quantised and brings its own modelling code; load bfloat16 weights"
         )
     kind = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    if dtype is None and rounding is None and kind is torch.float16 and device.type == "cpu":
+    if dtype is None and rounding is None and kind is torch.float16:
         kind = torch.bfloat16
     for part in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):

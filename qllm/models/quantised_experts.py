@@ -4,7 +4,7 @@ Their module keeps its parameters on the meta device, for their shapes. Its own 
 it computes with the bf16 values of the weights, which are in memory for that call alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qllm.kernels import rounded
 from qllm.kernels.quantised import INTEGERS, Quantised
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_weights import Weights
+from qllm.models.quantised_weights import DeviceWeights, Weights
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 ATTRIBUTE = "qllm_quantised"
@@ -35,7 +35,9 @@ class QuantisedExperts:
         rounding: How they were rounded from bf16; None if the checkpoint has them so.
     """
 
-    def __init__(self, weights: dict[str, Weights], rounding: str | None = None) -> None:
+    def __init__(
+        self, weights: Mapping[str, Weights | DeviceWeights], rounding: str | None = None
+    ) -> None:
         self.weights, self.rounding = weights, rounding
         self.num_experts = weights[WEIGHTS[0]].num
         self.kind = "+".join(dict.fromkeys(found.kind for found in weights.values()))
@@ -96,14 +98,16 @@ class QuantisedExperts:
         kept = {name: module._parameters[name] for name in WEIGHTS}
         try:
             for name, empty in kept.items():
-                full, scratch = torch.empty_like(empty, device="cpu"), self.weights[name].scratch()
+                weights = self.weights[name]
+                full = torch.empty_like(empty, device=weights.tensors()[0].device)
+                scratch: Any = weights.scratch()
                 for expert in range(len(full)) if experts is None else experts:
                     if name == WEIGHTS[0] and not module.is_concatenated:
                         full[expert] = self.as_parameter(name, expert)
                     else:
                         own = full[expert]
                         own = own.t() if module.is_transposed else own
-                        self.weights[name].write(expert, own, scratch)
+                        weights.write(expert, own, scratch)
                 module._parameters[name] = nn.Parameter(full, requires_grad=False)
             yield
         finally:
@@ -147,20 +151,27 @@ class QuantisedExperts:
         return out.to(x.dtype)
 
 
-def pack_experts(module: Any, weights: dict[str, Sequence[Quantised]]) -> dict[str, Weights]:
+Room = Callable[[int, Quantised], Weights | DeviceWeights]
+"""Makes room for so many weights like one."""
+
+
+def pack_experts(
+    module: Any, weights: dict[str, Sequence[Quantised]], room: Room = Weights
+) -> dict[str, Weights | DeviceWeights]:
     """Pack the weights of a module of experts.
 
     Args:
         module: Experts of transformers.
         weights: By the name of the parameter, one weight [n, k] per expert; outputs in the order
             of the module.
+        room: Where they go.
 
     Raises:
         ModelError: The kernels have no such weights.
     """
-    packed: dict[str, Weights] = {}
+    packed: dict[str, Weights | DeviceWeights] = {}
     for name, found in weights.items():
-        packed[name] = Weights(len(found), found[0])
+        packed[name] = room(len(found), found[0])
         for first in range(0, len(found), AT_ONCE):
             some = [found[i] for i in range(first, min(first + AT_ONCE, len(found)))]
             if name == WEIGHTS[0] and not module.is_concatenated:
@@ -182,7 +193,7 @@ def round_experts(module: Any, rounding: str) -> QuantisedExperts:
         rounding: Key of `ROUNDINGS`.
     """
     turned, rounded = bool(module.is_transposed), ROUNDINGS[rounding]
-    weights: dict[str, Weights] = {}
+    weights: dict[str, Weights | DeviceWeights] = {}
     for name in WEIGHTS:
         found = module._parameters[name].detach()
         all_of_it = [rounded(one.t() if turned else one) for one in found]

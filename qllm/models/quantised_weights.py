@@ -96,6 +96,70 @@ class Weights:
         return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
 
 
+class DeviceWeights:
+    """E weights [n, k] of one shape and format as checkpoints have them, on a device.
+
+    What is asked of `Weights`, but for packing.
+
+    Args:
+        num: E.
+        like: One of them.
+        device: Where they go.
+    """
+
+    def __init__(self, num: int, like: Quantised, device: torch.device) -> None:
+        self.num, self.shape, self.like, self.kind = num, like.shape, shape_of(like), like.kind
+
+        def room(one: Tensor) -> Tensor:
+            return torch.empty((num, *one.shape), dtype=one.dtype, device=device)
+
+        offset = None if like.offset_NG is None else room(like.offset_NG)
+        self.whole = like._replace(
+            codes=room(like.codes), scale_NG=room(like.scale_NG), offset_NG=offset
+        )
+        """All of them, a stack."""
+
+    def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
+        """See `Weights.take`."""
+        for i, parts in enumerate(weights):
+            one = stacked(parts)
+            assert one is not None
+            if not all(worths.isfinite().all() for worths in tensors_of(one)[1:]):
+                raise ModelError("quantised weights have scales or offsets that are not finite")
+            if one.code == "e4m3" and ((one.codes.view(torch.uint8) & 127) == 127).any():
+                raise ModelError("quantised weights have codes that are not a number")
+            for own, new in zip(tensors_of(self.whole), tensors_of(one), strict=True):
+                own.view(torch.uint8)[first + i].copy_(new.contiguous().view(torch.uint8))
+
+    def values(self, index: int) -> Tensor:
+        """bf16 [n, k] of one."""
+        return self.whole.one(index).dequantised()
+
+    def write(self, index: int, out_NK: Tensor, scratch: Tensor | None = None) -> None:
+        """Write the values of one into bf16 [n, k] of any strides."""
+        out_NK.copy_(self.values(index))
+
+    def scratch(self) -> None:
+        """`write` needs none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All that they are."""
+        return tensors_of(self.whole)
+
+    def sample(self) -> bytes:
+        """A few of their bytes, for the identity of the model."""
+        return b"".join(sample_of(tensor) for tensor in self.tensors())
+
+    def digest(self) -> str:
+        """Digest of every byte."""
+        return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
+
+
 def tensors_of(one: Quantised) -> list[Tensor]:
     """Codes, scales, and offsets if there are any."""
     return [t for t in (one.codes, one.scale_NG, one.offset_NG) if t is not None]

@@ -41,9 +41,15 @@ from qllm.kernels.quantised import Quantised
 from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, pack_experts, say_rounded
+from qllm.models.quantised_experts import (
+    WEIGHTS,
+    QuantisedExperts,
+    Room,
+    pack_experts,
+    say_rounded,
+)
 from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
-from qllm.models.quantised_weights import Weights
+from qllm.models.quantised_weights import DeviceWeights, Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
@@ -159,7 +165,7 @@ def stream(
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
     outcome, kept = Outcome(), _Held()
-    keeps = device.type == "cpu" and dtype is torch.bfloat16
+    keeps, on_cpu = dtype is torch.bfloat16 and device.type in ("cpu", "cuda"), device.type == "cpu"
     if rounding is not None and keeps:
         checkpoint = _rounded(skeleton, checkpoint, rounding)
     rest = dict(checkpoint.quantised)
@@ -171,7 +177,8 @@ def stream(
             "first: how it is laid out is not known; load bfloat16 weights"
         )
     if keeps:
-        kept.take(skeleton, checkpoint, places, rest)
+        room: Room = Weights if on_cpu else partial(DeviceWeights, device=device)
+        kept.take(skeleton, checkpoint, places, rest, room, linears=on_cpu)
     lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
     lazies |= {
         name: _Lazy(partial(_expanded, name, read, name in turned)) for name, read in rest.items()
@@ -197,7 +204,7 @@ class _Held:
     """The weights of a model that stay quantised."""
 
     def __init__(self) -> None:
-        self._experts: dict[str, dict[str, Weights]] = {}
+        self._experts: dict[str, dict[str, Weights | DeviceWeights]] = {}
         self._linears: dict[str, Quantised] = {}
 
     def take(
@@ -206,15 +213,20 @@ class _Held:
         checkpoint: Checkpoint,
         places: Mapping[str, Place],
         rest: dict[str, Callable[[], Weight]],
+        room: Room,
+        *,
+        linears: bool,
     ) -> None:
-        """Read what can stay, and leave in `rest` what cannot."""
+        """Read what can stay, experts and perhaps linears, and leave in `rest` what cannot."""
         with ThreadPoolExecutor(READERS, "qllm-read") as pool:
             for path, names in _by_module(places).items():
-                found = _packed(skeleton.get_submodule(path), names, places, checkpoint, pool)
+                found = _packed(skeleton.get_submodule(path), names, places, checkpoint, pool, room)
                 if found is not None:
                     self._experts[path] = found
                     for name in names:
                         del rest[name]
+            if not linears:
+                return
             others = {name: read for name, read in rest.items() if name not in places}
             for name, target, weight in _linears(skeleton, others, pool):
                 self._linears[target.rpartition(".")[0]] = weight
@@ -361,14 +373,15 @@ def _packed(
     places: Mapping[str, Place],
     checkpoint: Checkpoint,
     pool: Executor,
-) -> dict[str, Weights] | None:
+    room: Room,
+) -> dict[str, Weights | DeviceWeights] | None:
     """Every expert's weights by parameter; None if they are not all there, or not alike."""
-    found: dict[str, Weights] = {}
+    found: dict[str, Weights | DeviceWeights] = {}
     for parameter in WEIGHTS:
         own = [name for name in names if places[name].parameter == parameter]
         shape = getattr(module, parameter).shape
         wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
-        weights = _of_parameter(module, parameter, own, places, checkpoint, pool)
+        weights = _of_parameter(module, parameter, own, places, checkpoint, pool, room)
         if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
             return None
         found[parameter] = weights
@@ -382,31 +395,33 @@ def _of_parameter(
     places: Mapping[str, Place],
     checkpoint: Checkpoint,
     pool: Executor,
-) -> Weights | None:
+    room: Room,
+) -> Weights | DeviceWeights | None:
     """One weight per expert; None if some are missing, or they are not alike."""
     by_place = {places[name][2:]: name for name in names}
     if list(by_place) == [(0, None)]:
         stack = checkpoint.quantised[names[0]]()
         if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
             return None
-        apart = [_one_of(stack, expert) for expert in range(len(stack.codes))]
+        apart = [stack.one(expert) for expert in range(len(stack.codes))]
         with naming(names[0]):
-            return pack_experts(module, {parameter: apart})[parameter]
+            return pack_experts(module, {parameter: apart}, room)[parameter]
     num_parts = 1 + max((place.part for place in map(places.get, names) if place), default=0)
     num_experts = len(by_place) // num_parts
     wanted = [(part, expert) for expert in range(num_experts) for part in range(num_parts)]
     if set(wanted) != set(by_place) or not module.is_concatenated:
         return None
     experts = _grouped([by_place[place] for place in wanted], num_parts)
-    return _one_by_one(experts, checkpoint, pool) or _at_once(experts, checkpoint, pool)
+    found = _one_by_one(experts, checkpoint, pool, room)
+    return found or _at_once(experts, checkpoint, pool, room)
 
 
 def _one_by_one(
-    experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor
-) -> Weights | None:
+    experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
+) -> Weights | DeviceWeights | None:
     """Pack every expert where it was read; None once one is not like the first."""
     first = _matrices([checkpoint.quantised[name]() for name in experts[0]])
-    weights = _weights_of(first, len(experts)) if first else None
+    weights = _weights_of(first, len(experts), room) if first else None
     if weights is None:
         return None
     _take(weights, 0, experts[0], first)
@@ -429,13 +444,13 @@ def _matrices(weights: Sequence[Weight]) -> list[Quantised]:
 
 
 def _at_once(
-    experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor
-) -> Weights | None:
+    experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
+) -> Weights | DeviceWeights | None:
     """Read all, and give them one format; None if they have none."""
     names = chain.from_iterable(experts)
     found = alike(list(pool.map(lambda name: checkpoint.quantised[name](), names)))
     num_parts = len(experts[0])
-    weights = None if found is None else _weights_of(found[:num_parts], len(experts))
+    weights = None if found is None else _weights_of(found[:num_parts], len(experts), room)
     if found is None or weights is None:
         return None
     grouped = _grouped(found, num_parts)
@@ -443,7 +458,12 @@ def _at_once(
     return weights
 
 
-def _take(weights: Weights, expert: int, names: Sequence[str], parts: Sequence[Quantised]) -> None:
+def _take(
+    weights: Weights | DeviceWeights,
+    expert: int,
+    names: Sequence[str],
+    parts: Sequence[Quantised],
+) -> None:
     """Pack one expert."""
     with naming(" and ".join(names)):
         weights.take(expert, [parts])
@@ -454,17 +474,10 @@ def _grouped(parts: Sequence[T], num: int) -> list[Sequence[T]]:
     return [parts[i : i + num] for i in range(0, len(parts), num)]
 
 
-def _weights_of(parts: Sequence[Quantised], num: int) -> Weights | None:
+def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> Weights | DeviceWeights | None:
     """Room for so many weights like one that is made of parts; None if these are not alike."""
     whole = stacked(parts)
-    return None if whole is None else Weights(num, whole)
-
-
-def _one_of(stack: Quantised, expert: int) -> Quantised:
-    offset = None if stack.offset_NG is None else stack.offset_NG[expert]
-    return stack._replace(
-        codes=stack.codes[expert], scale_NG=stack.scale_NG[expert], offset_NG=offset
-    )
+    return None if whole is None else room(num, whole)
 
 
 def alike(weights: Sequence[Weight]) -> list[Quantised] | None:

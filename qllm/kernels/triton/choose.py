@@ -7,12 +7,14 @@ The best logit goes first, the lowest expert of equals. A token whose logits hol
 experts, with weights of NaN.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qllm.kernels.routing import Groups, Routing, Rule, empty_routing
+from qllm.kernels.routing import Groups, Routing, Rule, RuleKind, empty_routing
 from qllm.kernels.triton.moe import route, tile_rows
 
 FEW = 64
@@ -166,6 +168,12 @@ def _choose_and_sort(
     tl.atomic_add(hits, tl.sum((counts_E > 0).to(tl.int32), 0))
 
 
+@functools.cache
+def _compared(number: float, dtype: torch.dtype) -> float:
+    """The number that torch compares tensors of a dtype with, where it is given this one."""
+    return float(torch.tensor(number, dtype=dtype, device="cpu"))
+
+
 def choose(
     logits_TE: Tensor,
     rule: Rule,
@@ -199,7 +207,8 @@ def choose(
         "E": experts, "E_PAD": padded, "K": top_k, "S": num_shared, "RULE": rule.kind.value,
         "GROUPS": groups.num, "OPEN": groups.num_open, "NORMED": groups.renormalised,
     }  # fmt: skip
-    given = num, logits_TE.stride(0), rule.jitter, groups.scaling
+    jitter = _compared(rule.jitter, logits_TE.dtype) if rule.kind is RuleKind.SPARSE_MIXER else 0.0
+    given = num, logits_TE.stride(0), jitter, groups.scaling
     if num <= FEW and triton.next_power_of_2(num) * padded <= MOST_LOGITS:
         rows = tile_rows(ids.numel(), experts)
         out = empty_routing(ids, experts + num_shared, rows)

@@ -8,13 +8,18 @@ One row per slot makes the sum independent of which experts ran together. The gr
 an upper bound known on the host; programs past the last tile of the range return at once.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import ExpertWeights, Routing, Sum, empty_routing, max_tiles
 
+CODES: tuple[Code, ...] = ("u4", "i4", "e2m1", "i8", "e4m3")
+"""Numbers of codes in the kernels, from 1; those of 4 bits first."""
 SCAN = 1024
 """Slots that a sorting program looks at together."""
 
@@ -68,12 +73,77 @@ def _sort(
 
 
 @triton.jit
+def _worths(
+    per_group, n, k, is_col, n_stride,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What the groups of inputs [k, k + BLOCK_K) have, fp32 [BLOCK_K, BLOCK_N] or [1, BLOCK_N]."""
+    NUM: tl.constexpr = (D + GROUP - 1) // GROUP
+    if NUM == 1 or GROUP % BLOCK_K == 0:
+        rows = k // GROUP + tl.arange(0, 1)
+    elif BLOCK_K % GROUP == 0:
+        rows = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    else:
+        rows = (k + tl.arange(0, BLOCK_K)) // GROUP
+    at = per_group + n[None, :] * n_stride + rows[:, None]
+    found = tl.load(at, mask=(rows < NUM)[:, None] & is_col[None, :], other=0.0).to(tl.float32)
+    if NUM > 1 and GROUP < BLOCK_K and BLOCK_K % GROUP == 0:
+        whole = tl.broadcast_to(found[:, None, :], [BLOCK_K // GROUP, GROUP, BLOCK_N])
+        found = tl.reshape(whole, [BLOCK_K, BLOCK_N])
+    return found
+
+
+@triton.jit
+def _values(
+    w, scale, offset, n, k, is_col, w_n, scale_n,
+    D: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Quantised weights of inputs [k, k + BLOCK_K) and outputs n, bf16 [BLOCK_K, BLOCK_N].
+
+    The same operations, in fp32, as `Quantised.dequantised`, so the same bits.
+    """
+    if CODE <= 3:  # two in a byte, the low half first
+        pair = tl.arange(0, BLOCK_K // 2)
+        is_in = (k + 2 * pair < D)[:, None] & is_col[None, :]
+        both = tl.load(w + n[None, :] * w_n + (k // 2 + pair)[:, None], mask=is_in, other=0)
+        codes = tl.permute(tl.join(both & 15, both >> 4), [0, 2, 1])
+        codes = tl.reshape(codes, [BLOCK_K, BLOCK_N]).to(tl.int32)
+    else:
+        d = tl.arange(0, BLOCK_K)
+        is_in = (k + d < D)[:, None] & is_col[None, :]
+        codes = tl.load(w + n[None, :] * w_n + (k + d)[:, None], mask=is_in, other=0).to(tl.int32)
+    if CODE == 3:  # e2m1
+        power, part = (codes >> 1) & 3, codes & 1
+        size = tl.where(power == 0, part, (2 + part) << (power - 1)).to(tl.float32) * 0.5
+        value = tl.where(codes > 7, -size, size)
+    elif CODE == 5:  # e4m3: a number of 2**-9 below 2**-6, else with a leading bit
+        power, part = (codes >> 3) & 15, codes & 7
+        tiny = part.to(tl.float32) * 0.001953125
+        size = tl.where(
+            power == 0, tiny, (((power + 120) << 23) | (part << 20)).to(tl.float32, bitcast=True)
+        )
+        value = tl.where(codes > 127, -size, size)
+    else:
+        value = codes.to(tl.float32)
+        if CODE == 2:
+            value -= 8.0
+    value *= _worths(scale, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)
+    if HAS_OFFSET:
+        value += _worths(offset, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)
+    elif CODE == 2:
+        value += 0.0  # no weight of it is -0
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
 def _up(
-    x, w, shared, bias, h, order, tile_start, tile_expert, tile_row, tile_end, lo, hi, x_t,
-    w_e, w_f, w_d, bias_e,
+    x, w, shared, bias, scale, offset, h, order, tile_start, tile_expert, tile_row, tile_end, lo,
+    hi, x_t, w_e, w_f, w_d, bias_e, scale_e, scale_f,
     D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
     F_STEP: tl.constexpr, F_UP: tl.constexpr, HAS_BIAS: tl.constexpr, GPT_OSS: tl.constexpr,
     IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tile_start + lo) + tl.program_id(0)
     if tile >= tl.load(tile_start + hi):
@@ -106,7 +176,16 @@ def _up(
     for k in range(0, D, BLOCK_K):
         is_in = d < D - k
         xx = tl.load(x_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
-        if INTERLEAVED:
+        if CODE > 0:
+            gate_w, gate_s = w + expert * w_e, scale + expert * scale_e
+            gate_o = offset + expert * scale_e
+            ww = _values(gate_w, gate_s, gate_o, n, k, is_col, w_f, scale_f, D, CODE, GROUP,
+                         HAS_OFFSET, BLOCK_N, BLOCK_K)  # fmt: skip
+            gate += tl.dot(xx, ww)
+            ww = _values(gate_w, gate_s, gate_o, n + F_UP, k, is_col, w_f, scale_f, D, CODE, GROUP,
+                         HAS_OFFSET, BLOCK_N, BLOCK_K)  # fmt: skip
+            up += tl.dot(xx, ww)
+        elif INTERLEAVED:
             mask = is_in[:, None] & is_f[None, :]
             ww = tl.load(both_at + k * w_d, mask=mask, other=0.0)
             both += tl.dot(xx, ww, input_precision=precision)
@@ -143,11 +222,12 @@ def _up(
 
 @triton.jit
 def _down(
-    h, w, shared, bias, slots, order, tile_start, tile_expert, tile_row, tile_end, lo, hi,
-    w_e, w_d, w_i, bias_e,
+    h, w, shared, bias, scale, offset, slots, order, tile_start, tile_expert, tile_row, tile_end,
+    lo, hi, w_e, w_d, w_i, bias_e, scale_e, scale_d,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, S: tl.constexpr, HAS_BIAS: tl.constexpr,
     IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tile_start + lo) + tl.program_id(1)
     if tile >= tl.load(tile_start + hi):
@@ -171,7 +251,12 @@ def _down(
     for k in range(0, I, BLOCK_K):
         is_in = i < I - k
         hh = tl.load(h_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
-        ww = tl.load(w_at + k * w_i, mask=is_in[:, None] & is_col[None, :], other=0.0)
+        if CODE > 0:
+            ww = _values(w + expert * w_e, scale + expert * scale_e, offset + expert * scale_e, n,
+                         k, is_col, w_d, scale_d, I, CODE, GROUP, HAS_OFFSET, BLOCK_N,
+                         BLOCK_K)  # fmt: skip
+        else:
+            ww = tl.load(w_at + k * w_i, mask=is_in[:, None] & is_col[None, :], other=0.0)
         acc += tl.dot(hh, ww, input_precision=precision)
     if HAS_BIAS:
         b = tl.load(bias + expert * bias_e + n, mask=is_col, other=0.0)
@@ -251,6 +336,20 @@ def route(
     return out
 
 
+def _of_codes(stack: Quantised | None, nothing: Tensor) -> tuple[list[Any], dict[str, Any]]:
+    """Scales, offsets and their strides, and what the compiler has to know of the codes."""
+    if stack is None:
+        return [nothing, nothing, 0, 0], {"CODE": 0, "GROUP": 1, "HAS_OFFSET": False}
+    scale = stack.scale_NG
+    offset = scale if stack.offset_NG is None else stack.offset_NG
+    how = {
+        "CODE": 1 + CODES.index(stack.code), "GROUP": min(stack.group, stack.shape[1]),
+        "HAS_OFFSET": stack.offset_NG is not None,
+        "enable_fp_fusion": False,  # a product and a sum are rounded each
+    }  # fmt: skip
+    return [scale, offset, scale.stride(0), scale.stride(1)], how
+
+
 def run_experts(
     x_TD: Tensor, weights: ExpertWeights, routing: Routing, lo: int, hi: int, slots_TKD: Tensor
 ) -> None:
@@ -265,13 +364,15 @@ def run_experts(
         slots_TKD: Their outputs go here, contiguous; other slots are left alone.
     """
     num_slots, width = routing.ids_TK.numel(), x_TD.shape[1]
-    inner, top_k = weights.down_EDI.shape[2], routing.ids_TK.shape[1]
+    inner, top_k = weights.inner, routing.ids_TK.shape[1]
     rows = tile_rows(num_slots, weights.num_experts)
     tiles = max_tiles(num_slots, hi - lo, rows)
     if tiles == 0:
         return
     h_SI = torch.empty((num_slots, inner), dtype=x_TD.dtype, device=x_TD.device)
     up, down, up_bias, down_bias = weights[:4]
+    if up.dtype is torch.float8_e4m3fn:
+        up, down = up.view(torch.uint8), down.view(torch.uint8)
     shared_up, shared_down = weights.shared or (up, down)
     block_n, block_k, warps = (
         (64, 128, 4) if rows == 16 else (64, 64, 4) if rows == 64 else (128, 64, 8)
@@ -285,18 +386,22 @@ def run_experts(
         "num_stages": 4 if rows == 16 else 3,
     }  # fmt: skip
     plan = (routing.order_S, *routing[3:], lo, hi)
+    packed_up, packed_down = weights.packed or (None, None)
+    (*up_worths, up_e, up_f), up_how = _of_codes(packed_up, x_TD)
+    (*down_worths, down_e, down_d), down_how = _of_codes(packed_down, x_TD)
     # Tiles go first: those of one expert run side by side and share its columns in L2.
     # _down keeps columns first: its rows (of h) are too many to be read again for each block.
     _up[(tiles, triton.cdiv(inner, block_n))](
-        x_TD, up, shared_up, x_TD if up_bias is None else up_bias, h_SI, *plan,
-        x_TD.stride(0), *up.stride(), 0 if up_bias is None else up_bias.stride(0),
+        x_TD, up, shared_up, x_TD if up_bias is None else up_bias, *up_worths, h_SI, *plan,
+        x_TD.stride(0), *up.stride(), 0 if up_bias is None else up_bias.stride(0), up_e, up_f,
         K=top_k, F_STEP=2 if weights.interleaved else 1, F_UP=1 if weights.interleaved else inner,
         HAS_BIAS=up_bias is not None, GPT_OSS=weights.activation.value == 1, **meta,
+        **up_how,
     )  # fmt: skip
     _down[(triton.cdiv(width, block_n), tiles)](
-        h_SI, down, shared_down, x_TD if down_bias is None else down_bias, slots_TKD, *plan,
-        *down.stride(), 0 if down_bias is None else down_bias.stride(0),
-        HAS_BIAS=down_bias is not None, **meta,
+        h_SI, down, shared_down, x_TD if down_bias is None else down_bias, *down_worths, slots_TKD,
+        *plan, *down.stride(), 0 if down_bias is None else down_bias.stride(0), down_e, down_d,
+        HAS_BIAS=down_bias is not None, **meta, **down_how,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from qllm.errors import InvariantError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Experts
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
+from qllm.models.quantised_weights import Weights
 from qllm.runner.layers.native_experts import NativeBank
 
 
@@ -30,7 +31,8 @@ class QuantisedBank(NativeBank):
 
     def pack(self) -> None:
         """Take the weights that are packed."""
-        up, down = (self._held.weights[name].stack for name in WEIGHTS)
+        weights = [self._held.weights[name] for name in WEIGHTS]
+        up, down = (w.stack if isinstance(w, Weights) else None for w in weights)
         if up is None or down is None:
             raise InvariantError("these experts were read where our kernels were not there")
         shape = self.num_experts, self._width, self.out_width

@@ -1,0 +1,95 @@
+"""Experts with quantised weights by Triton kernels: the bits of bf16 weights of their values."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from interpret import DEVICES
+from test_quantised_kernels import quantised
+from test_triton import FEW, Noise, close
+
+from qllm.kernels import reference
+from qllm.kernels.quantised import Code, Quantised
+from qllm.kernels.routing import Activation, ExpertWeights
+from qllm.kernels.triton import moe
+
+
+def stack(
+    code: Code, num: int, n: int, k: int, group: int, dtype: torch.dtype, offset: bool, device: str
+) -> Quantised:
+    """Weights of the law's tests, one on the other."""
+    ones = [quantised(code, n, k, group, dtype, offset=offset, seed=i) for i in range(num)]
+    offsets = [one.offset_NG for one in ones if one.offset_NG is not None]
+    codes = torch.stack([one.codes.view(torch.uint8) for one in ones]).view(ones[0].codes.dtype)
+    return ones[0]._replace(
+        codes=codes.to(device),
+        scale_NG=torch.stack([one.scale_NG for one in ones]).to(device),
+        offset_NG=torch.stack(offsets).to(device) if offsets else None,
+    )
+
+
+def experts_of(up: Quantised, down: Quantised, activation: Activation) -> ExpertWeights:
+    return ExpertWeights(up.codes, down.codes, None, None, False, activation, packed=(up, down))
+
+
+@DEVICES
+@FEW
+@given(
+    code=st.sampled_from(["u4", "i4", "e2m1", "i8", "e4m3"]),
+    group=st.sampled_from([16, 32, 48, 128, 4096]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    offset=st.booleans(),
+    sizes=st.sampled_from([(64, 48), (192, 96), (144, 64)]),
+    num=st.sampled_from([1, 40, 150]),
+    biases=st.booleans(),
+    activation=st.sampled_from(list(Activation)),
+)
+def test_products_of_codes_are_those_of_their_values(
+    device: str,
+    code: Code,
+    group: int,
+    dtype: torch.dtype,
+    offset: bool,
+    sizes: tuple[int, int],
+    num: int,
+    biases: bool,
+    activation: Activation,
+) -> None:
+    """Tiles of 16, 64 and 128 rows, groups smaller and larger than a block, and of a rest."""
+    width, inner = sizes
+    noise, experts, top_k = Noise(num, device), 2, 1
+    offset = offset and code in ("u4", "i4", "i8")
+    up, down = (
+        stack(code, experts, n, k, min(group, k), dtype, offset, device)
+        for n, k in ((2 * inner, width), (width, inner))
+    )
+    codes = experts_of(up, down, activation)
+    values = codes._replace(up_EFD=up.dequantised(), down_EDI=down.dequantised(), packed=None)
+    if biases:
+        bias = noise(experts, 2 * inner, dtype=torch.bfloat16), noise(experts, width).bfloat16()
+        codes, values = (
+            w._replace(up_bias_EF=bias[0], down_bias_ED=bias[1]) for w in (codes, values)
+        )
+    x = noise(num, width, dtype=torch.bfloat16) * 0.05
+    ids = torch.arange(num, device=device).remainder(experts)[:, None]
+    one, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (num, 0))
+    routing = moe.route(ids, one, experts, hits)
+    outs = []
+    for kernels, weights in ((moe, codes), (moe, values), (reference, codes)):
+        slots = torch.full((num, top_k, width), math.nan, dtype=torch.bfloat16, device=device)
+        kernels.run_experts(x, weights, routing, 0, experts, slots)
+        outs.append(slots)
+    assert torch.equal(outs[0], outs[1])
+    close(outs[0], outs[2])
+
+
+def test_sizes_of_packed_experts() -> None:
+    up, down = (
+        stack("i4", 3, n, k, 32, torch.bfloat16, False, "cpu") for n, k in ((96, 64), (64, 48))
+    )
+    weights = experts_of(up, down, Activation.SILU)
+    assert (weights.num_experts, weights.inner, weights.num_shared) == (3, 48, 0)
+    assert weights.bytes_per_expert == 96 * 64 // 2 + 64 * 48 // 2 + 2 * (96 * 2 + 64 * 2)
+    for expert in range(3):
+        assert torch.equal(up.one(expert).dequantised(), up.dequantised()[expert])
