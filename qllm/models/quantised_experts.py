@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qllm.kernels import rounded
 from qllm.kernels.quantised import INTEGERS, Quantised
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_weights import DeviceWeights, Weights
+from qllm.models.quantised_weights import AnyWeights, Weights
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 ATTRIBUTE = "qllm_quantised"
@@ -35,9 +35,7 @@ class QuantisedExperts:
         rounding: How they were rounded from bf16; None if the checkpoint has them so.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Weights | DeviceWeights], rounding: str | None = None
-    ) -> None:
+    def __init__(self, weights: Mapping[str, AnyWeights], rounding: str | None = None) -> None:
         self.weights, self.rounding = weights, rounding
         self.num_experts = weights[WEIGHTS[0]].num
         self.kind = "+".join(dict.fromkeys(found.kind for found in weights.values()))
@@ -151,13 +149,13 @@ class QuantisedExperts:
         return out.to(x.dtype)
 
 
-Room = Callable[[int, Quantised], Weights | DeviceWeights]
+Room = Callable[[int, Quantised], AnyWeights]
 """Makes room for so many weights like one."""
 
 
 def pack_experts(
     module: Any, weights: dict[str, Sequence[Quantised]], room: Room = Weights
-) -> dict[str, Weights | DeviceWeights]:
+) -> dict[str, AnyWeights]:
     """Pack the weights of a module of experts.
 
     Args:
@@ -169,7 +167,7 @@ def pack_experts(
     Raises:
         ModelError: The kernels have no such weights.
     """
-    packed: dict[str, Weights | DeviceWeights] = {}
+    packed: dict[str, AnyWeights] = {}
     for name, found in weights.items():
         packed[name] = room(len(found), found[0])
         for first in range(0, len(found), AT_ONCE):
@@ -193,7 +191,7 @@ def round_experts(module: Any, rounding: str) -> QuantisedExperts:
         rounding: Key of `ROUNDINGS`.
     """
     turned, rounded = bool(module.is_transposed), ROUNDINGS[rounding]
-    weights: dict[str, Weights | DeviceWeights] = {}
+    weights: dict[str, AnyWeights] = {}
     for name in WEIGHTS:
         found = module._parameters[name].detach()
         all_of_it = [rounded(one.t() if turned else one) for one in found]

@@ -160,6 +160,9 @@ class DeviceWeights:
         return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
 
 
+AnyWeights = Weights | DeviceWeights
+
+
 def tensors_of(one: Quantised) -> list[Tensor]:
     """Codes, scales, and offsets if there are any."""
     return [t for t in (one.codes, one.scale_NG, one.offset_NG) if t is not None]

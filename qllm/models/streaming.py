@@ -41,15 +41,9 @@ from qllm.kernels.quantised import Quantised
 from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import (
-    WEIGHTS,
-    QuantisedExperts,
-    Room,
-    pack_experts,
-    say_rounded,
-)
+from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, Room, pack_experts, say_rounded
 from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
-from qllm.models.quantised_weights import DeviceWeights, Weights
+from qllm.models.quantised_weights import AnyWeights, DeviceWeights, Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
@@ -204,7 +198,7 @@ class _Held:
     """The weights of a model that stay quantised."""
 
     def __init__(self) -> None:
-        self._experts: dict[str, dict[str, Weights | DeviceWeights]] = {}
+        self._experts: dict[str, dict[str, AnyWeights]] = {}
         self._linears: dict[str, Quantised] = {}
 
     def take(
@@ -374,9 +368,9 @@ def _packed(
     checkpoint: Checkpoint,
     pool: Executor,
     room: Room,
-) -> dict[str, Weights | DeviceWeights] | None:
+) -> dict[str, AnyWeights] | None:
     """Every expert's weights by parameter; None if they are not all there, or not alike."""
-    found: dict[str, Weights | DeviceWeights] = {}
+    found: dict[str, AnyWeights] = {}
     for parameter in WEIGHTS:
         own = [name for name in names if places[name].parameter == parameter]
         shape = getattr(module, parameter).shape
@@ -396,7 +390,7 @@ def _of_parameter(
     checkpoint: Checkpoint,
     pool: Executor,
     room: Room,
-) -> Weights | DeviceWeights | None:
+) -> AnyWeights | None:
     """One weight per expert; None if some are missing, or they are not alike."""
     by_place = {places[name][2:]: name for name in names}
     if list(by_place) == [(0, None)]:
@@ -418,7 +412,7 @@ def _of_parameter(
 
 def _one_by_one(
     experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
-) -> Weights | DeviceWeights | None:
+) -> AnyWeights | None:
     """Pack every expert where it was read; None once one is not like the first."""
     first = _matrices([checkpoint.quantised[name]() for name in experts[0]])
     weights = _weights_of(first, len(experts), room) if first else None
@@ -445,7 +439,7 @@ def _matrices(weights: Sequence[Weight]) -> list[Quantised]:
 
 def _at_once(
     experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
-) -> Weights | DeviceWeights | None:
+) -> AnyWeights | None:
     """Read all, and give them one format; None if they have none."""
     names = chain.from_iterable(experts)
     found = alike(list(pool.map(lambda name: checkpoint.quantised[name](), names)))
@@ -459,10 +453,7 @@ def _at_once(
 
 
 def _take(
-    weights: Weights | DeviceWeights,
-    expert: int,
-    names: Sequence[str],
-    parts: Sequence[Quantised],
+    weights: AnyWeights, expert: int, names: Sequence[str], parts: Sequence[Quantised]
 ) -> None:
     """Pack one expert."""
     with naming(" and ".join(names)):
@@ -474,7 +465,7 @@ def _grouped(parts: Sequence[T], num: int) -> list[Sequence[T]]:
     return [parts[i : i + num] for i in range(0, len(parts), num)]
 
 
-def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> Weights | DeviceWeights | None:
+def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> AnyWeights | None:
     """Room for so many weights like one that is made of parts; None if these are not alike."""
     whole = stacked(parts)
     return None if whole is None else room(num, whole)
