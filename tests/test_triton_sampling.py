@@ -146,3 +146,71 @@ def test_broken_logits_show_in_the_peak(device: str, wrong: float) -> None:
     for kernels in (sampling, reference):
         _, peaks = sampled(kernels, logits, *given_columns)
         assert peaks.isfinite().tolist() == [True, False, True]
+
+
+EDGES = (
+    # logits of a row of 24 tokens, by their ids, and what is asked of it
+    (lambda i: -2.0 + 0 * i, {"top_p": 0.6}),
+    (lambda i: 0.0 * (1 - 2 * (i % 2)), {"top_p": 0.3}),
+    (lambda i: -1.0 - i % 3, {"top_p": 0.9, "temperature": 2.5}),
+    (lambda i: -1.0 - i % 3, {"top_k": 5, "top_p": 0.7}),
+    (lambda i: i % 2 - 1.5, {"top_p": 0.5, "min_p": 1.0, "temperature": 1e-300}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_p": 1e-300}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 16, "top_p": 0.95, "temperature": 4.0}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 17, "top_p": 0.95, "temperature": 4.0}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 1000, "min_p": 0.01}),
+    (lambda i: torch.where(i % 5 == 4, -i / 4, -math.inf), {"top_k": 7, "top_p": 0.9}),
+)
+
+
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory nobody has written holds what would be seen: NaN, or what leads to another row."""
+    empty = torch.empty
+
+    def filled(*shape: Any, **how: Any) -> torch.Tensor:
+        x = empty(*shape, **how)
+        return x.fill_(math.nan if x.is_floating_point() else -sampling.KEPT)
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+@DEVICES
+@pytest.mark.usefixtures("unwritten")
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.bfloat16, 4), (torch.bfloat16, 16), (torch.float16, 16)]
+)
+def test_edges_are_those_of_the_cpu(
+    device: str, dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties below zero and across chunks, as many as are copied, masked tokens, tiny numbers."""
+    for name, size in {"CHUNK": 16, "KEPT": kept, "LIKELY": kept // 2}.items():
+        monkeypatch.setattr(sampling, name, size)
+    ids = torch.arange(24)
+    logits = torch.stack([row(ids).to(dtype) for row, _ in EDGES]).to(device)
+    params = [SamplingParams(seed=i, **how) for i, (_, how) in enumerate(EDGES)]
+    positions, cpu = [3 * kept + i for i in range(len(params))], sampler.Sampler()
+    for i, p in enumerate(params):
+        cpu.add(i, p, [])
+    found = cpu.sample(logits, range(len(params)), positions, [[]] * len(params))
+    given_columns = columns(params, [p.seed or 0 for p in params], positions, device)
+    for kernels in (sampling, reference):
+        tokens, _ = sampled(kernels, logits, *given_columns)
+        assert tokens.tolist() == [s.token_id for s in found]
+
+
+@DEVICES
+@pytest.mark.usefixtures("unwritten")
+@pytest.mark.parametrize(("wrong", "first"), [(math.nan, 63), (math.inf, 63), (-math.inf, 0)])
+def test_a_broken_row_writes_into_no_other(
+    device: str, wrong: float, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "CHUNK", 32)
+    monkeypatch.setattr(sampling, "KEPT", 64)
+    logits = Noise(3, device)(2, 64)
+    given_columns = columns([SamplingParams(top_p=0.9)] * 2, [1, 2], [5, 6], device)
+    wanted, _ = sampled(sampling, logits, *given_columns)
+    logits[1, first:] = wrong
+    tokens, peaks = sampled(sampling, logits, *given_columns)
+    assert tokens[0] == wanted[0]
+    assert peaks.isfinite().tolist() == [True, False]

@@ -39,14 +39,17 @@ KEY_BITS = {torch.bfloat16: 16, torch.float16: 24}
 @triton.jit
 def _logits(row, at, num, BLOCK: tl.constexpr):
     i = at + tl.arange(0, BLOCK)
-    return tl.load(row + i, mask=i < num, other=float("-inf")).to(tl.float32) + 0.0, i
+    return tl.load(row + i, mask=i < num, other=float("-inf")).to(tl.float32), i
 
 
 @triton.jit
 def _key(x):
-    """Integers from 0 on, in the order of the floats."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    """Integers in [0, 2**32), in the order of the floats; 0.0 and -0.0 are 2**31 both.
+
+    The bits that a narrower dtype lacks are 0, below zero too, so a bound can equal a key.
+    """
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -bits, bits + 2147483648)
 
 
 @triton.jit
@@ -193,7 +196,8 @@ def _keep(
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _heat, top_k, top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
     is_search = tl.full([], 0, tl.int32)
-    if is_less & (top_p < 1.0):
+    _top_b, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
+    if is_less & (top_p < 1.0) & (is_broken == 0):  # of a broken row nothing was weighed
         floor, reached = _stays(digits, b, top_k, likely, DIGITS)
         if reached <= KEPT:
             chunk = tl.arange(0, C_PAD)
@@ -206,8 +210,7 @@ def _keep(
         if c == 0:
             whole = _whole(whole_C, b, C, C_PAD)
             weighs = (top_k > 0) | (_whole(likely_C, b, C, C_PAD) >= top_p * whole)
-            _peak_b, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
-            is_search = (((reached > KEPT) | (weighs == 0)) & (is_broken == 0)).to(tl.int32)
+            is_search = ((reached > KEPT) | (weighs == 0)).to(tl.int32)
             tl.store(wholes + b, whole)
             tl.store(bounds + b, tl.where(top_k > 0, floor, 0))
     if c == 0:
