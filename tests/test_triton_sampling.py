@@ -27,7 +27,7 @@ def columns(
 
     return (
         of([p.temperature for p in params], torch.float64),
-        of([p.top_k for p in params], torch.int32),
+        of([p.top_k for p in params], torch.int64),
         of([p.top_p for p in params], torch.float64),
         of([p.min_p for p in params], torch.float64),
         of(seeds, torch.int64),
@@ -156,6 +156,7 @@ EDGES = (
     (lambda i: 0.0 * (1 - 2 * (i % 2)), {"top_p": 0.3}),
     (lambda i: -1.0 - i % 3, {"top_p": 0.9, "temperature": 2.5}),
     (lambda i: -1.0 - i % 3, {"top_k": 5, "top_p": 0.7}),
+    (lambda i: torch.where(i == 20, -1, torch.where(i < 12, -2, -3)), {"top_k": 5, "top_p": 0.6}),
     (lambda i: i % 2 - 1.5, {"top_p": 0.5, "min_p": 1.0, "temperature": 1e-300}),
     (lambda i: (7 * i % 24) / 4 - 4, {"top_p": 1e-300}),
     (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 16, "top_p": 0.95, "temperature": 4.0}),
