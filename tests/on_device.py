@@ -2,7 +2,7 @@
 
 One kernel launch per call and a wait for it: this shows that the device decides as the host does,
 it is not how a device serves. All memory is page-locked memory of the host, which the device
-reads and writes at the same address. Never run on a GPU (docs/gpu-status.md).
+reads and writes at the same address.
 """
 
 from collections.abc import Callable, Iterator

@@ -172,7 +172,7 @@ def said_by(*command: str) -> str | None:
 def describe_machine() -> dict[str, str | None]:
     """Name what the result depends on; None for what is not there. Takes no memory of the GPU."""
     machine: dict[str, str | None] = {"python": platform.python_version()}
-    machine["commit"] = said_by("git", "rev-parse", "HEAD")
+    machine["commit"] = said_by("git", "describe", "--always", "--dirty", "--match", "")
     for package in ("torch", "transformers", "triton", "pydantic"):
         try:
             machine[package] = version(package)

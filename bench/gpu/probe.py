@@ -6,7 +6,7 @@
     nodes     what one kernel node costs in a plain replay and in the body of a SWITCH
     calls     calls of the host while a WHILE iterates: do they wait for it?
 
-Each part is guarded: a failure is recorded with its text and the rest goes on. Never run.
+Each part is guarded: a failure is recorded with its text and the rest goes on.
 """
 
 import ctypes

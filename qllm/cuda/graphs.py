@@ -51,7 +51,7 @@ class GraphApi(Protocol):
 
 
 class TorchGraphApi:
-    """Torch's graphs, and cuda-bindings where torch has no call. Never run on a GPU yet."""
+    """Torch's graphs, and cuda-bindings where torch has no call."""
 
     def __init__(self) -> None:
         cuda: Any = torch.cuda

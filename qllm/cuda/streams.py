@@ -1,6 +1,6 @@
 """Streams, events and copies: what moving KV needs of CUDA. None of these calls waits.
 
-`None` is the stream that computes. Never run on a GPU yet.
+`None` is the stream that computes.
 """
 
 import mmap

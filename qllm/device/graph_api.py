@@ -1,4 +1,4 @@
-"""The loop's graph calls through cuda-bindings. Compiled against its types; never run on a GPU."""
+"""The loop's graph calls through cuda-bindings."""
 
 import ctypes
 from collections.abc import Sequence

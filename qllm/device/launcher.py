@@ -1,7 +1,7 @@
 """Builds the loop on the device: memory of both sides, the kernel, the CUDA graph, the watchdog.
 
 The host makes everything at start, launches the graph, and then reads a few words now and then.
-It touches no request and no token. Never run on a GPU (docs/gpu-status.md).
+It touches no request and no token.
 """
 
 import threading
