@@ -152,7 +152,7 @@ def test_broken_logits_show_in_the_peak(device: str, wrong: float) -> None:
 HALF_OF_16 = {"top_k": 16, "top_p": 0.5}
 EDGES = (
     # logits of a row of 24 tokens, by their ids, and what is asked of it
-    (lambda i: -2.0 + 0 * i, {"top_p": 0.6}),
+    (lambda i: -2.1 + 0 * i, {"top_p": 0.6}),
     (lambda i: 0.0 * (1 - 2 * (i % 2)), {"top_p": 0.3}),
     (lambda i: -1.0 - i % 3, {"top_p": 0.9, "temperature": 2.5}),
     (lambda i: -1.0 - i % 3, {"top_k": 5, "top_p": 0.7}),
@@ -171,7 +171,8 @@ EDGES = (
 
 @DEVICES
 @pytest.mark.parametrize(
-    ("dtype", "kept"), [(torch.bfloat16, 4), (torch.bfloat16, 16), (torch.float16, 32)]
+    ("dtype", "kept"),
+    [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 16), (torch.float16, 32)],
 )
 def test_edges_are_those_of_the_cpu(
     device: str, dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch

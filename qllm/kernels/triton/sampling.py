@@ -324,7 +324,7 @@ def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.con
 
 
 @triton.jit
-def _draw_of_kept(kept, kept_ids, b, num, whole, top_k, peak, heat, min_p, top_p, uniform,
+def _draw_of_kept(kept, kept_ids, b, num, whole, peak, heat, min_p, top_p, uniform,
              KEPT: tl.constexpr, KEY_BITS: tl.constexpr):  # fmt: skip
     """The token of a row of which `num` tokens were copied; -1 if none has weight.
 
@@ -333,8 +333,6 @@ def _draw_of_kept(kept, kept_ids, b, num, whole, top_k, peak, heat, min_p, top_p
     j = tl.arange(0, KEPT)
     x = tl.load(kept + b * KEPT + j, mask=j < num, other=float("-inf"))
     key, w = _key(x), _weight(x, j < num, peak, heat, min_p)
-    if top_k > 0:
-        whole = tl.sum(w, 0)
     bound = tl.full([], 0, tl.int64)
     step = tl.full([], 1 << 31, tl.int64)
     for _ in range(KEY_BITS):
@@ -381,8 +379,8 @@ def _draw(
             bound, reached = _floor(digits, b, top_k, likely, DIGITS)
         if (top_p < 1.0) & (tl.load(searches + b) == 0):
             drawn = _draw_of_kept(
-                kept, kept_ids, b, reached, tl.load(wholes + b), top_k, top, heat, min_p, top_p,
-                uniform, KEPT, 8 * DIGITS,
+                kept, kept_ids, b, reached, tl.load(wholes + b), top, heat, min_p, top_p, uniform,
+                KEPT, 8 * DIGITS,
             )  # fmt: skip
         else:
             ties = tl.full([C_PAD], CHUNK, tl.int64)
