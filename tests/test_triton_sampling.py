@@ -149,14 +149,15 @@ def test_broken_logits_show_in_the_peak(device: str, wrong: float) -> None:
         assert peaks.isfinite().tolist() == [True, False, True]
 
 
-HALF_OF_16 = {"top_k": 16, "top_p": 0.5}
+FEWER = {"top_k": 13, "top_p": 0.5}
 EDGES = (
     # logits of a row of 24 tokens, by their ids, and what is asked of it
     (lambda i: -2.1 + 0 * i, {"top_p": 0.6}),
     (lambda i: 0.0 * (1 - 2 * (i % 2)), {"top_p": 0.3}),
     (lambda i: -1.0 - i % 3, {"top_p": 0.9, "temperature": 2.5}),
     (lambda i: -1.0 - i % 3, {"top_k": 5, "top_p": 0.7}),
-    (lambda i: torch.where(i == 20, -1, torch.where(i < 12, -2, -3)), {"top_k": 5, "top_p": 0.6}),
+    (lambda i: torch.where(i == 14, -1, torch.where(i < 12, -2.1, -3)), FEWER),
+    (lambda i: i % 2 - 1.5, {"temperature": 0}),
     (lambda i: i % 2 - 1.5, {"top_p": 0.5, "min_p": 1.0, "temperature": 1e-300}),
     (lambda i: (7 * i % 24) / 4 - 4, {"top_p": 1e-300}),
     (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 16, "top_p": 0.95, "temperature": 4.0}),
@@ -164,7 +165,7 @@ EDGES = (
     (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 1000, "top_p": 0.99, "min_p": 0.01}),
     # a bound that top_p reaches without a remainder: weights are 1, keys are not one
     (lambda i: torch.where(i < 8, 0, torch.where(i < 16, -1e-20, -math.inf)), {"top_p": 0.5}),
-    (lambda i: torch.where(i < 8, 0, torch.where(i < 16, -1e-20, -math.inf)), HALF_OF_16),
+    (lambda i: torch.where(i < 8, 0, torch.where(i < 16, -1e-20, -math.inf)), FEWER),
     (lambda i: torch.where(i % 5 == 4, -i / 4, -math.inf), {"top_k": 7, "top_p": 0.9}),
 )
 
