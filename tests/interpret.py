@@ -1,5 +1,8 @@
 """Where Triton's interpreter (see conftest.py) has to be mended, and the devices of a test."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -57,3 +60,17 @@ DEVICES = pytest.mark.parametrize(
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
 )
+
+
+@contextmanager
+def unwritten(whole: int = -1) -> Iterator[None]:
+    """Let memory that nobody has written hold what would be seen: infinity, or `whole`."""
+    empty = torch.empty
+
+    def filled(*shape: Any, **how: Any) -> torch.Tensor:
+        x = empty(*shape, **how)
+        return x.fill_(math.inf if x.is_floating_point() else whole)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", filled)
+        yield

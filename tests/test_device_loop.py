@@ -22,7 +22,7 @@ from test_native_stages import LIMITS, LONGEST, VOCAB, policy_of, runner_of
 
 from qllm.cuda.backend import cuda_runner
 from qllm.cuda.stages import Key
-from qllm.device import lanes
+from qllm.device import lanes, launcher
 from qllm.device.graph import KernelCall, LoopGraph, Watch, serve
 from qllm.device.launcher import DeviceEngine, _cuda_api
 from qllm.device.loop import DeviceLoop
@@ -272,6 +272,26 @@ def test_the_engine_put_together_works_on_copies_of_the_blocks() -> None:
     assert [engine.loop.keys[branch] for branch in api.trace] == plain.trace
     assert engine.memory.read("num_turns") == world.num_looks
     assert engine.loop.heartbeat() == 0, "the blocks of the host are not written"
+    engine.close()
+
+
+def test_the_time_of_a_launch_is_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device sets its clock by it: what is written after it would make the device late."""
+    engine, sent = engine_of(World("mixtral", "qllm2", []), runner_of("mixtral"), "qllm2"), []
+    write = engine.memory.write
+
+    def noted(**numbers: int) -> None:
+        sent.extend(numbers)
+        write(**numbers)
+
+    def launched(graph: Any, watch: Watch, **how: float) -> int:
+        watch.prepare()
+        return 1
+
+    monkeypatch.setattr(engine.memory, "write", noted)
+    monkeypatch.setattr(launcher, "serve", launched)
+    assert engine.serve(between=lambda: sent.append("between")) == 1
+    assert sent == ["between", *engine.loop.words_of_launch(), "launch_ns"]
     engine.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interpret import DEVICES
+from interpret import DEVICES, unwritten
 from test_triton import DTYPES, FEW, Noise
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -27,7 +27,7 @@ def columns(
 
     return (
         of([p.temperature for p in params], torch.float64),
-        of([p.top_k for p in params], torch.int32),
+        of([p.top_k for p in params], torch.int64),
         of([p.top_p for p in params], torch.float64),
         of([p.min_p for p in params], torch.float64),
         of(seeds, torch.int64),
@@ -40,7 +40,8 @@ def sampled(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.full((len(logits),), -1, device=logits.device)
     peaks = torch.zeros(len(logits), device=logits.device)
-    kernels.sample(logits, *columns, tokens, peaks)
+    with unwritten(-sampling.KEPT):  # as a place it leads to another row
+        kernels.sample(logits, *columns, tokens, peaks)
     return tokens, peaks
 
 
@@ -146,3 +147,68 @@ def test_broken_logits_show_in_the_peak(device: str, wrong: float) -> None:
     for kernels in (sampling, reference):
         _, peaks = sampled(kernels, logits, *given_columns)
         assert peaks.isfinite().tolist() == [True, False, True]
+
+
+FEWER = {"top_k": 13, "top_p": 0.5}
+EDGES = (
+    # logits of a row of 24 tokens, by their ids, and what is asked of it
+    (lambda i: -2.1 + 0 * i, {"top_p": 0.6}),
+    (lambda i: 0.0 * (1 - 2 * (i % 2)), {"top_p": 0.3}),
+    (lambda i: -1.0 - i % 3, {"top_p": 0.9, "temperature": 2.5}),
+    (lambda i: -1.0 - i % 3, {"top_k": 5, "top_p": 0.7}),
+    (lambda i: torch.where(i == 14, -1, torch.where(i < 12, -2.1, -3)), FEWER),
+    (lambda i: i % 2 - 1.5, {"temperature": 0}),
+    (lambda i: i % 2 - 1.5, {"top_p": 0.5, "min_p": 1.0, "temperature": 1e-300}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_p": 1e-300}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 16, "top_p": 0.95, "temperature": 4.0}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 17, "top_p": 0.95, "temperature": 4.0}),
+    (lambda i: (7 * i % 24) / 4 - 4, {"top_k": 1000, "top_p": 0.99, "min_p": 0.01}),
+    # a bound that top_p reaches without a remainder: weights are 1, keys are not one
+    (lambda i: torch.where(i < 8, 0, torch.where(i < 16, -1e-20, -math.inf)), {"top_p": 0.5}),
+    (lambda i: torch.where(i < 8, 0, torch.where(i < 16, -1e-20, -math.inf)), FEWER),
+    (lambda i: torch.where(i % 5 == 4, -i / 4, -math.inf), {"top_k": 7, "top_p": 0.9}),
+)
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [(torch.float32, 4), (torch.bfloat16, 4), (torch.bfloat16, 16), (torch.float16, 32)],
+)
+def test_edges_are_those_of_the_cpu(
+    device: str, dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties below zero and across chunks, as many as are copied, masked tokens, tiny numbers.
+
+    The random numbers are close to 1, so that a token too many or too few is drawn or missed.
+    """
+    for name, size in {"CHUNK": 16, "KEPT": kept, "LIKELY": kept // 2}.items():
+        monkeypatch.setattr(sampling, name, size)
+    ids = torch.arange(24)
+    logits = torch.stack([row(ids).to(dtype) for row, _ in EDGES]).to(device)
+    seeds = [seed for seed in range(999) if sampler.uniform(seed, kept) > 0.97]
+    params = [SamplingParams(seed=s, **how) for s, (_, how) in zip(seeds, EDGES, strict=False)]
+    positions, cpu = [kept] * len(EDGES), sampler.Sampler()
+    for i, p in enumerate(params):
+        cpu.add(i, p, [])
+    found = cpu.sample(logits, range(len(params)), positions, [[]] * len(params))
+    given_columns = columns(params, [p.seed or 0 for p in params], positions, device)
+    for kernels in (sampling, reference):
+        tokens, _ = sampled(kernels, logits, *given_columns)
+        assert tokens.tolist() == [s.token_id for s in found]
+
+
+@DEVICES
+@pytest.mark.parametrize(("wrong", "first"), [(math.nan, 63), (math.inf, 63), (-math.inf, 0)])
+def test_a_broken_row_writes_into_no_other(
+    device: str, wrong: float, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "CHUNK", 32)
+    monkeypatch.setattr(sampling, "KEPT", 64)
+    logits = Noise(3, device)(2, 64)
+    given_columns = columns([SamplingParams(top_p=0.9)] * 2, [1, 2], [5, 6], device)
+    wanted, _ = sampled(sampling, logits, *given_columns)
+    logits[1, first:] = wrong
+    tokens, peaks = sampled(sampling, logits, *given_columns)
+    assert tokens[0] == wanted[0]
+    assert peaks.isfinite().tolist() == [True, False]

@@ -4,12 +4,13 @@ The order of operations is that of `qllm.runner.sampler`: temperature, min_p, to
 inverse CDF in token-id order with the one number that Philox-4x32-10 gives for (seed, position).
 Everything is summed in one fixed order and in fp64, so the same logits give the same token in any
 batch, eager or replayed. Sums are taken chunk by chunk where the CPU adds one token after the
-other: a number within about 1e-16 of a boundary may go the other way.
+other: a number within about 1e-16 of a boundary may go the other way. Tokens of equal logits tie;
+on the CPU those of equal weights do, which logits less than 1e-14 apart may have.
 
 A row is divided into chunks, and a chunk is a program, so that one row keeps the whole device busy:
 
     scan      every chunk   largest logit, and how many logits have which first digit
-    narrow    every chunk   the same of the next digit, behind the digits of the K-th logit
+    narrow    every chunk   how many have which next digit, of those that begin as the K-th does
     weigh     every chunk   the weight of what stays, and its number
     keep      every chunk   top_p: what stays is copied, if it is few enough
     bound     every chunk   top_p, if it is not: weights above 16 bounds, half a digit at a time
@@ -19,6 +20,20 @@ A row is divided into chunks, and a chunk is a program, so that one row keeps th
 Logits are seen as ordered 32-bit integers, *keys*, in digits of 8 bits. What a row does not need
 ends at once. Where top_k does not say what top_p looks at, it is the `LIKELY` largest logits; only
 if they weigh too little, or are too many to be copied, the search for the bound reads all.
+
+What the kernels leave for those after them, for each row, or for each of its chunks (C):
+
+    scan      peaks_C, firsts_C, broken_C   the largest logit, its first token, how many are NaN
+              digits [DIGITS, 256]          logits that have a digit; more digits by narrow
+    weigh     whole_C                       the weight that top_p is a share of
+              stays_C, counts_C             weight and number of what is looked at
+    keep      kept, kept_ids [KEPT]         logits and ids of it, by rising id
+              wholes, bounds, searches      the whole weight; where a search begins; if there is one
+    bound     masses [STEPS, C, 16]         the weight from each of 16 bounds on
+    settle    above_C, equal_C, each_C      weight above the bound, tokens at it, weight of one
+
+Only `digits` begin at 0: of the others, what a row does not need is not written and must not be
+read. Rows that are greedy or broken (a NaN, or no finite peak) have no weights.
 """
 
 import torch
@@ -39,18 +54,22 @@ KEY_BITS = {torch.bfloat16: 16, torch.float16: 24}
 @triton.jit
 def _logits(row, at, num, BLOCK: tl.constexpr):
     i = at + tl.arange(0, BLOCK)
-    return tl.load(row + i, mask=i < num, other=float("-inf")).to(tl.float32) + 0.0, i
+    return tl.load(row + i, mask=i < num, other=float("-inf")).to(tl.float32), i
 
 
 @triton.jit
 def _key(x):
-    """Integers from 0 on, in the order of the floats."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+    """Integers in [0, 2**32), in the order of the floats; 0.0 and -0.0 are 2**31 both.
+
+    The bits that a narrower dtype lacks are 0, below zero too, so a bound can equal a key.
+    """
+    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits < 0, -bits, bits + 2147483648)
 
 
 @triton.jit
 def _weight(x, is_in, peak, heat, min_p):
+    """Weights after min_p, fp64: 1 at the peak, 0 for what is not in."""
     w = tl.exp((x.to(tl.float64) - peak) / heat)
     return tl.where(is_in & (w >= min_p), w, 0.0)
 
@@ -67,7 +86,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _asked(temperatures, top_ks, top_ps, b):
-    """A row's temperature, top_k and top_p, and whether logits are left out by them."""
+    """A row's temperature, top_k and top_p, and whether they leave logits out."""
     heat, top_k, top_p = tl.load(temperatures + b), tl.load(top_ks + b), tl.load(top_ps + b)
     return heat, top_k, top_p, (heat > 0) & ((top_k > 0) | (top_p < 1.0))
 
@@ -87,11 +106,11 @@ def _peak(peaks_C, broken_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
 
 
 @triton.jit
-def _floor(digits, b, wanted, num, DIGITS: tl.constexpr):
-    """The first `num` digits of the key of the K-th largest logit, zeros if there are fewer.
+def _prefix(digits, b, wanted, num, DIGITS: tl.constexpr):
+    """The first `num` digits of the key of the `wanted`-th largest logit, as one number.
 
     Returns:
-        They, and how many logits have these digits or larger ones.
+        They, 0 if there are not so many logits; and how many have these digits or larger ones.
     """
     d = tl.arange(0, 256)
     prefix, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
@@ -107,17 +126,20 @@ def _floor(digits, b, wanted, num, DIGITS: tl.constexpr):
 
 
 @triton.jit
-def _stays(digits, b, top_k, likely, DIGITS: tl.constexpr):
-    """Where logits are left out: the key from which on they are looked at, and how many."""
+def _floor(digits, b, top_k, likely, DIGITS: tl.constexpr):
+    """The least key that is looked at, and how many logits have it or a larger one.
+
+    Bits behind the digits are 0 in every key. Only where logits are left out.
+    """
     wanted = tl.where(top_k > 0, top_k, likely)
-    prefix, reached = _floor(digits, b, wanted, DIGITS, DIGITS)
+    prefix, reached = _prefix(digits, b, wanted, DIGITS, DIGITS)
     return prefix << (32 - 8 * DIGITS), reached
 
 
 @triton.jit
-def _whole(parts, b, C: tl.constexpr, C_PAD: tl.constexpr):
+def _total(parts_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
     c = tl.arange(0, C_PAD)
-    return tl.sum(tl.load(parts + b * C + c, mask=c < C, other=0.0), 0)
+    return tl.sum(tl.load(parts_C + b * C + c, mask=c < C, other=0.0), 0)
 
 
 @triton.jit
@@ -131,8 +153,8 @@ def _scan(
     tl.store(peaks_C + b * C + c, top)
     tl.store(firsts_C + b * C + c, tl.min(tl.where(x == top, i, V), 0))
     tl.store(broken_C + b * C + c, tl.sum((x != x).to(tl.int32), 0))
-    _heat, _top_k, _top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
-    if is_less:
+    _heat, _top_k, _top_p, leaves_out = _asked(temperatures, top_ks, top_ps, b)
+    if leaves_out:
         counts = tl.histogram((_key(x) >> 24).to(tl.int32), 256, i < V)
         d = tl.arange(0, 256)
         tl.atomic_add(digits + b * (DIGITS * 256) + d, counts, mask=counts > 0, sem="relaxed")
@@ -144,10 +166,10 @@ def _narrow(
     V: tl.constexpr, CHUNK: tl.constexpr, DIGITS: tl.constexpr,
 ):  # fmt: skip
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _heat, top_k, _top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
-    if is_less:
+    _heat, top_k, _top_p, leaves_out = _asked(temperatures, top_ks, top_ps, b)
+    if leaves_out:
         wanted = tl.where(top_k > 0, top_k, likely)
-        prefix, _reached = _floor(digits, b, wanted, digit, DIGITS)
+        prefix, _reached = _prefix(digits, b, wanted, digit, DIGITS)
         x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
         key = _key(x)
         is_in = (i < V) & ((key >> (32 - 8 * digit)) == prefix)
@@ -159,42 +181,43 @@ def _narrow(
 
 @triton.jit
 def _weigh(
-    logits, temperatures, top_ks, top_ps, min_ps, peaks_C, broken_C, digits, whole_C, likely_C,
+    logits, temperatures, top_ks, top_ps, min_ps, peaks_C, broken_C, digits, whole_C, stays_C,
     counts_C, logits_b, likely,
     V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
     DIGITS: tl.constexpr,
 ):  # fmt: skip
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    heat, top_k, _top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
+    heat, top_k, _top_p, leaves_out = _asked(temperatures, top_ks, top_ps, b)
     peak, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
     if (heat > 0) & (is_broken == 0):
         x, i = _logits(logits + b * logits_b, c * CHUNK, V, CHUNK)
         w = _weight(x, i < V, peak.to(tl.float64), heat, tl.load(min_ps + b))
         floor = tl.full([], 0, tl.int64)
-        if is_less:
-            floor, _reached = _stays(digits, b, top_k, likely, DIGITS)
+        if leaves_out:
+            floor, _reached = _floor(digits, b, top_k, likely, DIGITS)
         stays = (i < V) & (_key(x) >= floor)
         above = tl.sum(tl.where(stays, w, 0.0), 0)
         whole = above
         if top_k <= 0:
             whole = tl.sum(w, 0)
         tl.store(whole_C + b * C + c, whole)
-        tl.store(likely_C + b * C + c, above)
+        tl.store(stays_C + b * C + c, above)
         tl.store(counts_C + b * C + c, tl.sum(stays.to(tl.int32), 0))
 
 
 @triton.jit
 def _keep(
-    logits, temperatures, top_ks, top_ps, broken_C, peaks_C, digits, whole_C, likely_C, counts_C,
+    logits, temperatures, top_ks, top_ps, broken_C, peaks_C, digits, whole_C, stays_C, counts_C,
     kept, kept_ids, wholes, bounds, searches, logits_b, likely,
     V: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr,
     DIGITS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _heat, top_k, top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
+    _heat, top_k, top_p, leaves_out = _asked(temperatures, top_ks, top_ps, b)
     is_search = tl.full([], 0, tl.int32)
-    if is_less & (top_p < 1.0):
-        floor, reached = _stays(digits, b, top_k, likely, DIGITS)
+    _top_b, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
+    if leaves_out & (top_p < 1.0) & (is_broken == 0):  # of a broken row nothing was weighed
+        floor, reached = _floor(digits, b, top_k, likely, DIGITS)
         if reached <= KEPT:
             chunk = tl.arange(0, C_PAD)
             before = tl.sum(tl.load(counts_C + b * C + chunk, mask=chunk < c, other=0), 0)
@@ -204,10 +227,9 @@ def _keep(
             tl.store(kept + place, x, mask=stays > 0)
             tl.store(kept_ids + place, i, mask=stays > 0)
         if c == 0:
-            whole = _whole(whole_C, b, C, C_PAD)
-            weighs = (top_k > 0) | (_whole(likely_C, b, C, C_PAD) >= top_p * whole)
-            _peak_b, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
-            is_search = (((reached > KEPT) | (weighs == 0)) & (is_broken == 0)).to(tl.int32)
+            whole = _total(whole_C, b, C, C_PAD)
+            weighs = (top_k > 0) | (_total(stays_C, b, C, C_PAD) >= top_p * whole)
+            is_search = ((reached > KEPT) | (weighs == 0)).to(tl.int32)
             tl.store(wholes + b, whole)
             tl.store(bounds + b, tl.where(top_k > 0, floor, 0))
     if c == 0:
@@ -277,11 +299,12 @@ def _ties(top_p, whole, above, each, equal):
 
 
 @triton.jit
-def _of_chunk(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
+def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
               C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The token of a row: first its chunk, then itself; -1 if of no weight.
+    """The token of a row: first its chunk, then itself; -1 if none has weight.
 
-    Args: weights [C] of the chunks, and how many tokens of the bound's logit stay in each.
+    `masses` and `ties` [C_PAD]: the weight of each chunk, and how many tokens of the bound's logit
+    stay in it, the lowest ids.
     """
     c = tl.arange(0, C_PAD)
     sums = tl.cumsum(masses, 0)
@@ -301,14 +324,15 @@ def _of_chunk(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.conste
 
 
 @triton.jit
-def _of_kept(kept, kept_ids, b, num, whole, top_k, peak, heat, min_p, top_p, uniform,
+def _draw_of_kept(kept, kept_ids, b, num, whole, peak, heat, min_p, top_p, uniform,
              KEPT: tl.constexpr, KEY_BITS: tl.constexpr):  # fmt: skip
-    """The token of a row whose tokens were copied; -1 if of no weight."""
+    """The token of a row of which `num` tokens were copied; -1 if none has weight.
+
+    The bound is found bit by bit: the largest key from which on there is top_p of the weight.
+    """
     j = tl.arange(0, KEPT)
     x = tl.load(kept + b * KEPT + j, mask=j < num, other=float("-inf"))
     key, w = _key(x), _weight(x, j < num, peak, heat, min_p)
-    if top_k > 0:
-        whole = tl.sum(w, 0)
     bound = tl.full([], 0, tl.int64)
     step = tl.full([], 1 << 31, tl.int64)
     for _ in range(KEY_BITS):
@@ -338,7 +362,7 @@ def _draw(
     DIGITS: tl.constexpr, KEPT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    heat, top_k, top_p, is_less = _asked(temperatures, top_ks, top_ps, b)
+    heat, top_k, top_p, leaves_out = _asked(temperatures, top_ks, top_ps, b)
     c = tl.arange(0, C_PAD)
     tops = tl.load(peaks_C + b * C + c, mask=c < C, other=float("-inf"))
     peak, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
@@ -351,12 +375,12 @@ def _draw(
         row, min_p, top = logits + b * logits_b, tl.load(min_ps + b), peak.to(tl.float64)
         uniform = _uniform(tl.load(seeds + b), tl.load(positions + b))
         bound, reached = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
-        if is_less:
-            bound, reached = _stays(digits, b, top_k, likely, DIGITS)
+        if leaves_out:
+            bound, reached = _floor(digits, b, top_k, likely, DIGITS)
         if (top_p < 1.0) & (tl.load(searches + b) == 0):
-            drawn = _of_kept(
-                kept, kept_ids, b, reached, tl.load(wholes + b), top_k, top, heat, min_p, top_p,
-                uniform, KEPT, 8 * DIGITS,
+            drawn = _draw_of_kept(
+                kept, kept_ids, b, reached, tl.load(wholes + b), top, heat, min_p, top_p, uniform,
+                KEPT, 8 * DIGITS,
             )  # fmt: skip
         else:
             ties = tl.full([C_PAD], CHUNK, tl.int64)
@@ -371,7 +395,7 @@ def _draw(
                 left -= tl.cumsum(equals, 0) - equals
                 ties = tl.minimum(tl.maximum(left, 0), equals)
                 masses_C += each * ties.to(tl.float64)
-            drawn = _of_chunk(
+            drawn = _draw_of_row(
                 row, masses_C, ties, bound, top, heat, min_p, uniform, V, C, C_PAD, CHUNK
             )
         token = tl.where(drawn >= 0, drawn, token)
@@ -394,7 +418,7 @@ def sample(
     Args:
         logits_BV: Raw logits of any float dtype, rows contiguous.
         temperature_B: fp64; 0 is greedy, where the lowest id wins a tie.
-        top_k_B: int32; 0 keeps all.
+        top_k_B: int64; 0 keeps all, and so does one above the vocabulary.
         top_p_B: fp64; 1 keeps all.
         min_p_B: fp64; 0 keeps all.
         seeds_B: int64.
@@ -412,13 +436,13 @@ def sample(
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty((num, *shape), dtype=dtype, device=device)
 
-    real, whole, narrow = torch.float64, torch.int64, torch.int32
-    peaks, firsts, broken = (new(d, num_chunks) for d in (torch.float32, narrow, narrow))
-    weights, likely, counts = (new(d, num_chunks) for d in (real, real, narrow))
-    digits = torch.zeros((num, num_digits, 256), dtype=narrow, device=device)
-    kept = new(torch.float32, KEPT), new(narrow, KEPT)
-    search = new(real), new(whole), new(narrow), new(real, steps, num_chunks, 16)
-    ends = tuple(new(d, num_chunks) for d in (real, whole, real))
+    f32, f64, i32, i64 = torch.float32, torch.float64, torch.int32, torch.int64
+    peaks, firsts, broken = (new(d, num_chunks) for d in (f32, i32, i32))
+    whole, stays, counts = (new(d, num_chunks) for d in (f64, f64, i32))
+    digits = torch.zeros((num, num_digits, 256), dtype=i32, device=device)
+    kept = new(f32, KEPT), new(i32, KEPT)
+    search = new(f64), new(i64), new(i32), new(f64, steps, num_chunks, 16)
+    ends = tuple(new(d, num_chunks) for d in (f64, i64, f64))
     asked = logits_BV, temperature_B, top_k_B, top_p_B
     stride, grid = logits_BV.stride(0), (num, num_chunks)
     sizes = {"V": vocabulary, "CHUNK": CHUNK}
@@ -428,11 +452,11 @@ def sample(
     for digit in range(1, num_digits):
         _narrow[grid](*asked, digits, stride, LIKELY, digit, **sizes, DIGITS=num_digits)
     _weigh[grid](
-        *asked, min_p_B, peaks, broken, digits, weights, likely, counts, stride, LIKELY, **chunks,
+        *asked, min_p_B, peaks, broken, digits, whole, stays, counts, stride, LIKELY, **chunks,
         DIGITS=num_digits,
     )  # fmt: skip
     _keep[grid](
-        *asked, broken, peaks, digits, weights, likely, counts, *kept, *search[:3], stride, LIKELY,
+        *asked, broken, peaks, digits, whole, stays, counts, *kept, *search[:3], stride, LIKELY,
         **chunks, DIGITS=num_digits, KEPT=KEPT,
     )  # fmt: skip
     of_row = logits_BV, temperature_B, top_p_B, min_p_B, peaks, *search
@@ -441,6 +465,6 @@ def sample(
     _settle[grid](*of_row, *ends, stride, **chunks, STEPS=steps)
     _draw[(num,)](
         *asked, min_p_B, seeds_B, positions_B, tokens_B, peaks_B, peaks, firsts, broken, digits,
-        weights, *search, *ends, *kept, stride, LIKELY, num_warps=8, **chunks, DIGITS=num_digits,
+        whole, *search, *ends, *kept, stride, LIKELY, num_warps=8, **chunks, DIGITS=num_digits,
         KEPT=KEPT, STEPS=steps,
     )  # fmt: skip
