@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from qllm.kernels.quantised import Quantised
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.select import Kernels
 from qllm.kernels.select import kernels as kernels_named
 from qllm.kernels.tiles import Query, query_block, tiles_of
+from qllm.models.formats.rounding import ROUNDINGS
 
 PAGE = 16
 L2_BYTES = 60 << 20
@@ -149,7 +151,9 @@ def _sdpa(
     return runs
 
 
-def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dict[str, Any]:
+def _experts(
+    k: Kernels, device: str, dry: bool, shape: str, tokens: int, rounding: str | None = None
+) -> dict[str, Any]:
     experts, top_k, width, inner = {
         "qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 14336),
     }[shape]  # fmt: skip
@@ -165,6 +169,8 @@ def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dic
         )
         for _ in range(min(num_copies, MOST_BANKS))
     ]  # fmt: skip
+    if rounding is not None:
+        banks = [rounded(bank, rounding) for bank in banks]
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     gates = torch.rand(tokens, top_k, device=device)
     ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
@@ -182,7 +188,25 @@ def _experts(k: Kernels, device: str, dry: bool, shape: str, tokens: int) -> dic
     num_bytes = hit * banks[0].bytes_per_expert
     work = 2 * tokens * top_k * 3 * width * inner
     found = _over(took, num_bytes, work, device, dry) | {"experts_hit": hit}
+    if rounding is not None:
+        return found
     return found | _baseline("grouped_mm", lambda: _grouped(x, ids, banks), device)
+
+
+def rounded(bank: ExpertWeights, rounding: str) -> ExpertWeights:
+    """The same with weights that are rounded, a key of `ROUNDINGS`."""
+    up, down = (stack([ROUNDINGS[rounding](w) for w in weights]) for weights in bank[:2])
+    return bank._replace(up_EFD=up.codes, down_EDI=down.codes, packed=(up, down))
+
+
+def stack(ones: Sequence[Quantised]) -> Quantised:
+    """Weights of one format, one on the other."""
+    offsets = [one.offset_NG for one in ones if one.offset_NG is not None]
+    return ones[0]._replace(
+        codes=torch.stack([one.codes for one in ones]),
+        scale_NG=torch.stack([one.scale_NG for one in ones]),
+        offset_NG=torch.stack(offsets) if offsets else None,
+    )
 
 
 def _grouped(
@@ -266,6 +290,10 @@ def kernel_rows(device: str, dry: bool) -> Iterator[tuple[str, Callable[[], dict
         for tokens in (1, 4) if dry else (1, 32, 512, 2048):
             name = f"experts_{shape}_{tokens}"
             yield name, functools.partial(_experts, k, device, dry, shape, tokens)
+    for rounding in ROUNDINGS:
+        for tokens in (1, 4) if dry else (1, 32, 512):
+            run = functools.partial(_experts, k, device, dry, "qwen3", tokens, rounding)
+            yield f"experts_qwen3_{rounding}_{tokens}", run
     for name, how in SAMPLED.items():
         for rows in (1, 32):
             run = functools.partial(_sample, k, device, dry, rows, **{"scale": 4.0, **how})

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -170,10 +170,27 @@ def rows() -> None:
             slots, x = new(tokens, top_k, width), new(tokens, width)
             k.run_experts(x, weights, routing, 0, experts, slots)
             k.combine(slots, new(tokens, top_k, kind=torch.float32), one, x)
+            if experts == 128:
+                for codes in _quantised(weights):
+                    k.run_experts(x, codes, routing, 0, experts, slots)
     for num in (1, 32):
         real, whole = new(num, kind=torch.float64), new(num, kind=torch.int64)
         peaks = new(num, kind=torch.float32)
         k.sample(new(num, 151936), real, whole, real, real, whole, whole, whole, peaks)
+
+
+def _quantised(weights: Any) -> Iterator[Any]:
+    """The same as codes of the roundings that the rows have."""
+    import torch
+
+    from bench.gpu.kernels import stack
+    from qllm.models.formats.rounding import ROUNDINGS
+    from qllm.models.quantised_weights import shape_of
+
+    for rounding in ROUNDINGS.values():
+        zeros = [torch.zeros(w.shape[1:], dtype=torch.bfloat16) for w in weights[:2]]
+        up, down = (stack([shape_of(rounding(w))] * weights.num_experts) for w in zeros)
+        yield weights._replace(up_EFD=up.codes, down_EDI=down.codes, packed=(up, down))
 
 
 def cubins() -> dict[str, str]:
