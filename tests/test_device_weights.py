@@ -12,7 +12,8 @@ from test_cuda_runner import NUM_PAGES, forget, sampling_of, schedule
 from torch import Tensor
 
 from qllm.cuda.backend import cuda_runner
-from qllm.errors import ModelError
+from qllm.engine.build import refuse_rounding
+from qllm.errors import ConfigError, ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models import streaming
 from qllm.models.loader import load
@@ -110,3 +111,14 @@ def test_what_is_no_number_is_refused(byte: int, scale: float) -> None:
     with pytest.raises(ModelError, match=r"not a number|not finite"):
         weights.take(1, [[_weight(bad, scale)]])
     assert torch.equal(weights.values(0), _weight(good, 2.0).dequantised())
+
+
+def test_experts_are_rounded_as_they_are_loaded_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on_device(saved("mixtral", tmp_path), "int4", monkeypatch)
+    for asked in ("auto", "int4"):
+        refuse_rounding(model, asked)
+    for other, asked in ((model, "mxfp4"), (model, "int8"), (make_model("mixtral"), "int4")):
+        with pytest.raises(ConfigError, match=f"expert_weights='{asked}': on CUDA .* int4 or mx"):
+            refuse_rounding(other, asked)

@@ -80,7 +80,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
 
     if config.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there on CUDA; use 'order'")
-    _refuse_rounding(model, config.expert_weights)
+    refuse_rounding(model, config.expert_weights)
     if config.activations != "bf16":
         raise ConfigError(f"activations={config.activations!r} is for the CPU; use 'bf16'")
     if config.kv_dir is not None:
@@ -101,7 +101,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
     )
 
 
-def _refuse_rounding(model: Any, expert_weights: str) -> None:
+def refuse_rounding(model: Any, expert_weights: str) -> None:
     """Return if the experts of a model on a device are what was asked for."""
     held = all_quantised(model).values()
     if expert_weights == "auto" or (held and all(h.rounding == expert_weights for h in held)):
