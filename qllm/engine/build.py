@@ -103,8 +103,10 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
 
 def refuse_rounding(model: Any, expert_weights: str) -> None:
     """Return if the experts of a model on a device are what was asked for."""
+    if expert_weights == "auto":
+        return
     held = all_quantised(model).values()
-    if expert_weights == "auto" or (held and all(h.rounding == expert_weights for h in held)):
+    if held and all(h.rounding == expert_weights for h in held):
         return
     raise ConfigError(
         f"expert_weights={expert_weights!r}: on CUDA experts are rounded while a checkpoint in "
