@@ -1,6 +1,9 @@
 """The parts of `bench/` that decide what a number means."""
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -189,3 +192,12 @@ def test_what_a_bench_imports_of_others_is_there(path: Path) -> None:
             tree = ast.parse(place.with_suffix(".py").read_text())
             missing = {a.name for a in node.names} - assigned(tree)
         assert missing == set(), node.module
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_benchmark_of_kernels_runs() -> None:
+    command = [sys.executable, "-m", "bench.kernels.cpu_kernels", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert json.loads(done.stdout.splitlines()[-1])["bench"] == "cpu_kernels"

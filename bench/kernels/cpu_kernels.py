@@ -151,7 +151,7 @@ def _banks(shape: tuple[int, int, int, int], layers: int) -> list[NativeBank]:
             weight = torch.nn.Parameter(rand(num, *shape_), requires_grad=False)
             experts.register_parameter(f"{name}_proj", weight)
         banks.append(NativeBank(experts))
-        banks[-1].enter()
+        banks[-1].pack()
     return banks
 
 
