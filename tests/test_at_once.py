@@ -124,7 +124,7 @@ def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
         front: Any = SimpleNamespace(config=config, open=opened)
         body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None)
         scope = {"type": "http", "headers": [], "state": {"caller": "", "presence": Presence()}}
-        await respond(Request(scope), front, renderer, body, ask())  # type: ignore[arg-type]
+        await respond(Request(scope), front, renderer, body, ask())
         return list(engine.seen)
 
     assert asyncio.run(turn()) == ["hold", "release", "serve"]

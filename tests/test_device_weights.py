@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import interpret  # noqa: F401 - mends the interpreter
 import pytest
 import torch
 from families import DTYPES, make_model

@@ -168,7 +168,7 @@ OWN_BENCHES = {
     "serving.rebalancing": "frontend.rebalance frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     # captures the stages of models that it only compiles
-    "gpu.kernels": "models.formats",  # rows of experts that are rounded
+    "gpu.kernels": "models.formats models.quantised_weights",  # rows of experts that are rounded
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover models.formats "
     "models.quantised_weights runner.runner",
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device

@@ -117,6 +117,14 @@ def test_an_error_that_stays_ends_one_section(tmp_path: Path) -> None:
     assert part["status"] == gpu_check.STICKY
 
 
+def sections_of_a_lost(code: str) -> dict[str, Any]:
+    """What a process said that ended since its device is lost."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == gpu_check.STICKY
+    return gpu_check.sections(done.stdout)
+
+
 def test_a_device_that_answers_no_more_ends_the_process_with_that_status() -> None:
     code = (
         "import torch; from bench.gpu.part import Part\n"
@@ -126,11 +134,7 @@ def test_a_device_that_answers_no_more_ends_the_process_with_that_status() -> No
         "part.section('good', dict)\n"
         "part.section('bad', lost)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == gpu_check.STICKY
-    assert list(gpu_check.sections(done.stdout)) == ["good", "bad"]
+    assert list(sections_of_a_lost(code)) == ["good", "bad"]
 
 
 def test_a_loop_that_hangs_is_not_waited_for() -> None:
@@ -140,11 +144,7 @@ def test_a_loop_that_hangs_is_not_waited_for() -> None:
         "torch.cuda.synchronize = lambda: time.sleep(3600)\n"
         "Part(dry=False).section('loop', hangs)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == gpu_check.STICKY
-    assert "a stage hangs" in gpu_check.sections(done.stdout)["loop"]["error"]
+    assert "a stage hangs" in sections_of_a_lost(code)["loop"]["error"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])

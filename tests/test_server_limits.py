@@ -17,7 +17,7 @@ def test_bytes_without_use_are_counted_to_the_limit() -> None:
         config = uvicorn.Config(lambda *_: None, http=make_protocol(60.0, MOST), ws="none")
         config.load()
         loop, sent = asyncio.get_running_loop(), list[bytes]()
-        protocol: Any = config.http_protocol_class(config, ServerState(), {}, loop)  # type: ignore
+        protocol: Any = config.http_protocol_class(config, ServerState(), {}, loop)
         ends = SimpleNamespace(get_extra_info=lambda *_: None, is_closing=lambda: False)
         ends.write, ends.close = sent.append, lambda: None
         protocol.connection_made(ends)

@@ -135,7 +135,7 @@ def test_an_error_of_a_reader_names_the_weight_and_leaves_nothing_open(
         load(folder)
     assert ("model.safetensors" in str(found.value)) == (where == "read" and what != "no")
     assert not readers()
-    found = None  # type: ignore[assignment]  # it holds what was open
+    del found  # it holds what was open
     gc.collect()
     assert open_files() == before
 
@@ -282,7 +282,7 @@ def test_its_own_forward_leaves_no_values_behind(tmp_path: Path) -> None:
             assert all(experts._module._parameters[name].is_meta for name in WEIGHTS)
     experts = next(iter(all_quantised(model).values()))
     with pytest.raises(ZeroDivisionError), experts.in_place():
-        1 / 0  # noqa: B018
+        raise ZeroDivisionError
     assert all(experts._module._parameters[name].is_meta for name in WEIGHTS)
 
 
@@ -309,7 +309,7 @@ def test_a_digest_is_of_what_codes_stand_for() -> None:
     codes = torch.arange(64, dtype=torch.uint8).view(4, 16)
     digests = set()
     for code, dtype in (("i8", torch.int8), ("e4m3", torch.float8_e4m3fn)):
-        one = Quantised(code, codes.view(dtype), torch.ones(4, 1), None, 16)  # type: ignore[arg-type]
+        one = Quantised(code, codes.view(dtype), torch.ones(4, 1), None, 16)
         weights = Weights(1, one)
         weights.take(0, [[one]])
         digests.add(weights.digest())

@@ -13,6 +13,7 @@ from qllm.kernels import reference
 from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.triton import moe
+from qllm.models.quantised_weights import DeviceWeights
 
 
 def stack(
@@ -20,13 +21,9 @@ def stack(
 ) -> Quantised:
     """Weights of the law's tests, one on the other."""
     ones = [quantised(code, n, k, group, dtype, offset=offset, seed=i) for i in range(num)]
-    offsets = [one.offset_NG for one in ones if one.offset_NG is not None]
-    codes = torch.stack([one.codes.view(torch.uint8) for one in ones]).view(ones[0].codes.dtype)
-    return ones[0]._replace(
-        codes=codes.to(device),
-        scale_NG=torch.stack([one.scale_NG for one in ones]).to(device),
-        offset_NG=torch.stack(offsets).to(device) if offsets else None,
-    )
+    weights = DeviceWeights(num, ones[0], torch.device(device))
+    weights.take(0, [[one] for one in ones])
+    return weights.whole
 
 
 def experts_of(up: Quantised, down: Quantised, activation: Activation) -> ExpertWeights:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from qllm.kernels.quantised import Quantised
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.select import Kernels
 from qllm.kernels.select import kernels as kernels_named
 from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.quantised_weights import DeviceWeights
 
 PAGE = 16
 L2_BYTES = 60 << 20
@@ -195,18 +195,14 @@ def _experts(
 
 def rounded(bank: ExpertWeights, rounding: str) -> ExpertWeights:
     """The same with weights that are rounded, a key of `ROUNDINGS`."""
-    up, down = (stack([ROUNDINGS[rounding](w) for w in weights]) for weights in bank[:2])
+    packed = []
+    for weights in bank[:2]:
+        ones = [ROUNDINGS[rounding](w) for w in weights]
+        held = DeviceWeights(len(ones), ones[0], weights.device)
+        held.take(0, [[one] for one in ones])
+        packed.append(held.whole)
+    up, down = packed
     return bank._replace(up_EFD=up.codes, down_EDI=down.codes, packed=(up, down))
-
-
-def stack(ones: Sequence[Quantised]) -> Quantised:
-    """Weights of one format, one on the other."""
-    offsets = [one.offset_NG for one in ones if one.offset_NG is not None]
-    return ones[0]._replace(
-        codes=torch.stack([one.codes for one in ones]),
-        scale_NG=torch.stack([one.scale_NG for one in ones]),
-        offset_NG=torch.stack(offsets) if offsets else None,
-    )
 
 
 def _grouped(

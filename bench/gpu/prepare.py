@@ -183,13 +183,13 @@ def _quantised(weights: Any) -> Iterator[Any]:
     """The same as codes of the roundings that the rows have."""
     import torch
 
-    from bench.gpu.kernels import stack
     from qllm.models.formats.rounding import ROUNDINGS
-    from qllm.models.quantised_weights import shape_of
+    from qllm.models.quantised_weights import DeviceWeights
 
     for rounding in ROUNDINGS.values():
-        zeros = [torch.zeros(w.shape[1:], dtype=torch.bfloat16) for w in weights[:2]]
-        up, down = (stack([shape_of(rounding(w))] * weights.num_experts) for w in zeros)
+        ones = [rounding(torch.zeros(w.shape[1:], dtype=torch.bfloat16)) for w in weights[:2]]
+        num, meta = weights.num_experts, torch.device("meta")
+        up, down = (DeviceWeights(num, one, meta).whole for one in ones)
         yield weights._replace(up_EFD=up.codes, down_EDI=down.codes, packed=(up, down))
 
 

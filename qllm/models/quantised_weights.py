@@ -15,7 +15,30 @@ SAMPLES = 64
 """Bytes of a weight, or of its scales, that name a model."""
 
 
-class Weights:
+class _Weights:
+    """What is said of E weights of one shape and format, wherever they are."""
+
+    def __init__(self, num: int, like: Quantised) -> None:
+        self.num, self.shape = num, like.shape
+        self.like = shape_of(like)
+        """One of them, without its memory."""
+        self.kind = like.kind
+        """Codes and group, for people: "e2m1 g32"."""
+
+    def tensors(self) -> list[Tensor]:
+        """All that they are."""
+        raise NotImplementedError
+
+    def sample(self) -> bytes:
+        """A few of their bytes, for the identity of the model."""
+        return b"".join(sample_of(tensor) for tensor in self.tensors())
+
+    def digest(self) -> str:
+        """Digest of every byte."""
+        return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
+
+
+class Weights(_Weights):
     """E weights [n, k] of one shape and format.
 
     Args:
@@ -24,11 +47,7 @@ class Weights:
     """
 
     def __init__(self, num: int, like: Quantised) -> None:
-        self.num, self.shape = num, like.shape
-        self.like = shape_of(like)
-        """One of them, without its memory."""
-        self.kind = like.kind
-        """Codes and group, for people: "e2m1 g32"."""
+        super().__init__(num, like)
         self._codes = [self.like] * num
         self.stack: QuantisedStack | None = None
         """Where they are packed; None where our kernels are not there."""
@@ -87,16 +106,8 @@ class Weights:
             return list(self.stack.packed)
         return [tensor for one in self._codes for tensor in tensors_of(one)]
 
-    def sample(self) -> bytes:
-        """A few of their bytes, for the identity of the model."""
-        return b"".join(sample_of(tensor) for tensor in self.tensors())
 
-    def digest(self) -> str:
-        """Digest of every byte."""
-        return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
-
-
-class DeviceWeights:
+class DeviceWeights(_Weights):
     """E weights [n, k] of one shape and format as checkpoints have them, on a device.
 
     What is asked of `Weights`, but for packing.
@@ -108,7 +119,7 @@ class DeviceWeights:
     """
 
     def __init__(self, num: int, like: Quantised, device: torch.device) -> None:
-        self.num, self.shape, self.like, self.kind = num, like.shape, shape_of(like), like.kind
+        super().__init__(num, like)
 
         def room(one: Tensor) -> Tensor:
             return torch.empty((num, *one.shape), dtype=one.dtype, device=device)
@@ -150,14 +161,6 @@ class DeviceWeights:
     def tensors(self) -> list[Tensor]:
         """All that they are."""
         return tensors_of(self.whole)
-
-    def sample(self) -> bytes:
-        """A few of their bytes, for the identity of the model."""
-        return b"".join(sample_of(tensor) for tensor in self.tensors())
-
-    def digest(self) -> str:
-        """Digest of every byte."""
-        return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
 
 
 AnyWeights = Weights | DeviceWeights
