@@ -1,6 +1,7 @@
 """What the tests of engines in processes share; policies here can be imported by an engine."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -108,8 +109,23 @@ def stand_still(path: str) -> None:
         time.sleep(0.002)
 
 
+def state(stat: Path) -> str:
+    """The letter of a process or a thread: `R` runs, `S` sleeps, `T` stands still, `Z` is dead."""
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return state(Path(f"/proc/{pid}/stat")) != "Z"
     except FileNotFoundError:
         return False
+
+
+def freeze(pid: int) -> None:
+    """Stops a process by SIGSTOP, and returns once none of its threads runs any more.
+
+    The signal alone returns before: a thread on another core goes on for a while.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_for(lambda: all(state(stat) == "T" for stat in tasks.glob("*/stat")))

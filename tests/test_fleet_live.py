@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import pid_of
+from engines import freeze, pid_of
 from serving import Serving, serving, tiny_engine, until
 from test_rings_hosts import free_port
 from test_server_replay import ASKS, COMPLETIONS, SETTINGS, Client, ask_all, ask_until_they_run
@@ -136,7 +136,7 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
         expected = [client.answer() for client in ask_all(served)]
         clients = ask_until_they_run(served)
         pid = pid_of(two.engines[index])
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         try:
             until(lambda: not is_up(served, index))
             assert [client.answer() for client in clients] == expected

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from engines import SETTINGS as PLAIN
-from engines import pid_of, save_model
+from engines import freeze, pid_of, save_model
 from serving import until
 
 from qllm import QLLMEngine, SamplingParams
@@ -207,7 +207,7 @@ def test_either_side_dies_before_the_kv_is_there(who: str, model: str, secret_fi
 
         def replay(entry: Open) -> None:
             assert entry.source is not None
-            os.kill(a, signal.SIGSTOP)  # it gives nothing
+            freeze(a)  # it gives nothing
             pair.b.far.replay(entry)
             announced.set()
 

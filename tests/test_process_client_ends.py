@@ -19,6 +19,7 @@ from engines import (
     Crash,
     FileGate,
     Unpicklable,
+    freeze,
     is_alive,
     pid_of,
     save_model,
@@ -111,7 +112,7 @@ def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Pa
 
         reader = threading.Thread(target=read_all)
         reader.start()
-        os.kill(pid_of(engine), signal.SIGSTOP)
+        freeze(pid_of(engine))
         cancelled.cancel()
         os.kill(pid_of(engine), signal.SIGKILL)
         for handle in handles:
@@ -209,7 +210,7 @@ def test_closing_ends_calls_that_wait_for_an_engine_that_stands_still(
     engine = QLLMEngine.from_pretrained(model, listen=path, record=True, **SETTINGS)
     other = QLLMEngine.attach(path)
     open_ = [engine.submit("a", "BE", 1900, sampling=LONG), other.submit("a", "BE", sampling=LONG)]
-    os.kill(pid_of(engine), signal.SIGSTOP)
+    freeze(pid_of(engine))
     found: dict[str, Any] = {}
 
     def start(work: Callable[[], None]) -> threading.Thread:

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import LONG, SETTINGS, pid_of, save_model, wait_for
+from engines import LONG, SETTINGS, freeze, pid_of, save_model, wait_for
 from serving import until
 
 from qllm import QLLMEngine, SamplingParams
@@ -232,7 +232,7 @@ def test_a_silent_engine_is_gone(
     ):
         handle = far.submit("abc", max_tokens=1500, sampling=LONG)
         next(iter(handle))
-        os.kill(pid_of(engine), signal.SIGSTOP)
+        freeze(pid_of(engine))
         with pytest.raises(RequestFailedError, match="is gone"):
             handle.result(60)
         os.kill(pid_of(engine), signal.SIGCONT)

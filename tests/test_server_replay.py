@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import POISON, Poisoned, pid_of
+from engines import POISON, Poisoned, freeze, pid_of
 from serving import Serving, serving, tiny_engine, until
 
 from qllm import QLLMEngine, SamplingParams
@@ -159,7 +159,7 @@ def test_every_stream_goes_on_as_if_nothing_had_died(tmp_path: Path) -> None:
             elif how == "crashed":
                 gate.touch()
             else:
-                os.kill(pid_of(engine), signal.SIGSTOP)
+                freeze(pid_of(engine))
                 engine.end_if_stuck(2)
             go_on(served, engine, clients)
             assert [client.answer() for client in clients] == expected, how

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engines import POISON, Poisoned, is_alive, pid_of
+from engines import POISON, Poisoned, freeze, is_alive, pid_of
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Serving, serving, tiny_engine, until
@@ -128,7 +128,7 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
             model="tiny", prompt="x", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         served.front.engine.end_if_stuck(2)
         with pytest.raises(openai.APIError, match="did not come round for 2 s"):
             list(stream)

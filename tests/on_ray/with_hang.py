@@ -22,6 +22,7 @@ from clusters import (
     until,
     whole,
 )
+from engines import freeze
 from ray import serve
 
 import qllm.ray
@@ -109,7 +110,7 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(alone: QLLMEngine
     with qllm.ray.connect() as engines:
         held = [paused(engines, seed) for seed in range(4)]
         assert [found["BE"] for found in engines.client.engines()] == [2, 2]
-        os.kill(stuck, signal.SIGSTOP)
+        freeze(stuck)
         try:
             for handle in held:
                 handle.resume()
