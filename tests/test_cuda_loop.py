@@ -121,6 +121,21 @@ def test_a_heartbeat_that_stands_still_is_a_hang_and_a_moving_one_is_not() -> No
     assert served(Running(5_000), slow, hang_s=2.0) == 1
 
 
+def test_time_in_which_the_host_stood_still_is_no_hang() -> None:
+    """A process that is stopped and goes on may look before the device has taken a turn."""
+    now, stop, turns = [0.0], iter([False, True]), iter([7, 7, 7, 7, 8, 8, 8, 9, 9])
+
+    def sleep(seconds: float) -> None:
+        now[0] += 3600
+
+    words = Watch(nothing, lambda: next(turns), lambda: next(stop), over)
+    loop = LoopGraph(Running(7), KernelCall(Turn([0] * 5, 2), (17, 4)), stages([]))
+    assert serve(loop, words, hang_s=3.0, clock=lambda: now[0], sleep=sleep) == 1
+    over_again = Watch(nothing, lambda: 7, lambda: False, over)
+    with pytest.raises(DeviceError, match=r"no turn for 4\.0 s after turn 7"):
+        serve(loop, over_again, hang_s=3.0, clock=lambda: now[0], sleep=sleep)
+
+
 def test_a_fault_and_a_launch_without_a_turn_end_the_process() -> None:
     with pytest.raises(DeviceError, match="illegal address"):
         served(Running(50, "an illegal address"), Watch(nothing, lambda: 0, lambda: False, over))

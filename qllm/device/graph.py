@@ -21,6 +21,9 @@ NO_BRANCH = (1 << 32) - 1
 """A value of the switch that no body has."""
 THREADS = 256
 """Threads of the one block that takes a turn."""
+MOST_LOOK_S = 1.0
+"""Of the time between two looks at the heartbeat at most so much counts: after a time in which this
+process stood still, as one that is stopped and goes on, the device is looked at again."""
 
 
 class KernelCall(NamedTuple):
@@ -168,7 +171,7 @@ def serve(
     Args:
         loop: Ready to be launched.
         watch: Its words.
-        hang_s: A heartbeat that stands still so long is a hang.
+        hang_s: A heartbeat that stands still so long, while it is watched, is a hang.
         pause_s: Between two looks.
         clock: Seconds.
         sleep: Waits.
@@ -178,11 +181,11 @@ def serve(
             context is lost: this process must end, and a new one loads the weights and serves what
             is unfinished.
     """
-    launches, seen, since = 0, watch.heartbeat(), clock()
+    launches, seen = 0, watch.heartbeat()
     while not watch.is_stopped():
         before = watch.heartbeat()
         watch.prepare()
-        since = clock()
+        still_s, looked = 0.0, clock()
         loop.launch()
         launches += 1
         # An event may read as over while a loop iterates: a launch ends when its words say so too.
@@ -190,11 +193,11 @@ def serve(
             sleep(pause_s)
             watch.look()
             beat, now = watch.heartbeat(), clock()
-            if beat != seen:
-                seen, since = beat, now
-            elif now - since > hang_s:
+            still_s = still_s + min(now - looked, MOST_LOOK_S) if beat == seen else 0.0
+            seen, looked = beat, now
+            if still_s > hang_s:
                 raise DeviceError(
-                    f"the device has taken no turn for {now - since:.1f} s after turn {seen} "
+                    f"the device has taken no turn for {still_s:.1f} s after turn {seen} "
                     f"(at most {hang_s:g} s): a stage hangs; end this process and start again"
                 )
         if watch.heartbeat() == before:
