@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -96,10 +97,12 @@ def pid_of(engine: QLLMEngine) -> int:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+    """Wait, and count naps rather than the time, in which a whole machine may stand still."""
+    for _ in range(round(seconds / 0.005)):
+        if condition():
+            return
         time.sleep(0.005)
+    raise AssertionError("it did not happen")
 
 
 def stand_still(path: str) -> None:
@@ -129,3 +132,17 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     wait_for(lambda: all(state(stat) == "T" for stat in tasks.glob("*/stat")))
+
+
+def free_port() -> int:
+    """A port of this host at which an engine may listen, and that nobody else is given.
+
+    It stays bound, by a socket that does not listen: the kernel gives it to no other program, and
+    lets one that names it and sets SO_REUSEADDR, as engines do, listen there.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = int(held.getsockname()[1])
+    held.detach()  # until this process ends
+    return port

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from engines import SETTINGS as PLAIN
-from engines import freeze, pid_of, save_model
+from engines import free_port, freeze, pid_of, save_model
 from serving import until
 
 from qllm import QLLMEngine, SamplingParams
@@ -36,11 +36,6 @@ TEXT = "def parse(text, at):  # what json.loads does with numbers\n" * 8
 NUM = 300
 SETTINGS: dict[str, Any] = {**PLAIN, "exactness": "batch-invariant"}
 """What is computed again has the bits of what was computed first."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from engines import save_model
+from engines import free_port, save_model
 from serving import until
-from test_handover_engines import SAMPLED, SECRET, SETTINGS, TEXT, free_port, same
+from test_handover_engines import SAMPLED, SECRET, SETTINGS, TEXT, same
 
 from qllm import QLLMEngine
 from qllm.frontend.router import Router

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from device_loops import GPU, serves_an_engine
-from engines import LONG, SETTINGS, save_model, wait_for
+from engines import LONG, SETTINGS, free_port, save_model, wait_for
 from fake_gpu import BOOT, FAULT, HANG
 from families import make_model
 from serving import serving as served_over_http
 from serving import until
-from test_rings_hosts import SECRET, free_port
+from test_rings_hosts import SECRET
 from test_server_replay import Client
 
 from qllm import QLLMEngine, SamplingParams
