@@ -81,7 +81,7 @@ def everything(url: str) -> list[Any]:
     asked = {"model": "tiny", "prompt": "def f(", "max_tokens": 4, "temperature": 0, "logprobs": 2}
     text = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["choices"]
     for path in ("/metrics", "/v1/models", "/health", "/openapi.json"):
-        assert httpx.get(url + path).status_code == 200
+        assert httpx.get(url + path, timeout=60).status_code == 200
     return [plain, [call["function"] for call in calls], formed, text]
 
 
@@ -118,6 +118,6 @@ def test_no_front_end_holds_torch(tmp_path: Path) -> None:
             there = ("--role", "frontend", "--engine", f"{address},{other}", "--port", "0")
             with serve(tmp_path / "fleet", http, *there, "--route", "least") as (fleet, url):
                 assert everything(url) == answers
-                engines = httpx.get(f"{url}/health").json()["engines"]
+                engines = httpx.get(f"{url}/health", timeout=60).json()["engines"]
                 assert all(found["sent"] for found in engines), engines
                 check_light(fleet)

@@ -216,7 +216,7 @@ def test_a_body_over_the_limit_is_413(small: Serving) -> None:
         for _ in range(30):
             yield b" " * 100
 
-    chunked = httpx.post(f"{small.url}/v1/completions", content=pieces())
+    chunked = httpx.post(f"{small.url}/v1/completions", content=pieces(), timeout=60)
     assert chunked.status_code == 413
 
 
@@ -287,7 +287,8 @@ def test_cors_only_for_the_origins_named(small: Serving, engine: QLLMEngine) -> 
     for method in ("GET", "POST", "PATCH", "DELETE"):
         asked = {"Origin": ours, "Access-Control-Request-Method": method}
         asked["Access-Control-Request-Headers"] = "authorization,x-api-key,x-qllm-priority"
-        assert httpx.options(f"{small.url}/v1/requests/x", headers=asked).status_code == 200
+        url = f"{small.url}/v1/requests/x"
+        assert httpx.options(url, headers=asked, timeout=60).status_code == 200
     with serving(engine) as served:
         assert header not in served.get("/health", headers={"Origin": ours}).headers
 

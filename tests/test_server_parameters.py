@@ -197,7 +197,7 @@ def test_too_long_a_context_has_its_code(served: Serving) -> None:
 def test_a_body_that_is_no_json_says_where(
     served: Serving, content: bytes, headers: dict[str, str], says: str
 ) -> None:
-    answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers)
+    answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers, timeout=60)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
 

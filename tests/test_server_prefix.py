@@ -51,7 +51,7 @@ def test_keys_and_salts_share_nothing_and_a_reset_forgets(served: Serving) -> No
     assert cached(served, "b") == 0
     assert cached(served, "a", cache_salt="x") == 0
     assert cached(served, "a", cache_salt="x") == found
-    metrics = httpx.get(f"{served.url}/metrics").text
+    metrics = served.get("/metrics").text
     assert "prefix_cache_hit_tokens_total{model_name=" in metrics
     assert f" {float(2 * found)}\n" in metrics
     assert cached(served, "b", cache_ttl_s=60) == found

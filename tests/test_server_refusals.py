@@ -200,6 +200,7 @@ def test_a_form_in_an_encoding_that_has_halves_is_400(tmp_path: Path) -> None:
 def test_a_body_that_is_no_body_is_400(served: Serving, content: bytes) -> None:
     answer = httpx.post(
         f"{served.url}/v1/completions",
+        timeout=60,
         content=content,
         headers={"Content-Type": "application/json"},
     )
@@ -210,7 +211,9 @@ def test_a_body_that_is_no_body_is_400(served: Serving, content: bytes) -> None:
 @pytest.mark.parametrize("content", [b"", b"prompt=a", b"\xff\x00"])
 def test_a_body_of_another_type_is_400(served: Serving, content: bytes) -> None:
     for headers in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form"}):
-        answer = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers)
+        answer = httpx.post(
+            f"{served.url}/v1/completions", content=content, headers=headers, timeout=60
+        )
         assert answer.status_code == 400
         assert answer.json()["error"]["message"]
 
@@ -295,7 +298,7 @@ def test_other_paths_and_methods(served: Serving) -> None:
     assert wrong.headers["allow"] == "POST"
     assert "GET /nothing" in missing.json()["error"]["message"]
     assert wrong.json()["error"]["message"] == "GET is not allowed at /v1/completions; use POST"
-    empty = httpx.post(f"{served.url}/v1/messages").json()
+    empty = httpx.post(f"{served.url}/v1/messages", timeout=60).json()
     assert empty["error"]["message"] == "the body is missing; send JSON"
     bad = served.post("/v1/completions", {"prompt": "a"}, headers={"x-qllm-priority": "UP"})
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-qllm-priority")

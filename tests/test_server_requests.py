@@ -100,7 +100,8 @@ def test_a_request_of_another_key_is_not_there(held: tuple[Serving, Path]) -> No
             assert refused.json()["error"]["code"] == "not_found"
         assert see(served, key="beta").json()["data"] == []
         assert see(served, "trace-7").json()["paused"] is False
-    assert httpx.patch(f"{served.url}/v1/requests/x", json={"paused": True}).status_code == 401
+    url = f"{served.url}/v1/requests/x"
+    assert httpx.patch(url, json={"paused": True}, timeout=60).status_code == 401
 
 
 def test_of_two_requests_of_one_name_none_is_guessed(held: tuple[Serving, Path]) -> None:

@@ -140,7 +140,7 @@ def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None
         "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "priority": 1,
         "slo": {"ttft_ms": 3e5},
     }  # fmt: skip
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
         texts = stream.iter_text()
         next(texts)
         told = look(served, 12)
@@ -305,7 +305,7 @@ def test_an_engine_that_is_gone_says_why_and_the_page_stays(
 
 def test_no_prompt_and_no_answer_is_shown(served: Serving) -> None:
     body = {"prompt": "a secret sentence", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
         texts = stream.iter_text()
         next(texts)
         told = look(served, 6)
