@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import freeze, pid_of
+from engines import free_port, freeze, pid_of
 from serving import Serving, serving, tiny_engine, until
-from test_rings_hosts import free_port
 from test_server_replay import ASKS, COMPLETIONS, SETTINGS, Client, ask_all, ask_until_they_run
 
 from qllm import QLLMEngine
@@ -127,8 +126,6 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
     two: Two, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps the KV of what it had; who goes on there has computed it, and finds nothing."""
-    monkeypatch.setattr(meeting, "LIVENESS_S", 2.0)
-    monkeypatch.setattr(meeting, "HANDSHAKE_S", 2.0)
     with ExitStack() as stack:
         fleet = QLLMEngine.connect(two.address, route="least", backoff=QUICK, max_replays=9)
         stack.callback(fleet.close)
@@ -136,6 +133,8 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
         expected = [client.answer() for client in ask_all(served)]
         clients = ask_until_they_run(served)
         pid = pid_of(two.engines[index])
+        monkeypatch.setattr(meeting, "LIVENESS_S", 2.0)
+        monkeypatch.setattr(meeting, "HANDSHAKE_S", 2.0)
         freeze(pid)
         try:
             until(lambda: not is_up(served, index))
@@ -144,6 +143,7 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
                 assert another.submit("abc", max_tokens=2).result(60).token_ids
         finally:
             os.kill(pid, signal.SIGCONT)
+            monkeypatch.undo()
         until(lambda: is_up(served, index))
         assert [client.answer() for client in ask_all(served)] == expected
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import LONG, SETTINGS, freeze, pid_of, save_model, wait_for
+from engines import LONG, SETTINGS, free_port, freeze, pid_of, save_model, wait_for
 from serving import until
 
 from qllm import QLLMEngine, SamplingParams
@@ -41,11 +41,6 @@ LOOPBACK = Address("127.0.0.1", 0)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +219,6 @@ def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
 def test_a_silent_engine_is_gone(
     model: str, monkeypatch: pytest.MonkeyPatch, secret_file: Path
 ) -> None:
-    monkeypatch.setattr("qllm.ingress.remote.meeting.LIVENESS_S", 1.0)
     meeting = Meeting(Address("127.0.0.1", free_port()), "tcp", b"")
     with (
         QLLMEngine.from_pretrained(model, meeting=meeting, **SETTINGS) as engine,
@@ -232,6 +226,7 @@ def test_a_silent_engine_is_gone(
     ):
         handle = far.submit("abc", max_tokens=1500, sampling=LONG)
         next(iter(handle))
+        monkeypatch.setattr("qllm.ingress.remote.meeting.LIVENESS_S", 1.0)
         freeze(pid_of(engine))
         with pytest.raises(RequestFailedError, match="is gone"):
             handle.result(60)
@@ -283,13 +278,13 @@ def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
         assert maps.split() == [], "a front end has no engine of its own"
         engine.send_signal(signal.SIGTERM)
         assert engine.wait(60) == 0
-        until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503)
         host, _, port = address.rpartition(":")
         start(
             stack, tmp_path / "again", model, "--role", "engine", "--listen", f"{host}:{port}",
             "--threads", "1", "--set", "conformance=false", "--set", "max_kv_tokens=2048",
         )  # fmt: skip
-        until(lambda: httpx.get(f"{url}/ready").status_code == 200, 240)
+        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, 240)
         again = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert again["choices"] == first["choices"]
         front.send_signal(signal.SIGTERM)

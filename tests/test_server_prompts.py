@@ -84,7 +84,8 @@ def test_bytes_are_cut_anywhere(served: Serving, want: str) -> None:
 
 def test_a_stream_answers_a_stream(served: Serving, want: str) -> None:
     body = lines({**ASK, "stream": True}, *pieces(50))
-    with httpx.stream("POST", f"{served.url}{PLAIN}", content=body, headers=NDJSON) as answer:
+    how: dict[str, Any] = {"content": body, "headers": NDJSON, "timeout": 60}
+    with httpx.stream("POST", f"{served.url}{PLAIN}", **how) as answer:
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1]) == want
@@ -201,8 +202,7 @@ def test_who_hangs_up_cancels(served: Serving, engine: QLLMEngine) -> None:
 
 def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
     with serving(engine, prompt_idle_s=0.2) as made, Slow(made) as client:
-        client.send(lines(ASK))
-        client.send(lines({"append": TEXT}))
+        client.send(lines(ASK, {"append": TEXT}))
         found = client.answer()
         assert found.startswith(b"HTTP/1.1 408")
         assert b"prompt_abandoned" in found
@@ -348,11 +348,14 @@ def test_a_prompt_has_a_size(engine: QLLMEngine) -> None:
         assert "max_prompt_bytes" in message(post(made, PLAIN, body), 413)
 
 
-def test_an_idle_prompt_is_abandoned(engine: QLLMEngine) -> None:
-    with serving(engine, prompt_idle_s=0.3, max_ls=1, ls_overflow="refuse") as made:
-        name = made.post("/v1/prompts", {"prompt": TEXT}).json()["id"]
+def test_an_idle_prompt_is_abandoned(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(engine, prompt_idle_s=3600, max_ls=1, ls_overflow="refuse") as made:
+        name = made.post("/v1/prompts", {"prompt": TEXT[:50]}).json()["id"]
         assert "max_ls=1" in message(made.post("/v1/prompts", {"prompt": TEXT}), 429)
-        until(lambda: made.metric("qllm:num_open_prompts") == 0)
+        with monkeypatch.context() as patch:
+            patch.setitem(made.front.config.__dict__, "prompt_idle_s", 0.05)
+            made.post(f"/v1/prompts/{name}/append", {"append": TEXT[50:]})
+            until(lambda: made.metric("qllm:num_open_prompts") == 0)
         assert "was abandoned" in message(made.get(f"/v1/prompts/{name}"), 409)
         until(lambda: engine.stats()["num_live"] == 0)
         name = made.post("/v1/prompts", {"prompt": TEXT}).json()["id"]  # its seat came back
