@@ -22,8 +22,8 @@ NO_BRANCH = (1 << 32) - 1
 THREADS = 256
 """Threads of the one block that takes a turn."""
 MOST_LOOK_S = 1.0
-"""The time between two looks at the heartbeat counts for at most so much: a process that stood still,
-as one that is stopped and goes on, looks again before it says that the device hangs."""
+"""The time between two looks at the heartbeat counts for so much at most: a process that stood
+still, as one that is stopped and goes on, looks again before it says that the device hangs."""
 
 
 class KernelCall(NamedTuple):
