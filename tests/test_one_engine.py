@@ -115,7 +115,7 @@ def test_an_engine_that_is_garbage_gives_way(
     try:
         del engine
         with engine_of(model, kernels=kernels, conformance=conformance) as second:
-            thread.join(20)
+            thread.join(120)
             gc.collect()
             assert answer(second) == expected
             assert attention_of(model) == {"qllm"}
@@ -132,7 +132,7 @@ def test_a_new_engine_waits_for_the_one_that_is_being_closed(
     client.ingress.put(Call(lambda: go_on.wait(60), lambda *_: None))
     if how == "closed":
         threading.Thread(target=engine.close).start()
-        wait_for(lambda: client.is_leaving, 20)
+        wait_for(lambda: client.is_leaving)
     del engine
     making = threading.Thread(target=lambda: made.append(engine_of(model, kernels=kernels)))
     making.start()
@@ -182,7 +182,7 @@ def test_an_engine_that_crashed_gives_way(
 ) -> None:
     crashed = engine_of(model, kernels=kernels, policy=Crash())
     crashed.submit(PROMPT, max_tokens=8)
-    wait_for(lambda: crashed.failure, 20)
+    wait_for(lambda: crashed.failure)
     with engine_of(model, kernels=kernels) as engine:
         crashed.close()
         assert answer(engine) == expected

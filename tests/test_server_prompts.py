@@ -196,7 +196,7 @@ def test_who_hangs_up_cancels(served: Serving, engine: QLLMEngine) -> None:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
         until(lambda: served.metric("qllm:num_open_prompts") == 1)
-        assert engine.stats()["num_live"] == 1
+        until(lambda: engine.stats()["num_live"] == 1)
     until(lambda: served.metric("qllm:num_open_prompts") == 0 and engine.stats()["num_live"] == 0)
 
 
