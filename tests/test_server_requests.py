@@ -13,6 +13,7 @@ import pytest
 from engines import Holds
 from pydantic import ValidationError
 from serving import Serving, serving, tiny_engine, until
+from virtual import VirtualLoop
 
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
@@ -237,26 +238,10 @@ def test_the_rate_limit_is_said_as_openai_says_it(engine: QLLMEngine) -> None:
 # -- silence, on a virtual clock
 
 
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop that does not sleep: where nothing is ready, its time jumps to what is due."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-
-    def time(self) -> float:
-        return self.now_s
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
-
-
 class Waits:
     """A handle that says nothing for 60 s, then one token and its end."""
 
-    def __init__(self, loop: Clock, status: RequestStatus) -> None:
+    def __init__(self, loop: VirtualLoop, status: RequestStatus) -> None:
         self.loop, self.status = loop, status
 
     def at(self, position: int) -> Piece | FinishReason | None:
@@ -274,7 +259,7 @@ class Waits:
 @pytest.mark.parametrize("status", ["waiting", "parked", "paused", "running", "asleep"])
 def test_a_stream_that_waits_for_a_minute_is_never_silent_for_15_s(status: str) -> None:
     """By the longest `comment_s` that may be set, and with an engine that does not say."""
-    loop = Clock()
+    loop = VirtualLoop()
     known = RequestStatus.WAITING if status == "asleep" else RequestStatus(status)
     handle: Any = Waits(loop, known)
     answer = Answer([handle], 1, Served(Priority.BE), lambda _: None, lambda *_: None, lambda: 3)  # type: ignore[arg-type, return-value]

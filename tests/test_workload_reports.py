@@ -4,16 +4,20 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from virtual import VirtualLoop
 
 from qllm.errors import ConfigError
 from qllm.plan import Row
 from qllm.record.trace import Arrived, Event, Finished, Parked, Planned, Ran, Resumed, Token
 from qllm.scheduler.program import Index
 from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
+from qllm.workloads import client
 from qllm.workloads.client import Server, class_bodies, saturate_http, send_http
 from qllm.workloads.measure import Served, Window, class_report, report
 from qllm.workloads.mix import Arrival
@@ -227,8 +231,51 @@ def test_prompts_depend_on_seed_and_name_alone() -> None:
 # -- a server
 
 
+async def told(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    """An answer: after 50 ms a token per 30 ms; none to prompts of 14 tokens, one less for 15."""
+    await asyncio.sleep(3600 if len(body["prompt"]) == 14 else 0.05)
+    count = body["max_tokens"] - (len(body["prompt"]) == 15)
+    for i in range(count):
+        last = i == count - 1
+        text = "" if i == 0 else "x"  # the first token is half a character
+        choice = {"text": text, "finish_reason": "length" if last else None}
+        yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+        await asyncio.sleep(0.03)
+    usage = {"choices": [], "usage": {"completion_tokens": count}}
+    yield f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()
+
+
+class FakeAnswer:
+    """What the client asks of an answer of aiohttp."""
+
+    status = 200
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.content, self._body = self, body
+
+    def iter_any(self) -> AsyncIterator[bytes]:
+        return told(self._body)
+
+
+class FakeSession:
+    """A session of aiohttp with a server that is on the loop's clock too."""
+
+    @asynccontextmanager
+    async def post(self, url: str, json: dict[str, Any]) -> AsyncIterator[FakeAnswer]:
+        yield FakeAnswer(json)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
+    """A loop whose clock is the client's."""
+    made = VirtualLoop()
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=made.time))
+    yield made
+    made.close()
+
+
 class FakeServer:
-    """Streams one token per 30 ms after 50 ms; refuses prompts of 13 tokens; hangs on 14."""
+    """Streams what is `told`, over HTTP; refuses prompts of 13 tokens."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -248,16 +295,8 @@ class FakeServer:
                 return web.json_response({"error": "unlucky"}, status=400)
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await answer.prepare(request)
-            await asyncio.sleep(60 if len(body["prompt"]) == 14 else 0.05)
-            count = body["max_tokens"] - (len(body["prompt"]) == 15)
-            for i in range(count):
-                last = i == count - 1
-                text = "" if i == 0 else "x"  # the first token is half a character
-                choice = {"text": text, "finish_reason": "length" if last else None}
-                await answer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-                await asyncio.sleep(0.03)
-            usage = {"choices": [], "usage": {"completion_tokens": count}}
-            await answer.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+            async for part in told(body):
+                await answer.write(part)
             return answer
 
         async def models(request: web.Request) -> web.Response:
@@ -301,46 +340,53 @@ def arrival(at_s: float, num_prompt: int, priority: int = Priority.LS) -> Arriva
     )
 
 
-def test_a_server_is_measured_from_when_requests_were_due(fake: FakeServer) -> None:
+def test_a_server_is_measured_from_when_requests_were_due(loop: VirtualLoop) -> None:
+    server, session = Server(url="", model="m"), FakeSession()
+    arrivals = [arrival(0.0, 8), arrival(0.0, 14), arrival(0.2, 9), arrival(0.75, 10)]
+    sent = client._send_all(session, server, arrivals, 0.81)
+    found = {s.spec.name: s for s in loop.run_until_complete(sent)}
+    assert loop.now_s == pytest.approx(0.81)
+    for name, at_s, times in (
+        ("p8", 0, [0.05, 0.08, 0.11, 0.14]),
+        ("p9", 0.2, [0.25, 0.28, 0.31, 0.34]),
+        ("p10", 0.75, [0.8]),
+        ("p14", 0, []),
+    ):
+        one = found[name]
+        assert (one.sent_s, one.token_s) == (pytest.approx(at_s), pytest.approx(times))
+        assert (one.done, one.error) == (len(times) == 4, None)
+    assert found["p9"].ttft_ms(9.0) == pytest.approx(50)
+    assert found["p9"].tpot_ms == pytest.approx(30)
+
+
+def test_what_a_server_says_over_http_is_kept(fake: FakeServer) -> None:
     server = Server(url=f"http://127.0.0.1:{fake.port}", model="m", bodies=class_bodies("priority"))
-    arrivals = [
-        arrival(0.0, 8),
-        arrival(0.0, 13),
-        arrival(0.0, 14),
-        arrival(0.1, 15),
-        arrival(0.2, 9, Priority.BE),
-    ]
-    found = {s.spec.name: s for s in send_http(server, arrivals, 0.8)}
-    whole = found["p8"]
-    assert whole.done
-    assert len(whole.token_s) == 4
-    assert 40 <= whole.ttft_ms(9.0) < 300
-    assert whole.tpot_ms is not None
-    assert 25 <= whole.tpot_ms < 60
+    arrivals = [arrival(0.0, 8), arrival(0.0, 13), arrival(0.0, 15), arrival(0.0, 9, Priority.BE)]
+    found = {s.spec.name: s for s in saturate_http(server, arrivals, 4, 60.0)}
+    assert [found[name].done for name in ("p8", "p9")] == [True, True]
+    assert len(found["p8"].token_s) == 4
     assert found["p13"].error == 'HTTP 400: {"error": "unlucky"}'
-    assert not found["p14"].done
-    assert found["p14"].token_s == []
-    assert found["p14"].error is None
     assert found["p15"].error == "3 of 4 tokens came"
-    assert found["p9"].token_s[0] >= 0.24
     body = next(b for b in fake.bodies if len(b["prompt"]) == 9)
     assert body["priority"] == 10
     assert body["ignore_eos"] is True
     assert body["max_tokens"] == 4
+    (cut,) = send_http(server, [arrival(0.0, 14)], 0.1)
+    assert (cut.done, cut.token_s, cut.error) == (False, [], None)
 
 
-def test_a_closed_loop_keeps_so_many_requests_open(fake: FakeServer) -> None:
-    server = Server(url=f"http://127.0.0.1:{fake.port}", model="m")
-    endless = (arrival(0.0, 8) for _ in itertools.count())
-    found = saturate_http(server, endless, 3, 0.6)
+def test_a_closed_loop_keeps_so_many_requests_open(loop: VirtualLoop, fake: FakeServer) -> None:
+    session, endless = FakeSession(), (arrival(0.0, 8) for _ in itertools.count())
+    sent = client._saturate(session, Server(url="", model="m"), endless, 3, 0.6)
+    found = loop.run_until_complete(sent)
     assert {s.error for s in found} == {None}
     times = [(s.spec.at_s, s.token_s[-1] if s.done else 0.6) for s in found]
     assert max(sum(start <= at_s < end for start, end in times) for at_s, _ in times) == 3
     done = [s for s in found if s.done]
-    assert len(found) == len(done) + 3
-    assert len(done) >= 6
-    assert all(40 <= s.ttft_ms(9.0) < 300 for s in done)
-    refused = saturate_http(server, (arrival(0.0, 13) for _ in range(50)), 2, 5.0)
+    assert (len(done), len(found)) == (9, 12), "one takes 170 ms"
+    assert [s.ttft_ms(9.0) for s in done] == pytest.approx([50] * 9)
+    server = Server(url=f"http://127.0.0.1:{fake.port}", model="m")
+    refused = saturate_http(server, (arrival(0.0, 13) for _ in range(50)), 2, 60.0)
     assert [s.error for s in refused] == ['HTTP 400: {"error": "unlucky"}'] * 2
     assert len(saturate_http(server, [arrival(0.0, 8)] * 3, 8, 60.0)) == 3
 
