@@ -26,7 +26,7 @@ from qllm.server.streamed_body import blocks_of
 from qllm.server.text_work import LONG_THREADS
 from qllm.types import Priority, SamplingParams
 
-ONE = {"prompt_idle_s": 30, "max_ls": 1, "max_open_prompts": 1, "ls_overflow": "refuse"}
+ONE = {"prompt_idle_s": 3600, "max_ls": 1, "max_open_prompts": 1, "ls_overflow": "refuse"}
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def engine() -> Iterator[QLLMEngine]:
 
 @pytest.fixture(scope="module")
 def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, prompt_idle_s=30) as made:
+    with serving(engine, prompt_idle_s=3600) as made:
         yield made
 
 
