@@ -169,14 +169,17 @@ class Clients:
                 self.tally.problem(f"malformed {data!r:.60}: HTTP {answer.status}: {text}")
 
     async def run(self, rate: float, seconds: float, ways: dict[str, int], seed: int) -> None:
-        """Open loop: requests at `rate` per second for so long, then wait for their answers."""
-        rng = random.Random(seed)
+        """Open loop: requests at `rate` per second for so long, then wait for their answers.
+
+        The first come in each of the ways once, so that a short run has them all.
+        """
+        rng, first = random.Random(seed), iter(ways)
         tasks: set[asyncio.Task[None]] = set()
         start = due = time.monotonic()
         while (due := due + rng.expovariate(rate)) < start + seconds:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             is_ls = rng.random() < LS_SHARE
-            (way,) = rng.choices(list(ways), list(ways.values()))
+            way = next(first, None) or rng.choices(list(ways), list(ways.values()))[0]
             if not is_ls and self.num_open_be >= MAX_OPEN_BE:
                 self.tally.counts["not_sent"] += 1
                 continue
@@ -375,8 +378,10 @@ async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str
             ) as answer:
                 body = await answer.json()
                 cases.append(case._replace(text=body["choices"][0]["text"]))
-        await asyncio.sleep(0.5)  # the last of them is counted a moment after its end
         before = await samples_of(session, server.url)
+        while before["request_success_total"] < len(cases):  # the last one is counted after its end
+            await asyncio.sleep(0.05)
+            before = await samples_of(session, server.url)
         warm, calm, wild = (Clients(session, server.url, cases) for _ in range(3))
         rate = LOAD * await warm.capacity(args.calibrate_seconds)
         file = Path(socket).with_name("cases.json")
