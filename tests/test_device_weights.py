@@ -27,7 +27,7 @@ HERE = torch.device("cpu")
 def on_device(folder: Path, rounding: str, patch: pytest.MonkeyPatch) -> Any:
     """A model whose experts are as a device keeps them, and nothing else of it is quantised."""
     patch.setattr(streaming, "Weights", partial(DeviceWeights, device=HERE))
-    patch.setattr(streaming, "can_stay", lambda *_: False)
+    patch.setattr(streaming, "staying", lambda *_: set())
     return load(folder, expert_weights=rounding).model
 
 
