@@ -4,9 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 import torch
 from families import DTYPES, make_model
+from safetensors.torch import load_file, save_file
 from test_cuda_runner import NUM_PAGES, forget, sampling_of, schedule
 from torch import Tensor
 
@@ -81,6 +83,41 @@ def test_tokens_are_those_of_the_values(
     assert found[0] == found[1] == found[2] == found[3]
 
 
+def answer_of(model: Any, packed: bool) -> Tensor:
+    """What the kernels make of a few rows in the last layer's experts."""
+    runner = cuda_runner(
+        model, num_pages=NUM_PAGES, page_size=4, graphs=False, kernels_name="triton"
+    )
+    experts = [e for e in runner.backend.layers.experts if e is not None][-1]
+    assert (experts.weights.packed is not None) == packed
+    noise = torch.Generator().manual_seed(1)
+    rows, num, top_k = 21, experts.weights.num_experts, 2
+    x = torch.randn(rows, model.config.hidden_size, generator=noise).bfloat16()
+    ids = torch.rand(rows, num, generator=noise).topk(top_k).indices
+    share = torch.rand(rows, top_k, generator=noise)
+    out = experts.run(x, ids, share, torch.tensor([rows]))
+    runner.close()
+    assert out.isfinite().all()
+    assert out.abs().max() > 0
+    return out.view(torch.int16)
+
+
+KEPT = ["mxfp4", *(form for form in published.FORMATS if form != "gptq-act-order")]
+PUBLISHED = {"mxfp4": "gpt_oss", "fp8": "deepseek_v3", "awq": "mixtral"}
+"""Format -> family; the others are Qwen3."""
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_what_is_published_computes_the_bits_of_its_values(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a checkpoint of the values that the kernels of bf16 read, in the layout they have."""
+    plain = saved(PUBLISHED.get(form, "qwen3_moe"), tmp_path / "plain")
+    folder, values = published.publish(plain, form, tmp_path)
+    kept, plain = (on_device(where, "auto", monkeypatch) for where in (folder, values))
+    assert torch.equal(answer_of(kept, packed=True), answer_of(plain, packed=False))
+
+
 def test_bytes_read_are_those_of_the_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_device(saved("mixtral", tmp_path), "int4", monkeypatch)
     [held, *_] = all_quantised(model).values()
@@ -88,6 +125,40 @@ def test_bytes_read_are_those_of_the_codes(tmp_path: Path, monkeypatch: pytest.M
     experts = runner.backend.layers.experts[0]
     assert experts.weights.bytes_per_expert * experts.weights.num_experts == held.num_bytes
     runner.close()
+
+
+def test_bytes_read_are_those_of_each_layer_and_grow_past_31_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer with one plain expert is expanded; 2^31 experts are read in a few hours."""
+    plain = saved("mixtral", tmp_path / "plain")
+    others = [(r"layers\.1\..*experts\.2\.w2", _plain)]
+    folder, _ = published.publish(plain, "awq", tmp_path, others=others)
+    model = on_device(folder, "auto", monkeypatch)
+    runner = cuda_runner(model, num_pages=NUM_PAGES, page_size=4, graphs=False)
+    layers = runner.backend.layers
+    sizes = [e.weights.bytes_per_expert for e in layers.experts]
+    assert len(set(sizes)) == 2
+    runner.backend.layers.forget_bytes()
+    for experts, times in zip(layers.experts, (2, 3, 5, 7), strict=False):
+        x = torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)
+        ids = torch.tensor([[0, 1]])
+        for _ in range(times):
+            experts.run(x, ids, torch.ones(1, 2), torch.tensor([1]))
+    read = 2 * sum(size * times for size, times in zip(sizes, (2, 3, 5, 7), strict=False))
+    assert runner.expert_bytes == read
+    for experts in layers.experts[:2]:
+        experts._hits.fill_(2**31 - 1)
+        experts.run(x, ids, torch.ones(1, 2), torch.tensor([1]))
+    assert runner.expert_bytes == (2**31 + 1) * sum(set(sizes))
+    layers.forget_bytes()
+    assert runner.expert_bytes == 0
+    runner.close()
+
+
+def _plain(n: int, k: int, made: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    weight = torch.randn(n, k, generator=made).bfloat16()
+    return {".weight": weight}, weight
 
 
 def test_weights_that_are_packed_for_a_cpu_are_refused(tmp_path: Path) -> None:
@@ -107,9 +178,40 @@ def test_what_is_no_number_is_refused(byte: int, scale: float) -> None:
     weights.take(0, [[_weight(good, 2.0)]])
     bad = good.clone()
     bad[1, 2] = byte
-    with pytest.raises(ModelError, match=r"not a number|not finite"):
+    with pytest.raises(ModelError, match=r"not a number|is inf"):
         weights.take(1, [[_weight(bad, scale)]])
     assert torch.equal(weights.values(0), _weight(good, 2.0).dequantised())
+
+
+@pytest.mark.parametrize("scale", [2.0**101, -(2.0**101), 2.0**-101, float("nan")])
+def test_scales_that_the_kernels_of_a_cpu_refuse_are_refused(scale: float) -> None:
+    """448 times 2^127 is no number, and beyond the last input it would be multiplied by zero."""
+    codes = torch.ones(2, 4, dtype=torch.uint8)
+    weights = DeviceWeights(1, _weight(codes, 1.0), HERE)
+    for worth in (0.0, 2.0**100, -(2.0**-100)):
+        weights.take(0, [[_weight(codes, worth)]])
+    with pytest.raises(ModelError, match=r"a scale or offset is .* 2\^100 are allowed"):
+        weights.take(0, [[_weight(codes, scale)]])
+    kept = Quantised("i8", codes.view(torch.int8), torch.ones(2, 1), torch.ones(2, 1), 4)
+    weights = DeviceWeights(1, kept, HERE)
+    with pytest.raises(ModelError, match="a scale or offset is"):
+        weights.take(0, [[kept._replace(offset_NG=torch.full((2, 1), scale))]])
+
+
+def test_an_expert_of_another_size_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One output would be copied to all others."""
+    folder, _ = published.publish(saved("mixtral", tmp_path / "plain"), "float8", tmp_path)
+    stem = "model.layers.1.block_sparse_moe.experts.2.w2"
+    if not any(name.startswith(stem) for name in load_file(folder / "model.safetensors")):
+        stem = "model.layers.1.mlp.experts.2.down_proj"
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(f"{stem}.")]:
+        tensors[name] = tensors[name].view(torch.uint8)[:1].clone().view(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{stem}.*: .* one is \(1, .*others of its stack"):
+        on_device(folder, "auto", monkeypatch)
 
 
 def test_experts_are_rounded_as_they_are_loaded_or_not_at_all(

@@ -2,7 +2,10 @@
 
 import math
 
+import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from interpret import DEVICES
@@ -79,6 +82,64 @@ def test_products_of_codes_are_those_of_their_values(
         outs.append(slots)
     assert torch.equal(outs[0], outs[1])
     close(outs[0], outs[2])
+
+
+@triton.jit
+def _tile(
+    w, scale, offset, out, n_stride, N: tl.constexpr, D: tl.constexpr, CODE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    for k in range(0, D, BLOCK_K):
+        found = moe._values(
+            w, scale, offset, n, k, n < N, n_stride, (D + GROUP - 1) // GROUP, D, CODE, GROUP,
+            HAS_OFFSET, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        tl.store(out + n[None, :] * BLOCK_K * 8 + (k + d)[:, None], found)
+
+
+WORTHS = (0.0, -0.0, 1.0, -1.0, 0.3, -0.7, 2.0**-100, -(2.0**100), 3.0e-5, 448.0)
+
+
+@DEVICES
+@pytest.mark.parametrize("code", moe.CODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [24, 32, 136])
+@pytest.mark.parametrize("offset", [None, -0.0, 1.5])
+def test_every_code_has_its_value_to_the_bit(
+    device: str, code: Code, dtype: torch.dtype, group: int, offset: float | None
+) -> None:
+    """Zeros have signs. Inputs past the last, of which a block is not full, are zeros or finite."""
+    n, k = len(WORTHS), 136
+    codes = torch.arange(256, dtype=torch.uint8).repeat(n, 2)[:, :k]
+    codes = (codes + torch.arange(n, dtype=torch.uint8)[:, None] * 25).contiguous()
+    if code == "e4m3":
+        codes[(codes & 127) == 127] = 128
+        codes = codes.view(torch.float8_e4m3fn)
+    elif code != "i8":
+        codes = codes[:, : k // 2].contiguous()
+    kept = codes.view(torch.int8) if code == "i8" else codes
+    largest = 2.0 ** (15 if dtype is torch.float16 else 100)
+    scales = (
+        torch.tensor(WORTHS)[:, None]
+        .clamp(-largest, largest)
+        .to(dtype)
+        .repeat(1, -(-k // group))
+        .contiguous()
+    )
+    scales[:, 1:] *= 0.5  # a group is not another
+    offsets = None if offset is None else torch.full_like(scales, offset)
+    weight = Quantised(code, kept, scales, offsets, group)
+    out = torch.full((16, 8 * 64), math.nan, dtype=torch.bfloat16, device=device)
+    raw = (codes.view(torch.uint8) if code == "e4m3" else kept).to(device)
+    given_ = scales.to(device), (scales if offsets is None else offsets).to(device)
+    _tile[(1,)](
+        raw, *given_, out, raw.stride(0), N=n, D=k, CODE=1 + moe.CODES.index(code), GROUP=group,
+        HAS_OFFSET=offset is not None, BLOCK_N=16, BLOCK_K=64, enable_fp_fusion=False,
+    )  # fmt: skip
+    wanted = weight.dequantised()
+    assert torch.equal(out[:n, :k].cpu().view(torch.int16), wanted.view(torch.int16))
+    assert out[:, : 3 * 64].isfinite().all()
 
 
 def test_sizes_of_packed_experts() -> None:
