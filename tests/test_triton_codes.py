@@ -1,6 +1,7 @@
 """Experts with quantised weights by Triton kernels: the bits of bf16 weights of their values."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +87,10 @@ def test_products_of_codes_are_those_of_their_values(
 
 @triton.jit
 def _tile(
-    w, scale, offset, out, n_stride, N: tl.constexpr, D: tl.constexpr, CODE: tl.constexpr,
-    GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    w: "Any", scale: "Any", offset: "Any", out: "Any", n_stride: "Any", N: tl.constexpr,
+    D: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     for k in range(0, D, BLOCK_K):
         found = moe._values(

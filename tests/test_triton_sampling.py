@@ -201,7 +201,7 @@ def test_edges_are_those_of_the_cpu(
 
 
 @triton.jit
-def _tied(asked, out):
+def _tied(asked: "Any", out: "Any") -> None:
     given_ = (tl.load(asked), tl.load(asked + 1), tl.load(asked + 2), tl.load(asked + 3))
     tl.store(out, sampling._ties(*given_, tl.load(out)))
 
