@@ -11,13 +11,19 @@ from families import DTYPES, make_model
 from safetensors.torch import load_file, save_file
 from test_cuda_runner import NUM_PAGES, forget, sampling_of, schedule
 from torch import Tensor
+from transformers import MixtralForCausalLM
 
+from qllm.config import EngineConfig
 from qllm.cuda.backend import cuda_runner
 from qllm.engine.build import refuse_rounding
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models import streaming
-from qllm.models.loader import load
+from qllm.models.checkpoint import open_checkpoint
+from qllm.models.formats.int32 import awq
+from qllm.models.formats.layout import PLAIN
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.loader import check_weights, load
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import DeviceWeights
 from qllm.runner import conformance
@@ -100,6 +106,42 @@ def answer_of(model: Any, packed: bool) -> Tensor:
     assert out.isfinite().all()
     assert out.abs().max() > 0
     return out.view(torch.int16)
+
+
+@pytest.mark.parametrize("rounding", [None, "int4"])
+def test_experts_are_kept_on_cuda(
+    rounding: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as that is seen without one: the rest is put there by transformers."""
+    cuda, asked = torch.device("cuda"), []
+
+    def room(num: int, like: Quantised, device: torch.device) -> DeviceWeights:
+        asked.append(device)
+        return DeviceWeights(num, like, HERE)
+
+    class Here:
+        def from_pretrained(self, *args: Any, device_map: Any, **how: Any) -> Any:
+            assert device_map == {"": cuda}
+            return MixtralForCausalLM.from_pretrained(*args, **how)
+
+    monkeypatch.setattr(streaming, "DeviceWeights", room)
+    folder = saved("mixtral", tmp_path / "plain")
+    if rounding is None:
+        folder, _ = published.publish(folder, "awq", tmp_path)
+    form = PLAIN if rounding else awq({"bits": 4, "group_size": published.GROUP})
+    files = [folder / "model.safetensors"]
+    opened, _ = open_checkpoint("it", files, check_weights(folder), form)
+    config = MixtralForCausalLM.config_class.from_pretrained(folder)
+    vars(config).pop("quantization_config", None)
+    given = Here(), config, opened, torch.bfloat16, cuda, rounding
+    model, info, outcome = streaming.stream(*given)
+    layers = config.num_hidden_layers
+    assert asked == [cuda] * (2 * layers)
+    assert outcome.kept == ["u4 g64+u4 g48" if rounding else "u4 g16"] * layers
+    assert outcome.linears == []  # they are expanded, and it is said
+    assert (outcome.expanded > 0) == (rounding is None)
+    assert not info["missing_keys"]
+    assert len(all_quantised(model)) == layers
 
 
 KEPT = ["mxfp4", *(form for form in published.FORMATS if form != "gptq-act-order")]
@@ -212,6 +254,18 @@ def test_an_expert_of_another_size_is_refused_by_name(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=rf"{stem}.*: .* one is \(1, .*others of its stack"):
         on_device(folder, "auto", monkeypatch)
+
+
+def test_what_only_a_cpu_computes_with_is_refused_before_a_weight_is_read() -> None:
+    for value in ("auto", *ROUNDINGS):
+        EngineConfig(expert_weights=value).check_place("thread", "cuda:0")
+    for value in ("int8", "int8-g64"):
+        config = EngineConfig(expert_weights=value)
+        config.check_place("thread", "cpu")
+        with pytest.raises(ConfigError, match=f"expert_weights='{value}' .* auto, int4, mxfp4"):
+            config.check_place("process", "cuda")
+    with pytest.raises(ConfigError, match="activations='int8' is for the CPU"):
+        EngineConfig(activations="int8").check_place("thread", "cuda")
 
 
 def test_experts_are_rounded_as_they_are_loaded_or_not_at_all(

@@ -53,6 +53,7 @@ class Launcher:
         options = {"num_warps": num_warps, "num_stages": num_stages,
                    "enable_fp_fusion": enable_fp_fusion}
         made = triton.compile(source, target=TARGET, options=options)
+        assert enable_fp_fusion or "fma.rn.f32" not in made.asm["ptx"]
         narrow = made.asm["ptx"].count("ld.global.b16")
         copies = made.asm["ptx"].count("cp.async.cg")
         kinds = " ".join(str(a.dtype) for a in args[:2] if isinstance(a, torch.Tensor))

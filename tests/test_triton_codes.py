@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from hypothesis import given
@@ -97,7 +98,7 @@ def _tile(
             w, scale, offset, n, k, n < N, n_stride, (D + GROUP - 1) // GROUP, D, CODE, GROUP,
             HAS_OFFSET, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        tl.store(out + n[None, :] * BLOCK_K * 8 + (k + d)[:, None], found)
+        tl.store(out + n[None, :] * (BLOCK_K * 3) + (k + d)[:, None], found)
 
 
 WORTHS = (0.0, -0.0, 1.0, -1.0, 0.3, -0.7, 2.0**-100, -(2.0**100), 3.0e-5, 448.0)
@@ -111,8 +112,8 @@ WORTHS = (0.0, -0.0, 1.0, -1.0, 0.3, -0.7, 2.0**-100, -(2.0**100), 3.0e-5, 448.0
 def test_every_code_has_its_value_to_the_bit(
     device: str, code: Code, dtype: torch.dtype, group: int, offset: float | None
 ) -> None:
-    """Zeros have signs. Inputs past the last, of which a block is not full, are zeros or finite."""
-    n, k = len(WORTHS), 136
+    """Zeros have signs. Past the last input and output codes and worths are 0: none is read."""
+    n, k, blocks = len(WORTHS), 136, 192
     codes = torch.arange(256, dtype=torch.uint8).repeat(n, 2)[:, :k]
     codes = (codes + torch.arange(n, dtype=torch.uint8)[:, None] * 25).contiguous()
     if code == "e4m3":
@@ -122,26 +123,30 @@ def test_every_code_has_its_value_to_the_bit(
         codes = codes[:, : k // 2].contiguous()
     kept = codes.view(torch.int8) if code == "i8" else codes
     largest = 2.0 ** (15 if dtype is torch.float16 else 100)
-    scales = (
-        torch.tensor(WORTHS)[:, None]
-        .clamp(-largest, largest)
-        .to(dtype)
-        .repeat(1, -(-k // group))
-        .contiguous()
-    )
+    one = torch.tensor(WORTHS).clamp(-largest, largest)[:, None].to(dtype)
+    scales = one.repeat(1, -(-k // group))
     scales[:, 1:] *= 0.5  # a group is not another
     offsets = None if offset is None else torch.full_like(scales, offset)
-    weight = Quantised(code, kept, scales, offsets, group)
-    out = torch.full((16, 8 * 64), math.nan, dtype=torch.bfloat16, device=device)
-    raw = (codes.view(torch.uint8) if code == "e4m3" else kept).to(device)
-    given_ = scales.to(device), (scales if offsets is None else offsets).to(device)
+    out = torch.full((16, blocks), math.nan, dtype=torch.bfloat16, device=device)
+    raw = _followed_by(255, codes.view(torch.uint8)).to(device)
+    raw = raw.view(torch.int8) if code == "i8" else raw
+    worths = [_followed_by(math.nan, x).to(device) for x in (scales, offsets) if x is not None]
     _tile[(1,)](
-        raw, *given_, out, raw.stride(0), N=n, D=k, CODE=1 + moe.CODES.index(code), GROUP=group,
-        HAS_OFFSET=offset is not None, BLOCK_N=16, BLOCK_K=64, enable_fp_fusion=False,
+        raw, worths[0], worths[-1], out, codes.stride(0), N=n, D=k,
+        CODE=1 + moe.CODES.index(code), GROUP=group, HAS_OFFSET=offset is not None, BLOCK_N=16,
+        BLOCK_K=64, enable_fp_fusion=False,
     )  # fmt: skip
-    wanted = weight.dequantised()
-    assert torch.equal(out[:n, :k].cpu().view(torch.int16), wanted.view(torch.int16))
-    assert out[:, : 3 * 64].isfinite().all()
+    wide = blocks if group == k else group  # one group of all inputs
+    per_byte, past = k // codes.shape[1], -(-blocks // wide) - scales.shape[1]
+    raw = F.pad(codes.view(torch.uint8), (0, (blocks - k) // per_byte, 0, 6))
+    padded = [None if x is None else F.pad(x, (0, past, 0, 6)) for x in (scales, offsets)]
+    whole = Quantised(code, raw.view(kept.dtype), padded[0], padded[1], wide)
+    assert torch.equal(out.cpu().view(torch.int16), whole.dequantised().view(torch.int16))
+
+
+def _followed_by(number: float, x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, and behind them in memory others."""
+    return torch.cat((x.flatten(), torch.full((999,), number, dtype=x.dtype)))[: x.numel()]
 
 
 def test_sizes_of_packed_experts() -> None:
