@@ -102,6 +102,11 @@ def answer_of(model: Any, packed: bool) -> Tensor:
     ids = torch.rand(rows, num, generator=noise).topk(top_k).indices
     share = torch.rand(rows, top_k, generator=noise)
     out = experts.run(x, ids, share, torch.tensor([rows]))
+    work = experts.begin(ids, 2)  # in ranges, as one that may be stopped between them
+    for unit in range(len(work.units)):
+        work.run(x, unit, unit + 1)
+    assert work.slots_SD.dtype is torch.bfloat16
+    assert torch.equal(work.combine(0, rows, share, torch.bfloat16), out)
     runner.close()
     assert out.isfinite().all()
     assert out.abs().max() > 0

@@ -382,6 +382,11 @@ def test_rounding_takes_no_more_than_the_packed_model_and_a_layer(
         model = load(tmp_path, expert_weights=how).model
     assert len(all_quantised(model)) > 1
     assert live.most <= weight_bytes(model) + most
+    one, before = torch.ones(512, 64, dtype=torch.bfloat16), live.now
+    live.most = before
+    with live:
+        rounding.ROUNDINGS[how](one)
+    assert live.most - before < 2 * one.nbytes  # itself, its codes, and a part on its way
 
 
 # -- rounded as they are loaded
