@@ -22,7 +22,7 @@ CHOICES = {
 }
 """Settings that name one of a few."""
 ON_CUDA = ("auto", "int4", "mxfp4")
-"""Of `expert_weights`, those that a GPU's kernels read."""
+"""Values of `expert_weights` that a GPU's kernels read."""
 DEVICE_LOOP = "conditional"
 GONE = {
     "attention": "CUDA has one attention kernel, and it needs no setting; leave it out",

@@ -26,7 +26,6 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
-from qllm.models.formats import rounding
 from qllm.models.loader import load
 from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import all_linears, weight_bytes
@@ -366,27 +365,6 @@ def test_no_more_is_in_memory_than_the_packed_model_and_a_layer(
         )
         runner.close()
     assert weight_bytes(load(folders(form)[1]).model) > weight_bytes(model) + 0.4 * packed
-
-
-@pytest.mark.parametrize("how", ["int4", "mxfp4"])
-def test_rounding_takes_no_more_than_the_packed_model_and_a_layer(
-    live: _Live, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a stack too: a value that is rounded is many bytes on its way."""
-    model = make_model("gpt_oss", torch.bfloat16)
-    most = bytes_of_layer(model)
-    model.save_pretrained(tmp_path)
-    del model
-    monkeypatch.setattr(rounding, "AT_ONCE", 1 << 9)
-    with live:
-        model = load(tmp_path, expert_weights=how).model
-    assert len(all_quantised(model)) > 1
-    assert live.most <= weight_bytes(model) + most
-    one, before = torch.ones(512, 64, dtype=torch.bfloat16), live.now
-    live.most = before
-    with live:
-        rounding.ROUNDINGS[how](one)
-    assert live.most - before < 2 * one.nbytes  # itself, its codes, and a part on its way
 
 
 # -- rounded as they are loaded

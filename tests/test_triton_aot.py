@@ -53,7 +53,8 @@ class Launcher:
         options = {"num_warps": num_warps, "num_stages": num_stages,
                    "enable_fp_fusion": enable_fp_fusion}
         made = triton.compile(source, target=TARGET, options=options)
-        assert enable_fp_fusion or "fma.rn.f32" not in made.asm["ptx"]
+        if constants.get("CODE", 0) > 0:  # ptxas may fuse a product that does not say how it rounds
+            assert not any(name in made.asm["ptx"] for name in ("fma.rn.f32", "mul.f32"))
         narrow = made.asm["ptx"].count("ld.global.b16")
         copies = made.asm["ptx"].count("cp.async.cg")
         kinds = " ".join(str(a.dtype) for a in args[:2] if isinstance(a, torch.Tensor))

@@ -77,7 +77,7 @@ def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantised]) -> Quantis
     whole = like._replace(codes=room(like.codes), scale_NG=room(like.scale_NG), offset_NG=offset)
     step = max(1, AT_ONCE // k)
     for *expert, start in product(*map(range, stack), range(0, n, step)):
-        at = (*expert, slice(start, start + step))
+        at: tuple[int | slice, ...] = (*expert, slice(start, start + step))
         found = rounded(weight[at].bfloat16())
         whole.codes[at], whole.scale_NG[at] = found.codes, found.scale_NG
         if whole.offset_NG is not None and found.offset_NG is not None:
