@@ -258,7 +258,7 @@ def _round(
     name: str, read: Callable[[], Tensor], rounding: Callable[[Tensor], Quantised], turned: bool
 ) -> Quantised:
     with naming(name):
-        weight = read().bfloat16()
+        weight = read()
         return rounding(weight.transpose(-1, -2) if turned else weight)
 
 
