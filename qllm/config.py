@@ -21,6 +21,8 @@ CHOICES = {
     "role": ("both", "prefill", "decode"),
 }
 """Settings that name one of a few."""
+ON_CUDA = ("auto", "int4", "mxfp4")
+"""Values of `expert_weights` that a GPU's kernels read."""
 DEVICE_LOOP = "conditional"
 GONE = {
     "attention": "CUDA has one attention kernel, and it needs no setting; leave it out",
@@ -246,17 +248,28 @@ class EngineConfig:
                 )
 
     def check_place(self, run_in: str, device: str) -> None:
-        """Return if the loop can run there.
+        """Return if the loop and the kernels that were asked for can run there.
 
         Raises:
-            ConfigError: It needs a process of its own, or a GPU.
+            ConfigError: They need a process of their own, a CPU or a GPU.
         """
+        if device.split(":")[0] == "cuda":
+            self._check_cuda()
         if self.loop == "host":
             return
         if run_in != "process":
             raise ConfigError(f"loop={self.loop!r} serves rings and needs run_in='process'")
         if device.split(":")[0] != "cuda":
             raise ConfigError(f"loop={self.loop!r} runs on a GPU and device={device!r}; use 'host'")
+
+    def _check_cuda(self) -> None:
+        if self.expert_weights not in ON_CUDA:
+            raise ConfigError(
+                f"expert_weights={self.expert_weights!r} is for the CPU; on CUDA use one of "
+                f"{', '.join(ON_CUDA)}"
+            )
+        if self.activations != "bf16":
+            raise ConfigError(f"activations={self.activations!r} is for the CPU; use 'bf16'")
 
     @property
     def on_device(self) -> bool:

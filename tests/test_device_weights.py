@@ -4,18 +4,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 import torch
 from families import DTYPES, make_model
+from safetensors.torch import load_file, save_file
 from test_cuda_runner import NUM_PAGES, forget, sampling_of, schedule
 from torch import Tensor
+from transformers import MixtralForCausalLM
 
+from qllm.config import EngineConfig
 from qllm.cuda.backend import cuda_runner
 from qllm.engine.build import refuse_rounding
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models import streaming
-from qllm.models.loader import load
+from qllm.models.checkpoint import open_checkpoint
+from qllm.models.formats.int32 import awq
+from qllm.models.formats.layout import PLAIN
+from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.loader import check_weights, load
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import DeviceWeights
 from qllm.runner import conformance
@@ -27,7 +35,7 @@ HERE = torch.device("cpu")
 def on_device(folder: Path, rounding: str, patch: pytest.MonkeyPatch) -> Any:
     """A model whose experts are as a device keeps them, and nothing else of it is quantised."""
     patch.setattr(streaming, "Weights", partial(DeviceWeights, device=HERE))
-    patch.setattr(streaming, "can_stay", lambda *_: False)
+    patch.setattr(streaming, "staying", lambda *_: set())
     return load(folder, expert_weights=rounding).model
 
 
@@ -81,6 +89,82 @@ def test_tokens_are_those_of_the_values(
     assert found[0] == found[1] == found[2] == found[3]
 
 
+def answer_of(model: Any, packed: bool) -> Tensor:
+    """What the kernels make of a few rows in the last layer's experts."""
+    runner = cuda_runner(
+        model, num_pages=NUM_PAGES, page_size=4, graphs=False, kernels_name="triton"
+    )
+    experts = [e for e in runner.backend.layers.experts if e is not None][-1]
+    assert (experts.weights.packed is not None) == packed
+    noise = torch.Generator().manual_seed(1)
+    rows, num, top_k = 21, experts.weights.num_experts, 2
+    x = torch.randn(rows, model.config.hidden_size, generator=noise).bfloat16()
+    ids = torch.rand(rows, num, generator=noise).topk(top_k).indices
+    share = torch.rand(rows, top_k, generator=noise)
+    out = experts.run(x, ids, share, torch.tensor([rows]))
+    work = experts.begin(ids, 2)  # in ranges, as one that may be stopped between them
+    for unit in range(len(work.units)):
+        work.run(x, unit, unit + 1)
+    assert work.slots_SD.dtype is torch.bfloat16
+    assert torch.equal(work.combine(0, rows, share, torch.bfloat16), out)
+    runner.close()
+    assert out.isfinite().all()
+    assert out.abs().max() > 0
+    return out.view(torch.int16)
+
+
+@pytest.mark.parametrize("rounding", [None, "int4"])
+def test_experts_are_kept_on_cuda(
+    rounding: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as that is seen without one: the rest is put there by transformers."""
+    cuda, asked = torch.device("cuda"), []
+
+    def room(num: int, like: Quantised, device: torch.device) -> DeviceWeights:
+        asked.append(device)
+        return DeviceWeights(num, like, HERE)
+
+    class Here:
+        def from_pretrained(self, *args: Any, device_map: Any, **how: Any) -> Any:
+            assert device_map == {"": cuda}
+            return MixtralForCausalLM.from_pretrained(*args, **how)
+
+    monkeypatch.setattr(streaming, "DeviceWeights", room)
+    folder = saved("mixtral", tmp_path / "plain")
+    if rounding is None:
+        folder, _ = published.publish(folder, "awq", tmp_path)
+    form = PLAIN if rounding else awq({"bits": 4, "group_size": published.GROUP})
+    files = [folder / "model.safetensors"]
+    opened, _ = open_checkpoint("it", files, check_weights(folder), form)
+    config = MixtralForCausalLM.config_class.from_pretrained(folder)
+    vars(config).pop("quantization_config", None)
+    given = Here(), config, opened, torch.bfloat16, cuda, rounding
+    model, info, outcome = streaming.stream(*given)
+    layers = config.num_hidden_layers
+    assert asked == [cuda] * (2 * layers)
+    assert outcome.kept == ["u4 g64+u4 g48" if rounding else "u4 g16"] * layers
+    assert outcome.linears == []  # they are expanded, and it is said
+    assert (outcome.expanded > 0) == (rounding is None)
+    assert not info["missing_keys"]
+    assert len(all_quantised(model)) == layers
+
+
+KEPT = ["mxfp4", *(form for form in published.FORMATS if form != "gptq-act-order")]
+PUBLISHED = {"mxfp4": "gpt_oss", "fp8": "deepseek_v3", "awq": "mixtral"}
+"""Format -> family; the others are Qwen3."""
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_what_is_published_computes_the_bits_of_its_values(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a checkpoint of the values that the kernels of bf16 read, in the layout they have."""
+    plain = saved(PUBLISHED.get(form, "qwen3_moe"), tmp_path / "plain")
+    folder, values = published.publish(plain, form, tmp_path)
+    kept, plain = (on_device(where, "auto", monkeypatch) for where in (folder, values))
+    assert torch.equal(answer_of(kept, packed=True), answer_of(plain, packed=False))
+
+
 def test_bytes_read_are_those_of_the_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_device(saved("mixtral", tmp_path), "int4", monkeypatch)
     [held, *_] = all_quantised(model).values()
@@ -88,6 +172,40 @@ def test_bytes_read_are_those_of_the_codes(tmp_path: Path, monkeypatch: pytest.M
     experts = runner.backend.layers.experts[0]
     assert experts.weights.bytes_per_expert * experts.weights.num_experts == held.num_bytes
     runner.close()
+
+
+def test_bytes_read_are_those_of_each_layer_and_grow_past_31_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer with one plain expert is expanded; 2^31 experts are read in a few hours."""
+    plain = saved("mixtral", tmp_path / "plain")
+    others = [(r"layers\.1\..*experts\.2\.w2", _plain)]
+    folder, _ = published.publish(plain, "awq", tmp_path, others=others)
+    model = on_device(folder, "auto", monkeypatch)
+    runner = cuda_runner(model, num_pages=NUM_PAGES, page_size=4, graphs=False)
+    layers = runner.backend.layers
+    sizes = [e.weights.bytes_per_expert for e in layers.experts]
+    assert len(set(sizes)) == 2
+    runner.backend.layers.forget_bytes()
+    for experts, times in zip(layers.experts, (2, 3, 5, 7), strict=False):
+        x = torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16)
+        ids = torch.tensor([[0, 1]])
+        for _ in range(times):
+            experts.run(x, ids, torch.ones(1, 2), torch.tensor([1]))
+    read = 2 * sum(size * times for size, times in zip(sizes, (2, 3, 5, 7), strict=False))
+    assert runner.expert_bytes == read
+    for experts in layers.experts[:2]:
+        experts._hits.fill_(2**31 - 1)
+        experts.run(x, ids, torch.ones(1, 2), torch.tensor([1]))
+    assert runner.expert_bytes == (2**31 + 1) * sum(set(sizes))
+    layers.forget_bytes()
+    assert runner.expert_bytes == 0
+    runner.close()
+
+
+def _plain(n: int, k: int, made: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    weight = torch.randn(n, k, generator=made).bfloat16()
+    return {".weight": weight}, weight
 
 
 def test_weights_that_are_packed_for_a_cpu_are_refused(tmp_path: Path) -> None:
@@ -107,9 +225,52 @@ def test_what_is_no_number_is_refused(byte: int, scale: float) -> None:
     weights.take(0, [[_weight(good, 2.0)]])
     bad = good.clone()
     bad[1, 2] = byte
-    with pytest.raises(ModelError, match=r"not a number|not finite"):
+    with pytest.raises(ModelError, match=r"not a number|is inf"):
         weights.take(1, [[_weight(bad, scale)]])
     assert torch.equal(weights.values(0), _weight(good, 2.0).dequantised())
+
+
+@pytest.mark.parametrize("scale", [2.0**101, -(2.0**101), 2.0**-101, float("nan")])
+def test_scales_that_the_kernels_of_a_cpu_refuse_are_refused(scale: float) -> None:
+    """448 times 2^127 is no number, and beyond the last input it would be multiplied by zero."""
+    codes = torch.ones(2, 4, dtype=torch.uint8)
+    weights = DeviceWeights(1, _weight(codes, 1.0), HERE)
+    for worth in (0.0, 2.0**100, -(2.0**-100)):
+        weights.take(0, [[_weight(codes, worth)]])
+    with pytest.raises(ModelError, match=r"a scale or offset is .* 2\^100 are allowed"):
+        weights.take(0, [[_weight(codes, scale)]])
+    kept = Quantised("i8", codes.view(torch.int8), torch.ones(2, 1), torch.ones(2, 1), 4)
+    weights = DeviceWeights(1, kept, HERE)
+    with pytest.raises(ModelError, match="a scale or offset is"):
+        weights.take(0, [[kept._replace(offset_NG=torch.full((2, 1), scale))]])
+
+
+def test_an_expert_of_another_size_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One output would be copied to all others."""
+    folder, _ = published.publish(saved("mixtral", tmp_path / "plain"), "float8", tmp_path)
+    stem = "model.layers.1.block_sparse_moe.experts.2.w2"
+    if not any(name.startswith(stem) for name in load_file(folder / "model.safetensors")):
+        stem = "model.layers.1.mlp.experts.2.down_proj"
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(f"{stem}.")]:
+        tensors[name] = tensors[name].view(torch.uint8)[:1].clone().view(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{stem}.*: .* one is \(1, .*others of its stack"):
+        on_device(folder, "auto", monkeypatch)
+
+
+def test_what_only_a_cpu_computes_with_is_refused_before_a_weight_is_read() -> None:
+    for value in ("auto", *ROUNDINGS):
+        EngineConfig(expert_weights=value).check_place("thread", "cuda:0")
+    for value in ("int8", "int8-g64"):
+        config = EngineConfig(expert_weights=value)
+        config.check_place("thread", "cpu")
+        with pytest.raises(ConfigError, match=f"expert_weights='{value}' .* auto, int4, mxfp4"):
+            config.check_place("process", "cuda")
+    with pytest.raises(ConfigError, match="activations='int8' is for the CPU"):
+        EngineConfig(activations="int8").check_place("thread", "cuda")
 
 
 def test_experts_are_rounded_as_they_are_loaded_or_not_at_all(

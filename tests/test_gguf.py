@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from test_device_weights import answer_of, on_device
 from test_formats import raw_blocks
 from test_runner import logits_of, prompt_of
 from torch import Tensor
@@ -215,6 +216,18 @@ def test_packed_blocks_compute_the_bits_of_bf16(
     found, plain = (logits_of(cpu_runner(m), prompt_of(9)) for m in (loaded.model, wanted))
     assert len(found) == len(plain) > 1
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of gates, to 0
+@pytest.mark.parametrize("name", KINDS)
+def test_blocks_on_a_device_compute_the_bits_of_bf16(
+    files: dict[str, Path], theirs: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = theirs[name]
+    for left in ("hf_quantizer", "quantization_method", "is_quantized"):
+        vars(wanted).pop(left, None)
+    found = answer_of(on_device(files[name], "auto", monkeypatch), packed=True)
+    assert torch.equal(found, answer_of(wanted, packed=False))
 
 
 def test_an_engine_serves_a_file_and_a_folder_with_one(

@@ -12,12 +12,14 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import BF16, Clamp, Experts, Formats, Mlp
 from qllm.kernels.cpu.quantised import (
     EXACT,
+    JUDGED_AT_ONCE,
     MOST_SCALE,
     POWERS,
     ROUNDED,
     QuantisedMatrix,
     QuantisedStack,
     matrix_of,
+    problem_of,
     stacked,
 )
 from qllm.kernels.quantised import FOUR_BIT, Quantised
@@ -192,6 +194,18 @@ def test_scales_beyond_them_are_refused_but_for_groups_of_zeros() -> None:
         weight.scale_NG[3, 1] = 2.0**-127
         same_products(weight, (1, 7))
         assert torch.equal(bits(values_of(weight, 16, 64)), bits(weight.dequantised()))
+
+
+@pytest.mark.parametrize("n", [1, JUDGED_AT_ONCE, JUDGED_AT_ONCE + 1, 2 * JUDGED_AT_ONCE + 40])
+def test_a_weight_is_judged_to_its_last_output(n: int) -> None:
+    weight = quantised("i4", n, 64, 32)
+    assert problem_of(weight) is None
+    for row in {0, n // 2, n - 1}:
+        bad = weight._replace(scale_NG=weight.scale_NG.clone())
+        bad.scale_NG[row, 1] = torch.nan
+        assert "a scale or offset of a weight is nan" in str(problem_of(bad)), row
+    short = weight._replace(scale_NG=weight.scale_NG[:-1])
+    assert f"scales and offsets are torch.float16 ({n - 1}, 2)" in str(problem_of(short))
 
 
 def test_what_is_no_weight_is_refused() -> None:

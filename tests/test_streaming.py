@@ -5,8 +5,9 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,47 @@ def test_whoever_interrupts_a_load_finds_nothing_open(
     assert open_files() == before
     monkeypatch.setattr(checkpoint, "_read", read)
     assert all_quantised(load(folder).model)
+
+
+@pytest.mark.parametrize("was", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_is_collected_while_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was: bool, fails: bool
+) -> None:
+    folder, read, seen = made(tmp_path), checkpoint._read, set[bool]()
+
+    def reading(*args: Any) -> Any:
+        seen.add(gc.isenabled())
+        if fails:
+            raise ModelError("no")
+        return read(*args)
+
+    monkeypatch.setattr(checkpoint, "_read", reading)
+    (gc.enable if was else gc.disable)()
+    try:
+        with pytest.raises(ModelError, match="no") if fails else nullcontext():
+            load(folder)
+        assert gc.isenabled() == was
+    finally:
+        gc.enable()
+    assert seen == {False}
+
+
+def test_a_model_that_is_garbage_is_collected_before_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, alive = made(tmp_path), checkpoint._read, set[bool]()
+    old: Any = load(folder).model
+    old.itself, gone = [old], weakref.ref(old)
+    del old
+
+    def reading(*args: Any) -> Any:
+        alive.add(gone() is not None)
+        return read(*args)
+
+    monkeypatch.setattr(checkpoint, "_read", reading)
+    load(folder)
+    assert alive == {False}
 
 
 def nan(x: Tensor) -> Tensor:

@@ -289,6 +289,12 @@ def test_tiles_of_an_expert_run_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     assert tiles not in (4, 5)
 
 
+def test_ranges_of_decode_are_within_bounds_of_any_number_of_heads() -> None:
+    found = [attention._splits(programs) for programs in range(1, 300)]
+    assert found[:9] == [32, 32, 32, 32, 16, 16, 16, 16, 8]
+    assert set(found[9:]) == {8}
+
+
 @DEVICES
 def test_slots_are_sorted_by_expert_then_token(device: str) -> None:
     noise = Noise(1, device)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from interpret import DEVICES, unwritten
@@ -196,6 +198,27 @@ def test_edges_are_those_of_the_cpu(
     for kernels in (sampling, reference):
         tokens, _ = sampled(kernels, logits, *given_columns)
         assert tokens.tolist() == [s.token_id for s in found]
+
+
+@triton.jit
+def _tied(asked: "Any", out: "Any") -> None:
+    given_ = (tl.load(asked), tl.load(asked + 1), tl.load(asked + 2), tl.load(asked + 3))
+    tl.store(out, sampling._ties(*given_, tl.load(out)))
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("above", "each", "wanted"),
+    [(0.5, 1e-300, 7), (2.0, 1e-300, 1), (0.5, 0.1, 4), (0.5, 0.0, 1)],
+)
+def test_tiny_weights_tie_as_often_as_they_are_there(
+    device: str, above: float, each: float, wanted: int
+) -> None:
+    """How many are needed may be more than any integer."""
+    asked = torch.tensor([0.9, 1.0, above, each], dtype=torch.float64, device=device)
+    out = torch.tensor([7], device=device)
+    _tied[(1,)](asked, out)
+    assert out.tolist() == [wanted]
 
 
 @DEVICES

@@ -174,7 +174,8 @@ def _experts(
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     gates = torch.rand(tokens, top_k, device=device)
     ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
-    num, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (tokens, 0))
+    num = torch.tensor([tokens], dtype=torch.int32, device=device)
+    hits = torch.zeros(1, dtype=torch.int64, device=device)
     slots = torch.empty(tokens, top_k, width, device=device, dtype=dtype)
     out = torch.empty_like(x)
 

@@ -156,7 +156,7 @@ def rows() -> None:
         k.attend(
             q, *cache, tables, tiles, page_size=PAGE, scale=128**-0.5, out_TNE=torch.empty_like(q),
         )  # fmt: skip
-    one = new(1, kind=torch.int32)
+    one, hits = new(1, kind=torch.int32), new(1, kind=torch.int64)
     for shape in SHAPES.values():
         experts = shape.get("num_experts") or shape["num_local_experts"]
         inner = shape.get("moe_intermediate_size") or shape["intermediate_size"]
@@ -166,7 +166,7 @@ def rows() -> None:
             Activation.SILU,
         )  # fmt: skip
         for tokens in (1, 32, 512, 2048):
-            routing = k.route(new(tokens, top_k, kind=torch.int64), one, experts, one)
+            routing = k.route(new(tokens, top_k, kind=torch.int64), one, experts, hits)
             slots, x = new(tokens, top_k, width), new(tokens, width)
             k.run_experts(x, weights, routing, 0, experts, slots)
             k.combine(slots, new(tokens, top_k, kind=torch.float32), one, x)

@@ -99,7 +99,7 @@ class DeviceExperts:
     Args:
         weights: Of the layer.
         kernels: Sort, multiply and sum.
-        hits: One int32 on the device that counts experts whose weights were read.
+        hits: One integer on the device that counts experts whose weights were read.
     """
 
     def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:

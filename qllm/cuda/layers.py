@@ -39,7 +39,9 @@ class DeviceLayers:
         kernels: Kernels,
     ) -> None:
         self._kernels = kernels
-        self._hits = torch.zeros(1, dtype=torch.int32, device=parts.lm_head.weight.device)
+        self._device = parts.lm_head.weight.device
+        self._hits: dict[int, Tensor] = {}
+        """Bytes of an expert -> how many of that size were read, one number on the device."""
         self.experts = tuple(self._experts(layer) for layer in parts.layers)
         self._latents = Latents(parts.attentions)
         self.norms = Norms(model, kernels)
@@ -64,7 +66,10 @@ class DeviceLayers:
             found = packed_weights(found, held)
         if isinstance(found, str):
             raise ModelError(f"layer {layer.index}: {found}; no device kernel is made for it")
-        return DeviceExperts(found, self._kernels, self._hits)
+        size = found.bytes_per_expert
+        if size not in self._hits:  # int32 would be full after hours of decoding
+            self._hits[size] = torch.zeros(1, dtype=torch.int64, device=self._device)
+        return DeviceExperts(found, self._kernels, self._hits[size])
 
     def enter(self) -> None:
         """Let the model's modules compute with the kernels."""
@@ -105,12 +110,12 @@ class DeviceLayers:
     @property
     def expert_bytes(self) -> int:
         """Weights read so far: each expert once per layer of a program. Waits for the device."""
-        first = next((e for e in self.experts if e is not None), None)
-        return 0 if first is None else int(self._hits) * first.weights.bytes_per_expert
+        return sum(int(hits) * size for size, hits in self._hits.items())
 
     def forget_bytes(self) -> None:
         """Nothing was read so far."""
-        self._hits.zero_()
+        for hits in self._hits.values():
+            hits.zero_()
 
     @property
     def names(self) -> dict[str, str]:

@@ -4,9 +4,12 @@ A module keeps its weight on the meta device, for its shape. Its own forward com
 values, which are in memory for that call alone; a runner whose kernels read codes packs them.
 """
 
+import functools
 import inspect
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -107,26 +110,33 @@ def weight_bytes(model: nn.Module) -> int:
     return plain + sum(one.num_bytes for one in held)
 
 
-def can_stay(model: nn.Module, name: str) -> bool:
-    """Whether the weight of that name is of a linear module that others only call.
+def staying(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of the weights that are each of one linear module which others only call.
 
     Args:
         model: On the meta device.
-        name: Of a parameter.
+        names: Of parameters.
     """
+    if cpu.MISSING is not None:
+        return set()
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    called = [name for name in names if _is_only_called(model, name)]
+    return {name for name in called if uses[id(model.get_parameter(name))] == 1}
+
+
+def _is_only_called(model: nn.Module, name: str) -> bool:
     path, _, parameter = name.rpartition(".")
     parent_path, _, child = path.rpartition(".")
-    module: Any = model.get_submodule(path)
-    if type(module) is not nn.Linear or parameter != "weight" or cpu.MISSING is not None:
+    if type(model.get_submodule(path)) is not nn.Linear or parameter != "weight":
         return False
-    sharing = [m for m in model.modules() if getattr(m, "weight", None) is module.weight]
-    source = _source_of(type(model.get_submodule(parent_path)))
-    return len(sharing) == 1 and re.search(rf"\.{child}\.weight\b", source) is None
+    source = _source_of(type(model.get_submodule(parent_path)).__module__)
+    return re.search(rf"\.{child}\.weight\b", source) is None
 
 
-def _source_of(kind: type) -> str:
+@functools.cache
+def _source_of(module: str) -> str:
     try:
-        return inspect.getsource(sys.modules[kind.__module__])
+        return inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
         return ""
 

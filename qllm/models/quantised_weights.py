@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
-from qllm.kernels.cpu.quantised import QuantisedStack, stacked
+from qllm.kernels.cpu.quantised import MOST_SCALE, QuantisedStack, stacked
 from qllm.kernels.quantised import Quantised
 
 SAMPLES = 64
@@ -135,8 +135,13 @@ class DeviceWeights(_Weights):
         for i, parts in enumerate(weights):
             one = stacked(parts)
             assert one is not None
-            if not all(worths.isfinite().all() for worths in tensors_of(one)[1:]):
-                raise ModelError("quantised weights have scales or offsets that are not finite")
+            if one.shape != self.shape:
+                raise ModelError(
+                    f"quantised weights cannot be kept: one is {one.shape}, the others of its "
+                    f"stack {self.shape}"
+                )
+            for worths in tensors_of(one)[1:]:
+                _refuse_far(worths)
             if one.code == "e4m3" and ((one.codes.view(torch.uint8) & 127) == 127).any():
                 raise ModelError("quantised weights have codes that are not a number")
             for own, new in zip(tensors_of(self.whole), tensors_of(one), strict=True):
@@ -161,6 +166,17 @@ class DeviceWeights(_Weights):
     def tensors(self) -> list[Tensor]:
         """All that they are."""
         return tensors_of(self.whole)
+
+
+def _refuse_far(worths: Tensor) -> None:
+    """Refuse scales or offsets that the CPU's kernels refuse: a value of them may be no number."""
+    size = worths.float().abs()
+    is_bad = (size != 0) & ~((size >= 1 / MOST_SCALE) & (size <= MOST_SCALE))
+    if is_bad.any():
+        raise ModelError(
+            f"quantised weights cannot be kept: a scale or offset is {float(worths[is_bad][0]):g}; "
+            "0 and sizes from 2^-100 to 2^100 are allowed: check the checkpoint"
+        )
 
 
 AnyWeights = Weights | DeviceWeights

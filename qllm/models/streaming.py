@@ -42,7 +42,7 @@ from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, Room, pack_experts, say_rounded
-from qllm.models.quantised_linears import QuantisedLinear, can_stay, fits
+from qllm.models.quantised_linears import QuantisedLinear, fits, staying
 from qllm.models.quantised_weights import AnyWeights, DeviceWeights, Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
@@ -213,16 +213,15 @@ class _Held:
     ) -> None:
         """Read what can stay, experts and perhaps linears, and leave in `rest` what cannot."""
         with ThreadPoolExecutor(READERS, "qllm-read") as pool:
+            others = {n: read for n, read in rest.items() if n not in places} if linears else {}
+            found_linears = _linears(skeleton, others, pool)  # one thread is long at the head
             for path, names in _by_module(places).items():
                 found = _packed(skeleton.get_submodule(path), names, places, checkpoint, pool, room)
                 if found is not None:
                     self._experts[path] = found
                     for name in names:
                         del rest[name]
-            if not linears:
-                return
-            others = {name: read for name, read in rest.items() if name not in places}
-            for name, target, weight in _linears(skeleton, others, pool):
+            for name, target, weight in found_linears:
                 self._linears[target.rpartition(".")[0]] = weight
                 del rest[name]
 
@@ -259,7 +258,7 @@ def _round(
     name: str, read: Callable[[], Tensor], rounding: Callable[[Tensor], Quantised], turned: bool
 ) -> Quantised:
     with naming(name):
-        weight = read().bfloat16()
+        weight = read()
         return rounding(weight.transpose(-1, -2) if turned else weight)
 
 
@@ -274,8 +273,10 @@ def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
 
 def _is_turned(model: nn.Module, place: Place) -> bool:
     """Whether a stack of weights [n, k] is for a parameter [E, k, n]."""
+    if place.expert is not None:
+        return False
     experts: Any = model.get_submodule(place.module)
-    return place.expert is None and bool(experts.is_transposed)
+    return bool(experts.is_transposed)
 
 
 def _forget_method(model: Any) -> None:
@@ -346,16 +347,17 @@ def _by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
 def _linears(
     model: PreTrainedModel, reads: Mapping[str, Read], pool: Executor
 ) -> Iterator[tuple[str, str, Quantised]]:
-    """Names in the checkpoint and the model, and weights, of linear modules that can stay."""
-    targets = {n: target for n, target in _targets(model, reads).items() if can_stay(model, target)}
+    """Read linear modules that can stay from now on: names here and in the model, and weights."""
+    every = _targets(model, reads)
+    kept = staying(model, every.values())
+    targets = {name: target for name, target in every.items() if target in kept}
 
     def read(name: str) -> Quantised | None:
         weight, shape = reads[name](), model.get_parameter(targets[name]).shape
         return weight if fits(weight) and weight.shape == shape else None
 
-    for (name, target), weight in zip(targets.items(), pool.map(read, targets), strict=True):
-        if weight is not None:
-            yield name, target, weight
+    found = zip(targets.items(), pool.map(read, targets), strict=True)
+    return ((name, target, weight) for (name, target), weight in found if weight is not None)
 
 
 # -- the experts of one layer

@@ -337,10 +337,20 @@ def stacked(weights: Sequence[Quantised]) -> Quantised | None:
     )
 
 
+JUDGED_AT_ONCE = 2048
+"""Outputs that are packed at a time only to be judged, always into the same memory."""
+
+
 def problem_of(weight: Quantised) -> str | None:
     """Why the kernels cannot read a weight [n, k]; None if they can."""
+    n, k = weight.shape
+    step = min(n, JUDGED_AT_ONCE)
     try:
-        QuantisedMatrix(weight)
+        _checked(weight, n, k)
+        stack = QuantisedStack(1, step, k, weight)
+        for start in range(0, n, step):  # the last rows are judged with some before them
+            first = min(start, n - step)
+            stack.pack(0, weight.rows(slice(first, first + step)))
     except ValueError as error:
         return str(error)
     return None

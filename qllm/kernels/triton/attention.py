@@ -231,7 +231,7 @@ def _heads_per_program(ratio: int, block: int, width: int) -> int:
 def _splits(programs: int) -> int:
     """Most ranges of a tile that takes so many programs per range: a power of two."""
     fewest, most = SPLITS
-    return min(most, max(fewest, 1 << (PROGRAMS // programs).bit_length() - 1))
+    return min(most, max(fewest, 1 << (PROGRAMS // programs).bit_length() >> 1))
 
 
 def attend(

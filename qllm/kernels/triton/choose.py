@@ -190,7 +190,7 @@ def choose(
         rule: How logits become weights.
         top_k: K.
         num_tokens: One int on the device: tokens past it are padding and go nowhere.
-        hits: One int32 on the device; grows by the experts that got a slot, without shared ones.
+        hits: One integer on the device; grows by the experts that got a slot, without shared ones.
         dtype: Of the weights.
         num_shared: S: experts E to E + S, which every token takes, in slots K to K + S.
 

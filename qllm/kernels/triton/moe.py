@@ -116,14 +116,14 @@ def _values(
     if CODE == 3:  # e2m1
         power, part = (codes >> 1) & 3, codes & 1
         size = tl.where(power == 0, part, (2 + part) << (power - 1)).to(tl.float32) * 0.5
-        value = tl.where(codes > 7, -size, size)
+        value = tl.where(codes > 7, size * -1.0, size)  # 0.0 - size has no -0
     elif CODE == 5:  # e4m3: a number of 2**-9 below 2**-6, else with a leading bit
         power, part = (codes >> 3) & 15, codes & 7
         tiny = part.to(tl.float32) * 0.001953125
         size = tl.where(
             power == 0, tiny, (((power + 120) << 23) | (part << 20)).to(tl.float32, bitcast=True)
         )
-        value = tl.where(codes > 127, -size, size)
+        value = tl.where(codes > 127, size * -1.0, size)
     else:
         value = codes.to(tl.float32)
         if CODE == 2:
@@ -319,7 +319,7 @@ def route(
         ids_TK: Experts of each token, contiguous.
         num_tokens: One int on the device: tokens past it are padding and go nowhere.
         num_experts: E, without those that are shared.
-        hits: One int32 on the device; grows by the experts that got a slot, without shared ones.
+        hits: One integer on the device; grows by the experts that got a slot, without shared ones.
         num_shared: Experts beyond E that the ids name.
     """
     num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]

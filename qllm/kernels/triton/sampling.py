@@ -294,8 +294,8 @@ def _settle(
 def _ties(top_p, whole, above, each, equal):
     """How many tokens of the bound's logit stay: as many as top_p of the weight takes."""
     equal = tl.maximum(equal, 1)
-    needed = tl.ceil((top_p * whole - above) / tl.where(each > 0, each, 1.0)).to(tl.int64)
-    return tl.minimum(tl.maximum(needed, 1), equal)
+    needed = tl.ceil((top_p * whole - above) / tl.where(each > 0, each, 1.0))
+    return tl.minimum(tl.maximum(needed, 1.0), equal.to(tl.float64)).to(tl.int64)  # may be 1e300
 
 
 @triton.jit

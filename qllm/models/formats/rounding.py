@@ -6,13 +6,14 @@ mxfp4   32 inputs have a power of two, 4-bit floats: the conversion of the OCP m
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qllm.errors import ModelError
-from qllm.kernels.quantised import E2M1, Quantised
+from qllm.kernels.quantised import AT_ONCE, E2M1, Quantised
 from qllm.models.formats.layout import blocked, pairs, power_of_two
 
 INT4_GROUP, MXFP4_GROUP = 64, 32
@@ -24,8 +25,12 @@ LEAST_EXPONENT = -100
 """Exponent of the power of two of a group of zeros, or nearly."""
 
 
-def int4(weight_NK: Tensor) -> Quantised:
-    """Round bf16 [..., n, k]."""
+def int4(weight: Tensor) -> Quantised:
+    """Round bf16 [n, k] or a stack [E, n, k] of any strides."""
+    return _in_parts(weight, _int4)
+
+
+def _int4(weight_NK: Tensor) -> Quantised:
     k = weight_NK.shape[-1]
     group = min(INT4_GROUP, k)
     grouped = _grouped(weight_NK, group, "replicate")
@@ -36,8 +41,12 @@ def int4(weight_NK: Tensor) -> Quantised:
     return Quantised("u4", _packed(codes, k), scale, offset, group)
 
 
-def mxfp4(weight_NK: Tensor) -> Quantised:
-    """Round bf16 [..., n, k]; what is larger than the largest 4-bit float becomes it."""
+def mxfp4(weight: Tensor) -> Quantised:
+    """The same; what is larger than the largest 4-bit float becomes it."""
+    return _in_parts(weight, _mxfp4)
+
+
+def _mxfp4(weight_NK: Tensor) -> Quantised:
     k = weight_NK.shape[-1]
     group = min(MXFP4_GROUP, k)
     grouped = _grouped(weight_NK, group, "zero")
@@ -54,6 +63,26 @@ ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mx
 
 BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
 """Bits of a weight in memory, by value of `expert_weights`."""
+
+
+def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantised]) -> Quantised:
+    """Round some outputs at a time: what they take on their way is 18 times as much as they."""
+    *stack, n, k = weight.shape
+    like = rounded(weight.new_zeros((1, k), dtype=torch.bfloat16))
+
+    def room(one: Tensor) -> Tensor:
+        return one.new_empty((*stack, n, one.shape[1]))
+
+    offset = None if like.offset_NG is None else room(like.offset_NG)
+    whole = like._replace(codes=room(like.codes), scale_NG=room(like.scale_NG), offset_NG=offset)
+    step = max(1, AT_ONCE // k)
+    for *expert, start in product(*map(range, stack), range(0, n, step)):
+        at: tuple[int | slice, ...] = (*expert, slice(start, start + step))
+        found = rounded(weight[at].bfloat16())
+        whole.codes[at], whole.scale_NG[at] = found.codes, found.scale_NG
+        if whole.offset_NG is not None and found.offset_NG is not None:
+            whole.offset_NG[at] = found.offset_NG
+    return whole
 
 
 def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
