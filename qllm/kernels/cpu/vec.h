@@ -329,6 +329,19 @@ struct Vec {
 
 #endif
 
+// `dot` with one pair for all lanes, which the instruction itself reads from memory if it can.
+inline Vec::F dot_pair(Vec::F acc, Vec::Pairs a, const bf16* p) {
+#if defined(QLLM_BF16)
+  struct Two {
+    bf16 pair[2];
+  };
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(*(const Two*)p));
+  return acc;
+#else
+  return Vec::dot(acc, a, Vec::set_pair(p));
+#endif
+}
+
 // Rounded to bf16 and back: where transformers' modules round, so do the kernels.
 inline Vec::F rounded(Vec::F x) {
   bf16 half[16];
