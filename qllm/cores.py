@@ -4,7 +4,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +105,18 @@ def freeze_garbage() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect no cycles meanwhile: for what makes many objects and few cycles."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def give_memory_back() -> None:

@@ -45,7 +45,7 @@ FLOORS = {
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "errors types plan models kernels torchless",
+        "cores errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
@@ -136,8 +136,8 @@ FLOORS = {
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
     "sim": Floor(
-        f"{BASE} engine frontend.rebalance frontend.router frontend.routes ingress measure models "
-        "plugins record runner.protocol scheduler workloads",
+        f"{BASE} cores engine frontend.rebalance frontend.router frontend.routes ingress measure "
+        "models plugins record runner.protocol scheduler workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
     "sim.calibrate": Floor(

@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from qllm.cores import no_collections
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
 from qllm.models.checkpoint import Checkpoint, open_checkpoint
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
@@ -321,13 +322,13 @@ def _of_folder(
     method = method_of(config, read_json(folder / "hf_quant_config.json"))
     if method is not None:
         form = format_of(name, method)
-        with _uncollected():
+        with _reading():
             checkpoint, rest = open_checkpoint(name, _files(folder), tensors, form)
             refuse_narrow(name, rest, f"no scales where {form.name} has them")
             return _streamed(name, config, checkpoint, rest, dtype, device)
     refuse_narrow(name, tensors, "no known quantization_config to scale them")
     if rounding is not None and _is_known(config):
-        with _uncollected():
+        with _reading():
             checkpoint, rest = open_checkpoint(name, _files(folder), tensors, PLAIN)
             return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
     model = _pretrained(name, folder, config, dtype, device, trust_remote_code)
@@ -383,20 +384,15 @@ def _streamed(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no cycles while a model is read.
+def _reading() -> Iterator[None]:
+    """Collect no cycles while weights are read.
 
     Tables of a hundred thousand tensors ask for collection after collection, each of which looks at
     all objects of torch and transformers: a twentieth of the time of a load.
     """
     gc.collect()  # a model that nobody has any more lies in cycles, and is as large as this one
-    was = gc.isenabled()
-    gc.disable()
-    try:
+    with no_collections():
         yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager

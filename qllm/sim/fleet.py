@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from qllm.config import EngineConfig
+from qllm.cores import no_collections
 from qllm.errors import MOVED, ConfigError, without_ticket
 from qllm.frontend.rebalance import REBALANCE_S
 from qllm.frontend.router import Entry, Router
@@ -26,7 +27,7 @@ from qllm.record.trace import Arrived, Event, Finished, Trace
 from qllm.sim.costs import CostFile
 from qllm.sim.ingress import VirtualIngress
 from qllm.sim.moving import MOVE_TOKEN_S, Arriving, Moves
-from qllm.sim.run import Simulated, SimulatedEngine, no_collector
+from qllm.sim.run import Simulated, SimulatedEngine
 from qllm.sim.runner import VirtualClock
 from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled
 from qllm.workloads.spec import RequestSpec
@@ -221,7 +222,7 @@ def simulate_fleet(
     moves = Moves(worlds, router, rebalance_s, move_token_s) if hands_over else None
     begun, refused = time.process_time(), 0
     end_ns = None if seconds is None else round(seconds * NS_PER_S)
-    with no_collector():
+    with no_collections():
         for number, spec in enumerate(sorted(requests, key=lambda r: r.at_s)):
             at_ns = round(spec.at_s * NS_PER_S)
             if not worlds[0].fits(spec):

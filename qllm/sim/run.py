@@ -4,15 +4,14 @@ Only the runner is pretended (`qllm.sim.runner`), and the way in. The same argum
 events: nothing here draws a random number or reads a clock, but for the CPU time it reports.
 """
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from qllm.config import EngineConfig
+from qllm.cores import no_collections
 from qllm.engine.costs import Costs
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
@@ -232,18 +231,6 @@ def blank(num_tokens: int) -> tuple[int, ...]:
     return (0,) * num_tokens
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Millions of events and no cycles: the collector would only walk over them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def simulate(
     requests: Iterable[RequestSpec],
     policy: str | Any,
@@ -289,7 +276,7 @@ def simulate(
     if flood is not None:
         world.start(flood)
     end_ns = None if seconds is None else round(seconds * NS_PER_S)
-    with no_collector():
+    with no_collections():
         world.serve(end_ns, on_step)
         end_ns = world.clock.at_ns if end_ns is None else end_ns
         world.close()
