@@ -1,6 +1,7 @@
 """Weights that stay quantised: packed for our kernels as they are read, where there are kernels."""
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -8,14 +9,14 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
-from qllm.kernels.cpu.quantised import MOST_SCALE, QuantisedStack, stacked
+from qllm.kernels.cpu.quantised import ALLOWED_WORTHS, MOST_SCALE, QuantisedStack, stacked
 from qllm.kernels.quantised import Quantised
 
 SAMPLES = 64
 """Bytes of a weight, or of its scales, that name a model."""
 
 
-class _Weights:
+class _Weights(ABC):
     """What is said of E weights of one shape and format, wherever they are."""
 
     def __init__(self, num: int, like: Quantised) -> None:
@@ -25,9 +26,9 @@ class _Weights:
         self.kind = like.kind
         """Codes and group, for people: "e2m1 g32"."""
 
+    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """All that they are."""
-        raise NotImplementedError
 
     def sample(self) -> bytes:
         """A few of their bytes, for the identity of the model."""
@@ -175,7 +176,7 @@ def _refuse_far(worths: Tensor) -> None:
     if is_bad.any():
         raise ModelError(
             f"quantised weights cannot be kept: a scale or offset is {float(worths[is_bad][0]):g}; "
-            "0 and sizes from 2^-100 to 2^100 are allowed: check the checkpoint"
+            f"{ALLOWED_WORTHS}"
         )
 
 

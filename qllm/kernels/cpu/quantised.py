@@ -24,6 +24,7 @@ BLOCK_INPUTS = 8
 MOST_SCALE = 2.0**100
 """Scales and offsets are 0 or between it and its inverse: instructions that round to bf16 take
 subnormal numbers as 0, and no value comes near them so."""
+ALLOWED_WORTHS = "0 and sizes from 2^-100 to 2^100 are allowed: check the checkpoint"
 
 
 class FormatStruct(ctypes.Structure):
@@ -212,10 +213,7 @@ class QuantisedStack:
         if found & NO_NUMBER:
             raise ValueError("a weight in e4m3 is not a number; check the checkpoint")
         if found & BAD_WORTH:
-            raise ValueError(
-                f"a scale or offset of a weight is {worth}; 0 and sizes from 2^-100 to "
-                "2^100 are allowed: check the checkpoint"
-            )
+            raise ValueError(f"a scale or offset of a weight is {worth}; {ALLOWED_WORTHS}")
         products = EXACT if found & NO_POWER else POWERS
         if self._like.offset_NG is not None:  # it is added after they are rounded
             products = ROUNDED if found & LONG else EXACT
