@@ -480,3 +480,16 @@ def test_values_on_the_grid_are_not_moved_again(how: str) -> None:
         assert torch.equal(rounding.ROUNDINGS[how](once).dequantised(), once)
     with pytest.raises(ModelError, match="not finite"):
         rounding.ROUNDINGS[how](weight.fill_(torch.inf))
+
+
+@pytest.mark.parametrize("how", rounding.ROUNDINGS)
+@pytest.mark.parametrize("shape", [(37, 96), (3, 37, 96)])
+def test_a_weight_that_is_rounded_in_parts_has_the_codes_of_the_whole(
+    how: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    whole = rounding.ROUNDINGS[how](weight)
+    monkeypatch.setattr(rounding, "AT_ONCE", 5 * 96)
+    parts = rounding.ROUNDINGS[how](weight)
+    assert torch.equal(whole.codes, parts.codes)
+    assert torch.equal(whole.dequantised(), parts.dequantised())
