@@ -308,3 +308,18 @@ def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
     )
     assert "pass run_in='thread'" in done.stdout, done.stderr
     assert done.returncode == 0
+
+
+def test_a_cancel_and_a_close_end_requests_in_an_engine_that_runs_nothing(
+    model: str, tmp_path: Path
+) -> None:
+    gate = FileGate(str(tmp_path / "open"))
+    engine = QLLMEngine.from_pretrained(model, policy=gate, record=True, **SETTINGS)
+    first, second = (engine.submit("a", "BE", 8, sampling=LONG) for _ in range(2))
+    wait_for(lambda: engine.stats()["num_live"] == 2)
+    first.cancel()
+    wait_for(lambda: engine.stats()["num_live"] == 1)
+    engine.close()
+    assert second.result(60).finish_reason is FinishReason.CANCELLED
+    ended = [event.reason for event in engine.trace if isinstance(event, Finished)]
+    assert ended == [FinishReason.CANCELLED] * 2
