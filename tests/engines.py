@@ -5,7 +5,9 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,18 @@ def freeze(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     wait_for(lambda: all(state(stat) == "T" for stat in tasks.glob("*/stat")))
+
+
+def open_files() -> Counter[str]:
+    """What this process has open, and how often; what is left open is more than was before.
+
+    Counts alone would not do: the collector may close, in between, what an earlier test dropped.
+    """
+    found: Counter[str] = Counter()
+    for number in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder itself, while it was read
+            found[os.readlink(number)] += 1
+    return found
 
 
 def free_port() -> int:

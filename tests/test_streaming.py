@@ -14,7 +14,7 @@ from typing import Any
 import published
 import pytest
 import torch
-from engines import wait_for
+from engines import open_files, wait_for
 from families import make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -101,10 +101,6 @@ def change(folder: Path, change_tensors: Callable[[dict[str, Tensor]], object]) 
     return folder
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def readers() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("qllm-read")]
 
@@ -138,7 +134,7 @@ def test_an_error_of_a_reader_names_the_weight_and_leaves_nothing_open(
     assert not readers()
     del found  # it holds what was open
     gc.collect()
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_whoever_interrupts_a_load_finds_nothing_open(
@@ -163,7 +159,7 @@ def test_whoever_interrupts_a_load_finds_nothing_open(
     assert num < 40, "of 84: the rest is not read"
     wait_for(lambda: not readers())  # the signal may come while their ends are waited for
     gc.collect()
-    assert open_files() == before
+    assert open_files() <= before
     monkeypatch.setattr(checkpoint, "_read", read)
     assert all_quantised(load(folder).model)
 
