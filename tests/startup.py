@@ -20,6 +20,7 @@ from qllm.models.discover import base_model, discover
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.attention import Span
+from qllm.runner.rope_tables import RowRopes
 from qllm.runner.runner import TorchRunner
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -360,12 +361,14 @@ def _last_epsilon(model: Any) -> bool:
 def _positions(case: Case, model: Any) -> TorchRunner:
     """Decoded tokens stand one position too far."""
     runner = runner_of(case, copy.deepcopy(model))
-    real = runner.rope.of
+    real = runner.rope.rows
 
-    def of(ranges: Any, lengths: Any = None) -> Any:
-        return real([(lo + (lo > 0), hi + (lo > 0)) for lo, hi in ranges], lengths)
+    def rows(*args: Any) -> RowRopes:
+        found = real(*args)
+        found._ranges = [(lo + (lo > 0), hi + (lo > 0)) for lo, hi in found._ranges]
+        return found
 
-    runner.rope.of = of  # type: ignore[method-assign]
+    runner.rope.rows = rows  # type: ignore[method-assign]
     return runner
 
 

@@ -26,7 +26,7 @@ from qllm.runner.layers.native import NativeDriver
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.rows import PLAIN
 from qllm.runner.layers.work import Work
-from qllm.runner.rope import RopeTable
+from qllm.runner.rope_tables import RopeTable
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START
 from qllm.types import Grain, SamplingParams

@@ -22,7 +22,7 @@ from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step, install
 from qllm.runner.layers.drivers import FastDriver
 from qllm.runner.layers.native import NativeDriver
-from qllm.runner.rope import RopeTable
+from qllm.runner.rope_tables import RopeTable
 
 assert cpu.MISSING is None, cpu.MISSING
 KINDS = tuple(cpu.native.available())

@@ -15,7 +15,7 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, InvalidRequestError
 from qllm.frontend.handle import Result
 from qllm.kernels import cpu
-from qllm.runner.rope import Switch
+from qllm.runner.rope_tables import Switch
 from qllm.scheduler.prefix import Chain, PageStore
 from qllm.types import NS_PER_S, Evict, Priority, RequestStatus
 

@@ -22,7 +22,8 @@ from qllm.ingress import Submission
 from qllm.models.discover import discover
 from qllm.plan import Plan
 from qllm.policy import View
-from qllm.runner.rope import RopeTable, Switch, switch_of
+from qllm.runner.rope import switch_of
+from qllm.runner.rope_tables import RopeTable, Switch
 from qllm.types import Priority, Slo
 
 ORIGINAL = 64

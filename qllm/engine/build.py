@@ -220,7 +220,8 @@ class LoadedRunner:
         if count is not None:
             set_own_torch_threads(count)
         try:
-            serve()
+            with torch.inference_mode():
+                serve()
         except BaseException as error:  # noqa: BLE001 - every request ends, then the engine is dead
             return error
         return None

@@ -28,6 +28,7 @@ from qllm.runner.invariance import find_invariance
 from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.deltas import DeltaMixer, delta_mixer
 from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, WholeDriver
+from qllm.runner.layers.embeddings import Embedding
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
 from qllm.runner.layers.native import NativeDriver, native_norm
@@ -104,6 +105,7 @@ class Compute:
         self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
         read = self._native["head"] and is_read(parts.lm_head)  # so rows are bf16
         norm = native_norm(parts.norm) if read else None
+        self.embed = Embedding(parts, native and parts.like.device.type == "cpu")
         self.head = Head(parts.lm_head, norm or parts.norm, rule, read, arena)
 
     def enter(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
+from qllm.models.discover import ModelParts
 from qllm.plan import Row
 from qllm.runner.heads import HeadState
 from qllm.runner.kv import RequestKV
@@ -23,6 +24,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import Rope, Routed
 from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
+from qllm.runner.rope_tables import NO_ROPES
 from qllm.runner.sampler import Unread
 from qllm.runner.scores import NO_SCORES, Score, Scores
 from qllm.scheduler.program import Index, Program
@@ -46,7 +48,7 @@ class LayerState:
     weights_TK: Tensor | None = None
     next_TD: Tensor | None = None
     space: Any = None
-    """`runner.sweep.LayerBuffers` whose tensors these are, if one call ran them all."""
+    """`runner.buffers.LayerBuffers` whose tensors these are, if one call ran them all."""
 
     def gather(self) -> Tensor:
         """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
@@ -201,9 +203,7 @@ class Frame:
         self.unread: Unread | None = None
         self.slots_done = 0
         """(token, layer, expert slot) triples executed, for I1."""
-        self.rope: Mapping[str | None, Rope] = {}
-        """By `LayerParts.rope_kind`."""
-        self._ropes: dict[tuple[int, int, int, str | None], Rope] = {}
+        self.rope = NO_ROPES
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
@@ -283,30 +283,23 @@ class Frame:
             assert self.master_TD is not None
             index = self.tokens(group)
             x = self.master_TD
-            self.x_TD = x if index is None else x.index_select(0, index.to(x.device))
+            if index is None:
+                self.x_TD, self.master_TD = x, None
+            else:
+                self.x_TD = x.index_select(0, index.to(x.device))
             self.group = group
         return self.x_TD
 
     def rope_of(self, group: int, lo: int, hi: int, kind: str | None = None) -> Rope:
         """Position embeddings of tokens [lo, hi) of a group; empty where there are none."""
-        key = (group, lo, hi, kind)
-        found = self._ropes.get(key)
-        if found is None:
-            found = self.rope.get(kind, ())
-            index = self.tokens(group)
-            if index is not None:
-                found = tuple(t.index_select(1, index.to(t.device)) for t in found)
-            if found and hi - lo != found[0].shape[1]:
-                found = tuple(t[:, lo:hi] for t in found)
-            self._ropes[key] = found
-        return found
+        return self.rope.of(group, lo, hi, self.tokens(group), kind)
 
-    def load_rows(self, requests: Mapping[RequestId, RequestState], like: Tensor) -> None:
+    def load_rows(self, requests: Mapping[RequestId, RequestState], parts: ModelParts) -> None:
         """Rows that start above layer 0 go on from what their requests kept.
 
         Args:
             requests: Of the rows, by id.
-            like: Dtype, device and width [.., D] of the residual stream.
+            parts: Of the model, which know what the residual stream is like.
 
         Raises:
             InvariantError: A row does not start at its frontier (I2).
@@ -315,6 +308,7 @@ class Frame:
         late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
         if not late:
             return
+        like = parts.like
         self.master_TD = like.new_zeros((program.num_tokens, like.shape[-1]))
         for r in late:
             row = program.rows[r]

@@ -1,5 +1,7 @@
 """HEAD, block by block of the vocabulary: greedy rows keep their best logit, the others all."""
 
+import math
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -14,7 +16,7 @@ from qllm.runner.scores import NO_SCORES, Scores
 
 def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
     """The last token of each of the rows that x_TD holds one after the other."""
-    if len(lengths) == len(x_TD):
+    if len(lengths) == x_TD.shape[0]:  # `len` of a tensor is slow code of torch
         return x_TD
     ends = [end - 1 for end in accumulate(lengths)]
     return x_TD[ends] if len(ends) > 1 else x_TD[ends[0] : ends[0] + 1]
@@ -33,9 +35,9 @@ class HeadState:
         self.x_BD = x_BD
         self.scores = scores
         self.greedy = tuple(greedy)
-        self.rest = tuple(sorted(set(range(len(x_BD))) - set(greedy)))
-        self.peaks_G = torch.full((len(self.greedy),), -torch.inf, dtype=torch.float32)
-        self.ids_G = torch.zeros(len(self.greedy), dtype=torch.int64)
+        self.rest = tuple(sorted(set(range(x_BD.shape[0])) - set(greedy)))
+        self.peaks_G = array("f", [-math.inf]) * len(self.greedy)
+        self.ids_G = array("q", [0]) * len(self.greedy)
         """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
@@ -57,7 +59,8 @@ class HeadState:
                 self._see(mine if rule is None else rule(mine), block * HEAD_BLOCK)
 
     def _see(self, logits_GV: Tensor, first: int) -> None:
-        x_GV, peaks_G, ids_G = logits_GV.float().numpy(), self.peaks_G.numpy(), self.ids_G.numpy()
+        x_GV = logits_GV.float().numpy()
+        peaks_G, ids_G = np.frombuffer(self.peaks_G, "f"), np.frombuffer(self.ids_G, "q")
         at_G = x_GV.argmax(axis=1)
         peak_G = x_GV[np.arange(len(x_GV)), at_G]
         wins_G = (peak_G > peaks_G) | (np.isnan(peak_G) & ~np.isnan(peaks_G))
@@ -65,23 +68,23 @@ class HeadState:
 
     def answers(self) -> Iterator[tuple[int, int, float]]:
         """Row, id and logit of the greedy rows."""
-        return zip(self.greedy, self.ids_G.tolist(), self.peaks_G.tolist(), strict=True)
+        return zip(self.greedy, self.ids_G, self.peaks_G, strict=True)
 
     def logits(self) -> Tensor:
         """Logits [R, V] of the rest."""
         return self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks, 1)
 
     def tensors(self) -> list[Tensor]:
-        """All it holds."""
-        return [self.x_BD, self.peaks_G, self.ids_G, *self.blocks, *self.scores.tensors()]
+        """All it holds but a number or two of each greedy row."""
+        return [self.x_BD, *self.blocks, *self.scores.tensors()]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Named copies, from which `restored` makes the same."""
         yield "head.x", self.x_BD.clone()
         if self.greedy:
             yield "head.greedy", torch.tensor(self.greedy)
-            yield "head.peaks", self.peaks_G.clone()
-            yield "head.ids", self.ids_G.clone()
+            yield "head.peaks", torch.tensor(self.peaks_G, dtype=torch.float32)
+            yield "head.ids", torch.tensor(self.ids_G, dtype=torch.int64)
         for i, block in enumerate(self.blocks):
             yield f"head.{i}", block.clone()
         yield from self.scores.export()
@@ -93,7 +96,8 @@ class HeadState:
         ids = () if greedy is None else greedy.tolist()
         head = cls(tensors["head.x"], ids, Scores.restored(tensors))
         if greedy is not None:
-            head.peaks_G, head.ids_G = tensors["head.peaks"], tensors["head.ids"]
+            head.peaks_G = array("f", tensors["head.peaks"].tolist())
+            head.ids_G = array("q", tensors["head.ids"].tolist())
         num = sum(name.startswith("head.") and name[5:].isdigit() for name in tensors)
         head.blocks = [tensors[f"head.{i}"] for i in range(num)]
         return head

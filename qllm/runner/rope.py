@@ -17,55 +17,23 @@ crossed (`Switch.recomputes`): the engine evicts the request there, and all of i
 with the long factors. In the others cached keys keep the factors they were computed with.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qllm.models.digests import source_digest
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.positions import STATIC_ROPE
 from qllm.runner.frame import RequestState
+from qllm.runner.rope_tables import RopeTable, RowRopes, Switch
 from qllm.scheduler.program import Program
 from qllm.types import RequestId
 
 RECOMPUTES = {"5840db95a957"}
 """Digests of `prepare_inputs_for_generation` that drop the cache at the original length."""
-Tables = tuple[Tensor, ...]
-"""cos and sin, each [1, T, H]; or one tensor of complex numbers [1, T, H / 2]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """How the frequencies of a model depend on the length."""
-
-    at: int
-    """Longest length with the original frequencies."""
-    is_binary: bool
-    """Every longer length has the same values; else each has its own."""
-    recomputes: bool
-    """KV of a length up to `at` is not used beyond it."""
-
-    def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """The length n that chooses frequencies below position n; a later position p uses p + 1.
-
-        Args:
-            num_prompt_tokens: Of the request.
-            num_tokens: Prompt and output known now.
-        """
-        if self.recomputes and num_tokens > self.at:
-            return num_tokens
-        return num_prompt_tokens
-
-    def regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """Name of what frequencies depend on beside positions: equal names, equal frequencies."""
-        length = self.length_of(num_prompt_tokens, num_tokens)
-        if length <= self.at:
-            return "short"
-        return "long" if self.is_binary else f"length {length}"
 
 
 def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
@@ -118,10 +86,8 @@ class Ropes:
         """See `ModelShape`."""
         return self.switch.at if self.switch is not None and self.switch.recomputes else None
 
-    def rows(
-        self, program: Program, requests: Mapping[RequestId, RequestState]
-    ) -> dict[str | None, Tables]:
-        """Embeddings of the rows of a program, by kind.
+    def rows(self, program: Program, requests: Mapping[RequestId, RequestState]) -> RowRopes:
+        """Embeddings of the rows of a program.
 
         They depend on each row's request alone; a row that is dead has no request. Layers that are
         called as the model's forward calls them get token ids in their place, [1, T].
@@ -131,98 +97,13 @@ class Ropes:
             for row in program.rows:
                 own = requests.get(row.request_id)
                 ids += [0] * row.num_tokens if own is None else own.ids[row.lo : row.hi]
-            return {None: (torch.tensor([ids], device=self._device),)}
+            return RowRopes({}, (), given=(torch.tensor([ids], device=self._device),))
         ranges = [(row.lo, row.hi) for row in program.rows]
         if self.switch is None:
-            return self.of(ranges)
+            return RowRopes(self._tables, ranges)
         lengths = []
         for row in program.rows:
             held = requests.get(row.request_id)
             known = (0, 0) if held is None else (held.num_prompt_tokens, len(held.ids))
             lengths.append(self.switch.length_of(*known))
-        return self.of(ranges, lengths)
-
-    def of(
-        self, ranges: Sequence[tuple[int, int]], lengths: Sequence[int] | None = None
-    ) -> dict[str | None, Tables]:
-        """`RopeTable.of`, by kind."""
-        return {kind: table.of(ranges, lengths) for kind, table in self._tables.items()}
-
-
-class RopeTable:
-    """Embeddings of positions, by the lengths that matter to the model.
-
-    Args:
-        rotary_emb: The model's module, or a call of it for one kind of layers.
-        device: Of the tables.
-        dtype: Of the tables.
-        switch: How the frequencies depend on the length; None if they do not.
-    """
-
-    def __init__(
-        self,
-        rotary_emb: Callable[..., Any],
-        device: torch.device,
-        dtype: torch.dtype,
-        switch: Switch | None = None,
-    ) -> None:
-        self._module = rotary_emb
-        self._like = torch.empty(0, device=device, dtype=dtype)
-        self.switch = switch
-        self._tables: dict[bool, Tables] = {}
-        """Tables of positions [0, n), grown by doubling, of short and long frequencies."""
-
-    def _call(self, lo: int, hi: int, length: int) -> Tables:
-        """The module's values of positions [lo, hi) in a call of a length, at least `hi`."""
-        positions = torch.arange(lo, hi, device=self._like.device)
-        if self.switch is None:
-            found = self._module(self._like, positions.unsqueeze(0))
-            return found if isinstance(found, tuple) else (found,)
-        # Dynamic NTK keeps the longest length that it was called with; a short call ends that.
-        first, last = positions.new_zeros((1, 1)), positions.new_full((1,), length - 1)
-        self._module(self._like, first)
-        cos, sin = self._module(self._like, torch.cat((positions, last)).unsqueeze(0))
-        self._module(self._like, first)
-        return cos[:, :-1], sin[:, :-1]
-
-    def _rows(self, lo: int, hi: int, length: int) -> Tables:
-        """Positions [lo, hi) of one length, at least `hi`."""
-        switch = self.switch
-        is_long = switch is not None and length > switch.at
-        if switch is not None and is_long and not switch.is_binary:
-            return self._call(lo, hi, length)
-        found = self._tables.get(is_long)
-        if found is None or hi > found[0].shape[1]:
-            size = 1024
-            while size < hi:
-                size *= 2
-            if switch is not None and not is_long:
-                size = min(size, switch.at)  # a longer table would be a longer call
-            found = self._tables[is_long] = self._call(0, size, max(size, length if is_long else 0))
-        return tuple(table[:, lo:hi] for table in found)
-
-    def of(self, ranges: Sequence[tuple[int, int]], lengths: Sequence[int] | None = None) -> Tables:
-        """Embeddings of ranges of positions, packed: T tokens.
-
-        Args:
-            ranges: Positions [lo, hi) of each row.
-            lengths: `Switch.length_of` each row; without them every position has its own.
-        """
-        parts = []
-        for (lo, hi), length in zip(ranges, lengths or [0] * len(ranges), strict=True):
-            parts += [self._rows(*part) for part in self._split(lo, hi, length)]
-        if len(parts) == 1:
-            return parts[0]
-        return tuple(torch.cat(tables, 1) for tables in zip(*parts, strict=True))
-
-    def _split(self, lo: int, hi: int, length: int) -> list[tuple[int, int, int]]:
-        """Ranges of one length each: lo, hi, length."""
-        switch = self.switch
-        edge = hi if switch is None else max(length, switch.at)
-        parts = [(lo, min(hi, edge), edge)] if lo < edge else []
-        if switch is None or hi <= edge:
-            return parts
-        first = max(lo, edge)
-        if switch.is_binary:
-            return [*parts, (first, hi, hi)]
-        return [*parts, *((p, p + 1, p + 1) for p in range(first, hi))]
+        return RowRopes(self._tables, ranges, lengths)

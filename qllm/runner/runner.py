@@ -22,6 +22,7 @@ from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
 from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
 from qllm.runner.heads import HeadState, last_tokens
+from qllm.runner.inference import inference
 from qllm.runner.layers import attention
 from qllm.runner.layers.around import embed
 from qllm.runner.layers.attention import Step
@@ -73,7 +74,7 @@ class TorchRunner:
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
         self._device, self._identity = parts.like.device, identity(model, *rounding)
-        with torch.inference_mode():
+        with inference():
             self.rope = Ropes(model, parts, self._device, parts.like.dtype)
             self.shape = parts.shape._replace(recompute_above=self.rope.recompute_above)
         self.backend = make_backend(parts)
@@ -202,15 +203,15 @@ class TorchRunner:
         for row, blocks in zip(program.rows, tables or [()] * len(program.rows), strict=True):
             self.requests[row.request_id].kv.hold(blocks, row.hi)
         frame = Frame(program)
-        with torch.inference_mode():
+        with inference():
             frame.rope = self.rope.rows(program, self.requests)
-            frame.load_rows(self.requests, self.parts.like)
+            frame.load_rows(self.requests, self.parts)
         self.frames[program.frame_id] = frame
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self.frames[program.frame_id]
         frame.grain = program.grain  # it may have changed since the frame was made
-        with torch.inference_mode():
+        with inference():
             return self._run(frame, program, start, stop)
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
@@ -254,7 +255,7 @@ class TorchRunner:
         owed = self.shape.experts_per_token * program.tokens_of(OpKind.EXPERTS)
         if frame.slots_done != owed:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
-        with torch.inference_mode():
+        with inference():
             frame.save_rows(self.requests, program.end)
             frame.commit(self.requests)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
@@ -267,7 +268,7 @@ class TorchRunner:
             raise InvariantError(f"frame {program.frame_id} is inside a layer at {index}")
         frame = self._forget(program)
         assert frame is not None
-        with torch.inference_mode():
+        with inference():
             frame.save_rows(self.requests, index)
 
     def kill(self, program: Program, request_id: RequestId) -> None:
@@ -277,7 +278,7 @@ class TorchRunner:
         self.backend.forget(frame)
 
     def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
-        with torch.inference_mode():
+        with inference():
             self.frames[program.frame_id].leave(self.requests[request_id], request_id, at)
         self.kill(program, request_id)
 
@@ -304,9 +305,7 @@ class TorchRunner:
         if parts.around is not None:
             x = embed(parts.around, *self._calling(frame, op))
         else:
-            x = parts.embed(torch.tensor(frame.ids(self.requests, op.group), device=self._device))
-            if parts.embedding_multiplier is not None:
-                x = x * parts.embedding_multiplier
+            x = self.backend.compute.embed(frame.ids(self.requests, op.group))
         frame.x_TD, frame.group = x, op.group
         return 0
 
@@ -461,9 +460,9 @@ class TorchRunner:
     def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
         """Make the frame that `export_frame` described; its requests are there already."""
         frame = Frame(program)
-        with torch.inference_mode():
+        with inference():
             frame.rope = self.rope.rows(program, self.requests)
-            here = {name: t.to(self._device) for name, t in tensors.items()}
+            here = {name: t.to(self._device, copy=True) for name, t in tensors.items()}
             frame.restore(here)
             if "work.ids" in here:
                 layer = program.ops[index.op].layer
@@ -489,7 +488,7 @@ class TorchRunner:
         """Add a request with what `export_request` gave, in blocks that hold all its KV."""
         prompt = meta["num_prompt_tokens"]
         self.add(request_id, meta["token_ids"], sampling, prompt, meta["max_total_tokens"])
-        with torch.inference_mode():
+        with inference():
             here = {name: t.to(self._device) for name, t in tensors.items()}
             self.requests[request_id].restore(here, meta, blocks)
 

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Latents
+from qllm.runner.buffers import LayerBuffers
 from qllm.runner.cuts import Costs
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.drivers import LayerDriver, Routed, RouterExtras
+from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.native import NativeDriver, NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
-from qllm.runner.layers.work import Bank, Unit, Work
+from qllm.runner.layers.work import Bank, Work
 from qllm.runner.polling import let_poll
 from qllm.runner.protocol import Stop
 from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
@@ -68,7 +68,6 @@ class _Sweep(ctypes.Structure):
         ("wide", c_int64),
         ("x", c_void_p),
         ("next", c_void_p),
-        ("other", c_void_p),
         ("mid", c_void_p),
         ("normed", c_void_p),
         ("shared", c_void_p),
@@ -124,107 +123,8 @@ class Swept(NamedTuple):
     """Weights of the experts that had a unit; 0 where the device counts them."""
 
 
-class LayerBuffers:
-    """Tensors of the layer that a call is in; a frame keeps them while it is parked there."""
-
-    __slots__ = (
-        "ids_TK",
-        "ints",
-        "mid_TD",
-        "next_TD",
-        "normed_TD",
-        "shared_TD",
-        "slots_SD",
-        "units",
-        "weights_TK",
-    )
-
-    def __init__(self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int) -> None:
-        tokens, top_k, weights = x_TD.shape[0], layer.top_k, layer.weights
-        num = tokens * top_k
-        self.mid_TD, self.normed_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-        self.next_TD = torch.empty_like(x_TD)
-        has_shared = layer.router is not None and layer.mlp is not None
-        self.shared_TD = torch.empty_like(x_TD) if has_shared else None
-        self.weights_TK = torch.empty((tokens, top_k), dtype=weights)
-        self.slots_SD = x_TD.new_empty((num, out_width))
-        whole = torch.empty(3 * (num + num_units), dtype=torch.int64)
-        self.ids_TK = whole[:num].view(tokens, top_k)
-        self.ints = whole[num : 3 * num]
-        """token_S and inverse_S of `Work`."""
-        self.units = whole[3 * num :]
-
-    def tensors(self) -> list[Tensor]:
-        """All it holds, whether it is in use or not."""
-        held = [getattr(self, name) for name in self.__slots__]
-        return [tensor for tensor in held if tensor is not None]
-
-    def load_from(self, state: LayerState) -> None:
-        """Copy what ops one by one, or a restored frame, have left in a layer."""
-        assert state.mid_TD is not None
-        self.mid_TD.copy_(state.mid_TD)
-        for lo, routed in state.routed.items():
-            hi = lo + routed.x_TD.shape[0]
-            self.normed_TD[lo:hi] = routed.x_TD
-            self.ids_TK[lo:hi] = routed.ids_TK
-            self.weights_TK[lo:hi] = routed.weights_TK
-            if self.shared_TD is not None and routed.kept is not None:
-                shared = routed.kept["shared"]
-                assert isinstance(shared, Tensor)
-                self.shared_TD[lo:hi] = shared
-        work = state.work
-        if work is not None:
-            self.slots_SD.copy_(work.slots_SD)
-            self.ints.copy_(torch.cat((work.token_S, work.inverse_S)))
-            self.units[: len(work.flat)] = torch.tensor(work.flat)
-        if state.next_TD is not None:
-            self.next_TD.copy_(state.next_TD)
-
-    def write_pointers(self, s: _Sweep) -> None:
-        """Write the addresses of the tensors into the struct."""
-        tokens, width = self.mid_TD.shape
-        s.tokens, s.width, s.top_k = tokens, width, self.ids_TK.shape[1]
-        s.wide = self.weights_TK.dtype is torch.float32
-        s.next, s.mid = self.next_TD.data_ptr(), self.mid_TD.data_ptr()
-        s.normed, s.weights = self.normed_TD.data_ptr(), self.weights_TK.data_ptr()
-        s.shared = None if self.shared_TD is None else self.shared_TD.data_ptr()
-        s.slots, s.ids = self.slots_SD.data_ptr(), self.ids_TK.data_ptr()
-        token = self.ints.data_ptr()
-        s.token, s.inverse = token, token + self.ints.nbytes // 2
-        s.units = self.units.data_ptr()
-
-    def leave(
-        self, state: LayerState, bank: Bank | None, parts: Sequence[Op], at: Index, num_units: int
-    ) -> None:
-        """Show in the frame what is done of a layer.
-
-        Args:
-            state: Of the frame.
-            bank: The layer's experts; a dense layer has none.
-            parts: The ops of the layer.
-            at: Place in `parts`, and units of it that are done.
-            num_units: Units of the layer, once its experts have begun.
-        """
-        state.space, state.mid_TD = self, self.mid_TD
-        for kind, _, _, lo, hi in parts[: at.op]:
-            if kind is OpKind.ROUTE:
-                shared: dict[str, RouterExtras] | None = None
-                if self.shared_TD is not None:
-                    shared = {"shared": self.shared_TD[lo:hi]}
-                state.routed[lo] = Routed(
-                    self.normed_TD[lo:hi], self.ids_TK[lo:hi], self.weights_TK[lo:hi], shared
-                )
-        combine = [part.kind for part in parts].index(OpKind.COMBINE)
-        if bank is not None and (at.op, at.pos) > (combine - 1, 0):
-            if state.work is None:
-                units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
-                state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
-            done = at.pos or num_units
-            state.work.done[:done] = b"\1" * done
-            state.weights_TK = self.weights_TK
-            state.experts_x_TD = self.normed_TD if at.pos else None
-        if at.op > combine:
-            state.next_TD = self.next_TD
+SPARE_TOKENS = 64
+"""Buffers of more tokens are let go after a call."""
 
 
 class LayerOps(NamedTuple):
@@ -234,7 +134,6 @@ class LayerOps(NamedTuple):
     structs: "ctypes.Array[_LayerOp]"
     steps: list[Step]
     """What the ATTN ops attend, which come first."""
-    held: list[Tensor]
     stops: bool
     """An attention stops between keys; such ATTN ops run one by one."""
 
@@ -261,6 +160,8 @@ class Sweep:
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
         self._structs: Any = None
+        self._spare: dict[bool, LayerBuffers] = {}
+        """Buffers of the call before, of dense layers and of those with experts."""
 
     def enter(self) -> None:
         """Take up where the weights are; those of the experts are packed."""
@@ -331,21 +232,21 @@ class Sweep:
         num = stretch.num_ops
         nth, part = divmod(at.op - first, num)
         layer = stretch.start + nth
-        x = frame.activate(stretch.group).contiguous()
+        x = self._input(frame, stretch.group, layer)
         ahead = self._look_ahead(frame, stretch, layer, x, new_step, sizes.costs)
         if program.ops[at.op].kind is OpKind.ATTN and (ahead.stops or at.pos):
             return None
         work = frame.layer.work
         _check_units(work, ahead.ops[part], at.pos)
         space = self._space(frame, layer, x, sizes.unit_rows, part > 0 or at.pos > 0)
-        other = torch.empty_like(x)
         s = _Sweep(
+            **space.places,
             layers=ctypes.addressof(self._structs),
             parts=ctypes.addressof(ahead.structs),
             num_parts=num,
             end_layer=self._end(layer, layer + 1 if ahead.stops else stretch.end),
             x=x.data_ptr(),
-            other=other.data_ptr(),
+            next=space.next_TD.data_ptr(),
             unit_rows=sizes.unit_rows,
             range_ns=sizes.costs.range_ns,
             unit_ns=sizes.costs.unit_ns,
@@ -356,15 +257,23 @@ class Sweep:
             pos=at.pos,
             num_units=0 if work is None else len(work.units),
         )
-        space.write_pointers(s)
         let_poll(s, stop, program.stop_below, program.grain)
         cpu.native.sweep(ctypes.addressof(s))
         if s.failed:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
-        self._leave(frame, s, space, other, ahead)
+        self._leave(frame, s, space, x, ahead)
         index = Index(first + (s.layer - stretch.start) * num + s.part, s.pos)
         longest = OpKind(s.longest_kind)
         return Swept(index, s.num_segments, s.longest_ns, longest, s.expert_bytes)
+
+    def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
+        """What a layer is given; layers after it write over it."""
+        x = frame.activate(group)
+        if layer and self._layers[layer - 1] is None:
+            x = frame.x_TD = x.clone()  # a hook of the module before may have kept it
+        elif not x.is_contiguous():
+            x = frame.x_TD = x.contiguous()
+        return x
 
     def _end(self, start: int, end: int) -> int:
         """The first layer of [start, end] where a call that starts at `start` cannot go on."""
@@ -397,6 +306,9 @@ class Sweep:
         if held is not None:
             return held
         assert native is not None
+        spare = None if inside else self._spare.pop(native.router is None, None)
+        if spare is not None and spare.places["tokens"] == x_TD.shape[0]:
+            return spare
         num_slots, num_experts, width = x_TD.shape[0] * native.top_k, 0, x_TD.shape[1]
         if bank is not None:
             num_experts, width = bank.num_experts, bank.out_width
@@ -408,19 +320,21 @@ class Sweep:
         return space
 
     def _leave(
-        self, frame: Frame, s: _Sweep, space: LayerBuffers, other: Tensor, ahead: LayerOps
+        self, frame: Frame, s: _Sweep, space: LayerBuffers, x_TD: Tensor, ahead: LayerOps
     ) -> None:
         """Let the frame hold what it would after the same ops one by one."""
         frame.slots_done += s.slots_done
         for step in ahead.steps if s.num_layers else ahead.steps[: s.part]:
             step.reach()
         if s.num_layers:
-            given = (space.next_TD, other)
-            frame.x_TD, space.next_TD = given if s.num_layers % 2 else given[::-1]
+            if s.num_layers % 2:
+                frame.x_TD, space.next_TD = space.next_TD, x_TD
             frame.layer = LayerState()
         if s.part or s.pos:
             bank = self._banks[s.layer]
             space.leave(frame.layer, bank, ahead.ops, Index(s.part, s.pos), s.num_units)
+        elif s.tokens <= SPARE_TOKENS:
+            self._spare[s.top_k == 0] = space
 
 
 def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeLayer | None:
@@ -453,21 +367,19 @@ def _ahead(
     new_step: NewStep,
     costs: Costs,
 ) -> LayerOps:
-    structs, steps, held = (_LayerOp * len(ops))(), [], []
+    structs, steps = (_LayerOp * len(ops))(), []
     for i, (kind, _, group, lo, hi) in enumerate(ops):
         structs[i] = _LayerOp(kind=kind, lo=lo, hi=hi)
         if kind is not OpKind.ATTN:
             continue
         step = frame.step_of(group, lo, hi, new_step)
-        cos, sin = (t.contiguous() for t in frame.rope_of(group, lo, hi))
         part = structs[i]
         part.spans = step.addresses(layer.slab, x_TD).address
         part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
-        part.cos, part.sin = cos.data_ptr(), sin.data_ptr()
+        part.cos, part.sin = frame.rope.addresses(group, lo, hi, frame.tokens(group))
         steps.append(step)
-        held += [cos, sin]
     stops = any(costs.keys(s.num_tokens, len(s.spans), s.num_keys) < s.num_keys for s in steps)
-    return LayerOps(ops, structs, steps, held, stops)
+    return LayerOps(ops, structs, steps, stops)
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:

@@ -237,6 +237,8 @@ class Program:
 
     def rows_between(self, start: Index, stop: Index) -> list[Row]:
         """The rows of the ops from `start` to `stop`, a begun op included."""
+        if start == START and stop == self.end:
+            return list(self.rows)
         last = stop.op if stop.pos else stop.op - 1
         if last < start.op:
             return []

@@ -47,6 +47,8 @@ PANEL = 64
 """Outputs that lie together in a packed weight."""
 ARENA_NUMEL = 8 << 20
 """Values that an arena gets from the system at once, if they are enough."""
+BLANK_BYTES = 1 << 16
+"""Blank tensors are made so many bytes at once, at least one."""
 
 
 def is_usable(tensor: Tensor) -> bool:
@@ -173,6 +175,28 @@ def _checked(weight_NK: Tensor, packed: Tensor) -> torch.Size:
 def dense(x: Tensor) -> Tensor:
     """The tensor, contiguous as the kernels read it."""
     return x if x.is_contiguous() else x.contiguous()
+
+
+class Blank:
+    """Tensors [rows, width] that nobody has used, several of which are made at once.
+
+    To make one takes more than a tenth of a millisecond when the weights of a step have pushed all
+    code out of the caches.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self._dtype = width, dtype
+        self._num_rows = 0
+        self._left: list[Tensor] = []
+
+    def take(self, num_rows: int) -> Tensor:
+        """An uninitialised tensor [num_rows, width]."""
+        if num_rows != self._num_rows or not self._left:
+            size = num_rows * self._width * self._dtype.itemsize
+            shape = (max(1, BLANK_BYTES // size), num_rows, self._width)
+            self._left = list(torch.empty(shape, dtype=self._dtype).unbind())
+            self._num_rows = num_rows
+        return self._left.pop()
 
 
 class Matrix:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qllm.kernels.cpu import dense, native
+from qllm.kernels.cpu import Blank, dense, native
 
 KINDS = ("rms", "rms_wide", "layer")
 """`NormKind` of kernels.h: rounded before the weight, rounded once, with mean and bias."""
@@ -36,16 +36,17 @@ class Norm:
         given = (weight_D, bias_D)
         self._keep = [None if x is None else _filled(x) for x in given]
         weight, bias = [None if x is None else x.data_ptr() for x in self._keep]
+        self._blank = Blank(self.width, torch.bfloat16)
         self.struct = NormStruct(weight, bias, KINDS.index(kind), eps)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """The normed rows."""
         x_TD = dense(x_TD)
-        out = torch.empty_like(x_TD)
         rows = x_TD.numel() // self.width
+        out = self._blank.take(rows)
         address = ctypes.addressof(self.struct)
         native.norm(out.data_ptr(), x_TD.data_ptr(), address, rows, self.width)
-        return out
+        return out if x_TD.dim() == 2 else out.view(x_TD.shape)
 
 
 def _filled(x_D: Tensor) -> Tensor:

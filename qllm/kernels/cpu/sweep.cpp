@@ -3,6 +3,8 @@
 #include <string.h>
 #include <time.h>
 
+#include <utility>
+
 #include "scratch.h"
 
 namespace qllm {
@@ -102,10 +104,7 @@ void combine(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp
 }
 
 void finish_layer(Sweep& s) {
-  uint16_t* given = s.next;
-  s.x = given;
-  s.next = s.other;
-  s.other = given;
+  std::swap(s.x, s.next);
   s.part = 0;
   s.layer++;
   s.num_layers++;

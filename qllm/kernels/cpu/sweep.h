@@ -37,8 +37,7 @@ struct Sweep {
   int64_t tokens, width, top_k, wide;  // T, D, K; weights are fp32
 
   // x [T, D] is what the layer was given, `next` what it gives: each layer gives the other one.
-  const uint16_t* x;
-  uint16_t *next, *other;
+  uint16_t *x, *next;
   uint16_t *mid, *normed, *shared;   // [T, D]; what shared experts gave
   void* weights;                     // [T, K]
   uint16_t* slots;                   // [S, D], S = T * K

@@ -157,13 +157,15 @@ class Head:
             self._addresses = array("q", [matrix.address for matrix in self._native])
             self.kernel = _named(weight)
 
-    def best(self, x_BD: Tensor, blocks: HeadBlocks, peaks_B: Tensor, ids_B: Tensor) -> bool:
+    def best(
+        self, x_BD: Tensor, blocks: HeadBlocks, peaks_B: "array[float]", ids_B: "array[int]"
+    ) -> bool:
         """Let some blocks raise each row's largest logit and its id; False if they are not ours."""
         if self._native is None:
             return False
         x_BD = x_BD.contiguous()
-        blocks.peaks, blocks.ids, blocks.x = (t.data_ptr() for t in (peaks_B, ids_B, x_BD))
-        blocks.rows, blocks.width = x_BD.shape[0], HEAD_BLOCK
+        blocks.peaks, blocks.ids = peaks_B.buffer_info()[0], ids_B.buffer_info()[0]
+        blocks.x, blocks.rows, blocks.width = x_BD.data_ptr(), x_BD.shape[0], HEAD_BLOCK
         blocks.blocks = self._addresses.buffer_info()[0]
         cpu.native.head(ctypes.addressof(blocks))
         return True

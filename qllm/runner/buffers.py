@@ -1,0 +1,122 @@
+"""Where one native call (`qllm.runner.sweep`) puts what a layer computes on the way."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qllm.runner.frame import LayerState
+from qllm.runner.layers.drivers import Routed, RouterExtras
+from qllm.runner.layers.native import NativeLayer
+from qllm.runner.layers.work import Bank, Unit, Work
+from qllm.scheduler.program import Index, Op, OpKind
+
+
+class LayerBuffers:
+    """Tensors of the layer that a call is in; a frame keeps them while it is parked there."""
+
+    names = (
+        "ids_TK",
+        "ints",
+        "mid_TD",
+        "next_TD",
+        "normed_TD",
+        "shared_TD",
+        "slots_SD",
+        "units",
+        "weights_TK",
+    )
+
+    def __init__(self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int) -> None:
+        tokens, top_k, weights = x_TD.shape[0], layer.top_k, layer.weights
+        num = tokens * top_k
+        self.mid_TD, self.normed_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        self.next_TD = torch.empty_like(x_TD)
+        has_shared = layer.router is not None and layer.mlp is not None
+        self.shared_TD = torch.empty_like(x_TD) if has_shared else None
+        self.weights_TK = torch.empty((tokens, top_k), dtype=weights)
+        self.slots_SD = x_TD.new_empty((num, out_width))
+        whole = torch.empty(3 * (num + num_units), dtype=torch.int64)
+        self.ids_TK = whole[:num].view(tokens, top_k)
+        self.ints = whole[num : 3 * num]
+        """token_S and inverse_S of `Work`."""
+        self.units = whole[3 * num :]
+        self.places = self._places()
+        """Fields of `_Sweep`: all but where the layer's output goes."""
+
+    def _places(self) -> dict[str, int | None]:
+        token = self.ints.data_ptr()
+        return {
+            "tokens": self.mid_TD.shape[0],
+            "width": self.mid_TD.shape[1],
+            "top_k": self.ids_TK.shape[1],
+            "wide": self.weights_TK.dtype is torch.float32,
+            "mid": self.mid_TD.data_ptr(),
+            "normed": self.normed_TD.data_ptr(),
+            "shared": None if self.shared_TD is None else self.shared_TD.data_ptr(),
+            "weights": self.weights_TK.data_ptr(),
+            "slots": self.slots_SD.data_ptr(),
+            "ids": self.ids_TK.data_ptr(),
+            "token": token,
+            "inverse": token + self.ints.nbytes // 2,
+            "units": self.units.data_ptr(),
+        }
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds, whether it is in use or not."""
+        held = [getattr(self, name) for name in self.names]
+        return [tensor for tensor in held if tensor is not None]
+
+    def load_from(self, state: LayerState) -> None:
+        """Copy what ops one by one, or a restored frame, have left in a layer."""
+        assert state.mid_TD is not None
+        self.mid_TD.copy_(state.mid_TD)
+        for lo, routed in state.routed.items():
+            hi = lo + routed.x_TD.shape[0]
+            self.normed_TD[lo:hi] = routed.x_TD
+            self.ids_TK[lo:hi] = routed.ids_TK
+            self.weights_TK[lo:hi] = routed.weights_TK
+            if self.shared_TD is not None and routed.kept is not None:
+                shared = routed.kept["shared"]
+                assert isinstance(shared, Tensor)
+                self.shared_TD[lo:hi] = shared
+        work = state.work
+        if work is not None:
+            self.slots_SD.copy_(work.slots_SD)
+            self.ints.copy_(torch.cat((work.token_S, work.inverse_S)))
+            self.units[: len(work.flat)] = torch.tensor(work.flat)
+        if state.next_TD is not None:
+            self.next_TD.copy_(state.next_TD)
+
+    def leave(
+        self, state: LayerState, bank: Bank | None, parts: Sequence[Op], at: Index, num_units: int
+    ) -> None:
+        """Show in the frame what is done of a layer.
+
+        Args:
+            state: Of the frame.
+            bank: The layer's experts; a dense layer has none.
+            parts: The ops of the layer.
+            at: Place in `parts`, and units of it that are done.
+            num_units: Units of the layer, once its experts have begun.
+        """
+        state.space, state.mid_TD = self, self.mid_TD
+        for kind, _, _, lo, hi in parts[: at.op]:
+            if kind is OpKind.ROUTE:
+                shared: dict[str, RouterExtras] | None = None
+                if self.shared_TD is not None:
+                    shared = {"shared": self.shared_TD[lo:hi]}
+                state.routed[lo] = Routed(
+                    self.normed_TD[lo:hi], self.ids_TK[lo:hi], self.weights_TK[lo:hi], shared
+                )
+        combine = [part.kind for part in parts].index(OpKind.COMBINE)
+        if bank is not None and (at.op, at.pos) > (combine - 1, 0):
+            if state.work is None:
+                units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
+                state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
+            done = at.pos or num_units
+            state.work.done[:done] = b"\1" * done
+            state.weights_TK = self.weights_TK
+            state.experts_x_TD = self.normed_TD if at.pos else None
+        if at.op > combine:
+            state.next_TD = self.next_TD

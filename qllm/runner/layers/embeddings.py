@@ -1,0 +1,60 @@
+"""The embedding of token ids: rows of a table."""
+
+from array import array
+
+import torch
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.discover import ModelParts
+from qllm.models.heard import is_heard
+
+
+class Embedding:
+    """Token ids to the residual stream of the first layer.
+
+    Args:
+        parts: Of the model.
+        native: Copy the rows of a plain table with our kernels: a call of the module takes a tenth
+            of a millisecond when the weights of a step have pushed all code out of the caches.
+    """
+
+    def __init__(self, parts: ModelParts, native: bool) -> None:
+        self._module, self._multiplier = parts.embed, parts.embedding_multiplier
+        self._device = parts.like.device
+        self._table = _table_of(parts.embed) if native else None
+        if self._table is not None:
+            self._num, width = self._table.shape
+            self._address, self._row_bytes = self._table.data_ptr(), width * self._table.itemsize
+            self._blank = cpu.Blank(width, self._table.dtype)
+
+    def __call__(self, ids: list[int]) -> Tensor:
+        """Rows [T, D].
+
+        Raises:
+            IndexError: An id is not in the table.
+        """
+        if self._table is None:
+            x_TD: Tensor = self._module(torch.tensor(ids, device=self._device))
+            if is_heard(self._module):
+                x_TD = x_TD.clone()  # a hook may keep it, and layers write over their input
+        else:
+            x_TD = self._rows(ids)
+        return x_TD if self._multiplier is None else x_TD * self._multiplier
+
+    def _rows(self, ids: list[int]) -> Tensor:
+        if not 0 <= min(ids) <= max(ids) < self._num:
+            raise IndexError(f"token ids must be in [0, {self._num}), and one of {ids} is not")
+        x_TD, numbers = self._blank.take(len(ids)), array("q", ids)
+        where = numbers.buffer_info()[0]
+        cpu.native.copy_rows(x_TD.data_ptr(), self._address, where, len(ids), self._row_bytes)
+        return x_TD
+
+
+def _table_of(module: nn.Module) -> Tensor | None:
+    """The weight of a module that does nothing but look up its rows."""
+    if type(module) is not nn.Embedding or module.max_norm is not None:
+        return None
+    if is_heard(module) or "forward" in vars(module) or not module.weight.is_contiguous():
+        return None
+    return module.weight.detach()

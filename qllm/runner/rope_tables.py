@@ -1,0 +1,223 @@
+"""Tables of position embeddings, and those of the rows of a frame.
+
+Static rope types give a position the same values in every call, so they are computed once into
+a table; other types depend on a length too (`qllm.runner.rope`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Tables = tuple[Tensor, ...]
+"""cos and sin, each [1, T, H]; or one tensor of complex numbers [1, T, H / 2]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """How the frequencies of a model depend on the length."""
+
+    at: int
+    """Longest length with the original frequencies."""
+    is_binary: bool
+    """Every longer length has the same values; else each has its own."""
+    recomputes: bool
+    """KV of a length up to `at` is not used beyond it."""
+
+    def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """The length n that chooses frequencies below position n; a later position p uses p + 1.
+
+        Args:
+            num_prompt_tokens: Of the request.
+            num_tokens: Prompt and output known now.
+        """
+        if self.recomputes and num_tokens > self.at:
+            return num_tokens
+        return num_prompt_tokens
+
+    def regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
+        """Name of what frequencies depend on beside positions: equal names, equal frequencies."""
+        length = self.length_of(num_prompt_tokens, num_tokens)
+        if length <= self.at:
+            return "short"
+        return "long" if self.is_binary else f"length {length}"
+
+
+class RopeRows(NamedTuple):
+    """Embeddings of positions [0, n)."""
+
+    tables: Tables
+    num_positions: int
+    places: list[tuple[int, int]]
+    """Of each table, its address and the bytes of a position."""
+
+    @classmethod
+    def of(cls, given: Tables) -> "RopeRows":
+        """Find out where tables lie."""
+        tables = tuple(t.contiguous() for t in given)
+        num = tables[0].shape[1]
+        return cls(tables, num, [(t.data_ptr(), t.nbytes // num) for t in tables])
+
+
+class RopeTable:
+    """Embeddings of positions, by the lengths that matter to the model.
+
+    Args:
+        rotary_emb: The model's module, or a call of it for one kind of layers.
+        device: Of the tables.
+        dtype: Of the tables.
+        switch: How the frequencies depend on the length; None if they do not.
+    """
+
+    def __init__(
+        self,
+        rotary_emb: Callable[..., Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        switch: Switch | None = None,
+    ) -> None:
+        self._module = rotary_emb
+        self._like = torch.empty(0, device=device, dtype=dtype)
+        self.switch = switch
+        self._tables: dict[bool, RopeRows] = {}
+        """Tables of positions [0, n), grown by doubling, of short and long frequencies."""
+
+    def _call(self, lo: int, hi: int, length: int) -> Tables:
+        """The module's values of positions [lo, hi) in a call of a length, at least `hi`."""
+        positions = torch.arange(lo, hi, device=self._like.device)
+        if self.switch is None:
+            found = self._module(self._like, positions.unsqueeze(0))
+            return found if isinstance(found, tuple) else (found,)
+        # Dynamic NTK keeps the longest length that it was called with; a short call ends that.
+        first, last = positions.new_zeros((1, 1)), positions.new_full((1,), length - 1)
+        self._module(self._like, first)
+        cos, sin = self._module(self._like, torch.cat((positions, last)).unsqueeze(0))
+        self._module(self._like, first)
+        return cos[:, :-1], sin[:, :-1]
+
+    def _rows(self, lo: int, hi: int, length: int) -> Tables:
+        """Positions [lo, hi) of one length, at least `hi`."""
+        found = self._table(hi, length)
+        if found is None:
+            return self._call(lo, hi, length)
+        return tuple(table[:, lo:hi] for table in found.tables)
+
+    def _table(self, hi: int, length: int) -> RopeRows | None:
+        """What has positions below `hi` of one length; None if the length has no table."""
+        switch = self.switch
+        is_long = switch is not None and length > switch.at
+        if switch is not None and is_long and not switch.is_binary:
+            return None
+        found = self._tables.get(is_long)
+        if found is None or hi > found.num_positions:
+            size = 1024
+            while size < hi:
+                size *= 2
+            if switch is not None and not is_long:
+                size = min(size, switch.at)  # a longer table would be a longer call
+            made = self._call(0, size, max(size, length if is_long else 0))
+            found = self._tables[is_long] = RopeRows.of(made)
+        return found
+
+    def rows_of(self, lo: int, hi: int, length: int) -> RopeRows | None:
+        """The table that positions [lo, hi) lie in one after the other, if there is one."""
+        parts = self._split(lo, hi, length)
+        return self._table(*parts[0][1:]) if len(parts) == 1 else None
+
+    def of(self, ranges: Sequence[tuple[int, int]], lengths: Sequence[int] | None = None) -> Tables:
+        """Embeddings of ranges of positions, packed: T tokens.
+
+        Args:
+            ranges: Positions [lo, hi) of each row.
+            lengths: `Switch.length_of` each row; without them every position has its own.
+        """
+        parts = []
+        for (lo, hi), length in zip(ranges, lengths or [0] * len(ranges), strict=True):
+            parts += [self._rows(*part) for part in self._split(lo, hi, length)]
+        if len(parts) == 1:
+            return parts[0]
+        return tuple(torch.cat(tables, 1) for tables in zip(*parts, strict=True))
+
+    def _split(self, lo: int, hi: int, length: int) -> list[tuple[int, int, int]]:
+        """Ranges of one length each: lo, hi, length."""
+        switch = self.switch
+        edge = hi if switch is None else max(length, switch.at)
+        parts = [(lo, min(hi, edge), edge)] if lo < edge else []
+        if switch is None or hi <= edge:
+            return parts
+        first = max(lo, edge)
+        if switch.is_binary:
+            return [*parts, (first, hi, hi)]
+        return [*parts, *((p, p + 1, p + 1) for p in range(first, hi))]
+
+
+class RowRopes:
+    """Embeddings of the rows of a program, packed, put together when they are asked for.
+
+    Args:
+        tables: Of the model, by kind (`LayerParts.rope_kind`); empty where layers have none.
+        ranges: See `RopeTable.of`.
+        lengths: See there.
+        given: In place of the tables' embeddings of the kind None.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str | None, RopeTable],
+        ranges: Sequence[tuple[int, int]],
+        lengths: Sequence[int] | None = None,
+        given: Tables | None = None,
+    ) -> None:
+        self._tables, self._ranges, self._lengths = tables, ranges, lengths
+        self._whole: dict[str | None, Tables] = {} if given is None else {None: given}
+        self._parts: dict[tuple[int, int, int, str | None], Tables] = {}
+        self._kept: RopeRows | None = None
+
+    def of(
+        self, group: int, lo: int, hi: int, tokens: Tensor | None, kind: str | None = None
+    ) -> Tables:
+        """Those of tokens [lo, hi) of a group; empty where there are none.
+
+        Args:
+            group: Number of the group.
+            lo: First token.
+            hi: After the last.
+            tokens: Packed positions of the group's tokens; None if they are all tokens.
+            kind: Which embeddings.
+        """
+        key = (group, lo, hi, kind)
+        found = self._parts.get(key)
+        if found is None:
+            found = self._all(kind)
+            if tokens is not None:
+                found = tuple(t.index_select(1, tokens.to(t.device)) for t in found)
+            if found and hi - lo != found[0].shape[1]:
+                found = tuple(t[:, lo:hi] for t in found)
+            self._parts[key] = found
+        return found
+
+    def _all(self, kind: str | None) -> Tables:
+        if kind not in self._whole:
+            table = self._tables.get(kind)
+            self._whole[kind] = () if table is None else table.of(self._ranges, self._lengths)
+        return self._whole[kind]
+
+    def addresses(self, group: int, lo: int, hi: int, tokens: Tensor | None) -> list[int]:
+        """Where a kernel finds what `of` gives, for as long as this lives.
+
+        A row that is alone is read where it lies in the tables: to cut it out by torch takes a
+        tenth of a millisecond when the weights of a step have pushed all code out of the caches.
+        """
+        if len(self._ranges) == 1 and None in self._tables:
+            (first, end), length = self._ranges[0], self._lengths[0] if self._lengths else 0
+            self._kept = self._tables[None].rows_of(first, end, length)
+            if self._kept is not None:
+                return [address + (first + lo) * size for address, size in self._kept.places]
+        found = tuple(t.contiguous() for t in self.of(group, lo, hi, tokens))
+        self._parts[group, lo, hi, None] = found
+        return [t.data_ptr() for t in found]
+
+
+NO_ROPES = RowRopes({}, ())

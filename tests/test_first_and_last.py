@@ -1,0 +1,141 @@
+"""What a step does around its layers without torch: embedding, positions, blank tensors."""
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from families import make_model
+from sweeps import GREEDY, Poll, compiled, model_of, next_row, prompt_of, runner_of
+from torch import Tensor, nn
+
+from qllm.kernels import cpu
+from qllm.models.discover import discover
+from qllm.runner.layers.embeddings import Embedding
+from qllm.runner.rope_tables import RopeTable, RowRopes, Switch
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import START, Program
+from qllm.types import Grain
+
+WIDTH = 32
+
+
+class Parts:
+    """What an embedding asks of the parts of a model."""
+
+    like = torch.empty((0, WIDTH), dtype=torch.bfloat16)
+
+    def __init__(self, embed: nn.Module, multiplier: float | None = None) -> None:
+        self.embed, self.embedding_multiplier = embed, multiplier
+
+
+def table(**how: Any) -> nn.Embedding:
+    return nn.Embedding(50, WIDTH, dtype=torch.bfloat16, **how).requires_grad_(False)
+
+
+@pytest.mark.parametrize("multiplier", [None, 1.5])
+def test_rows_are_those_of_the_module(multiplier: float | None) -> None:
+    module = table()
+    ours = Embedding(Parts(module, multiplier), native=True)  # type: ignore[arg-type]
+    for ids in ([7], [0, 49, 7, 7], [3], list(range(40))):
+        wanted = module(torch.tensor(ids))
+        assert torch.equal(ours(ids), wanted if multiplier is None else wanted * multiplier)
+
+
+@pytest.mark.parametrize("ids", [[50], [-1], [3, 50, 4], [3, -1, 4]])
+def test_an_id_outside_the_table_is_refused(ids: list[int]) -> None:
+    ours = Embedding(Parts(table()), native=True)  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match=r"token ids must be in \[0, 50\)"):
+        ours(ids)
+
+
+class Shifted(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + 1
+
+
+def test_what_does_more_than_look_up_is_called() -> None:
+    heard, seen = table(), list[Tensor]()
+    heard.register_forward_hook(lambda module, args, out: seen.append(out))
+    kept = Embedding(Parts(heard), native=True)([4, 5])  # type: ignore[arg-type]
+    before = seen[0].clone()
+    kept.zero_()  # as layers write over what they are given
+    assert torch.equal(seen[0], before)
+    own = table()
+    own.forward = lambda ids: nn.Embedding.forward(own, ids) + 1  # type: ignore[method-assign]
+    shifted = Shifted(50, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
+    clipped = table(max_norm=0.5)
+    for module in (own, shifted, clipped):
+        ours = Embedding(Parts(module), native=True)  # type: ignore[arg-type]
+        assert torch.equal(ours([4, 5]), module(torch.tensor([4, 5])))
+
+
+def test_a_blank_tensor_is_nobody_elses() -> None:
+    blank = cpu.Blank(8, torch.bfloat16)
+    held = [blank.take(num) for num in (1, 1, 3, 1, 3, *[2] * 5000)]
+    places = {x.data_ptr() + i * 16 for x in held for i in range(x.shape[0])}
+    assert [tuple(x.shape) for x in held[:4]] == [(1, 8), (1, 8), (3, 8), (1, 8)]
+    assert all(x.is_contiguous() for x in held)
+    assert len(places) == sum(x.shape[0] for x in held)
+
+
+def rope_table(switch: Switch | None = None) -> RopeTable:
+    model = make_model("mixtral").bfloat16()
+    return RopeTable(discover(model).rotary_emb, torch.device("cpu"), torch.bfloat16, switch)  # type: ignore[arg-type]
+
+
+def at(address: int, like: Tensor) -> Tensor:
+    """What lies at an address, of a shape."""
+    raw = bytearray(ctypes.string_at(address, like.nbytes))
+    return torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "lo", "hi"),
+    [([(5, 6)], 0, 1), ([(5, 60)], 0, 55), ([(5, 60)], 16, 32), ([(5, 9), (2, 3)], 0, 5)],
+)
+def test_a_kernel_finds_the_positions_of_rows(
+    ranges: list[tuple[int, int]], lo: int, hi: int
+) -> None:
+    found = rope_table()
+    ropes = RowRopes({None: found}, ranges)
+    addresses = ropes.addresses(0, lo, hi, None)
+    found._tables.clear()  # a longer table takes its place
+    for address, whole in zip(addresses, rope_table().of(ranges), strict=True):
+        assert torch.equal(at(address, whole[:, lo:hi]), whole[:, lo:hi])
+
+
+def test_a_row_on_both_sides_of_a_length_is_put_together() -> None:
+    switch = Switch(at=16, is_binary=True, recomputes=False)
+    ropes = RowRopes({None: rope_table(switch)}, [(10, 20)], [12])
+    addresses = ropes.addresses(0, 0, 10, None)
+    for address, whole in zip(addresses, rope_table(switch).of([(10, 20)], [12]), strict=True):
+        assert torch.equal(at(address, whole), whole)
+    assert RowRopes({}, ()).of(0, 0, 1, None) == ()
+
+
+def test_frames_that_take_turns_do_not_share_buffers() -> None:
+    """One stands at each boundary in turn while another of as many tokens runs to its end."""
+    model = model_of("mixtral")
+
+    def step(runner: TorchRunner, request: int) -> Program:
+        program = compiled(runner, [next_row(runner, request)], Grain.EXPERT)
+        runner.accept(program)
+        return program
+
+    def outputs(between: bool) -> dict[int, list[int]]:
+        runner, at = runner_of(model, native=True, fine=True), START
+        for request in range(2):
+            runner.add(request, prompt_of(5, request), GREEDY, 5, 900)
+        for _ in range(4):
+            program, at = step(runner, 0), START
+            while at != program.end:
+                at = runner.run(program, at, Poll(0, 1.0))
+                if between:
+                    other = step(runner, 1)
+                    assert runner.run(other, START, Poll(0, 0.0)) == other.end
+                    runner.finish(other)
+            runner.finish(program)
+        return {request: runner.token_ids(request) for request in range(2)}
+
+    assert outputs(between=True)[0] == outputs(between=False)[0]
