@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from families import make_model
-from sweeps import GREEDY, Poll, compiled, model_of, next_row, prompt_of, runner_of
+from sweeps import GREEDY, LAYERS, Poll, compiled, model_of, next_row, prompt_of, runner_of
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
@@ -139,3 +139,46 @@ def test_frames_that_take_turns_do_not_share_buffers() -> None:
         return {request: runner.token_ids(request) for request in range(2)}
 
     assert outputs(between=True)[0] == outputs(between=False)[0]
+
+
+def test_layers_write_over_no_tensor_of_others() -> None:
+    """What a layer of torch gave may be held by a hook; a parked frame is imported twice."""
+    runner = runner_of(model_of("part_torch"), native=True)
+    (torch_layer,) = [i for i, layer in enumerate(runner.backend.sweep._layers) if layer is None]
+    assert torch_layer < LAYERS - 2  # two more layers: the second writes over what both were given
+    driver, given = runner._drivers[torch_layer], list[tuple[Tensor, Tensor]]()
+
+    def heard(last: Any) -> Any:
+        def call(*args: Any) -> Tensor:
+            out: Tensor = last(*args)
+            given.append((out, out.clone()))
+            return out
+
+        return call
+
+    for name in ("combine", "dense"):
+        setattr(driver, name, heard(getattr(driver, name)))
+    runner.add(0, prompt_of(5, 0), GREEDY, 5, 90)
+    program = compiled(runner, [next_row(runner, 0)], Grain.LAYER)
+    runner.accept(program)
+    assert runner.run(program, START, Poll(0, 0.0)) == program.end
+    assert runner.finish(program)
+    assert given
+    assert all(torch.equal(now, then) for now, then in given)
+
+
+def test_a_frame_is_imported_as_often_as_one_likes() -> None:
+    runner = runner_of(model_of("mixtral"), native=True)
+    runner.add(0, prompt_of(5, 0), GREEDY, 5, 90)
+    program = compiled(runner, [next_row(runner, 0)], Grain.LAYER)
+    runner.accept(program)
+    at = runner.run(program, START, Poll(0, 1.0))
+    tensors, found = runner.export_frame(program, at), list[Any]()
+    before = {name: t.clone() for name, t in tensors.items()}
+    for _ in range(2):
+        runner.drop(program)
+        runner.import_frame(program, at, tensors)
+        assert runner.run(program, at, Poll(0, 0.0)) == program.end
+        found.append(runner.frames[program.frame_id].sampled)
+    assert found[0] == found[1]
+    assert all(torch.equal(tensors[name], t) for name, t in before.items())
