@@ -51,7 +51,7 @@ class RopeRows(NamedTuple):
     tables: Tables
     num_positions: int
     places: list[tuple[int, int]]
-    """Of each table, its address and the bytes of a position."""
+    """The address of each table, and the bytes of a position in it."""
 
     @classmethod
     def of(cls, given: Tables) -> "RopeRows":
