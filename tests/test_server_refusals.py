@@ -72,14 +72,17 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
     [
         (COMPLETE, {"colour": 1}, "colour", "unknown field 'colour'"),
         (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-        (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo", "greater than 0"),
+        (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo.tpot_ms",
+         "slo.tpot_ms: Input should be greater than 0, not 0"),
+        (COMPLETE, {"stream_options": {"include_usage": "x"}}, "stream_options.include_usage",
+         "valid boolean, not 'x'"),
         (COMPLETE, {"slo": {"p99_ms": 5}}, "slo.p99_ms", "unknown field"),
         (COMPLETE, {"echo": True, "logprobs": 21}, "logprobs", "20"),
         (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),
         (COMPLETE, {"best_of": 3}, None, "must equal n=1"),
         (COMPLETE, {"temperature": -1}, "temperature", "[0, 100]"),
         (COMPLETE, {"top_p": 0}, "top_p", "(0, 1]"),
-        (COMPLETE, {"n": 0}, "n", "greater than or equal to 1"),
+        (COMPLETE, {"n": 0}, "n", "n: Input should be greater than or equal to 1, not 0"),
         (COMPLETE, {"n": True}, "n", "integer"),
         (COMPLETE, {"prompt": []}, "prompt", "empty list"),
         (COMPLETE, {"prompt": ""}, None, "prompt is empty"),
@@ -106,7 +109,10 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (CHATS, {"messages": [{"role": "user"}]}, None, "role and content"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages", "'image_url' is not supported"),
-        (CHATS, {"response_format": {"type": "yaml"}}, "response_format", "'json_object'"),
+        (CHATS, {"response_format": {"type": "yaml"}}, "response_format.type", "'json_object'"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages",
+         "has text=None"),
+        (CHATS, {"messages": [*CHAT, 5]}, "messages[1]", "dictionary, not 5"),
         (CHATS, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHATS, {"tool_choice": "some"}, "tool_choice", "'required'"),
         (CHATS, {"tools": [{}]}, "tools", r"tools[0] must be"),
@@ -359,3 +365,60 @@ def test_a_tokenizer_that_raises_costs_no_seat(
     assert not served.front._settling
     answer = served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
     assert answer.status_code == 200
+
+
+TURN = {"role": "user", "content": "a"}
+
+
+def say(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"model": "tiny", "max_tokens": 1, "messages": [TURN, {"role": role, "content": parts}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/messages", say({"type": "text"}), "messages[1].content[0].text: Field required"),
+        ("/v1/messages", say({"type": "text", "text": 5}),
+         "messages[1].content[0].text: Input should be a valid string, not 5"),
+        ("/v1/messages", say({"type": "image", "source": {}}),
+         "messages[1].content[0]: Input should be of type 'text', 'thinking', 'tool_use', "
+         "'tool_result', not 'image'"),
+        ("/v1/messages", say({"type": "text", "text": "a", "foo": 1}),
+         "unknown field 'messages[1].content[0].foo'"),
+        ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x",
+                              "content": [{"type": "text", "text": "a"}, {"type": "image"}]}),
+         "messages[1].content[0].content[1].type: Input should be 'text', not 'image'"),
+        ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x"}, role="assistant"),
+         "messages[1]: a message of role 'assistant' cannot hold a tool_result block"),
+        ("/v1/messages", {**say(), "messages": [{"role": "user", "content": 5}]},
+         "messages[0].content: Input should be a valid list, not 5"),
+        ("/v1/responses", {"input": [TURN, {"role": "user", "content": [{"type": "input_text"}]}]},
+         "input[1].content[0].text: Field required"),
+        ("/v1/responses", {"input": "a", "metadata": {"user": 1}, "user": "b"},
+         "metadata.user: Input should be a valid string, not 1"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function"}]},
+         "tools[0].name: Field required"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("padding", ["", " " * 20_000])
+def test_what_is_wrong_inside_a_body_is_told_with_its_place(
+    served: Serving, path: str, body: Any, says: str, padding: str
+) -> None:
+    """A long body is read elsewhere than a short one."""
+    headers = {"content-type": "application/json"}
+    content = json.dumps(body) + padding
+    answer = httpx.post(f"{served.url}{path}", content=content, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == says
+
+
+def test_a_line_of_a_streamed_body_is_refused_with_the_place_in_it(served: Serving) -> None:
+    first = {"prompt": "a", "stream_options": {"include_usage": "x"}}
+    headers = {"content-type": "application/x-ndjson"}
+    for lines, says in (
+        ([first], "line 1: stream_options.include_usage: Input should be a valid boolean, not 'x'"),
+        ([{"prompt": "a"}, {"append": 5}], "line 2: append: Input should be"),
+    ):
+        content = "".join(f"{json.dumps(line)}\n" for line in lines)
+        answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers, timeout=60)
+        assert answer.json()["error"]["message"].startswith(says)

@@ -382,15 +382,20 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
     [
         ({"foo": 1}, "unknown field 'foo'", "foo"),
         ({"input": []}, "input is empty", "input"),
-        ({"input": [5]}, "input", "input"),
-        ({"input": [None]}, "input", "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'", "input"),
+        ({"input": [5]}, "input", "input[0]"),
+        ({"input": [None]}, "input", "input[0]"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input[0]: Input should be of type 'message', 'function_call', "
+            "'function_call_output', 'reasoning', not 'item_reference'",
+            "input[0]",
+        ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "'input_image'",
-            None,
+            "input[0].content[0]",
         ),
-        ({"tools": [{"type": "web_search"}]}, "'function'", "tools"),
+        ({"tools": [{"type": "web_search"}]}, "'function', not 'web_search'", "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "two functions are called 'time_of'", "tools"),
         ({"tool_choice": "maybe"}, "'auto', 'none' or 'required'", "tool_choice"),
         ({"tool_choice": "required"}, "needs tools", "tool_choice"),
@@ -403,8 +408,8 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
         ({"background": True, "max_output_tokens": 10**6}, "max_tokens", None),
         (
             {"text": {"format": {"type": "json_schema", "name": "x"}}},
-            "schema must be given",
-            "text",
+            "text.format: schema must be given",
+            "text.format",
         ),
         ({"previous_response_id": "resp_x"}, "there is no response", "previous_response_id"),
         ({"max_output_tokens": 0}, "greater than or equal to 1", "max_output_tokens"),

@@ -136,6 +136,7 @@ class Generation(Asked):
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     seed: int | None = None
+    """-1 is none, as vLLM has it; other negative ones are seeds of their own, as OpenAI has it."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
@@ -232,6 +233,10 @@ class Generation(Asked):
         found = {name: value for name, value in given.items() if value is not None}
         if found.get("top_k") == -1:
             found["top_k"] = 0
+        if self.seed == -1:
+            del found["seed"]
+        elif self.seed is not None and -(2**63) <= self.seed < 0:
+            found["seed"] = self.seed % 2**63
         if self.logit_bias:
             found["logit_bias"] = _bias(self.logit_bias)
         if (form := self.form()) is not None:
