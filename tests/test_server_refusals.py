@@ -9,14 +9,18 @@ import openai
 import pytest
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chat
+from pydantic import ValidationError
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError, QueueFullError
 from qllm.llm import QLLMEngine
 from qllm.server import shortcut
 from qllm.server.bodies import read
+from qllm.server.messages_protocol import MessagesRequest
 from qllm.server.protocol import ChatRequest, CompletionRequest
+from qllm.server.responses_protocol import ResponsesRequest
 from qllm.server.shortcut import LONG
+from qllm.server.tools import DetokenizeRequest, TokenizeRequest
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
@@ -395,7 +399,11 @@ def say(*parts: Any, role: str = "user") -> dict[str, Any]:
         ("/v1/responses", {"input": [TURN, {"role": "user", "content": [{"type": "input_text"}]}]},
          "input[1].content[0].text: Field required"),
         ("/v1/responses", {"input": "a", "metadata": {"user": 1}, "user": "b"},
-         "metadata.user: Input should be a valid string, not 1"),
+         "metadata: the value of 'user' is 1; it must be text"),
+        ("/v1/responses", {"input": "a", "seed": [*range(9)]},
+         "seed: Input should be a valid integer, not a list"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": {}},
+         "max_output_tokens: Input should be a valid integer, not an object"),
         ("/v1/responses", {"input": "a", "tools": [{"type": "function"}]},
          "tools[0].name: Field required"),
     ],
@@ -412,6 +420,17 @@ def test_what_is_wrong_inside_a_body_is_told_with_its_place(
     assert answer.json()["error"]["message"] == says
 
 
+def test_a_wrong_value_in_a_map_is_told_by_its_name(served: Serving) -> None:
+    for path, fields, says in (
+        (COMPLETE, {"prompt": "a", "logit_bias": {"7": 1, "8": "x"}},
+         "logit_bias: the value of '8' is 'x'; it must be a number"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": []}},
+         "metadata: the value of 'a' is a list; it must be text"),
+    ):  # fmt: skip
+        answer = served.post(path, fields)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+
+
 def test_a_line_of_a_streamed_body_is_refused_with_the_place_in_it(served: Serving) -> None:
     first = {"prompt": "a", "stream_options": {"include_usage": "x"}}
     headers = {"content-type": "application/x-ndjson"}
@@ -422,3 +441,41 @@ def test_a_line_of_a_streamed_body_is_refused_with_the_place_in_it(served: Servi
         content = "".join(f"{json.dumps(line)}\n" for line in lines)
         answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers, timeout=60)
         assert answer.json()["error"]["message"].startswith(says)
+
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatRequest, {"messages": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "tools": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "stop": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "allowed_token_ids": ["a"] * MANY}),
+        (ChatRequest, {"messages": CHAT, "bad_words": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "guided_choice": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "structured_outputs": {"choice": [5] * MANY}}),
+        (ChatRequest, {"messages": CHAT, "logit_bias": dict.fromkeys(map(str, range(MANY)), "a")}),
+        (ChatRequest, {"messages": CHAT, **dict.fromkeys(map(str, range(MANY)))}),
+        (CompletionRequest, {"prompt": [None] * MANY}),
+        (CompletionRequest, {"prompt": [["a"] * MANY] * MANY}),
+        (MessagesRequest, {"messages": [{"role": "x"}] * MANY}),
+        (MessagesRequest, say(*[{"type": "x"}] * MANY)),
+        (MessagesRequest, {**say(), "messages": [TURN], "tools": [{}] * MANY}),
+        (MessagesRequest, {**say(), "messages": [TURN], "stop_sequences": [5] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "x"}] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "x"}] * MANY}]}),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "content": [{}] * MANY}]}),
+        (ResponsesRequest, {"input": "a", "tools": [{}] * MANY}),
+        (ResponsesRequest, {"input": "a", "include": ["x"] * MANY}),
+        (ResponsesRequest, {"input": "a", "metadata": dict.fromkeys(map(str, range(MANY)), 1)}),
+        (DetokenizeRequest, {"tokens": ["a"] * MANY}),
+        (TokenizeRequest, {"messages": [5] * MANY}),
+    ],
+)
+def test_what_is_wrong_a_thousand_times_is_told_once(model: Any, body: Any) -> None:
+    """Errors are listed with the interpreter's lock: all others would wait meanwhile."""
+    with pytest.raises(ValidationError) as wrong:
+        model.model_validate(body)
+    assert wrong.value.error_count() < 10

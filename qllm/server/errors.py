@@ -16,7 +16,7 @@ from qllm.errors import (
     InvalidRequestError,
     QllmError,
     QueueFullError,
-    shown,
+    brief,
 )
 
 ANTHROPIC = "/v1/messages"
@@ -180,7 +180,7 @@ def from_validation(errors: Any, data: Any = None) -> ApiError:
         wanted, tag = first["ctx"]["expected_tags"], first["ctx"]["tag"]
         message = f"Input should be of type {wanted}, not {tag!r:.80}"
     elif message.startswith("Input should"):
-        message += f", not {shown(first['input'])}"
+        message += f", not {brief(first['input'])}"
     name = where.partition(".")[0].partition("[")[0]
     is_told = not where or (where == name and message.startswith(name))
     return ApiError(400, message if is_told else f"{where}: {message}", param=where or None)
