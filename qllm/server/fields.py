@@ -39,7 +39,7 @@ _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
 """One wrong item says it all: a body may hold a million, and their errors hold all others up."""
 MOST_FIELDS = 200
-"""Of an object whose fields are known; each that is not is an error."""
+"""No object whose fields are known has more; each unknown one would be an error of its own."""
 
 
 def _all_of(kinds: type | tuple[type, ...], what: str) -> BeforeValidator:
