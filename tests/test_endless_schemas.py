@@ -67,3 +67,8 @@ def test_a_schema_that_leads_back_to_its_start() -> None:
     back = {"$ref": "#"}
     assert wrong_with(item(again=back)) == f": {WHY}"
     assert wrong_with({**item(again=back), "required": []}) is None
+
+
+def test_what_is_refused_for_another_reason_is_not_looked_into() -> None:
+    whole = {**item(a=A), "not": {}, "$defs": {"a": item(a=A)}}
+    assert "Unimplemented" in str(wrong_with(whole))
