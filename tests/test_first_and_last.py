@@ -30,7 +30,9 @@ class Parts:
 
 
 def table(**how: Any) -> nn.Embedding:
-    return nn.Embedding(50, WIDTH, dtype=torch.bfloat16, **how).requires_grad_(False)
+    made = nn.Embedding(50, WIDTH, dtype=torch.bfloat16, **how).requires_grad_(False)
+    made.weight.copy_(torch.randn((50, WIDTH), generator=torch.Generator().manual_seed(1)))
+    return made
 
 
 @pytest.mark.parametrize("multiplier", [None, 1.5])
@@ -64,10 +66,13 @@ def test_what_does_more_than_look_up_is_called() -> None:
     own = table()
     own.forward = lambda ids: nn.Embedding.forward(own, ids) + 1  # type: ignore[method-assign]
     shifted = Shifted(50, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
-    clipped = table(max_norm=0.5)
-    for module in (own, shifted, clipped):
+    for module in (own, shifted):
         ours = Embedding(Parts(module), native=True)  # type: ignore[arg-type]
         assert torch.equal(ours([4, 5]), module(torch.tensor([4, 5])))
+    clipped = table(max_norm=0.5)
+    assert clipped.weight.float().norm(dim=1).min() > 1
+    clips = Embedding(Parts(clipped), native=True)  # type: ignore[arg-type]
+    assert clips([4, 5]).float().norm(dim=1).max() < 0.51
 
 
 def test_a_blank_tensor_is_nobody_elses() -> None:
