@@ -54,6 +54,13 @@ MAX_SHOWN = 200
 """Characters of a wrong value in a message."""
 
 
+def brief(value: object) -> str:
+    """A wrong value in a message, in a short time: it may be as large as a body."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return shown(value[: 2 * MAX_SHOWN] if isinstance(value, str) else value)
+
+
 class QllmError(Exception):
     """Base of all errors of this package."""
 

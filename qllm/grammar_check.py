@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -97,7 +98,7 @@ def find(grammar: str, schema: str | None) -> str | None:
 def _wrong_schema(schema: Any, error: str) -> str | None:
     """Where and why a schema is refused for `error`, or for references that lead to themselves."""
     path = ""
-    if (loop := _loop(schema)) is not None:
+    if (loop := _loop(schema) or (None if error else _endless(schema))) is not None:
         path, error = loop
     elif error:
         path, error = _place(schema, schema, error, iter(range(MOST_PLACES)))
@@ -154,6 +155,54 @@ def _loop(root: Any) -> tuple[str, str] | None:
         if ref is not None:
             return path, f"$ref {ref!r} leads back to itself"
     return None
+
+
+def _endless(root: Any) -> tuple[str, str] | None:
+    """A part that is referred to and has no finite value: its JSON pointer and why not."""
+    refs = {ref for _, part in _walk(root) if (ref := _ref(part)) is not None}
+    ending: set[str] = set()
+    while more := {x for x in refs - ending if _ends(_target(root, x), ending)}:
+        ending |= more
+    if not (endless := sorted(refs - ending)):
+        return None
+    return endless[0][1:], "every value of it holds another value of it, without end"
+
+
+def _ends(schema: Any, ending: AbstractSet[str]) -> bool:
+    """Whether a finite value is of a schema, as far as `required`, `minItems` and references say.
+
+    Args:
+        schema: The schema, or a part of it.
+        ending: References to parts of which a finite value is; of the others none is.
+    """
+    if not isinstance(schema, Mapping):
+        return True
+    ref = _ref(schema)
+    whole = [ref is None or ref in ending]
+    whole += [_ends(part, ending) for part in _list(schema, "allOf")]
+    for key in ("anyOf", "oneOf"):
+        if parts := _list(schema, key):
+            whole.append(any(_ends(part, ending) for part in parts))
+    kinds = schema.get("type")
+    if kinds == "object" or kinds == ["object"]:
+        whole += [_ends(_property(schema, name), ending) for name in _list(schema, "required")]
+    if kinds == "array" or kinds == ["array"]:
+        first, least = _list(schema, "prefixItems"), schema.get("minItems", 0)
+        num = int(least) if isinstance(least, int | float) else 0
+        items = [*first[:num], *[schema.get("items")] * (num > len(first))]
+        whole += [_ends(item, ending) for item in items]
+    return all(whole)
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _property(schema: Mapping[str, Any], name: Any) -> Any:
+    """What a property must be of."""
+    known = schema.get("properties")
+    return known.get(name) if isinstance(known, Mapping) and isinstance(name, str) else None
 
 
 def _walk(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:

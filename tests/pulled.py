@@ -7,8 +7,10 @@ processes in until its parent is gone: tests/pulled.py PROFILE FRONT_ENDS RING_B
 import os
 import socket
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from qllm.errors import ConfigError
 from qllm.ingress import Submission
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.messages import EngineCard, ModelInfo
-from qllm.ingress.remote.meeting import Address, Meeting, Wire
+from qllm.ingress.remote.meeting import Address, Meeting, MeetingError, Wire
 from qllm.ingress.remote.nixl import Link
 from qllm.ingress.remote.pull import LinkDriver, PullingFrontEnd
 from qllm.ingress.words import address_of
@@ -94,7 +96,10 @@ def block_of(number: int, ring_bytes: int) -> DeviceRings:
 
 
 class Met:
-    """A front end that has met an engine, and the connection beside its rings."""
+    """A front end that has met an engine, and the connection beside its rings.
+
+    It says there now and then that it lives, whatever else its process is busy with.
+    """
 
     def __init__(self, address: str, profile: str) -> None:
         host, _, port = address.rpartition(":")
@@ -113,12 +118,23 @@ class Met:
         self.peer = peer_from(self.wire.receive())
         self.link.connect(self.peer)
         self.front_end = PullingFrontEnd(self.block, self.link)
+        self.asking, self.closes = threading.Lock(), threading.Event()
+        self.beats = threading.Thread(target=self._beat, daemon=True)
+        self.beats.start()
 
     def ask(self, op: str) -> Any:
-        self.wire.send({"op": op, "args": []})
-        return self.wire.receive()["ok"]
+        with self.asking:
+            self.wire.send({"op": op, "args": []})
+            return self.wire.receive()["ok"]
+
+    def _beat(self) -> None:
+        with suppress(MeetingError):  # whoever asks next is told
+            while not self.closes.wait(1):
+                self.ask("beat")
 
     def close(self) -> None:
+        self.closes.set()
+        self.beats.join()
         self.wire.hang_up()
         self.wire.close()
         self.front_end.close()

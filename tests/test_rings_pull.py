@@ -366,17 +366,9 @@ def engine_process(profile: str, front_ends: int, ring_bytes: int = RING) -> Ite
             process.kill()
 
 
-class Beats:
-    """Says now and then that the front end lives."""
-
-    def __init__(self, met: Met) -> None:
-        self.met, self.next = met, 0.0
-
-    def __call__(self) -> None:
-        if time.monotonic() > self.next:
-            self.met.ask("beat")
-            self.next = time.monotonic() + 2
-        time.sleep(self.met.front_end.nap_s / 4)
+def nap(met: Met) -> Callable[[], None]:
+    """What a load of it does while it waits."""
+    return lambda: time.sleep(met.front_end.nap_s / 4)
 
 
 @pytest.mark.parametrize("profile", ["shm", "tcp"])
@@ -388,7 +380,7 @@ def test_tens_of_thousands_of_records_between_two_processes(profile: str) -> Non
             assert (met.peer.kind, met.peer.device) == ("DRAM", 0)
         with pytest.raises(ConfigError, match="all rings are taken"):
             Met(address, profile)
-        loads = [Load(met.front_end, random.Random(n), Beats(met)) for n, met in enumerate(mets)]
+        loads = [Load(met.front_end, random.Random(n), nap(met)) for n, met in enumerate(mets)]
         for load in loads:
             load.run(1300, in_flight=200)
             load.check()
@@ -415,7 +407,7 @@ time.sleep(60)
 """
     with engine_process("tcp", 2, 1 << 15) as address:
         met = Met(address, "tcp")
-        load = Load(met.front_end, random.Random(8), Beats(met))
+        load = Load(met.front_end, random.Random(8), nap(met))
         command = [sys.executable, "-c", dying, address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

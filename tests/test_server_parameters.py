@@ -1,5 +1,6 @@
 """Parameters of vLLM's clients, and what errors and headers say."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,16 +79,75 @@ def test_token_ids(served: Serving, engine: QLLMEngine) -> None:
     assert "token_ids" not in complete(served)["choices"][0]
 
 
+def test_a_chat_tells_the_ids_of_its_prompt_once_beside_its_choices(served: Serving) -> None:
+    """As vLLM has it; `prompt_logprobs` too."""
+    body = {"messages": CHAT, "max_tokens": 3, "n": 2, "return_token_ids": True, "seed": 1}
+    whole = served.post(CHATS, body | {"prompt_logprobs": 0}).json()
+    ids = whole["prompt_token_ids"]
+    assert len(whole["prompt_logprobs"]) == len(ids) == whole["usage"]["prompt_tokens"]
+    assert not [c for c in whole["choices"] if {"prompt_token_ids", "prompt_logprobs"} & c.keys()]
+    text = served.post(CHATS, {**body, "stream": True}).text
+    parts = [json.loads(x[6:]) for x in text.splitlines() if x.startswith("data: {")]
+    assert [part.get("prompt_token_ids") for part in parts] == [ids, *[None] * (len(parts) - 1)]
+    for choice in whole["choices"]:
+        mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+        assert [i for c in mine for i in c.get("token_ids", ())] == choice["token_ids"]
+
+
+def test_the_token_that_max_tokens_0_does_not_show_has_no_id_either(served: Serving) -> None:
+    body = {"prompt": "def f(x):", "max_tokens": 0, "echo": True, "return_token_ids": True}
+    assert served.post(COMPLETE, body).json()["choices"][0]["token_ids"] == []
+    text = served.post(COMPLETE, {**body, "stream": True}).text
+    parts = [json.loads(x[6:]) for x in text.splitlines() if x.startswith("data: {")]
+    assert not [i for part in parts for c in part["choices"] for i in c.get("token_ids", ())]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_echo_of_a_prompt_that_was_cut_is_what_was_left(served: Serving, stream: bool) -> None:
+    body = {
+        "prompt": "one two three four five", "truncate_prompt_tokens": 3, "echo": True,
+        "max_tokens": 2, "temperature": 0,
+    }  # fmt: skip
+    for more in ({}, {"logprobs": 1}):
+        answer = served.post(COMPLETE, {**body, **more, "stream": stream})
+        found = [answer.json()] if not stream else [
+            json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")
+        ]  # fmt: skip
+        choices = [part["choices"][0] for part in found]
+        text = "".join(choice["text"] for choice in choices)
+        assert "one" not in text
+        assert " five" in text
+        for choice in choices:
+            said = choice["logprobs"] or {"tokens": (), "text_offset": ()}
+            for token, at in zip(said["tokens"], said["text_offset"], strict=True):
+                assert text[at:].startswith(token)
+    whole = complete(served, **{**body, "truncate_prompt_tokens": 100})["choices"][0]["text"]
+    assert whole.startswith("one two")
+
+
+def test_seeds_below_0(served: Serving) -> None:
+    """-1 is none, as vLLM has it; others are seeds, as OpenAI has it."""
+    asked = {"temperature": 1.5, "max_tokens": 30}
+    text = complete(served, seed=-7, **asked)["choices"][0]["text"]
+    assert complete(served, seed=-7, **asked)["choices"][0]["text"] == text
+    assert complete(served, seed=-8, **asked)["choices"][0]["text"] != text
+    drawn = {complete(served, seed=-1, **asked)["choices"][0]["text"] for _ in range(4)}
+    assert len(drawn) > 1
+    for seed in (-(2**63) - 1, 2**63):
+        wrong = served.post(COMPLETE, {"prompt": "a", "seed": seed})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "seed")
+
+
 def test_the_last_message_goes_on(served: Serving, engine: QLLMEngine) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "It reads"}]
     how = {"add_generation_prompt": False, "continue_final_message": True}
     body = {"messages": chat, "max_tokens": 4, "return_token_ids": True, **how}
-    found = served.post(CHATS, body).json()["choices"][0]
+    found = served.post(CHATS, body).json()
     prompt = engine.tokenizer.decode(found["prompt_token_ids"])
     assert prompt.endswith("<|im_start|>assistant\nIt reads")
     open_ended = {"messages": CHAT, "max_tokens": 4, "return_token_ids": True}
     open_ended["add_generation_prompt"] = False
-    ids = served.post(CHATS, open_ended).json()["choices"][0]["prompt_token_ids"]
+    ids = served.post(CHATS, open_ended).json()["prompt_token_ids"]
     assert engine.tokenizer.decode(ids).endswith("do?<|im_end|>\n")
     wrong = served.post(CHATS, {**body, "add_generation_prompt": True})
     assert "needs add_generation_prompt=false" in wrong.json()["error"]["message"]
@@ -231,7 +291,7 @@ def test_the_log_probabilities_of_the_prompt(served: Serving, engine: QLLMEngine
         assert best["rank"] == 1
     assert found["logprobs"] is None
     chat = served.post(CHATS, {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
-    said = chat["choices"][0]["prompt_logprobs"]
+    said = chat["prompt_logprobs"]
     assert len(said) == chat["usage"]["prompt_tokens"]
     assert all(len(x) == 1 for x in said[1:])
     for more in ({"stream": True}, {"echo": True, "logprobs": 1}, {"n": 1, "logprobs": 99}):

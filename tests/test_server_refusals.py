@@ -9,14 +9,18 @@ import openai
 import pytest
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chat
+from pydantic import ValidationError
 from serving import Serving, serving, tiny_engine, until
 
 from qllm.errors import EngineClosedError, QueueFullError
 from qllm.llm import QLLMEngine
 from qllm.server import shortcut
 from qllm.server.bodies import read
+from qllm.server.messages_protocol import MessagesRequest
 from qllm.server.protocol import ChatRequest, CompletionRequest
+from qllm.server.responses_protocol import ResponsesRequest
 from qllm.server.shortcut import LONG
+from qllm.server.tools import DetokenizeRequest, TokenizeRequest
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
@@ -72,14 +76,17 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
     [
         (COMPLETE, {"colour": 1}, "colour", "unknown field 'colour'"),
         (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-        (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo", "greater than 0"),
+        (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo.tpot_ms",
+         "slo.tpot_ms: Input should be greater than 0, not 0"),
+        (COMPLETE, {"stream_options": {"include_usage": "x"}}, "stream_options.include_usage",
+         "valid boolean, not 'x'"),
         (COMPLETE, {"slo": {"p99_ms": 5}}, "slo.p99_ms", "unknown field"),
         (COMPLETE, {"echo": True, "logprobs": 21}, "logprobs", "20"),
         (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),
         (COMPLETE, {"best_of": 3}, None, "must equal n=1"),
         (COMPLETE, {"temperature": -1}, "temperature", "[0, 100]"),
         (COMPLETE, {"top_p": 0}, "top_p", "(0, 1]"),
-        (COMPLETE, {"n": 0}, "n", "greater than or equal to 1"),
+        (COMPLETE, {"n": 0}, "n", "n: Input should be greater than or equal to 1, not 0"),
         (COMPLETE, {"n": True}, "n", "integer"),
         (COMPLETE, {"prompt": []}, "prompt", "empty list"),
         (COMPLETE, {"prompt": ""}, None, "prompt is empty"),
@@ -106,7 +113,10 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (CHATS, {"messages": [{"role": "user"}]}, None, "role and content"),
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages", "'image_url' is not supported"),
-        (CHATS, {"response_format": {"type": "yaml"}}, "response_format", "'json_object'"),
+        (CHATS, {"response_format": {"type": "yaml"}}, "response_format.type", "'json_object'"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages",
+         "has text=None"),
+        (CHATS, {"messages": [*CHAT, 5]}, "messages[1]", "dictionary, not 5"),
         (CHATS, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHATS, {"tool_choice": "some"}, "tool_choice", "'required'"),
         (CHATS, {"tools": [{}]}, "tools", r"tools[0] must be"),
@@ -359,3 +369,113 @@ def test_a_tokenizer_that_raises_costs_no_seat(
     assert not served.front._settling
     answer = served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
     assert answer.status_code == 200
+
+
+TURN = {"role": "user", "content": "a"}
+
+
+def say(*parts: Any, role: str = "user") -> dict[str, Any]:
+    return {"model": "tiny", "max_tokens": 1, "messages": [TURN, {"role": role, "content": parts}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/messages", say({"type": "text"}), "messages[1].content[0].text: Field required"),
+        ("/v1/messages", say({"type": "text", "text": 5}),
+         "messages[1].content[0].text: Input should be a valid string, not 5"),
+        ("/v1/messages", say({"type": "image", "source": {}}),
+         "messages[1].content[0]: Input should be of type 'text', 'thinking', 'tool_use', "
+         "'tool_result', not 'image'"),
+        ("/v1/messages", say({"type": "text", "text": "a", "foo": 1}),
+         "unknown field 'messages[1].content[0].foo'"),
+        ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x",
+                              "content": [{"type": "text", "text": "a"}, {"type": "image"}]}),
+         "messages[1].content[0].content[1].type: Input should be 'text', not 'image'"),
+        ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x"}, role="assistant"),
+         "messages[1]: a message of role 'assistant' cannot hold a tool_result block"),
+        ("/v1/messages", {**say(), "messages": [{"role": "user", "content": 5}]},
+         "messages[0].content: Input should be a valid list, not 5"),
+        ("/v1/responses", {"input": [TURN, {"role": "user", "content": [{"type": "input_text"}]}]},
+         "input[1].content[0].text: Field required"),
+        ("/v1/responses", {"input": "a", "metadata": {"user": 1}, "user": "b"},
+         "metadata: the value of 'user' is 1; it must be text"),
+        ("/v1/responses", {"input": "a", "seed": [*range(9)]},
+         "seed: Input should be a valid integer, not a list"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": {}},
+         "max_output_tokens: Input should be a valid integer, not an object"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "function"}]},
+         "tools[0].name: Field required"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("padding", ["", " " * 20_000])
+def test_what_is_wrong_inside_a_body_is_told_with_its_place(
+    served: Serving, path: str, body: Any, says: str, padding: str
+) -> None:
+    """A long body is read elsewhere than a short one."""
+    headers = {"content-type": "application/json"}
+    content = json.dumps(body) + padding
+    answer = httpx.post(f"{served.url}{path}", content=content, headers=headers, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == says
+
+
+def test_a_wrong_value_in_a_map_is_told_by_its_name(served: Serving) -> None:
+    for path, fields, says in (
+        (COMPLETE, {"prompt": "a", "logit_bias": {"7": 1, "8": "x"}},
+         "logit_bias: the value of '8' is 'x'; it must be a number"),
+        ("/v1/responses", {"input": "a", "metadata": {"a": []}},
+         "metadata: the value of 'a' is a list; it must be text"),
+    ):  # fmt: skip
+        answer = served.post(path, fields)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+
+
+def test_a_line_of_a_streamed_body_is_refused_with_the_place_in_it(served: Serving) -> None:
+    first = {"prompt": "a", "stream_options": {"include_usage": "x"}}
+    headers = {"content-type": "application/x-ndjson"}
+    for lines, says in (
+        ([first], "line 1: stream_options.include_usage: Input should be a valid boolean, not 'x'"),
+        ([{"prompt": "a"}, {"append": 5}], "line 2: append: Input should be"),
+    ):
+        content = "".join(f"{json.dumps(line)}\n" for line in lines)
+        answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers, timeout=60)
+        assert answer.json()["error"]["message"].startswith(says)
+
+
+MANY = 2000
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatRequest, {"messages": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "tools": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "stop": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "allowed_token_ids": ["a"] * MANY}),
+        (ChatRequest, {"messages": CHAT, "bad_words": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "guided_choice": [5] * MANY}),
+        (ChatRequest, {"messages": CHAT, "structured_outputs": {"choice": [5] * MANY}}),
+        (ChatRequest, {"messages": CHAT, "logit_bias": dict.fromkeys(map(str, range(MANY)), "a")}),
+        (ChatRequest, {"messages": CHAT, **dict.fromkeys(map(str, range(MANY)))}),
+        (CompletionRequest, {"prompt": [None] * MANY}),
+        (CompletionRequest, {"prompt": [["a"] * MANY] * MANY}),
+        (MessagesRequest, {"messages": [{"role": "x"}] * MANY}),
+        (MessagesRequest, say(*[{"type": "x"}] * MANY)),
+        (MessagesRequest, {**say(), "messages": [TURN], "tools": [{}] * MANY}),
+        (MessagesRequest, {**say(), "messages": [TURN], "stop_sequences": [5] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "x"}] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "x"}] * MANY}]}),
+        (ResponsesRequest, {"input": [{"type": "reasoning", "content": [{}] * MANY}]}),
+        (ResponsesRequest, {"input": "a", "tools": [{}] * MANY}),
+        (ResponsesRequest, {"input": "a", "include": ["x"] * MANY}),
+        (ResponsesRequest, {"input": "a", "metadata": dict.fromkeys(map(str, range(MANY)), 1)}),
+        (DetokenizeRequest, {"tokens": ["a"] * MANY}),
+        (TokenizeRequest, {"messages": [5] * MANY}),
+    ],
+)
+def test_what_is_wrong_a_thousand_times_is_told_once(model: Any, body: Any) -> None:
+    """Errors are listed with the interpreter's lock: all others would wait meanwhile."""
+    with pytest.raises(ValidationError) as wrong:
+        model.model_validate(body)
+    assert wrong.value.error_count() < 10

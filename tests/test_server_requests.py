@@ -128,6 +128,28 @@ def test_of_two_requests_of_one_name_none_is_guessed(held: tuple[Serving, Path])
             assert nameless.status_code == 404
 
 
+def test_no_two_open_requests_have_one_id(held: tuple[Serving, Path]) -> None:
+    """Nobody could pause, or end the pause of, one of them."""
+    served, _ = held
+    url, body = f"{served.url}{COMPLETE}", {**LONG, "stream": True, "request_id": "twin"}
+    short = {**LONG, "request_id": "twin", "max_tokens": 1, "min_tokens": 1}
+    with httpx.stream("POST", url, json=body, headers=bearer("alpha"), timeout=60) as first:
+        lines = first.iter_lines()  # that it stays: its end would close the connection
+        next(lines)
+        again = served.post(COMPLETE, short, headers=bearer("alpha"))
+        assert again.status_code == 409
+        assert again.json()["error"]["code"] == "duplicate_request_id"
+        assert again.json()["error"]["param"] == "request_id"
+        assert "'cmpl-twin' is open" in again.json()["error"]["message"]
+        assert served.post(COMPLETE, short, headers=bearer("beta")).status_code == 200
+        wrong = {**short, "request_id": "single", "stop_token_ids": [10**6]}
+        assert served.post(COMPLETE, wrong, headers=bearer("alpha")).status_code == 400
+    until(lambda: see(served, "twin").status_code == 404)
+    for name in ("twin", "single"):
+        done = served.post(COMPLETE, {**short, "request_id": name}, headers=bearer("alpha"))
+        assert (done.status_code, done.json()["id"]) == (200, f"cmpl-{name}")
+
+
 def test_there_must_be_a_seat(held: tuple[Serving, Path]) -> None:
     """A request that becomes LS counts among `max_ls`, and no more when it is BE again."""
     served, _ = held

@@ -378,6 +378,9 @@ class Templated:
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [len(text)]}
 
+    def decode(self, ids: list[int], **how: Any) -> str:
+        return "".join("?xy"[i] for i in ids)
+
     def parse_response(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
         if ids == [9]:
             raise ValueError("no such form")
@@ -398,6 +401,34 @@ def test_a_tokenizer_that_parses_is_asked() -> None:
     other.push("text", (9,))
     assert other.finish() == {"content": "text"}
     assert isinstance(make_reader(Templated(), (7,), choice, True), HermesReader)
+
+
+class Whole(Templated):
+    """Its answers are reasoning up to a bar, then content."""
+
+    def decode(self, ids: list[int], **how: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def parse_response(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+        thought, _, content = self.decode(ids).partition("|")
+        return {"thinking": thought.strip(), "content": content.strip()}
+
+
+@pytest.mark.parametrize(
+    ("whole", "shown", "want"),
+    [
+        ("so | it isSTOP, no", "so | it is", {"reasoning_content": "so", "content": "it is"}),
+        ("so | it is ST ", "so | it is", {"reasoning_content": "so", "content": "it is"}),
+        ("so | it is", "so | it is", {"reasoning_content": "so", "content": "it is"}),
+        ("so it isSTOP", "so it is", {"reasoning_content": "so it is"}),
+    ],
+)
+def test_a_tokenizer_that_parses_does_not_bring_back_what_a_stop_string_cut_off(
+    whole: str, shown: str, want: dict[str, str]
+) -> None:
+    reader = make_reader(Whole(), (), Choice((), False, False), False)
+    reader.push(shown, [ord(x) for x in whole])
+    assert {name: text.strip() for name, text in reader.finish().items()} == want
 
 
 def test_the_reader_follows_the_template(

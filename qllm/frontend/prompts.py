@@ -345,7 +345,12 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _joined(parts: Sequence[Any]) -> str:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind == "text" and not isinstance(part.get("text"), str):
+            text = shown(part.get("text"))
+            raise InvalidRequestError(
+                f"a content part of type 'text' has text={text:.80}; give a string"
+            )
+        if kind != "text":
             raise InvalidRequestError(
                 f"a content part of type {shown(kind):.40} is not supported; only text is"
             )

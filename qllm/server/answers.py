@@ -82,6 +82,8 @@ class Writer(ABC):
     """`object` of a whole answer."""
     chunk_kind: str
     """`object` of a chunk of a stream."""
+    has_prompts_in_choices = True
+    """Whether each choice says what is said of its prompt; else the body does, as vLLM has it."""
 
     def __init__(self, front: Front, prefix: str, asked: Generation) -> None:
         self.answer_id = f"{prefix}-{asked.request_id or token_hex(12)}"
@@ -90,6 +92,8 @@ class Writer(ABC):
         self._created = int(time.time())
         self.tier = "default"
         self._shows_prompt = asked.prompt_logprobs is not None
+        self._shows_tokens = True
+        """See `Answer.shows_tokens`."""
         self._of_prompts: dict[int, list[Any]] = {}
         """What is said of the tokens of each choice's prompt, if asked for."""
         self._shown_ids: set[int] = set()
@@ -101,7 +105,7 @@ class Writer(ABC):
 
     def serve(self, answer: Answer, asked: str | None) -> None:
         """Remember the class that the request was given, and its prompts."""
-        served = answer.served
+        served, self._shows_tokens = answer.served, answer.shows_tokens
         self.prompts = [handle.prompt_token_ids for handle in answer.handles]
         is_ls = served.priority is Priority.LS
         self.tier = "priority" if is_ls and asked == "priority" else served.tier
@@ -166,7 +170,7 @@ class Writer(ABC):
         }
 
     def of_prompt(self, index: int) -> dict[str, Any]:
-        """The field of a whole choice that says it."""
+        """The field that says it of a whole choice, or beside the choices."""
         return {"prompt_logprobs": self._of_prompts.get(index)} if self._shows_prompt else {}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -191,11 +195,18 @@ class Writer(ABC):
         """Token ids of a part of a choice, and with its first those of its prompt, if asked for."""
         if not self.shows_ids:
             return {}
-        found = {"token_ids": list(token_ids)}
-        if index not in self._shown_ids:
+        found = {"token_ids": list(token_ids) if self._shows_tokens else []}
+        if self.has_prompts_in_choices and index not in self._shown_ids:
             self._shown_ids.add(index)
             found["prompt_token_ids"] = list(self.prompts[index])
         return found
+
+    def beside(self) -> dict[str, Any]:
+        """What a body says of its one prompt beside its choices, a stream in its first chunk."""
+        if self.has_prompts_in_choices:
+            return {}
+        ids = {"prompt_token_ids": list(self.prompts[0])} if self.shows_ids else {}
+        return {**ids, **self.of_prompt(0)}
 
     async def body(self, answer: Answer) -> dict[str, Any]:
         """Wait for all choices and return the body."""
@@ -224,8 +235,10 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
         elif isinstance(item, FinishReason):
             ids = writer.ids(index, answer.handles[index].token_ids)
             whole = writer.whole(index, made[index], item)
-            choices[index] = {**whole, **ids, **writer.of_prompt(index)}
-    return {**writer.envelope(writer.kind, choices), "usage": answer.usage()}
+            said = writer.of_prompt(index) if writer.has_prompts_in_choices else {}
+            choices[index] = {**whole, **ids, **said}
+    body = writer.envelope(writer.kind, choices)
+    return {**body, "usage": answer.usage(), **writer.beside()}
 
 
 def event(data: object) -> str:
@@ -254,8 +267,11 @@ async def stream(
 async def _events(
     answer: Answer, writer: Writer, options: StreamOptions, silence_s: float
 ) -> AsyncIterator[str]:
+    beside = writer.beside()
+
     def wrap(choices: list[dict[str, Any]]) -> str:
-        body = writer.envelope(writer.chunk_kind, choices)
+        body = {**writer.envelope(writer.chunk_kind, choices), **beside}
+        beside.clear()
         if options.continuous_usage_stats:
             body["usage"] = answer.usage()
         elif options.include_usage:

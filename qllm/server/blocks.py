@@ -6,8 +6,9 @@
 """
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from qllm.frontend.handle import Piece
@@ -38,8 +39,8 @@ class Block:
     name: str = ""
     text: str = ""
     """So far; of a call its arguments."""
-    pieces: list[Piece] = field(default_factory=list)
-    """Those that it was made of."""
+    is_whole: bool = True
+    """False where the answer was cut off in it."""
 
 
 class Change(NamedTuple):
@@ -51,6 +52,10 @@ class Change(NamedTuple):
     added: str = ""
     pieces: tuple[Piece, ...] = ()
     """That it grew by."""
+
+    def with_more(self, other: "Change") -> "Change":
+        """This growth and the one behind it as one."""
+        return Change(self.what, self.block, self.added + other.added, self.pieces + other.pieces)
 
 
 class Blocks:
@@ -68,14 +73,36 @@ class Blocks:
         """Pieces of which nothing was shown yet."""
 
     def push(self, piece: Piece) -> Iterator[Change]:
-        """Take what was added to the answer."""
-        self._unused.append(piece)
-        yield from self._take(self.reader.push(piece.text, piece.token_ids, piece.ends))
+        """Take what was added to the answer.
 
-    def finish(self) -> Iterator[Change]:
-        """The answer has ended."""
+        It is read token by token, so that nothing depends on how many came together.
+        """
+        last: Change | None = None
+        for change in self._read(piece):
+            if last is not None and last.what == change.what == "grow":
+                last = last.with_more(change)
+                continue
+            if last is not None:
+                yield last
+            last = change
+        if last is not None:
+            yield last
+
+    def finish(self, *, is_cut: bool) -> Iterator[Change]:
+        """The answer has ended.
+
+        Args:
+            is_cut: Whether it would have gone on.
+        """
         yield from self._take(self.reader.finish())
+        if self._open is not None:
+            self._open.is_whole = not (is_cut or self.reader.is_in_call)
         yield from self._close()
+
+    def _read(self, piece: Piece) -> Iterator[Change]:
+        for one in _one_by_one(piece):
+            self._unused.append(one)
+            yield from self._take(self.reader.push(one.text, one.token_ids, one.ends))
 
     def _take(self, delta: Delta) -> Iterator[Change]:
         for name, value in delta.items():
@@ -97,9 +124,16 @@ class Blocks:
             yield self._begin(kind)
         assert self._open is not None
         self._open.text += text
-        pieces, self._unused = tuple(self._unused), []
-        self._open.pieces += pieces
-        yield Change("grow", self._open, text, pieces)
+        yield Change("grow", self._open, text, self._made_of(text))
+
+    def _made_of(self, text: str) -> tuple[Piece, ...]:
+        """The last pieces, which `text` is made of: those before are a tag, or space left out."""
+        unused, self._unused = self._unused, []
+        at, left = len(unused), len(text)
+        while at and (left > 0 or not unused[at - 1].text):
+            at -= 1
+            left -= len(unused[at].text)
+        return tuple(unused[at:])
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Change:
         self._open = Block(kind, len(self.all), call_id, name)
@@ -110,6 +144,16 @@ class Blocks:
         if self._open is not None:
             closed, self._open = self._open, None
             yield Change("close", closed)
+
+
+def _one_by_one(piece: Piece) -> Iterator[Piece]:
+    """A piece as one for each of its tokens."""
+    if len(piece.ends) < 2:
+        yield piece
+        return
+    for at, (start, end) in enumerate(pairwise((0, *piece.ends))):
+        ids, logprobs = piece.token_ids[at : at + 1], piece.logprobs[at : at + 1]
+        yield Piece(piece.text[start:end], ids, logprobs, None, (end - start,))
 
 
 async def changes(
@@ -123,7 +167,7 @@ async def changes(
         elif isinstance(item, Comment):
             yield item
         else:
-            for change in blocks.finish():
+            for change in blocks.finish(is_cut=item is FinishReason.LENGTH):
                 yield change
             yield item
 

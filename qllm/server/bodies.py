@@ -31,11 +31,13 @@ def read(request: Request, raw: bytes, model: type[BaseModel]) -> Any:
         raise _wrong({"type": "missing", "loc": ("body",), "msg": "Field required"}, None)
     if kind != "application/json" and not kind.endswith("+json"):
         raise _wrong({"type": "model_attributes_type", "loc": ("body",), "msg": "no JSON"}, raw)
+    data: Any = None
     try:
-        return model.model_validate(json.loads(raw))
+        data = json.loads(raw)
+        return model.model_validate(data)
     except ValidationError as error:
         found = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
-        raise RequestValidationError(found) from error
+        raise RequestValidationError(found, body=data) from error
     except json.JSONDecodeError as error:
         where = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}
         raise _wrong({**where, "ctx": {"error": error.msg}}, error.doc) from error

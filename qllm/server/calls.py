@@ -352,7 +352,21 @@ class TemplateReader:
             self.num_reasoning_tokens = len(self._tokenizer(str(thought))["input_ids"])
         made = [_call(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
         delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
+        for name in ("content", "reasoning_content"):
+            if delta[name]:  # the last of them that there is
+                delta[name] = self._without_rest(str(delta[name]))
+                break
         return {name: value for name, value in delta.items() if value}
+
+    def _without_rest(self, text: str) -> str:
+        """A part of the answer without what is behind a stop string."""
+        whole = self._tokenizer.decode(
+            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        if not whole.startswith(self._text):
+            return text
+        rest = whole[len(self._text) :]
+        return text.removesuffix(rest if text.endswith(rest) else rest.rstrip())
 
 
 class HarmonyReader:

@@ -23,6 +23,7 @@ class ChatWriter(Writer):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    has_prompts_in_choices = False
 
     def __init__(self, front: Front, asked: ChatRequest) -> None:
         super().__init__(front, "chatcmpl", asked)

@@ -42,11 +42,17 @@ class CompletionWriter(Writer):
         """What a choice's text begins with."""
         if not self._asked.echo:
             return ""
-        prompt = self._asked.prompts()[index // self._asked.n]
-        tokenizer = self._front.engine.tokenizer
-        if isinstance(prompt, str):
+        prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
+        is_cut = self._asked.truncate_prompt_tokens == len(ids)
+        if isinstance(prompt, str) and not is_cut:
             return prompt
-        return "" if tokenizer is None else str(tokenizer.decode(prompt))
+        if (tokenizer := self._front.engine.tokenizer) is None:
+            return ""
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = "" if self._waits_for_prompt else self._echo(index)

@@ -1,5 +1,6 @@
 """Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
@@ -15,6 +16,7 @@ from qllm.errors import (
     InvalidRequestError,
     QllmError,
     QueueFullError,
+    brief,
 )
 
 ANTHROPIC = "/v1/messages"
@@ -162,17 +164,57 @@ def unexpected(error: Exception) -> ApiError:
     return ApiError(500, text, code="internal_error")
 
 
-def from_validation(errors: Any) -> ApiError:
-    """What pydantic found as an answer: the first wrong field, what is allowed."""
+def from_validation(errors: Any, data: Any = None) -> ApiError:
+    """What pydantic found as an answer: the first wrong field, its value, what is allowed.
+
+    Args:
+        errors: As pydantic lists them.
+        data: What it was given, in which the place is looked for.
+    """
     first = errors[0]
-    path = [str(x) for x in first["loc"]]
+    where = _place(first["loc"], data, is_missing=first["type"] == "missing")
     if first["type"] == "extra_forbidden":
-        where = ".".join(path)
         return ApiError(400, f"unknown field {where!r}", param=where, code="unknown_field")
     message = first["msg"].removeprefix("Value error, ")
-    name = path[0] if path else None  # the rest of a path names members of a union
-    text = message if name is None or message.startswith(name) else f"{name}: {message}"
-    return ApiError(400, text, param=name)
+    if first["type"] == "union_tag_invalid":
+        wanted, tag = first["ctx"]["expected_tags"], first["ctx"]["tag"]
+        message = f"Input should be of type {wanted}, not {tag!r:.80}"
+    elif message.startswith("Input should"):
+        message += f", not {brief(first['input'])}"
+    name = where.partition(".")[0].partition("[")[0]
+    is_told = not where or (where == name and message.startswith(name))
+    return ApiError(400, message if is_told else f"{where}: {message}", param=where or None)
+
+
+def _place(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str:
+    """Where in a body something is wrong: `messages[0].content`.
+
+    Args:
+        loc: As pydantic has it: with the names of members of unions between.
+        data: The body.
+        is_missing: Whether a field is missing there.
+    """
+    for end in range(len(loc), 0, -1):  # a member of a union may be last
+        if (found := _path(loc[:end], data, is_missing=is_missing)) is not None:
+            return found.removeprefix(".")
+    return str(loc[0]) if loc else ""
+
+
+def _path(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str | None:
+    """The path to the last of `loc`, past what is not in the data; None if that is not there."""
+    name, rest = loc[0], loc[1:]
+    step: str | None = None
+    if isinstance(name, int):
+        if isinstance(data, list) and 0 <= name < len(data):
+            step, inner = f"[{name}]", data[name]
+    elif isinstance(data, dict) and (name in data or (is_missing and not rest)):
+        step, inner = f".{name}", data.get(name)
+    if step is not None:
+        if not rest:
+            return step
+        if (more := _path(rest, inner, is_missing=is_missing)) is not None:
+            return step + more
+    return _path(rest, data, is_missing=is_missing) if rest and isinstance(name, str) else None
 
 
 def _no_json(request: Request, error: RequestValidationError) -> ApiError | None:
@@ -195,7 +237,7 @@ def from_request(request: Request, error: RequestValidationError) -> ApiError:
     """What FastAPI, or `bodies.read`, found wrong with a request as an answer."""
     first = error.errors()[0]
     inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
-    return _no_json(request, error) or from_validation([inside])
+    return _no_json(request, error) or from_validation([inside], error.body)
 
 
 def parse(model: type[BaseModel], data: object) -> Any:
@@ -207,7 +249,7 @@ def parse(model: type[BaseModel], data: object) -> Any:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise from_validation(error.errors()) from error
+        raise from_validation(error.errors(), data) from error
 
 
 def install(app: FastAPI) -> None:

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from qllm.errors import check_text
+from qllm.errors import brief, check_text
 
 NoOps = Mapping[str, tuple[Any, ...]]
 """Fields that clients send although they ask for nothing, each with its values that do."""
@@ -35,6 +35,27 @@ NO_OPS: NoOps = {
 """Those of vLLM's clients. Where a field of this name is served, that counts."""
 
 
+_Item = TypeVar("_Item")
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+"""One wrong item says it all: a body may hold a million, and their errors hold all others up."""
+MOST_FIELDS = 200
+"""No object whose fields are known has more; each unknown one would be an error of its own."""
+
+
+def _all_of(kinds: type | tuple[type, ...], what: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        for name, x in value.items() if isinstance(value, dict) else ():
+            if not isinstance(x, kinds) or isinstance(x, bool):
+                raise ValueError(f"the value of {brief(name)} is {brief(x)}; it must be {what}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Texts = Annotated[dict[str, str], _all_of(str, "text")]
+Numbers = Annotated[dict[str, float], _all_of((int, float), "a number")]
+
+
 class Body(BaseModel):
     """A JSON body: no unknown fields, no conversion between types; null says nothing."""
 
@@ -45,6 +66,9 @@ class Body(BaseModel):
     def _is_text(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data  # the wrong type: pydantic says so
+        if len(data) > MOST_FIELDS:
+            text = f"{len(data)} fields are more than any object here has; at most {MOST_FIELDS}"
+            raise ValueError(text)
         if all(map(_is_plain, data)) and all(map(_is_plain, data.values())):
             return data
         try:

@@ -60,6 +60,8 @@ class Front:
         """Set when the server is about to end: nothing new is served."""
         self.leaving = False
         """The server will drain soon: /ready says so, and requests are still served."""
+        self._ids: set[tuple[str, str]] = set()
+        """Callers and ids of the requests that callers have open: none has two of one id."""
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
         """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
@@ -105,11 +107,21 @@ class Front:
                 f"{self.config.max_choices} are allowed",
                 param="n",
             )
+        whose = (ask.caller, ask.answer_id)
+        if whose in self._ids:
+            raise ApiError(
+                409,
+                f"a request with the id {ask.answer_id!r:.280} is open; give another request_id",
+                param="request_id",
+                code="duplicate_request_id",
+            )
         served = self._admit(wanted, count) if ask.opened is None else ask.opened.served
         takes = count * (served.priority is Priority.LS and ask.opened is None)
         self._num_ls += takes
         engine = self.engine
         submit = partial(self._submit, engine, ask, served.priority)
+        if ask.caller:
+            self._ids.add(whose)
         try:
             if AtOnce.takes(engine, ask):
                 handles = self._at_once.run(engine, submit)
@@ -118,6 +130,7 @@ class Front:
                 handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
         except BaseException as error:
             self._num_ls -= takes
+            self._ids.discard(whose)
             if ask.opened is not None and isinstance(error, asyncio.CancelledError):
                 ask.opened.prompt.cancel()  # it may be sent by now, and nobody waits for it
             if isinstance(error, EngineClosedError):
@@ -311,6 +324,7 @@ class Front:
     def _closed(self, answer: Answer) -> None:
         _cancel_all(answer.handles)
         self.answers.discard(answer)
+        self._ids.discard((answer.caller, answer.answer_id))
         if all(handle.has_ended for handle in answer.handles):
             self._settle(answer)
             return

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from qllm.types import Priority
 
 from .errors import parse
-from .fields import Asked, Body, SentBack
+from .fields import Asked, Body, Items, SentBack
 from .protocol import ChatRequest, TextOr
 
 CacheControl = dict[str, Any] | None
@@ -137,7 +137,7 @@ class Tool(Body):
     strict: bool | None = None
     cache_control: CacheControl = None
     eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
+    input_examples: Items[dict[str, Any]] | None = None
 
     def chat(self) -> dict[str, Any]:
         """As a chat has it."""
@@ -199,9 +199,9 @@ class Conversation(Asked):
     """What a message and its count of tokens have in common."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     system: TextOr[TextPart] | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -272,7 +272,7 @@ class MessagesRequest(Conversation):
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = False
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

@@ -7,7 +7,7 @@ POST /v1/chat/completions                  {"prompt_id": ID, ...}: it is whole, 
 """
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -18,10 +18,10 @@ from qllm.types import Priority
 from .answers import wanted_class
 from .bodies import aside, read, schema_of
 from .errors import RESPONSES
-from .fields import Body
+from .fields import Body, Items
 from .front import Front
 from .open_prompts import Opened, OpenPrompts
-from .protocol import FAIL_FAST, ChatRequest, ServiceTier, TextOr, class_of_tier
+from .protocol import ChatRequest, ServiceTier, TextOr, class_of_tier
 
 Text = TextOr[int]
 
@@ -30,9 +30,9 @@ class OpenRequest(Body):
     """`POST /v1/prompts`: a prompt or messages, of which the last one grows."""
 
     model: str | None = None
-    prompt: str | Annotated[list[int], FAIL_FAST] | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    prompt: str | Items[int] | None = None
+    messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     service_tier: ServiceTier | None = None

@@ -14,19 +14,15 @@ from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 from .ask import name_of
 from .calls import Choice, choice_of, grammar
 from .errors import ApiError
-from .fields import NO_OPS, Asked, Body, NoOps
+from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers
 
 MAX_LOGPROBS = 20
 
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 
-FAIL_FAST = Field(fail_fast=True)
-"""One wrong item of a list says it all: a list of another kind has millions."""
-
-
 _Item = TypeVar("_Item")
 TextOr = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[_Item], Tag("list")],
+    Annotated[str, Tag("text")] | Annotated[Items[_Item], Tag("list")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
 ]
 """Text, or a list: an error in an item is told, not that a list is no text."""
@@ -95,7 +91,7 @@ class Structured(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
 
     def form(self) -> dict[str, Any]:
@@ -136,14 +132,15 @@ class Generation(Asked):
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     seed: int | None = None
+    """-1 is none, as vLLM has it; other negative ones are seeds of their own, as OpenAI has it."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     service_tier: ServiceTier | None = None
     """"flex" is BE, the others are LS."""
 
@@ -151,7 +148,7 @@ class Generation(Asked):
     """vLLM; 0 and -1 keep all."""
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     """vLLM; nothing ends the answer before so many tokens."""
@@ -165,8 +162,8 @@ class Generation(Asked):
     """vLLM; so many alternatives per token of the prompt. Not in a stream."""
     request_id: Annotated[str, AfterValidator(name_of)] | None = Field(None, max_length=256)
     """vLLM; the answer's id ends with it. ASCII without spaces: a header and the log have it."""
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
     priority: int | None = None
     """vLLM; 0 or less is LS, more is BE."""
     cache_salt: str | None = Field(None, max_length=256)
@@ -181,7 +178,7 @@ class Generation(Asked):
     """vLLM; so are its older names of the same:"""
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
 
     metadata: dict[str, Any] | None = None
@@ -232,6 +229,10 @@ class Generation(Asked):
         found = {name: value for name, value in given.items() if value is not None}
         if found.get("top_k") == -1:
             found["top_k"] = 0
+        if self.seed == -1:
+            del found["seed"]
+        elif self.seed is not None and -(2**63) <= self.seed < 0:
+            found["seed"] = self.seed % 2**63
         if self.logit_bias:
             found["logit_bias"] = _bias(self.logit_bias)
         if (form := self.form()) is not None:
@@ -284,12 +285,7 @@ class CompletionRequest(Generation):
 
     no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, True)}
 
-    prompt: (
-        str
-        | Annotated[list[str], FAIL_FAST]
-        | Annotated[list[int], FAIL_FAST]
-        | Annotated[list[Annotated[list[int], FAIL_FAST]], FAIL_FAST]
-    )
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: int | None = Field(16, ge=0)
     """0 only with echo."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -351,13 +347,13 @@ class ChatRequest(Generation):
 
     no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, False)}
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Items[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     """The newer name of max_tokens."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     """Functions that may be called; the chat template gets them."""
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -365,7 +361,7 @@ class ChatRequest(Generation):
     """vLLM; the answer goes on with the last message. Needs add_generation_prompt=false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM: further variables of the chat template."""
-    modalities: list[str] | None = None
+    modalities: Items[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: Any = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from .fields import SentBack
+from .fields import Items, SentBack
 from .protocol import TextOr
 
 
@@ -82,8 +82,8 @@ class ReasoningItem(Item):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] = Field(default_factory=list)
-    content: list[ReasoningText] | None = None
+    summary: Items[ReasoningText] = Field(default_factory=list)
+    content: Items[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 

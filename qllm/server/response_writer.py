@@ -112,9 +112,7 @@ class ResponseWriter:
     async def _end(self, answer: Answer, blocks: Blocks, reason: FinishReason) -> None:
         """Complete the response, and keep it."""
         is_whole = reason is not FinishReason.LENGTH
-        output = [self._item(block, "completed") for block in blocks.all]
-        if output and (not is_whole or blocks.reader.is_in_call):
-            output[-1]["status"] = "incomplete"
+        output = [self._item(block) for block in blocks.all]
         usage = answer.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         thought = blocks.reader.num_reasoning_tokens
@@ -158,10 +156,13 @@ class ResponseWriter:
             top = [shown(*alternative) for alternative in logprobs.top]
             yield {**shown(token_id, logprobs.chosen), "top_logprobs": top}
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, *, is_done: bool = True) -> dict[str, Any]:
         """An output item; its text is empty while it is in progress."""
-        item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
-        is_done = status != "in_progress"
+        status = "completed" if block.is_whole else "incomplete"
+        item: dict[str, Any] = {
+            "id": self._ids[block.index],
+            "status": status if is_done else "in_progress",
+        }
         if block.kind is Kind.CALL:
             item |= {"type": "function_call", "call_id": block.call_id, "name": block.name}
             return {**item, "arguments": block.text if is_done else ""}
@@ -195,7 +196,7 @@ class ResponseWriter:
         }[block.kind]
         logprobs = {"logprobs": new} if block.kind is Kind.TEXT else {}
         if change.what == "open":
-            item = self._item(block, "in_progress")
+            item = self._item(block, is_done=False)
             yield self._event("response.output_item.added", **where, item=item)
             if block.kind is not Kind.CALL:
                 part = self._part(block, "")
@@ -218,7 +219,7 @@ class ResponseWriter:
         if block.kind is not Kind.CALL:
             part = self._part(block, block.text)
             yield self._event("response.content_part.done", **place, part=part)
-        item = self._item(block, "completed")
+        item = self._item(block)
         yield self._event("response.output_item.done", **where, item=item)
 
 

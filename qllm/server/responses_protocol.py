@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from qllm.types import Priority
 
 from .errors import ApiError, parse
-from .fields import Asked, Body
+from .fields import Asked, Body, Items, Texts
 from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
 
@@ -53,7 +53,7 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1)
+    tools: Items[NamedTool] = Field(min_length=1)
 
 
 ToolChoice = (
@@ -122,7 +122,7 @@ class ResponsesRequest(Asked):
     background: bool | None = False
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
@@ -131,13 +131,13 @@ class ResponsesRequest(Asked):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: list[Include] | None = None
+    include: Items[Include] | None = None
     service_tier: ServiceTier | None = None
     """"flex" is BE, the others are LS."""
     truncation: Literal["disabled"] | None = None
 
     max_tool_calls: int | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Texts | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -150,7 +150,7 @@ class ResponsesRequest(Asked):
 
     seed: int | None = None
     """vLLM, as are the following; see chat completions."""
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

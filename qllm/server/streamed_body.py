@@ -87,7 +87,7 @@ def _change(number: int, line: Any) -> AppendRequest | ReplaceRequest:
     try:
         return kind.model_validate(line)
     except ValidationError as error:
-        raise _at(number, from_validation(error.errors())) from error
+        raise _at(number, from_validation(error.errors(), line)) from error
 
 
 def _at(number: int, error: ApiError) -> ApiError:
@@ -207,7 +207,7 @@ def _body(number: int, line: bytes, model: type[_Body]) -> _Body:
     try:
         return model.model_validate(first)
     except ValidationError as error:
-        raise _at(number, from_validation(error.errors())) from error
+        raise _at(number, from_validation(error.errors(), first)) from error
 
 
 async def _first(

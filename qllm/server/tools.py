@@ -13,7 +13,7 @@ from qllm.types import Priority
 
 from .answers import owner_of
 from .errors import RESPONSES, ApiError
-from .fields import Body
+from .fields import Body, Items
 from .front import Front
 
 MAX_TOKEN_ID = 2**31
@@ -24,7 +24,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> "TokenizeRequest":
@@ -44,7 +44,7 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 def token_ids(front: Front, body: TokenizeRequest) -> list[int]:
