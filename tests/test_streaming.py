@@ -27,6 +27,7 @@ from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like
 from qllm.kernels.quantised import Quantised
 from qllm.models import checkpoint, loader, raw_file, streaming
+from qllm.models.folders import missing_weights
 from qllm.models.identity import identity
 from qllm.models.loader import load, wrap
 from qllm.models.quantised_experts import WEIGHTS, all_quantised
@@ -185,6 +186,12 @@ def test_nothing_is_begun_once_a_load_has_failed(monkeypatch: pytest.MonkeyPatch
     assert waiting.cancelled()
     assert not begun
     assert not readers(), "it waits for what they were at"
+
+
+def test_the_only_shard_of_an_index_is_missing_as_one_of_several_is(tmp_path: Path) -> None:
+    text = json.dumps({"weight_map": {"a": "model.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert missing_weights(tmp_path) == "1 of 1 shards missing: model.safetensors"
 
 
 def test_readers_have_the_next_module_before_the_one_before_is_waited_for() -> None:
@@ -377,7 +384,9 @@ def test_experts_that_are_made_alike_are_in_their_places(tmp_path: Path) -> None
                 tensors[name] = torch.full_like(tensors[name], -0x77777778)  # every zero is 8
 
     change(folder, centre)
-    held = all_quantised(load(folder).model)
+    model = load(folder).model
+    held = all_quantised(model)
+    assert len(held) == model.config.num_hidden_layers, "none is expanded"
     assert {one.kind for one in held.values()} == {"u4 g16"}
     plain = load(folder, dtype="float32").model
     for path, experts in held.items():
