@@ -19,11 +19,12 @@ from qllm.engine.build import refuse_rounding
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models import streaming
-from qllm.models.checkpoint import open_checkpoint
+from qllm.models.checkpoint import Shards, checkpoint_in
+from qllm.models.folders import weight_files
 from qllm.models.formats.int32 import awq
 from qllm.models.formats.layout import PLAIN
 from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.loader import check_weights, load
+from qllm.models.loader import load
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import DeviceWeights
 from qllm.runner import conformance
@@ -134,8 +135,7 @@ def test_experts_are_kept_on_cuda(
     if rounding is None:
         folder, _ = published.publish(folder, "awq", tmp_path)
     form = PLAIN if rounding else awq({"bits": 4, "group_size": published.GROUP})
-    files = [folder / "model.safetensors"]
-    opened, _ = open_checkpoint("it", files, check_weights(folder), form)
+    opened, _ = checkpoint_in("it", Shards(weight_files(folder)), form)
     config = MixtralForCausalLM.config_class.from_pretrained(folder)
     vars(config).pop("quantization_config", None)
     given = Here(), config, opened, torch.bfloat16, cuda, rounding

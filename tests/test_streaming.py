@@ -2,11 +2,13 @@
 
 import errno
 import gc
+import json
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 from engines import open_files, wait_for
 from families import make_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,9 +26,10 @@ from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like
 from qllm.kernels.quantised import Quantised
-from qllm.models import checkpoint, raw_file, streaming
+from qllm.models import checkpoint, loader, raw_file, streaming
+from qllm.models.folders import missing_weights
 from qllm.models.identity import identity
-from qllm.models.loader import load
+from qllm.models.loader import load, wrap
 from qllm.models.quantised_experts import WEIGHTS, all_quantised
 from qllm.models.quantised_weights import Weights
 
@@ -164,6 +168,76 @@ def test_whoever_interrupts_a_load_finds_nothing_open(
     assert all_quantised(load(folder).model)
 
 
+def test_nothing_is_begun_once_a_load_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, begun = threading.Event(), list[int]()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            is_over.set()
+            super().shutdown(wait)
+
+    monkeypatch.setattr(streaming, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(streaming, "READERS", 1)
+    with suppress(ZeroDivisionError), streaming._readers() as pool:
+        pool.submit(is_over.wait, 60)
+        waiting = pool.submit(begun.append, 1)
+        raise ZeroDivisionError
+    assert waiting.cancelled()
+    assert not begun
+    assert not readers(), "it waits for what they were at"
+
+
+def test_the_only_shard_of_an_index_is_missing_as_one_of_several_is(tmp_path: Path) -> None:
+    text = json.dumps({"weight_map": {"a": "model.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert missing_weights(tmp_path) == "1 of 1 shards missing: model.safetensors"
+
+
+def test_readers_have_the_next_module_before_the_one_before_is_waited_for() -> None:
+    seen = list[str]()
+
+    def begin(names: str) -> Iterator[str]:
+        for name in names:
+            seen.append(f"begin {name}")
+            yield name
+
+    for name in streaming._one_ahead(begin("abc")):
+        seen.append(f"wait {name}")
+    assert seen == ["begin a", "begin b", "wait a", "begin c", "wait b", "wait c"]
+    assert not list(streaming._one_ahead([]))
+
+
+def test_the_index_and_every_header_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made(tmp_path)
+    path = folder / "model.safetensors"
+    tensors, of_name = load_file(path), {}
+    for number in range(3):
+        own = {name: tensors[name] for name in sorted(tensors)[number::3]}
+        save_file(own, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+        of_name |= dict.fromkeys(own, f"part-{number}.safetensors")
+    path.unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": of_name}))
+    opened, read = list[str](), Path.open
+
+    def opening(self: Path, *args: Any, **how: Any) -> Any:
+        opened.append(self.name)
+        return read(self, *args, **how)
+
+    def mapping(path: Path, framework: str) -> Any:
+        opened.append(path.name)
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(Path, "open", opening)  # read_text goes through it, too
+    monkeypatch.setattr(checkpoint, "safe_open", mapping)
+    assert all_quantised(load(folder).model)
+    ours = [name for name in opened if name.startswith(("part", index.name))]
+    assert sorted(ours) == [index.name, *sorted([*set(of_name.values())] * 2)], "and mapped"
+
+
 @pytest.mark.parametrize("was", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_nothing_is_collected_while_weights_are_read(
@@ -188,11 +262,13 @@ def test_nothing_is_collected_while_weights_are_read(
     assert seen == {False}
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
 def test_a_model_that_is_garbage_is_collected_before_the_next_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
     folder, read, alive = made(tmp_path), checkpoint._read, set[bool]()
-    old: Any = load(folder).model
+    old: Any = wrap(make_model("mixtral")) if is_taken else load(folder)
+    old = old.model
     old.itself, gone = [old], weakref.ref(old)
     del old
 
@@ -203,6 +279,16 @@ def test_a_model_that_is_garbage_is_collected_before_the_next_is_read(
     monkeypatch.setattr(checkpoint, "_read", reading)
     load(folder)
     assert alive == {False}
+
+
+def test_a_first_load_looks_for_no_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a second where torch and transformers are all there is."""
+    folder, looks = made(tmp_path), list[int]()
+    monkeypatch.setattr(loader, "_models", weakref.WeakSet())
+    monkeypatch.setattr(loader.gc, "collect", lambda: looks.append(len(loader._models)))
+    kept = [load(folder) for _ in range(3)]
+    assert looks == [1, 2]
+    assert len(kept) == 3
 
 
 def nan(x: Tensor) -> Tensor:
@@ -298,7 +384,9 @@ def test_experts_that_are_made_alike_are_in_their_places(tmp_path: Path) -> None
                 tensors[name] = torch.full_like(tensors[name], -0x77777778)  # every zero is 8
 
     change(folder, centre)
-    held = all_quantised(load(folder).model)
+    model = load(folder).model
+    held = all_quantised(model)
+    assert len(held) == model.config.num_hidden_layers, "none is expanded"
     assert {one.kind for one in held.values()} == {"u4 g16"}
     plain = load(folder, dtype="float32").model
     for path, experts in held.items():

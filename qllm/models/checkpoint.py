@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qllm.errors import ModelError
@@ -29,6 +29,10 @@ DTYPES = {
 """Dtypes of the tensors of quantised weights, as safetensors spells them."""
 
 
+Places = dict[str, tuple[int, int, Stored]]
+"""By name of a tensor, its first byte in its file, the one after its last, and what it is."""
+
+
 class Checkpoint(NamedTuple):
     """How each weight of a checkpoint is read, by its name in the family."""
 
@@ -37,48 +41,92 @@ class Checkpoint(NamedTuple):
     quantised: Mapping[str, Callable[[], Weight]]
 
 
-class Shards:
-    """Tensors of some files by name."""
+class _Shard:
+    """A file that is open, mapped and to be read.
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files: dict[str, Any] = {}
-        self._raw: dict[str, tuple[RawFile, int, int, Stored]] = {}
-        buffers = Buffers()
-        for path in files:
-            file: Any = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(file.keys(), file))
-            places = _places_in(path)
-            raw = RawFile(path, buffers, _small_in(places))
-            self._raw.update({name: (raw, *place) for name, place in places.items()})
+    Raises:
+        ModelError: It is truncated, or no safetensors file.
+    """
+
+    def __init__(self, path: Path, buffers: Buffers) -> None:
+        self.mapped, self.places = _opened(path)
+        self._raw = RawFile(path, buffers, _small_in(self.places))
 
     def map(self, name: str) -> Tensor:
-        """One tensor, whose memory is the file's until somebody writes to it."""
-        found: Tensor = self._files[name].get_tensor(name)
+        """See `Shards.map`."""
+        found: Tensor = self.mapped.get_tensor(name)
         return found
 
     def read(self, name: str) -> Tensor:
-        """One tensor in memory of its own."""
-        file, start, end, stored = self._raw[name]
+        """See `Shards.read`."""
+        start, end, stored = self.places[name]
         dtype = DTYPES.get(stored.dtype)
         if dtype is None or start == end:
             return self.map(name)
-        return file.read(start, end - start).view(dtype).view(stored.shape)
+        return self._raw.read(start, end - start).view(dtype).view(stored.shape)
 
 
-def _places_in(path: Path) -> dict[str, tuple[int, int, Stored]]:
-    """Where the tensors of a file lie in it: first byte, and the one after the last."""
+class Shards:
+    """Tensors of some files by name.
+
+    Raises:
+        ModelError: A file is truncated, or no safetensors file.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.stored: dict[str, Stored] = {}
+        """Every tensor's dtype and shape."""
+        self._files: dict[str, _Shard] = {}
+        buffers = Buffers()
+        for path in files:
+            file = _Shard(path, buffers)
+            self._files.update(dict.fromkeys(file.places, file))
+            self.stored.update({name: place[2] for name, place in file.places.items()})
+
+    def map(self, name: str) -> Tensor:
+        """One tensor, whose memory is the file's until somebody writes to it."""
+        return self._files[name].map(name)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in memory of its own."""
+        return self._files[name].read(name)
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Read the header of a file: its tensors by name.
+
+    Raises:
+        ModelError: The file is truncated, or no safetensors file.
+    """
+    return {name: stored for name, (_, _, stored) in _opened(path)[1].items()}
+
+
+def _opened(path: Path) -> tuple[Any, Places]:
+    """A file that is mapped, its header and length checked, and where its tensors lie."""
+    try:
+        return safe_open(path, framework="pt"), _places_in(path)
+    except (SafetensorError, OSError) as error:
+        text = str(error).strip().splitlines() or ["no message"]
+        raise ModelError(
+            f"{path} is truncated or no safetensors file ({text[0][:300]}); download it again"
+        ) from error
+
+
+def _places_in(path: Path) -> Places:
+    """Where the tensors of a file with a sound header lie in it."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    found: dict[str, tuple[int, int, Stored]] = {}
+    found: Places = {}
     for name, entry in header.items():
-        start, end = (8 + size + offset for offset in entry["data_offsets"])
-        found[name] = (start, end, Stored(entry["dtype"], tuple(entry["shape"])))
+        start, end = entry["data_offsets"]
+        stored = Stored(entry["dtype"], tuple(entry["shape"]))
+        found[name] = (8 + size + start, 8 + size + end, stored)
     return found
 
 
-def _small_in(places: Mapping[str, tuple[int, int, Stored]]) -> list[tuple[int, int]]:
+def _small_in(places: Places) -> list[tuple[int, int]]:
     """Runs of tensors of a file that are not large, as first byte and the one after the last."""
     found: list[tuple[int, int]] = []
     for start, end, _ in sorted(place for place in places.values() if place[1] - place[0] < LARGE):
@@ -89,15 +137,12 @@ def _small_in(places: Mapping[str, tuple[int, int, Stored]]) -> list[tuple[int, 
     return found
 
 
-def open_checkpoint(
-    name: str, files: Sequence[Path], tensors: Mapping[str, Stored], form: Format
-) -> tuple[Checkpoint, dict[str, Stored]]:
-    """Open the files of a checkpoint.
+def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, dict[str, Stored]]:
+    """The weights of a checkpoint that is open.
 
     Args:
         name: Of the model.
-        files: Its shards.
-        tensors: All that they hold.
+        shards: Its files.
         form: How its weights are held.
 
     Returns:
@@ -106,7 +151,7 @@ def open_checkpoint(
     Raises:
         ModelError: Codes lack a tensor that belongs to them.
     """
-    shards = Shards(files)
+    tensors = shards.stored
     quantised: dict[str, Callable[[], Weight]] = {}
     claimed = {key for key in tensors if form.unused and key.endswith(form.unused)}
     try:

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from qllm.errors import ModelError, pip_install
-from qllm.models.folders import first_line, missing_weights, read_json, shards
-from qllm.models.quantised import FLOATS, method_of, stored_tensors
+from qllm.models.checkpoint import stored_tensors
+from qllm.models.folders import INDEX, first_line, read_json, weight_files
+from qllm.models.quantised import FLOATS, method_of
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-_NOT_COPIED = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
+_NOT_COPIED = ("config.json", INDEX, "hf_quant_config.json")
 _NOT_READ = (".rope.scaling.", ".attention.sliding_window")
 """Metadata of a GGUF file that change what a model computes, and that transformers drops."""
 
@@ -74,11 +75,7 @@ class DenseFolder:
                 f"{folder} is quantised with {method.name!r}; give one with float32, float16 or "
                 "bfloat16 weights, or a .gguf file"
             )
-        if (problem := missing_weights(folder)) is not None:
-            raise ModelError(f"{folder} has {problem}")
-        index = folder / "model.safetensors.index.json"
-        files = shards(index) if index.is_file() else ["model.safetensors"]
-        found = {file: stored_tensors(folder / file) for file in files}
+        found = {file: stored_tensors(file) for file in weight_files(folder)}
         self._file_of = {name: file for file, tensors in found.items() for name in tensors}
         self._shapes = {name: t.shape for tensors in found.values() for name, t in tensors.items()}
         self.dtype = self.read(next(iter(self._shapes))).dtype
@@ -92,7 +89,7 @@ class DenseFolder:
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is stored."""
-        with safe_open(self._folder / self._file_of[name], framework="pt") as file:
+        with safe_open(self._file_of[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 

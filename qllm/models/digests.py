@@ -39,6 +39,20 @@ def fingerprint(module: nn.Module) -> str:
     return source_digest(inspect.unwrap(type(module).forward))
 
 
+def forward_source(module: nn.Module) -> str:
+    """Source of the forward of a module's class.
+
+    Raises:
+        OSError: There is none.
+    """
+    return _source(inspect.unwrap(type(module).forward))
+
+
+@cache
+def _source(function: Callable[..., Any]) -> str:
+    return inspect.getsource(function)
+
+
 @cache
 def source_digest(function: Callable[..., Any]) -> str:
     """Digest of the source of a function, names normalised; empty if it has no source."""

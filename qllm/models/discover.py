@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.around import Around, Leave, is_experts
-from qllm.models.digests import fingerprint
+from qllm.models.digests import fingerprint, forward_source
 from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
 from qllm.models.positions import (
@@ -204,7 +204,7 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
 
 def _window(base: Any, index: int) -> int | None:
     """The window that the model's forward puts in the mask of this layer."""
-    source = inspect.getsource(inspect.unwrap(type(base).forward))
+    source = forward_source(base)
     types = getattr(base.config, "layer_types", None)
     if types and types[index] == "chunked_attention":
         return Chunk(base.config.attention_chunk_size)
@@ -250,7 +250,7 @@ def _layer_parts(
     parents = (m for m in layer.modules() if experts is not None and experts in m.children())
     block = next(parents, None)
     layer_glue, block_glue = _glue(layer, block)
-    source = "" if attn is None else inspect.getsource(inspect.unwrap(type(attn).forward))
+    source = "" if attn is None else forward_source(attn)
     one_by_one = "get_seq_length" in source
     known = layer_glue is not None and (experts is None or block_glue is not None)
     known = known and len(attentions) == (new_state is None) and not one_by_one

@@ -18,6 +18,8 @@ TALK = "talk-smollm2-135m-r1"
 another model."""
 
 GGUF = ".gguf"
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
@@ -80,7 +82,7 @@ def _gguf_in(name: str, folder: Path) -> Path | None:
     """The GGUF file of a folder without safetensors; None if it has a config and no such file."""
     found = sorted(folder.glob(f"*{GGUF}"))
     has_config = (folder / "config.json").is_file()
-    if has_config and (missing_weights(folder) is None or not found):
+    if has_config and (not found or missing_weights(folder) is None):
         return None
     if len(found) == 1:
         return found[0]
@@ -131,28 +133,40 @@ def _cached(name: str, wanted: dict[str, Any]) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def missing_weights(folder: Path) -> str | None:
-    """Say what is missing for loading safetensors from a folder, or None if nothing is."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        listed = shards(index)
-        gone = [shard for shard in listed if not (folder / shard).is_file()]
-        if not gone:
-            return None
-        return f"{len(gone)} of {len(listed)} shards missing: {', '.join(gone[:5])}"
-    if (folder / "model.safetensors").is_file():
-        return None
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-        return "only pickles, no safetensors: a pickle can run code, convert the checkpoint"
-    return "no model.safetensors and no model.safetensors.index.json"
-
-
-def shards(index: Path) -> list[str]:
-    """Names of the files that an index of safetensors lists.
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder, all that its index lists.
 
     Raises:
-        ModelError: It lists none.
+        ModelError: They are not there.
     """
+    names = _listed(folder)
+    problem = _missing(folder, names)
+    if problem is not None:
+        raise ModelError(f"{folder} has {problem}")
+    return [folder / name for name in names]
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Say what is missing for loading safetensors from a folder, or None if nothing is."""
+    return _missing(folder, _listed(folder))
+
+
+def _missing(folder: Path, names: list[str]) -> str | None:
+    gone = [name for name in names if not (folder / name).is_file()]
+    if not gone:
+        return None
+    if (folder / INDEX).is_file():
+        return f"{len(gone)} of {len(names)} shards missing: {', '.join(gone[:5])}"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        return "only pickles, no safetensors: a pickle can run code, convert the checkpoint"
+    return f"no {WEIGHTS} and no {INDEX}"
+
+
+def _listed(folder: Path) -> list[str]:
+    """The files that a folder's index names, or the one that needs none."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [WEIGHTS]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map; download the index again")

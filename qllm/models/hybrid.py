@@ -1,7 +1,6 @@
 """Which layers carry a state, by what transformers declares: the cache that `generate` makes."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from qllm.errors import ModelError
+from qllm.models.digests import forward_source
 
 KNOWN = {
     DynamicLayer,
@@ -64,7 +64,7 @@ def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:
     """
     made: list[Any] = DynamicCache(config=base.config).layers
     made += [None] * (num_layers - len(made))
-    own_cache = "MiniMaxCache" in inspect.getsource(inspect.unwrap(type(base).forward))
+    own_cache = "MiniMaxCache" in forward_source(base)
     types = getattr(base.config, "layer_types", None) or () if own_cache else ()
     lightning = {i for i, kind in enumerate(types) if kind == "linear_attention"}
     return [

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from qllm.cores import no_collections
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
-from qllm.models.checkpoint import Checkpoint, open_checkpoint
+from qllm.models.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
-from qllm.models.folders import GGUF, first_line, locate, missing_weights, read_json, shards
+from qllm.models.folders import GGUF, first_line, locate, read_json, weight_files
 from qllm.models.formats.layout import PLAIN, Stored
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.gguf_file import checkpoint_of, config_of, open_file
@@ -31,7 +32,6 @@ from qllm.models.quantised import (
     method_of,
     refuse_integers,
     refuse_narrow,
-    stored_tensors,
 )
 from qllm.models.streaming import stream
 from qllm.models.tokenizer import tokenizer_in
@@ -47,6 +47,8 @@ DUMMY_SEED = 0
 _MAKING = threading.Lock()
 """Held while transformers makes a model: it sets the process's default dtype meanwhile, so models
 that were made at once would get each other's."""
+_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models of this process that were loaded or taken, and whose memory is not free yet."""
 _log = logging.getLogger("qllm")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty",)
@@ -163,6 +165,7 @@ def _loaded(
     generation: Mapping[str, Any],
     weights: str | None = None,
 ) -> LoadedModel:
+    _models.add(model)
     if parts := changed(model):
         _log.warning(
             "model %r: %s of transformers %s not the source that qllm was tested with (%s); "
@@ -258,24 +261,6 @@ def _refuse_if_not_causal(name: str, config: PreTrainedConfig, *, known: bool) -
         raise ModelError(f"{what} attends in both directions (is_decoder is false), not causally")
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    names = shards(index) if index.is_file() else ["model.safetensors"]
-    return [folder / name for name in names]
-
-
-def check_weights(folder: Path) -> dict[str, Stored]:
-    """Return every stored tensor's dtype and shape, by name.
-
-    Raises:
-        ModelError: A shard is not there, or not as long as its header says.
-    """
-    problem = missing_weights(folder)
-    if problem is not None:
-        raise ModelError(f"{folder} has {problem}")
-    return {key: found for file in _files(folder) for key, found in stored_tensors(file).items()}
-
-
 def _use_grouped_mm(model: PreTrainedModel) -> None:
     # A class without the experts decorator (a dense model, remote code) has nothing to set.
     can_set = getattr(model, "_can_set_experts_implementation", None)
@@ -318,19 +303,20 @@ def _of_folder(
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, str | None]:
     """A model of safetensors, and what became of its weights if they are quantised."""
-    tensors = check_weights(folder)
-    method = method_of(config, read_json(folder / "hf_quant_config.json"))
-    if method is not None:
-        form = format_of(name, method)
-        with _reading():
-            checkpoint, rest = open_checkpoint(name, _files(folder), tensors, form)
+    with _reading():
+        shards = Shards(weight_files(folder))
+        method = method_of(config, read_json(folder / "hf_quant_config.json"))
+        if method is not None:
+            form = format_of(name, method)
+            checkpoint, rest = checkpoint_in(name, shards, form)
             refuse_narrow(name, rest, f"no scales where {form.name} has them")
             return _streamed(name, config, checkpoint, rest, dtype, device)
-    refuse_narrow(name, tensors, "no known quantization_config to scale them")
-    if rounding is not None and _is_known(config):
-        with _reading():
-            checkpoint, rest = open_checkpoint(name, _files(folder), tensors, PLAIN)
+        refuse_narrow(name, shards.stored, "no known quantization_config to scale them")
+        if rounding is not None and _is_known(config):
+            checkpoint, rest = checkpoint_in(name, shards, PLAIN)
             return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
+    tensors = shards.stored
+    del shards  # transformers opens the files itself
     model = _pretrained(name, folder, config, dtype, device, trust_remote_code)
     refuse_integers(model, name, tensors)
     return model, None
@@ -390,7 +376,8 @@ def _reading() -> Iterator[None]:
     Tables of a hundred thousand tensors ask for collection after collection, each of which looks at
     all objects of torch and transformers: a twentieth of the time of a load.
     """
-    gc.collect()  # a model that nobody has any more lies in cycles, and is as large as this one
+    if _models:  # one that nobody has any more lies in cycles, and is as large as this one
+        gc.collect()
     with no_collections():
         yield
 

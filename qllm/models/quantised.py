@@ -7,12 +7,10 @@ read.
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -46,26 +44,6 @@ class Method(NamedTuple):
     name: str
     settings: Settings = MappingProxyType({})
     """The `quantization_config`."""
-
-
-def stored_tensors(shard: Path) -> dict[str, Stored]:
-    """Read the header of a file: its tensors by name.
-
-    Raises:
-        ModelError: The file is truncated, or no safetensors file.
-    """
-    try:
-        with safe_open(shard, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: Stored(str(found.get_dtype()), tuple(found.get_shape()))
-                for name, found in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
-        text = str(error).strip().splitlines() or ["no message"]
-        raise ModelError(
-            f"{shard} is truncated or no safetensors file ({text[0][:300]}); download it again"
-        ) from error
 
 
 def method_of(config: PreTrainedConfig, beside: Mapping[str, Any]) -> Method | None:

@@ -6,31 +6,22 @@
     the rest    becomes bf16 (or the dtype asked for) as it is read, and transformers puts it into
                 the model
 
-Names of tensors are turned into names of parameters by transformers' own tables, so a family that
-transformers loads is loaded here. Nothing is read before it is needed: in memory are the weights
+Nothing is read before it is needed: in memory are the weights
 that were read so far and what one of them takes on its way.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -41,6 +32,7 @@ from qllm.kernels.quantised import Quantised
 from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.formats.layout import Weight, uncentred
 from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.places import Place, by_module, is_turned, places_of, targets_of
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, Room, pack_experts, say_rounded
 from qllm.models.quantised_linears import QuantisedLinear, fits, staying
 from qllm.models.quantised_weights import AnyWeights, DeviceWeights, Weights
@@ -49,6 +41,8 @@ OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
 T = TypeVar("T")
 Read = Callable[[], Weight]
+Wait = Callable[[], AnyWeights | None]
+"""Waits for the weights of a module's experts that are one parameter; None if they cannot stay."""
 READERS = 8
 """Threads that read and pack: more than cores, since they wait for the disk."""
 KEPT = "qllm_kept"
@@ -76,17 +70,6 @@ class Outcome:
             kind = str(dtype).removeprefix("torch.")
             parts.append(f"{self.expanded} {'other ' * bool(parts)}weights expanded to {kind}")
         return f"{format_name}: {', '.join(parts) or 'nothing is quantised'}"
-
-
-class Place(NamedTuple):
-    """Where a weight of an expert belongs."""
-
-    module: str
-    parameter: str
-    part: int
-    """Which of the outputs: gate is 0 and up 1 where they are stored apart."""
-    expert: int | None
-    """None is a stack of all of them."""
 
 
 @register_quantization_config(KEPT)
@@ -163,8 +146,8 @@ def stream(
     if rounding is not None and keeps:
         checkpoint = _rounded(skeleton, checkpoint, rounding)
     rest = dict(checkpoint.quantised)
-    places = _places(skeleton, checkpoint.quantised)
-    turned = {name for name, place in places.items() if _is_turned(skeleton, place)}
+    places = places_of(skeleton, checkpoint.quantised)
+    turned = {name for name, place in places.items() if is_turned(skeleton, place)}
     if turned and checkpoint.format not in OUTPUTS_FIRST:
         raise ModelError(
             f"{min(turned)} is a stack of {checkpoint.format} for a parameter that has inputs "
@@ -194,6 +177,25 @@ def stream(
     return model, info, outcome
 
 
+@contextmanager
+def _readers() -> Iterator[Executor]:
+    """Threads that read and pack; whatever happens, they begin nothing afterwards."""
+    pool = ThreadPoolExecutor(READERS, "qllm-read")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same, each once the next was made: readers go on with what that begins."""
+    before: list[T] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
+
+
 class _Held:
     """The weights of a model that stay quantised."""
 
@@ -212,12 +214,16 @@ class _Held:
         linears: bool,
     ) -> None:
         """Read what can stay, experts and perhaps linears, and leave in `rest` what cannot."""
-        with ThreadPoolExecutor(READERS, "qllm-read") as pool:
+        with _readers() as pool:
             others = {n: read for n, read in rest.items() if n not in places} if linears else {}
             found_linears = _linears(skeleton, others, pool)  # one thread is long at the head
-            for path, names in _by_module(places).items():
-                found = _packed(skeleton.get_submodule(path), names, places, checkpoint, pool, room)
-                if found is not None:
+            read = partial(_begun, places=places, checkpoint=checkpoint, pool=pool, room=room)
+            begun = (
+                (path, names, read(skeleton.get_submodule(path), names))
+                for path, names in by_module(places).items()
+            )
+            for path, names, wait in _one_ahead(begun):
+                if (found := wait()) is not None:
                     self._experts[path] = found
                     for name in names:
                         del rest[name]
@@ -248,8 +254,8 @@ class _Held:
 def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> Checkpoint:
     """A checkpoint of which the weights of experts are rounded as they are read."""
     plain, quantised = dict(checkpoint.plain), dict(checkpoint.quantised)
-    for name, place in _places(model, checkpoint.plain).items():
-        turned = _is_turned(model, place)
+    for name, place in places_of(model, checkpoint.plain).items():
+        turned = is_turned(model, place)
         quantised[name] = partial(_round, name, plain.pop(name), ROUNDINGS[rounding], turned)
     return checkpoint._replace(format=rounding, plain=plain, quantised=quantised)
 
@@ -271,14 +277,6 @@ def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
     return value.transpose(-1, -2) if turned else value
 
 
-def _is_turned(model: nn.Module, place: Place) -> bool:
-    """Whether a stack of weights [n, k] is for a parameter [E, k, n]."""
-    if place.expert is not None:
-        return False
-    experts: Any = model.get_submodule(place.module)
-    return bool(experts.is_transposed)
-
-
 def _forget_method(model: Any) -> None:
     """The model is as one that was never quantised: what is, is on its experts."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
@@ -288,67 +286,14 @@ def _forget_method(model: Any) -> None:
         vars(config).pop("quantization_config", None)
 
 
-# -- names
-
-
-def _places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
-    """Where the weights of experts belong, by the names in the checkpoint; others are not in it."""
-    found = {}
-    for name, target, converter in _renamed(model, names):
-        module, _, parameter = target.rpartition(".")
-        if parameter not in WEIGHTS or model.get_parameter(target).dim() != 3:
-            continue
-        if converter is None:
-            found[name] = Place(module, parameter, 0, None)
-        elif (place := _in_list(name, *converter)) is not None:
-            found[name] = Place(module, parameter, *place)
-    return found
-
-
-def _targets(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Parameters that weights of the checkpoint are, as they are; others are not in it."""
-    renamed = _renamed(model, names)
-    return {name: target for name, target, converter in renamed if converter is None}
-
-
-def _renamed(
-    model: PreTrainedModel, names: Iterable[str]
-) -> Iterator[tuple[str, str, tuple[str, WeightConverter] | None]]:
-    """Names that a model has a parameter for: it, and what makes it of several weights."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    shapes = model.state_dict()
-    prefix = model.base_model_prefix
-    for name in names:
-        target, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
-        if target in shapes:
-            yield name, target, None if pattern is None else (pattern, of_pattern[pattern])
-
-
-def _in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
-    """Part and expert of a weight of a list, if experts are stacked and parts joined, no more."""
-    operations = [type(operation) for operation in converter.operations]
-    if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]):
-        return None
-    number = re.escape(pattern).replace(r"\*", r"(\d+)")
-    match = re.search(number, name)
-    return None if match is None else (converter.source_patterns.index(pattern), int(match[1]))
-
-
-def _by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, place in places.items():
-        found.setdefault(place.module, []).append(name)
-    return found
+# -- linear modules
 
 
 def _linears(
     model: PreTrainedModel, reads: Mapping[str, Read], pool: Executor
 ) -> Iterator[tuple[str, str, Quantised]]:
     """Read linear modules that can stay from now on: names here and in the model, and weights."""
-    every = _targets(model, reads)
+    every = targets_of(model, reads)
     kept = staying(model, every.values())
     targets = {name: target for name, target in every.items() if target in kept}
 
@@ -363,25 +308,37 @@ def _linears(
 # -- the experts of one layer
 
 
-def _packed(
+def _begun(
     module: nn.Module,
     names: Sequence[str],
     places: Mapping[str, Place],
     checkpoint: Checkpoint,
     pool: Executor,
     room: Room,
-) -> dict[str, AnyWeights] | None:
-    """Every expert's weights by parameter; None if they are not all there, or not alike."""
-    found: dict[str, AnyWeights] = {}
+) -> Callable[[], dict[str, AnyWeights] | None]:
+    """Begin to read a module's experts.
+
+    Returns:
+        What waits for every expert's weights by parameter; None if they are not all there, or not
+        alike.
+    """
+    stacks = {}
     for parameter in WEIGHTS:
         own = [name for name in names if places[name].parameter == parameter]
-        shape = getattr(module, parameter).shape
-        wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
-        weights = _of_parameter(module, parameter, own, places, checkpoint, pool, room)
-        if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
-            return None
-        found[parameter] = weights
-    return found
+        stacks[parameter] = _of_parameter(module, parameter, own, places, checkpoint, pool, room)
+
+    def wait() -> dict[str, AnyWeights] | None:
+        found: dict[str, AnyWeights] = {}
+        for parameter, stack in stacks.items():
+            shape = getattr(module, parameter).shape
+            wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
+            weights = stack()
+            if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
+                return None
+            found[parameter] = weights
+        return found
+
+    return wait
 
 
 def _of_parameter(
@@ -392,45 +349,61 @@ def _of_parameter(
     checkpoint: Checkpoint,
     pool: Executor,
     room: Room,
-) -> AnyWeights | None:
-    """One weight per expert; None if some are missing, or they are not alike."""
+) -> Wait:
+    """Begin to read one weight per expert; None if some are missing, or they are not alike."""
     by_place = {places[name][2:]: name for name in names}
     if list(by_place) == [(0, None)]:
-        stack = checkpoint.quantised[names[0]]()
-        if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
-            return None
-        apart = [stack.one(expert) for expert in range(len(stack.codes))]
-        with naming(names[0]):
-            return pack_experts(module, {parameter: apart}, room)[parameter]
+        return partial(_of_stack, module, parameter, names[0], checkpoint, room)
     num_parts = 1 + max((place.part for place in map(places.get, names) if place), default=0)
     num_experts = len(by_place) // num_parts
     wanted = [(part, expert) for expert in range(num_experts) for part in range(num_parts)]
     if set(wanted) != set(by_place) or not module.is_concatenated:
-        return None
+        return lambda: None
     experts = _grouped([by_place[place] for place in wanted], num_parts)
-    found = _one_by_one(experts, checkpoint, pool, room)
-    return found or _at_once(experts, checkpoint, pool, room)
+    one_by_one = _one_by_one(experts, checkpoint, pool, room)
+    return lambda: one_by_one() or _at_once(experts, checkpoint, pool, room)
+
+
+def _of_stack(
+    module: nn.Module, parameter: str, name: str, checkpoint: Checkpoint, room: Room
+) -> AnyWeights | None:
+    """Read the weights of all experts in one, and pack them; None if they are not quantised."""
+    stack = checkpoint.quantised[name]()
+    if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
+        return None
+    apart = [stack.one(expert) for expert in range(len(stack.codes))]
+    with naming(name):
+        return pack_experts(module, {parameter: apart}, room)[parameter]
 
 
 def _one_by_one(
     experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
-) -> AnyWeights | None:
-    """Pack every expert where it was read; None once one is not like the first."""
-    first = _matrices([checkpoint.quantised[name]() for name in experts[0]])
-    weights = _weights_of(first, len(experts), room) if first else None
+) -> Wait:
+    """Begin to pack every expert where it is read; None once one is not like the first."""
+
+    def read(expert: int) -> list[Quantised]:
+        return _matrices([checkpoint.quantised[name]() for name in experts[expert]])
+
+    def first() -> AnyWeights | None:
+        parts = read(0)
+        weights = _weights_of(parts, len(experts), room)
+        if weights is not None:
+            _take(weights, 0, experts[0], parts)
+        return weights
+
+    weights = pool.submit(first).result()  # behind what the readers have to do before
     if weights is None:
-        return None
-    _take(weights, 0, experts[0], first)
+        return lambda: None
 
     def take(expert: int) -> bool:
-        names = experts[expert]
-        parts = _matrices([checkpoint.quantised[name]() for name in names])
+        parts = read(expert)
         if not parts or not all(is_like(part, weights.like) for part in parts):
             return False
-        _take(weights, expert, names, parts)
+        _take(weights, expert, experts[expert], parts)
         return True
 
-    return weights if all(pool.map(take, range(1, len(experts)))) else None
+    taken = pool.map(take, range(1, len(experts)))
+    return lambda: weights if all(taken) else None
 
 
 def _matrices(weights: Sequence[Weight]) -> list[Quantised]:

@@ -62,6 +62,7 @@ class Format:
             ModelError: Codes lack a tensor that belongs to them.
         """
         for layout in self.layouts:
+            ends = tuple(dict.fromkeys((layout.codes, *layout.needs, *layout.may_have)))
             for key, stored in tensors.items():
                 if not key.endswith(layout.codes) or stored.dtype not in layout.dtypes:
                     continue
@@ -74,7 +75,6 @@ class Format:
                         f"{key} ({stored.dtype}) is there without {stem}{missing[0]}, which "
                         f"{self.name} has beside it; download the checkpoint again"
                     )
-                ends = dict.fromkeys((layout.codes, *layout.needs, *layout.may_have))
                 parts = {end: stem + end for end in ends if stem + end in tensors}
                 yield stem + layout.weight, layout, parts
 

@@ -1,0 +1,102 @@
+"""Where the weights of a checkpoint belong in a model.
+
+Names of tensors are turned into names of parameters by transformers' own tables, so a family that
+transformers loads is loaded here.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from qllm.models.quantised_experts import WEIGHTS
+
+
+class Place(NamedTuple):
+    """Where a weight of an expert belongs."""
+
+    module: str
+    parameter: str
+    part: int
+    """Which of the outputs: gate is 0 and up 1 where they are stored apart."""
+    expert: int | None
+    """None is a stack of all of them."""
+
+
+def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
+    """Where the weights of experts belong, by the names in the checkpoint; others are not in it."""
+    dims = {name: p.dim() for name, p in model.named_parameters(remove_duplicate=False)}
+    found = {}
+    for name, target, converter in _renamed(model, names):
+        module, _, parameter = target.rpartition(".")
+        if parameter not in WEIGHTS or dims[target] != 3:
+            continue
+        if converter is None:
+            found[name] = Place(module, parameter, 0, None)
+        elif (place := _in_list(name, *converter)) is not None:
+            found[name] = Place(module, parameter, *place)
+    return found
+
+
+def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Parameters that weights of the checkpoint are, as they are; others are not in it."""
+    renamed = _renamed(model, names)
+    return {name: target for name, target, converter in renamed if converter is None}
+
+
+def by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
+    """Names of the weights of each module of experts."""
+    found: dict[str, list[str]] = {}
+    for name, place in places.items():
+        found.setdefault(place.module, []).append(name)
+    return found
+
+
+def is_turned(model: nn.Module, place: Place) -> bool:
+    """Whether a stack of weights [n, k] is for a parameter [E, k, n]."""
+    if place.expert is not None:
+        return False
+    experts: Any = model.get_submodule(place.module)
+    return bool(experts.is_transposed)
+
+
+def _renamed(
+    model: PreTrainedModel, names: Iterable[str]
+) -> Iterator[tuple[str, str, tuple[str, WeightConverter] | None]]:
+    """Names that a model has a parameter for: it, and what makes it of several weights."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    shapes = model.state_dict()
+    prefix = model.base_model_prefix
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
+        if target in shapes:
+            yield name, target, None if pattern is None else (pattern, of_pattern[pattern])
+
+
+def _in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
+    """Part and expert of a weight of a list, if experts are stacked and parts joined, no more."""
+    operations = [type(operation) for operation in converter.operations]
+    if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]):
+        return None
+    match = _numbered(pattern).search(name)
+    return None if match is None else (converter.source_patterns.index(pattern), int(match[1]))
+
+
+@cache
+def _numbered(pattern: str) -> re.Pattern[str]:
+    """The same pattern of a converter, which finds the number that stands for its star."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
