@@ -6,7 +6,19 @@ from typing import Any
 import pytest
 import torch
 from families import make_model
-from sweeps import GREEDY, LAYERS, Poll, compiled, model_of, next_row, prompt_of, runner_of
+from sweeps import (
+    GREEDY,
+    LAYERS,
+    Poll,
+    assert_same,
+    compiled,
+    held,
+    model_of,
+    next_row,
+    prompt_of,
+    run_beside,
+    runner_of,
+)
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
@@ -75,6 +87,25 @@ def test_what_does_more_than_look_up_is_called() -> None:
     assert clips([4, 5]).float().norm(dim=1).max() < 0.51
 
 
+class Remembering(nn.Embedding):
+    """Looks a prompt up once."""
+
+    def __init__(self) -> None:
+        super().__init__(50, WIDTH, dtype=torch.bfloat16)
+        self.seen = dict[tuple[int, ...], Tensor]()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        key = tuple(ids.tolist())
+        return self.seen.setdefault(key, super().forward(ids).detach())
+
+
+def test_what_a_module_remembers_is_not_written_over() -> None:
+    ours = Embedding(Parts(Remembering()), native=True)  # type: ignore[arg-type]
+    first = ours([4, 5]).clone()
+    ours([4, 5]).zero_()
+    assert torch.equal(ours([4, 5]), first)
+
+
 def test_a_blank_tensor_is_nobody_elses() -> None:
     blank = cpu.Blank(8, torch.bfloat16)
     held = [blank.take(num) for num in (1, 1, 3, 1, 3, *[2] * 5000)]
@@ -108,6 +139,17 @@ def test_a_kernel_finds_the_positions_of_rows(
     found._tables.clear()  # a longer table takes its place
     for address, whole in zip(addresses, rope_table().of(ranges), strict=True):
         assert torch.equal(at(address, whole[:, lo:hi]), whole[:, lo:hi])
+
+
+def test_addresses_hold_while_the_table_grows() -> None:
+    """Layers with experts have asked before another frame's row is longer; dense ones ask after."""
+    shared = rope_table()
+    ropes = RowRopes({None: shared}, [(5, 60)])
+    first = ropes.addresses(0, 0, 55, None)
+    RowRopes({None: shared}, [(0, 2000)]).addresses(0, 0, 2000, None)
+    assert ropes.addresses(0, 0, 55, None) == first
+    for address, whole in zip(first, shared.of([(5, 60)]), strict=True):
+        assert torch.equal(at(address, whole), whole)
 
 
 def test_a_row_on_both_sides_of_a_length_is_put_together() -> None:
@@ -187,3 +229,48 @@ def test_a_frame_is_imported_as_often_as_one_likes() -> None:
         found.append(runner.frames[program.frame_id].sampled)
     assert found[0] == found[1]
     assert all(torch.equal(tensors[name], t) for name, t in before.items())
+
+
+def test_a_layer_in_columns_is_read_as_rows() -> None:
+    """Torch gives the sum of a transposed tensor and another in the order of the first."""
+    model, ends = model_of("part_torch"), []
+    for native in (False, True):
+        runner = runner_of(model, native=native)
+        driver: Any = runner.backend.drivers[1]
+
+        def dense(*args: Any, real: Any = driver.dense) -> Tensor:
+            columns: Tensor = real(*args).t().contiguous().t()
+            return columns
+
+        driver.dense = dense
+        runner.add(0, prompt_of(12, 0), GREEDY, 12, 20)
+        program = compiled(runner, [next_row(runner, 0)], Grain.STEP)
+        runner.accept(program)
+        assert runner.run(program, START, Poll(0, 0.0)) == program.end
+        ends.append(held(runner, program, program.end))
+    assert runner.backend.sweep.num_layers == 3
+    assert_same(ends[1], ends[0])
+
+
+def test_layers_may_differ_in_how_many_experts_they_have() -> None:
+    """Experts were pruned in the first layer: one call goes from there to layers with more."""
+    model, runners = model_of("qwen3"), []
+    mlp: Any = model.get_submodule("model.layers.0.mlp")
+    mlp.gate.num_experts = mlp.experts.num_experts = 4
+    for module, name in (
+        (mlp.gate, "weight"),
+        (mlp.experts, "gate_up_proj"),
+        (mlp.experts, "down_proj"),
+    ):
+        setattr(module, name, nn.Parameter(getattr(module, name)[:4].detach().clone()))
+    for native in (False, True):
+        runner = runner_of(model, native=native)
+        runner.add(0, prompt_of(12, 0), GREEDY, 12, 20)
+        runners.append(runner)
+    program, at = compiled(runner, [next_row(runner, 0)], Grain.EXPERT), START
+    runner.accept(program)
+    for _ in range(2):  # EMBED and ATTN: a call that went on would write past what is too small
+        at = runner.run(program, at, Poll(0, 1.0))
+    assert runner.frames[program.frame_id].layer.space.units.numel() // 3 >= 8
+    runner.drop(program)
+    run_beside(runners, program, 0.3, 0)

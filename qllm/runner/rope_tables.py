@@ -174,6 +174,7 @@ class RowRopes:
         self._whole: dict[str | None, Tables] = {} if given is None else {None: given}
         self._parts: dict[tuple[int, int, int, str | None], Tables] = {}
         self._kept: RopeRows | None = None
+        """Where addresses were given out: the model may have a longer table by now."""
 
     def of(
         self, group: int, lo: int, hi: int, tokens: Tensor | None, kind: str | None = None
@@ -212,7 +213,7 @@ class RowRopes:
         """
         if len(self._ranges) == 1 and None in self._tables:
             (first, end), length = self._ranges[0], self._lengths[0] if self._lengths else 0
-            self._kept = self._tables[None].rows_of(first, end, length)
+            self._kept = self._kept or self._tables[None].rows_of(first, end, length)
             if self._kept is not None:
                 return [address + (first + lo) * size for address, size in self._kept.places]
         found = tuple(t.contiguous() for t in self.of(group, lo, hi, tokens))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError, ModelError
@@ -159,6 +160,8 @@ class Sweep:
             fits = layer is not None and layer.fits(found)
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
+        self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
+        """Of the layer that has most: one call goes through several with the same buffers."""
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
         """Buffers of the call before, of dense layers and of those with experts."""
@@ -270,7 +273,8 @@ class Sweep:
         """What a layer is given; layers after it write over it."""
         x = frame.activate(group)
         if layer and self._layers[layer - 1] is None:
-            x = frame.x_TD = x.clone()  # a hook of the module before may have kept it
+            # A hook of the module before may have kept it.
+            x = frame.x_TD = x.clone(memory_format=torch.contiguous_format)
         elif not x.is_contiguous():
             x = frame.x_TD = x.contiguous()
         return x
@@ -309,10 +313,9 @@ class Sweep:
         spare = None if inside else self._spare.pop(native.router is None, None)
         if spare is not None and spare.places["tokens"] == x_TD.shape[0]:
             return spare
-        num_slots, num_experts, width = x_TD.shape[0] * native.top_k, 0, x_TD.shape[1]
-        if bank is not None:
-            num_experts, width = bank.num_experts, bank.out_width
-        num_units = min(num_slots, num_experts + num_slots // unit_rows)
+        num_slots = x_TD.shape[0] * native.top_k
+        width = x_TD.shape[1] if bank is None else bank.out_width
+        num_units = min(num_slots, self._num_experts + num_slots // unit_rows)
         space = LayerBuffers(x_TD, native, width, num_units)
         if inside:
             space.load_from(state)

@@ -21,7 +21,7 @@ class Embedding:
 
     def __init__(self, parts: ModelParts, native: bool) -> None:
         self._module, self._multiplier = parts.embed, parts.embedding_multiplier
-        self._device = parts.like.device
+        self._device, self._native = parts.like.device, native
         self._table = _table_of(parts.embed) if native else None
         if self._table is not None:
             self._num, width = self._table.shape
@@ -36,8 +36,8 @@ class Embedding:
         """
         if self._table is None:
             x_TD: Tensor = self._module(torch.tensor(ids, device=self._device))
-            if is_heard(self._module):
-                x_TD = x_TD.clone()  # a hook may keep it, and layers write over their input
+            if self._native or is_heard(self._module):
+                x_TD = x_TD.clone()  # it, or a hook, may keep it, and layers write over their input
         else:
             x_TD = self._rows(ids)
         return x_TD if self._multiplier is None else x_TD * self._multiplier
