@@ -1,6 +1,10 @@
 """What a step does around its layers without torch: embedding, positions, blank tensors."""
 
 import ctypes
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +65,42 @@ def test_an_id_outside_the_table_is_refused(ids: list[int]) -> None:
     ours = Embedding(Parts(table()), native=True)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match=r"token ids must be in \[0, 50\)"):
         ours(ids)
+
+
+@pytest.fixture
+def _no_turns() -> Iterator[None]:
+    """A thread keeps the GIL until it gives it back."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_no_turns")
+def test_other_threads_run_while_a_long_prompt_is_looked_up() -> None:
+    """How late a busy machine wakes the other is not ours to say, so it is tried again."""
+    weight, numbers = table().weight, torch.full((100_000,), 7)
+    out = torch.empty((len(numbers), WIDTH), dtype=torch.bfloat16)
+    rows = out.data_ptr(), weight.data_ptr(), numbers.data_ptr(), len(numbers), WIDTH * 2
+    for _ in range(50):
+        ran, go = list[bool](), threading.Event()
+
+        def other(go: threading.Event = go, ran: list[bool] = ran) -> None:
+            go.wait()
+            ran.append(True)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        time.sleep(0.01)  # so that it waits
+        go.set()
+        before = bool(ran)
+        cpu.native.copy_rows(*rows)
+        was_beside = bool(ran) and not before
+        thread.join()
+        if was_beside:
+            assert torch.equal(out, weight[7].expand_as(out))
+            return
+    pytest.fail("the copy kept the GIL")
 
 
 class Shifted(nn.Embedding):

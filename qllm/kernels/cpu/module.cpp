@@ -145,7 +145,9 @@ PyObject* threads(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-// Keeps the GIL: to copy a row takes less time than to wait for who takes it meanwhile.
+// Copies of at most so many bytes keep the GIL: they take less time than to wait for who takes it.
+constexpr int64_t kShort = 1 << 18;
+
 PyObject* copy_rows(PyObject*, PyObject* const* args, Py_ssize_t num) {
   if (num != 5) return PyErr_Format(PyExc_TypeError, "5 arguments, not %d", int(num));
   long long given[5];
@@ -153,7 +155,9 @@ PyObject* copy_rows(PyObject*, PyObject* const* args, Py_ssize_t num) {
   if (PyErr_Occurred()) return nullptr;
   char *to = (char*)given[0], *table = (char*)given[1];
   const int64_t *numbers = (const int64_t*)given[2], rows = given[3], bytes = given[4];
+  PyThreadState* state = rows * bytes > kShort ? PyEval_SaveThread() : nullptr;
   for (int64_t i = 0; i < rows; i++) memcpy(to + i * bytes, table + numbers[i] * bytes, bytes);
+  if (state) PyEval_RestoreThread(state);
   Py_RETURN_NONE;
 }
 
