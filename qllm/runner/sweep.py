@@ -161,7 +161,7 @@ class Sweep:
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
-        """Of the layer that has most: one call goes through several with the same buffers."""
+        """The most of any layer: one call goes through several with the same buffers."""
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
         """Buffers of the call before, of dense layers and of those with experts."""
