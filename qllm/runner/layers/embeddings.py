@@ -34,7 +34,7 @@ class Embedding:
         Raises:
             IndexError: An id is not in the table.
         """
-        if self._table is None:
+        if self._table is None or is_heard(self._module):
             x_TD: Tensor = self._module(torch.tensor(ids, device=self._device))
             if self._native or is_heard(self._module):
                 x_TD = x_TD.clone()  # it, or a hook, may keep it, and layers write over their input
@@ -44,7 +44,8 @@ class Embedding:
 
     def _rows(self, ids: list[int]) -> Tensor:
         if not 0 <= min(ids) <= max(ids) < self._num:
-            raise IndexError(f"token ids must be in [0, {self._num}), and one of {ids} is not")
+            wrong = next(i for i in ids if not 0 <= i < self._num)
+            raise IndexError(f"token id {wrong} must be in [0, {self._num})")
         x_TD, numbers = self._blank.take(len(ids)), array("q", ids)
         where = numbers.buffer_info()[0]
         cpu.native.copy_rows(x_TD.data_ptr(), self._address, where, len(ids), self._row_bytes)
