@@ -127,3 +127,31 @@ def test_experts_of_which_a_matrix_is_plain_are_expanded(tmp_path: Path, plain: 
     for name in WEIGHTS:
         path = f"model.layers.1.mlp.experts.{name}"
         assert torch.equal(model.get_parameter(path), dense.get_parameter(path))
+
+
+def test_no_room_is_held_for_experts_that_cannot_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of one layer is free before the next but one has its own."""
+    folder, wanted = made(tmp_path), load_file(tmp_path / "values" / "model.safetensors")
+    alive, rooms, room = weakref.WeakSet[Weights](), list[int](), Weights.__init__
+
+    def expand(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if re.search(r"experts.*\.w[13]\.", name)]:
+            del tensors[name]
+            name = name.rpartition(".")[0] + ".weight"
+            tensors[name] = wanted[name]
+
+    def taking_room(self: Weights, *args: Any) -> None:
+        room(self, *args)
+        alive.add(self)
+        rooms.append(len(alive))
+
+    change(folder, expand)
+    monkeypatch.setattr(streaming, "READERS", 1)
+    monkeypatch.setattr(Weights, "__init__", taking_room)
+    with no_collections():
+        model = load(folder).model
+    assert not all_quantised(model)
+    assert len(rooms) == model.config.num_hidden_layers > 2
+    assert max(rooms) == 2
