@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +13,7 @@ from test_streaming import STEM, change, made
 from torch import Tensor
 
 from qllm.cores import no_collections
+from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like
 from qllm.kernels.quantised import Quantised
 from qllm.models import checkpoint, streaming
@@ -155,3 +157,10 @@ def test_no_room_is_held_for_experts_that_cannot_stay(
     assert not all_quantised(model)
     assert len(rooms) == model.config.num_hidden_layers > 2
     assert max(rooms) == 2
+
+
+def test_experts_of_another_width_than_the_config_has_are_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    published.configure(folder, intermediate_size=96)
+    with pytest.raises(ModelError, match=r"cannot be loaded"):
+        load(folder)
