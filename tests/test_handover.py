@@ -565,12 +565,15 @@ def test_kv_that_is_late_is_not_waited_for(
     a, b = pair
     monkeypatch.setattr(handed, "SLACK_NS", 1)
     left = leave(a, MID, priority="BE", **SPEC)
-    seen: list[bool] = []
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
+    is_ready = handed.HandedIngress._is_ready  # else it may be late before its fetch has begun
+    monkeypatch.setattr(
+        handed.HandedIngress, "_is_ready", lambda *args: begun.is_set() and is_ready(*args)
+    )
 
     def stands_still(source: Source, allow: Any, choose: Any, wanted: Callable[[], bool]) -> Any:
+        begun.set()
         until(lambda: not wanted())
-        seen.append(True)
         over.set()
         raise CheckpointError("nobody wants it")
 

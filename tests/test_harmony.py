@@ -7,8 +7,9 @@ import pytest
 
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.calls import Choice, HarmonyReader, HermesReader, make_reader, merged
+from qllm.server.calls import HarmonyReader, HermesReader, make_reader, merged
 from qllm.server.harmony import MARKS
+from qllm.server.tool_choice import Choice
 
 NONE = Choice((), False, False)
 PROMPT = "<|start|>user<|message|>What time is it?<|end|><|start|>assistant"

@@ -76,7 +76,7 @@ def test_times_are_bounded_over_http(served: Serving, name: str) -> None:
         body = {"prompt": "x", "max_tokens": 1, "slo": {name: value}}
         answer = served.post("/v1/completions", body)
         assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == "slo"
+        assert answer.json()["error"]["param"] == f"slo.{name}"
     for value in (5e-324, MAX_TIME_MS):
         body = {"prompt": "x", "max_tokens": 1, "slo": {name: value}}
         assert served.post("/v1/completions", body).status_code == 200

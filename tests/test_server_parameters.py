@@ -62,6 +62,26 @@ def test_a_prompt_is_cut_from_its_start(served: Serving, engine: QLLMEngine) -> 
     assert found["usage"]["prompt_tokens"] == 6
 
 
+def test_a_prompt_that_is_too_long_is_cut_to_what_leaves_room(
+    served: Serving, engine: QLLMEngine
+) -> None:
+    most = served.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert served.get("/v1/models/tiny").json()["max_model_len"] == most
+    ids = [n % 200 for n in range(most + 50)]
+    asked = {"prompt": ids, "ignore_eos": True, "return_token_ids": True}
+    assert "tokens" in served.post(COMPLETE, asked).json()["error"]["message"]
+    for num in (1, 7):
+        found = complete(served, **asked, max_tokens=num, truncate_prompt_tokens=-1)
+        assert found["choices"][0]["prompt_token_ids"] == ids[-(most - num) :]
+        assert found["usage"] == {**found["usage"], "total_tokens": most, "completion_tokens": num}
+    short = complete(served, max_tokens=2, truncate_prompt_tokens=-1, return_token_ids=True)
+    assert short["choices"][0]["prompt_token_ids"] == engine.tokenizer("def f(x):")["input_ids"]
+    for wrong in (0, -2):
+        answer = served.post(COMPLETE, {"prompt": "a", "truncate_prompt_tokens": wrong})
+        assert answer.status_code == 400
+        assert "at least 1, or -1" in answer.json()["error"]["message"]
+
+
 def test_token_ids(served: Serving, engine: QLLMEngine) -> None:
     found = complete(served, return_token_ids=True)["choices"][0]
     assert len(found["token_ids"]) == 24

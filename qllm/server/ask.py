@@ -16,6 +16,8 @@ SHORT = 2048
 """Characters, or ids, from which on a text is not short."""
 EACH = 32
 """Characters that a prompt or message counts for beside its own."""
+TO_FIT = -1
+"""`truncate_prompt_tokens`: as many as leave room for the answer."""
 _SLOW = frozenset({"structured_outputs", "bad_words"})
 
 
@@ -71,7 +73,7 @@ class Ask:
     slo: Slo | None = None
     timeout_s: float | None = None
     truncate: int | None = None
-    """Keep so many of the last tokens of each prompt."""
+    """Keep so many of the last tokens of each prompt; `TO_FIT` is as many as leave room."""
     cache_salt: str = ""
     """Kept KV is shared between requests of one salt and one owner."""
     cache_owner: str = ""

@@ -11,7 +11,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, PromptLogprobs
 
 from .answers import Shown, Writer, respond
-from .ask import Ask, Sends, check_alone
+from .ask import TO_FIT, Ask, Sends, check_alone
 from .errors import RESPONSES
 from .front import Front
 from .protocol import CompletionRequest
@@ -43,7 +43,7 @@ class CompletionWriter(Writer):
         if not self._asked.echo:
             return ""
         prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
-        is_cut = self._asked.truncate_prompt_tokens == len(ids)
+        is_cut = self._asked.truncate_prompt_tokens in (TO_FIT, len(ids))
         if isinstance(prompt, str) and not is_cut:
             return prompt
         if (tokenizer := self._front.engine.tokenizer) is None:

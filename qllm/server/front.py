@@ -21,7 +21,7 @@ from qllm.llm import QLLMEngine
 from qllm.types import Priority, SamplingParams
 
 from . import access
-from .ask import Ask, Served
+from .ask import TO_FIT, Ask, Served
 from .at_once import AtOnce
 from .config import ServerConfig
 from .errors import ApiError, from_engine
@@ -286,12 +286,20 @@ class Front:
         )
         return handle
 
-    @staticmethod
-    def _cut(engine: QLLMEngine, ask: Ask, prompt: Any) -> Any:
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        config = self.engine.config
+        return self.engine.client.info.shape.longest(config.num_blocks * config.block_size)
+
+    def _cut(self, engine: QLLMEngine, ask: Ask, prompt: Any) -> Any:
         if ask.truncate is None:
             return prompt
+        most = ask.truncate
+        if most == TO_FIT:
+            most = max(1, self.max_model_len - (ask.max_tokens or 1))
         vocab_size = engine.vocabulary.vocab_size
-        return to_token_ids(prompt, engine.tokenizer, vocab_size)[-ask.truncate :]
+        return to_token_ids(prompt, engine.tokenizer, vocab_size)[-most:]
 
     def check(self, ask: Ask) -> None:
         """Refuse a chat that is to be asked later, where it can be told now.

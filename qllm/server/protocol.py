@@ -11,10 +11,10 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
-from .ask import name_of
-from .calls import Choice, choice_of, grammar
+from .ask import TO_FIT, name_of
 from .errors import ApiError
 from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers
+from .tool_choice import Choice, allowed_of, choice_of, grammar
 
 MAX_LOGPROBS = 20
 
@@ -41,6 +41,12 @@ class StreamOptions(Body):
 def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
     if value not in allowed:
         raise ValueError(why)
+    return value
+
+
+def _kept_tokens(value: int) -> int:
+    if value < 1 and value != TO_FIT:
+        raise ValueError(f"must be at least 1, or {TO_FIT} for as many as leave room to answer")
     return value
 
 
@@ -155,8 +161,8 @@ class Generation(Asked):
     thinking_token_budget: int | None = Field(None, ge=0)
     """vLLM; reasoning ends after so many tokens."""
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = Field(None, ge=1)
-    """vLLM; only so many of the last tokens of the prompt are kept."""
+    truncate_prompt_tokens: Annotated[int, AfterValidator(_kept_tokens)] | None = None
+    """vLLM; only so many of the last tokens of the prompt are kept. -1 leaves room to answer."""
     return_token_ids: bool | None = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """vLLM; so many alternatives per token of the prompt. Not in a stream."""
@@ -414,7 +420,8 @@ class ChatRequest(Generation):
         Raises:
             ApiError: The tools, or the choice, are wrong.
         """
-        return choice_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools, asked = allowed_of(self.tools, self.tool_choice)
+        return choice_of(tools, asked, self.parallel_tool_calls)
 
     def form(self) -> StructuredOutputs | None:
         """The form of the answer: that of calls where one is forced or a schema leaves room."""
@@ -430,7 +437,8 @@ class ChatRequest(Generation):
 
     def template_options(self) -> dict[str, Any]:
         """Keywords of the chat template."""
-        tools = None if self.tool_choice == "none" else self.tools
+        tools, asked = allowed_of(self.tools, self.tool_choice)
+        tools = None if asked == "none" else tools
         given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         if self.reasoning_effort is not None:
             given.setdefault("reasoning_effort", self.reasoning_effort)

@@ -47,6 +47,10 @@ class NamedTool(Body):
     type: Literal["function"]
     name: str
 
+    def chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        return {"type": "function", "function": {"name": self.name}}
+
 
 class AllowedTools(Body):
     """Some of the tools."""
@@ -54,6 +58,11 @@ class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Items[NamedTool] = Field(min_length=1)
+
+    def chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        some = {"mode": self.mode, "tools": [tool.chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": some}
 
 
 ToolChoice = (
@@ -241,19 +250,11 @@ class ResponsesRequest(Asked):
 
     def _choice(self) -> dict[str, Any]:
         """Tools and the choice among them, as a chat has them."""
-        tools, choice = self.tools or [], self.tool_choice
-        if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools}
-            if unknown := allowed - {tool.name for tool in tools}:
-                text = f"tool_choice allows {min(unknown)!r:.80}, which is not among the tools"
-                raise ApiError(400, text, param="tool_choice")
-            tools, asked = [tool for tool in tools if tool.name in allowed], choice.mode
-        elif isinstance(choice, NamedTool):
-            named = {"type": "function", "function": {"name": choice.name}}
-            return {"tools": [tool.chat() for tool in tools], "tool_choice": named}
-        else:
-            return {"tools": [tool.chat() for tool in tools] or None, "tool_choice": choice}
-        return {"tools": [tool.chat() for tool in tools], "tool_choice": asked}
+        choice = self.tool_choice
+        return {
+            "tools": [tool.chat() for tool in self.tools or []] or None,
+            "tool_choice": choice.chat() if isinstance(choice, Body) else choice,
+        }
 
     @property
     def shows_logprobs(self) -> bool:

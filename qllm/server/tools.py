@@ -72,31 +72,40 @@ def text_of(front: Front, tokens: list[int]) -> str:
     )
 
 
+def card(front: Front, name: str, started: int) -> dict[str, Any]:
+    """What is said of the model under one of its names.
+
+    Args:
+        front: Of the server.
+        name: What clients call it.
+        started: Unix time of the server's start.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "qllm",
+        "root": front.config.model,
+        "max_model_len": front.max_model_len,
+    }
+
+
 def routes(front: Front) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["tools"])
     started = int(time.time())
-    known: dict[str, dict[str, Any]] = {
-        name: {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "qllm",
-            "root": front.config.model,
-        }
-        for name in front.config.model_names
-    }
 
     @router.get("/v1/models", responses={401: RESPONSES[401]})
     async def models() -> dict[str, Any]:
         """The one model served, once per name."""
-        return {"object": "list", "data": list(known.values())}
+        names = front.config.model_names
+        return {"object": "list", "data": [card(front, name, started) for name in names]}
 
     @router.get("/v1/models/{name:path}", responses=RESPONSES)
     async def one_model(name: str) -> dict[str, Any]:
         """The model, if it is called so."""
         front.check_model(name)
-        return known[name]
+        return card(front, name, started)
 
     @router.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
