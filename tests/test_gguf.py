@@ -1,6 +1,7 @@
 """GGUF files: tiny ones that the package gguf writes, loaded as transformers loads them."""
 
 import errno
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers import (
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, ModelError
-from qllm.models import raw_file
+from qllm.models import loader, raw_file
 from qllm.models.loader import load, skeleton
 from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import all_linears
@@ -278,6 +279,18 @@ def test_what_is_no_file_says_so(files: dict[str, Path], tmp_path: Path) -> None
         load(cut)
     with pytest.raises((ModelError, ConfigError)):
         load(tmp_path / "nothing")
+
+
+def test_garbage_is_looked_for_before_a_file_is_read(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(files["Q4_0"])
+    seen, looked, stream = list[bool](), list[bool](), loader.stream
+    monkeypatch.setattr(loader.gc, "collect", lambda: looked.append(True))
+    monkeypatch.setattr(loader, "stream", lambda *a: (seen.append(gc.isenabled()), stream(*a))[1])
+    load(files["Q4_0"])
+    assert looked == [True]
+    assert seen == [False]
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:

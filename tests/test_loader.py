@@ -30,6 +30,7 @@ from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
 from qllm.models import folders
 from qllm.models.aliases import ALIASES
+from qllm.models.dense import open_dense
 from qllm.models.loader import load, wrap
 from qllm.models.tokenizer import load_tokenizer
 
@@ -180,6 +181,40 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:-8])
     with pytest.raises(ModelError, match=f"{cut.name} is truncated"):
         load(folder)
+
+
+def test_a_header_that_safetensors_takes_and_we_do_not_is_refused(folder: Path) -> None:
+    """An entry that is a list, as its parser reads any struct."""
+    path = shards(folder)[0]
+    size, stored = int.from_bytes(path.read_bytes()[:8], "little"), path.read_bytes()[8:]
+    header = json.loads(stored[:size])
+    name = next(name for name in header if name != "__metadata__")
+    header[name] = [header[name][key] for key in ("dtype", "shape", "data_offsets")]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + stored[size:])
+    for read in (load, open_dense):
+        with pytest.raises(ModelError, match=rf"{path.name} is truncated or no safetensors file"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[" * 100_000, "cannot be read"),
+        (json.dumps({"weight_map": {"a": "x" * 300}}), "1 of 1 shards missing: xxx"),
+    ],
+)
+def test_an_index_that_nobody_can_follow_is_refused(folder: Path, text: str, wrong: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=wrong):
+        load(folder)
+
+
+def test_a_dense_folder_without_tensors_is_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="holds no tensors"):
+        open_dense(tmp_path)
 
 
 def test_weights_that_a_checkpoint_lacks_are_not_made_up(folder: Path) -> None:

@@ -22,15 +22,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qllm.cores import no_collections
 from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ModelError
-from qllm.kernels.cpu.quantised import is_like
 from qllm.kernels.quantised import Quantised
 from qllm.models import checkpoint, loader, raw_file, streaming
 from qllm.models.folders import missing_weights
 from qllm.models.identity import identity
 from qllm.models.loader import load, wrap
-from qllm.models.quantised_experts import WEIGHTS, all_quantised
+from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import Weights
 
 PARTS = 2
@@ -262,33 +262,54 @@ def test_nothing_is_collected_while_weights_are_read(
     assert seen == {False}
 
 
-@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("how", ["dropped", "refused", "taken"])
 def test_a_model_that_is_garbage_is_collected_before_the_next_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    folder, read, alive = made(tmp_path), checkpoint._read, set[bool]()
-    old: Any = wrap(make_model("mixtral")) if is_taken else load(folder)
-    old = old.model
-    old.itself, gone = [old], weakref.ref(old)
-    del old
+    """Its weights lie in cycles when it is gone itself; of one that is refused nobody knows."""
+    folder, read, alive = made(tmp_path), checkpoint._read, set[int]()
+    packed, misfit = weakref.WeakSet[Any](), loader._refuse_misfit
+    enter = QuantisedExperts.__init__
+
+    def entering(self: QuantisedExperts, weights: dict[str, Any], *rest: Any) -> None:
+        packed.update(weights.values())
+        enter(self, weights, *rest)
+
+    def refusing(*_: Any) -> None:
+        raise ModelError("not so")
 
     def reading(*args: Any) -> Any:
-        alive.add(gone() is not None)
+        alive.add(sum(one in old for one in packed))
         return read(*args)
 
-    monkeypatch.setattr(checkpoint, "_read", reading)
-    load(folder)
-    assert alive == {False}
+    monkeypatch.setattr(QuantisedExperts, "__init__", entering)
+    monkeypatch.setattr(loader, "_had_model", threading.Event())
+    monkeypatch.setattr(loader, "_refuse_misfit", refusing if how == "refused" else misfit)
+    with no_collections():
+        if how == "taken":
+            taken: Any = wrap(make_model("mixtral")).model
+            taken.itself = [taken]
+            packed.add(taken)
+            del taken
+        else:
+            with suppress(ModelError):
+                load(folder)
+        old = weakref.WeakSet(packed)
+        assert old, "as no cycles were looked for"
+        monkeypatch.setattr(loader, "_refuse_misfit", misfit)
+        monkeypatch.setattr(checkpoint, "_read", reading)
+        load(folder)
+    assert alive == {0}
 
 
 def test_a_first_load_looks_for_no_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a second where torch and transformers are all there is."""
     folder, looks = made(tmp_path), list[int]()
-    monkeypatch.setattr(loader, "_models", weakref.WeakSet())
-    monkeypatch.setattr(loader.gc, "collect", lambda: looks.append(len(loader._models)))
-    kept = [load(folder) for _ in range(3)]
-    assert looks == [1, 2]
-    assert len(kept) == 3
+    monkeypatch.setattr(loader, "_had_model", threading.Event())
+    monkeypatch.setattr(loader.gc, "collect", lambda: looks.append(1))
+    for num in range(3):
+        load(folder)
+        assert len(looks) == num
 
 
 def nan(x: Tensor) -> Tensor:
@@ -333,67 +354,6 @@ def test_a_weight_that_cannot_be_rounded_is_named(tmp_path: Path, how: str) -> N
     change(tmp_path, lambda tensors: nan(tensors[name]))
     with pytest.raises(ModelError, match=rf"{name}: .*not finite cannot be rounded"):
         load(tmp_path, expert_weights=how)
-
-
-# -- experts that are not alike
-
-
-def random(code: Any, k: int, scale: torch.dtype, offset: bool) -> Quantised:
-    made = torch.Generator().manual_seed(k)
-    width, top = (k, 255) if code == "i8" else (k // 2, 256)
-    codes = torch.randint(top, (6, width), generator=made).to(torch.uint8)
-    worths = torch.rand((2, 6, k // 8), generator=made).mul(0.1).to(scale)
-    codes = codes.view(torch.int8) if code == "i8" else codes
-    return Quantised(code, codes, worths[0], worths[1] if offset else None, 8)
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        [("i8", torch.float16, True), ("i8", torch.float16, False)],
-        [("u4", torch.float16, True), ("u4", torch.float32, True)],
-        [("u4", torch.float16, True), ("u4", torch.bfloat16, True)],
-        [("i4", torch.float16, False), ("u4", torch.float16, True)],
-        [("i8", torch.float32, False), ("i8", torch.float16, True)],
-    ],
-)
-def test_weights_that_are_made_alike_keep_their_values(kinds: Any) -> None:
-    weights = [random(code, 16, scale, offset) for code, scale, offset in kinds]
-    found = streaming.alike(weights)
-    assert found is not None
-    assert all(is_like(one, found[0]) for one in found)
-    for one, before in zip(found, weights, strict=True):
-        assert torch.equal(one.dequantised(), before.dequantised())
-
-
-def test_weights_of_other_codes_groups_or_inputs_are_not_made_alike() -> None:
-    one = random("i8", 16, torch.float16, True)
-    assert streaming.alike([one, random("i8", 32, torch.float16, True)]) is None
-    assert streaming.alike([one, random("u4", 16, torch.float16, True)]) is None
-    assert streaming.alike([one, one._replace(group=16, scale_NG=one.scale_NG[:, :1])]) is None
-    assert streaming.alike([one, one.dequantised()]) is None
-
-
-def test_experts_that_are_made_alike_are_in_their_places(tmp_path: Path) -> None:
-    """One of them has no zeros, so all are read before they are packed."""
-    folder = made(tmp_path)
-
-    def centre(tensors: dict[str, Tensor]) -> None:
-        for name in tensors:
-            if name.startswith(f"{STEM}.") and name.endswith("qzeros"):
-                tensors[name] = torch.full_like(tensors[name], -0x77777778)  # every zero is 8
-
-    change(folder, centre)
-    model = load(folder).model
-    held = all_quantised(model)
-    assert len(held) == model.config.num_hidden_layers, "none is expanded"
-    assert {one.kind for one in held.values()} == {"u4 g16"}
-    plain = load(folder, dtype="float32").model
-    for path, experts in held.items():
-        for name in WEIGHTS:
-            wanted = plain.get_submodule(path).get_parameter(name)
-            found = [experts.as_parameter(name, i).float() for i in range(len(wanted))]
-            assert torch.equal(torch.stack(found), wanted)
 
 
 # -- the model itself

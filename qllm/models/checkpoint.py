@@ -105,7 +105,7 @@ def _opened(path: Path) -> tuple[Any, Places]:
     """A file that is mapped, its header and length checked, and where its tensors lie."""
     try:
         return safe_open(path, framework="pt"), _places_in(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
         text = str(error).strip().splitlines() or ["no message"]
         raise ModelError(
             f"{path} is truncated or no safetensors file ({text[0][:300]}); download it again"

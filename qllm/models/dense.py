@@ -78,6 +78,8 @@ class DenseFolder:
         found = {file: stored_tensors(file) for file in weight_files(folder)}
         self._file_of = {name: file for file, tensors in found.items() for name in tensors}
         self._shapes = {name: t.shape for tensors in found.values() for name, t in tensors.items()}
+        if not self._shapes:
+            raise ModelError(f"{folder} holds no tensors; download it again")
         self.dtype = self.read(next(iter(self._shapes))).dtype
         if self.dtype not in FLOATS:
             raise ModelError(f"{folder} holds {self.dtype}; give float32, float16 or bfloat16")

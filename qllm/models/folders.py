@@ -152,7 +152,7 @@ def missing_weights(folder: Path) -> str | None:
 
 
 def _missing(folder: Path, names: list[str]) -> str | None:
-    gone = [name for name in names if not (folder / name).is_file()]
+    gone = [name for name in names if not os.path.isfile(folder / name)]
     if not gone:
         return None
     if (folder / INDEX).is_file():
@@ -179,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")

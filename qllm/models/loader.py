@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,8 +46,9 @@ DUMMY_SEED = 0
 _MAKING = threading.Lock()
 """Held while transformers makes a model: it sets the process's default dtype meanwhile, so models
 that were made at once would get each other's."""
-_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-"""Models of this process that were loaded or taken, and whose memory is not free yet."""
+_had_model = threading.Event()
+"""Set once this process began to load a model, or took one: parts of it may lie in cycles when the
+model itself is gone, as do those of one that failed."""
 _log = logging.getLogger("qllm")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty",)
@@ -165,7 +165,7 @@ def _loaded(
     generation: Mapping[str, Any],
     weights: str | None = None,
 ) -> LoadedModel:
-    _models.add(model)
+    _had_model.set()
     if parts := changed(model):
         _log.warning(
             "model %r: %s of transformers %s not the source that qllm was tested with (%s); "
@@ -330,10 +330,11 @@ def _of_gguf(
     device: torch.device,
 ) -> tuple[PreTrainedModel, str]:
     """A model of a GGUF file, and what became of its weights."""
-    file = open_file(path)
-    model = _dummy(name, config, None, torch.device("meta"), False)
-    kind = dtype or torch.bfloat16  # the file names none
-    return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
+    with _reading():
+        file = open_file(path)
+        model = _dummy(name, config, None, torch.device("meta"), False)
+        kind = dtype or torch.bfloat16  # the file names none
+        return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
 
 
 def _is_known(config: PreTrainedConfig) -> bool:
@@ -376,8 +377,9 @@ def _reading() -> Iterator[None]:
     Tables of a hundred thousand tensors ask for collection after collection, each of which looks at
     all objects of torch and transformers: a twentieth of the time of a load.
     """
-    if _models:  # one that nobody has any more lies in cycles, and is as large as this one
+    if _had_model.is_set():  # weights that nobody has any more may be as large as these
         gc.collect()
+    _had_model.set()
     with no_collections():
         yield
 

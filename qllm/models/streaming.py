@@ -329,11 +329,12 @@ def _begun(
 
     def wait() -> dict[str, AnyWeights] | None:
         found: dict[str, AnyWeights] = {}
-        for parameter, stack in stacks.items():
+        for parameter in WEIGHTS:
             shape = getattr(module, parameter).shape
             wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
-            weights = stack()
+            weights = stacks[parameter]()
             if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
+                stacks.clear()  # the room of the others, too
                 return None
             found[parameter] = weights
         return found
@@ -357,11 +358,16 @@ def _of_parameter(
     num_parts = 1 + max((place.part for place in map(places.get, names) if place), default=0)
     num_experts = len(by_place) // num_parts
     wanted = [(part, expert) for expert in range(num_experts) for part in range(num_parts)]
-    if set(wanted) != set(by_place) or not module.is_concatenated:
+    if not names or set(wanted) != set(by_place) or not module.is_concatenated:
         return lambda: None
     experts = _grouped([by_place[place] for place in wanted], num_parts)
-    one_by_one = _one_by_one(experts, checkpoint, pool, room)
-    return lambda: one_by_one() or _at_once(experts, checkpoint, pool, room)
+    begun = [_one_by_one(experts, checkpoint, pool, room)]
+
+    def wait() -> AnyWeights | None:
+        found = begun.pop()()  # so that its room is free before another is taken
+        return found or _at_once(experts, checkpoint, pool, room)
+
+    return wait
 
 
 def _of_stack(
@@ -395,9 +401,13 @@ def _one_by_one(
     if weights is None:
         return lambda: None
 
+    are_alike = True
+
     def take(expert: int) -> bool:
-        parts = read(expert)
+        nonlocal are_alike
+        parts = read(expert) if are_alike else []
         if not parts or not all(is_like(part, weights.like) for part in parts):
+            are_alike = False
             return False
         _take(weights, expert, experts[expert], parts)
         return True
