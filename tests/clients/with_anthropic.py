@@ -137,7 +137,7 @@ def test_async(url: str) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             anthropic.BadRequestError,
-            "Input tag 'image'",
+            "not 'image'",
         ),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 4000}},
