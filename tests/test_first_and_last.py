@@ -45,6 +45,11 @@ class Parts:
         self.embed, self.embedding_multiplier = embed, multiplier
 
 
+def embedding(module: nn.Module, multiplier: float | None = None) -> Embedding:
+    parts: Any = Parts(module, multiplier)
+    return Embedding(parts, native=True)
+
+
 def table(**how: Any) -> nn.Embedding:
     made = nn.Embedding(50, WIDTH, dtype=torch.bfloat16, **how).requires_grad_(False)
     made.weight.copy_(torch.randn((50, WIDTH), generator=torch.Generator().manual_seed(1)))
@@ -54,7 +59,7 @@ def table(**how: Any) -> nn.Embedding:
 @pytest.mark.parametrize("multiplier", [None, 1.5])
 def test_rows_are_those_of_the_module(multiplier: float | None) -> None:
     module = table()
-    ours = Embedding(Parts(module, multiplier), native=True)  # type: ignore[arg-type]
+    ours = embedding(module, multiplier)
     for ids in ([7], [0, 49, 7, 7], [3], list(range(40))):
         wanted = module(torch.tensor(ids))
         assert torch.equal(ours(ids), wanted if multiplier is None else wanted * multiplier)
@@ -62,7 +67,7 @@ def test_rows_are_those_of_the_module(multiplier: float | None) -> None:
 
 @pytest.mark.parametrize("ids", [[50], [-1], [3, 50, 4], [3, -1, 4]])
 def test_an_id_outside_the_table_is_refused(ids: list[int]) -> None:
-    ours = Embedding(Parts(table()), native=True)  # type: ignore[arg-type]
+    ours = embedding(table())
     with pytest.raises(IndexError, match=r"token id (50|-1) must be in \[0, 50\)"):
         ours(ids)
 
@@ -111,19 +116,19 @@ class Shifted(nn.Embedding):
 def test_what_does_more_than_look_up_is_called() -> None:
     heard, seen = table(), list[Tensor]()
     heard.register_forward_hook(lambda module, args, out: seen.append(out))
-    kept = Embedding(Parts(heard), native=True)([4, 5])  # type: ignore[arg-type]
+    kept = embedding(heard)([4, 5])
     before = seen[0].clone()
     kept.zero_()  # as layers write over what they are given
     assert torch.equal(seen[0], before)
     own = table()
-    own.forward = lambda ids: nn.Embedding.forward(own, ids) + 1  # type: ignore[method-assign]
+    vars(own)["forward"] = lambda ids: nn.Embedding.forward(own, ids) + 1
     shifted = Shifted(50, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
     for module in (own, shifted):
-        ours = Embedding(Parts(module), native=True)  # type: ignore[arg-type]
+        ours = embedding(module)
         assert torch.equal(ours([4, 5]), module(torch.tensor([4, 5])))
     clipped = table(max_norm=0.5)
     assert clipped.weight.float().norm(dim=1).min() > 1
-    clips = Embedding(Parts(clipped), native=True)  # type: ignore[arg-type]
+    clips = embedding(clipped)
     assert clips([4, 5]).float().norm(dim=1).max() < 0.51
 
 
@@ -140,7 +145,7 @@ class Remembering(nn.Embedding):
 
 
 def test_what_a_module_remembers_is_not_written_over() -> None:
-    ours = Embedding(Parts(Remembering()), native=True)  # type: ignore[arg-type]
+    ours = embedding(Remembering())
     first = ours([4, 5]).clone()
     ours([4, 5]).zero_()
     assert torch.equal(ours([4, 5]), first)
@@ -157,7 +162,8 @@ def test_a_blank_tensor_is_nobody_elses() -> None:
 
 def rope_table(switch: Switch | None = None) -> RopeTable:
     model = make_model("mixtral").bfloat16()
-    return RopeTable(discover(model).rotary_emb, torch.device("cpu"), torch.bfloat16, switch)  # type: ignore[arg-type]
+    rotary: Any = discover(model).rotary_emb
+    return RopeTable(rotary, torch.device("cpu"), torch.bfloat16, switch)
 
 
 def at(address: int, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,27 @@ def random(code: Any, k: int, scale: torch.dtype, offset: bool) -> Quantised:
     worths = torch.rand((2, 6, k // 8), generator=made).mul(0.1).to(scale)
     codes = codes.view(torch.int8) if code == "i8" else codes
     return Quantised(code, codes, worths[0], worths[1] if offset else None, 8)
+
+
+def expand(pattern: str, values: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Store weights as they are, instead of their codes."""
+    for name in [name for name in tensors if re.search(pattern, name)]:
+        del tensors[name]
+        name = name.rpartition(".")[0] + ".weight"
+        tensors[name] = values[name]
+
+
+def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many packed weights are alive, whenever room for one more was taken."""
+    alive, rooms, room = weakref.WeakSet[Weights](), list[int](), Weights.__init__
+
+    def taking(self: Weights, *args: Any) -> None:
+        room(self, *args)
+        alive.add(self)
+        rooms.append(len(alive))
+
+    monkeypatch.setattr(Weights, "__init__", taking)
+    return rooms
 
 
 @pytest.mark.parametrize(
@@ -85,8 +107,7 @@ def test_what_was_begun_of_experts_that_are_made_alike_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: int
 ) -> None:
     """Its room is free before that of all is taken, and nothing more is read for it."""
-    folder, names, rooms = made(tmp_path), list[str](), list[int]()
-    alive, read, room = weakref.WeakSet[Weights](), checkpoint._read, Weights.__init__
+    folder, names, read = made(tmp_path), list[str](), checkpoint._read
 
     def centre(tensors: dict[str, Tensor]) -> None:
         for name in tensors:
@@ -97,15 +118,10 @@ def test_what_was_begun_of_experts_that_are_made_alike_is_given_up(
         names.extend([weight] * (".experts." in weight))
         return read(name, weight, *rest)
 
-    def taking_room(self: Weights, *args: Any) -> None:
-        room(self, *args)
-        alive.add(self)
-        rooms.append(len(alive))
-
     change(folder, centre)
     monkeypatch.setattr(streaming, "READERS", 1)
     monkeypatch.setattr(checkpoint, "_read", reading)
-    monkeypatch.setattr(Weights, "__init__", taking_room)
+    rooms = rooms_of(monkeypatch)
     with no_collections():
         held = all_quantised(load(folder).model)
     num = len(set(names)) // sum(experts.num_experts for experts in held.values())
@@ -117,13 +133,7 @@ def test_what_was_begun_of_experts_that_are_made_alike_is_given_up(
 def test_experts_of_which_a_matrix_is_plain_are_expanded(tmp_path: Path, plain: str) -> None:
     folder, wanted = made(tmp_path), load_file(tmp_path / "values" / "model.safetensors")
 
-    def expand(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if re.search(rf"layers\.1.*\.{plain}\.", name)]:
-            del tensors[name]
-            name = name.rpartition(".")[0] + ".weight"
-            tensors[name] = wanted[name]
-
-    change(folder, expand)
+    change(folder, partial(expand, rf"layers\.1.*\.{plain}\.", wanted))
     model, dense = load(folder).model, load(tmp_path / "values").model
     assert len(all_quantised(model)) == model.config.num_hidden_layers - 1
     for name in WEIGHTS:
@@ -136,22 +146,10 @@ def test_no_room_is_held_for_experts_that_cannot_stay(
 ) -> None:
     """That of one layer is free before the next but one has its own."""
     folder, wanted = made(tmp_path), load_file(tmp_path / "values" / "model.safetensors")
-    alive, rooms, room = weakref.WeakSet[Weights](), list[int](), Weights.__init__
 
-    def expand(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if re.search(r"experts.*\.w[13]\.", name)]:
-            del tensors[name]
-            name = name.rpartition(".")[0] + ".weight"
-            tensors[name] = wanted[name]
-
-    def taking_room(self: Weights, *args: Any) -> None:
-        room(self, *args)
-        alive.add(self)
-        rooms.append(len(alive))
-
-    change(folder, expand)
+    change(folder, partial(expand, r"experts.*\.w[13]\.", wanted))
     monkeypatch.setattr(streaming, "READERS", 1)
-    monkeypatch.setattr(Weights, "__init__", taking_room)
+    rooms = rooms_of(monkeypatch)
     with no_collections():
         model = load(folder).model
     assert not all_quantised(model)

@@ -192,7 +192,7 @@ class Blank:
     def take(self, num_rows: int) -> Tensor:
         """An uninitialised tensor [num_rows, width]."""
         if num_rows != self._num_rows or not self._left:
-            size = num_rows * self._width * self._dtype.itemsize
+            size = max(1, num_rows) * self._width * self._dtype.itemsize
             shape = (max(1, BLANK_BYTES // size), num_rows, self._width)
             self._left = list(torch.empty(shape, dtype=self._dtype).unbind())
             self._num_rows = num_rows
