@@ -64,7 +64,7 @@ def in_bf16(model: Any) -> Any:
     [
         ("qwen3_moe", "int4", "torch"),
         ("gpt_oss", "mxfp4", "torch"),
-        ("mixtral", "mxfp4", "triton"),
+        pytest.param("mixtral", "mxfp4", "triton", marks=pytest.mark.exhaustive),  # interpreted
         ("deepseek_v3", "int4", "torch"),
     ],
 )

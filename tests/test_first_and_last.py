@@ -83,8 +83,8 @@ def _no_turns() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_turns")
 def test_other_threads_run_while_a_long_prompt_is_looked_up() -> None:
-    """How late a busy machine wakes the other is not ours to say, so it is tried again."""
-    weight, numbers = table().weight, torch.full((100_000,), 7)
+    """It copies for tens of ms; how late a busy machine wakes the other is not ours to say."""
+    weight, numbers = table().weight, torch.full((3_000_000,), 7)
     out = torch.empty((len(numbers), WIDTH), dtype=torch.bfloat16)
     rows = out.data_ptr(), weight.data_ptr(), numbers.data_ptr(), len(numbers), WIDTH * 2
     for _ in range(50):

@@ -112,6 +112,7 @@ def test_states_of_prompts_whose_kv_is_taken(family: str, swap: int) -> None:
             equal(found, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keep", [0, 20, 60])
 def test_revised_at_every_boundary_of_a_parked_row(family: str, keep: int) -> None:

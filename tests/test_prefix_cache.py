@@ -63,6 +63,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.native.use(cpu.kind())
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("kernels", KINDS, indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str) -> None:
