@@ -91,6 +91,37 @@ def test_parts_of_any_shape_name_the_weight(
         load(path.parent)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_scales_of_a_dtype_that_is_not_read_name_the_weight(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{STEM}.w2.scales"] = tensors[f"{STEM}.w2.scales"].to(dtype)
+
+    said = rf"{STEM}\.w2\.weight: .*\.scales is {dtype}, .* scales are read in float32, float16"
+    with pytest.raises(ModelError, match=said):
+        load(change(made(tmp_path), spoil))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_that_is_there_in_two_forms_is_refused(tmp_path: Path, dtype: str) -> None:
+    """Which one is meant nobody knows."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    plain = load_file(made(tmp_path).parent / "plain" / "model.safetensors")[name]
+    folder = change(tmp_path / "published", lambda tensors: tensors.update({name: plain}))
+    with pytest.raises(ModelError, match=rf"{name} is there twice, as .*o_proj\.qweight, "):
+        load(folder, dtype=dtype)
+
+
+def test_a_plain_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    def cut(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+
+    said = r"model\.norm\.weight, which is \(63,\) and must be \(64,\)"
+    with pytest.raises(ModelError, match=said):
+        load(change(made(tmp_path), cut))
+
+
 # -- what goes wrong on a reader's thread
 
 STEM = "model.layers.1.block_sparse_moe.experts.3"

@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qllm.errors import ModelError
+from qllm.kernels.quantised import Quantised
 from qllm.models.folders import first_line
 from qllm.models.formats.layout import Format, Layout, Stored, Weight
+from qllm.models.quantised import FLOATS
 from qllm.models.raw_file import LARGE, Buffers, RawFile
 
 DTYPES = {
@@ -70,7 +72,8 @@ class Shards:
     """Tensors of some files by name.
 
     Raises:
-        ModelError: A file is truncated, or no safetensors file.
+        ModelError: A file is truncated, or no safetensors file; or two have other values of a
+            tensor.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -80,6 +83,12 @@ class Shards:
         buffers = Buffers()
         for path in files:
             file = _Shard(path, buffers)
+            for name in file.places.keys() & self._files.keys():
+                if not torch.equal(_bytes_of(file.map(name)), _bytes_of(self.map(name))):
+                    raise ModelError(
+                        f"{name} is in two files, and {path} has other values of it; "
+                        "download the checkpoint again"
+                    )
             self._files.update(dict.fromkeys(file.places, file))
             self.stored.update({name: place[2] for name, place in file.places.items()})
 
@@ -90,6 +99,10 @@ class Shards:
     def read(self, name: str) -> Tensor:
         """One tensor in memory of its own."""
         return self._files[name].read(name)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -149,13 +162,18 @@ def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, 
         The checkpoint, and what is stored of tensors that are no part of a quantised weight.
 
     Raises:
-        ModelError: Codes lack a tensor that belongs to them.
+        ModelError: Codes lack a tensor that belongs to them, or a weight is there twice.
     """
     tensors = shards.stored
     quantised: dict[str, Callable[[], Weight]] = {}
     claimed = {key for key in tensors if form.unused and key.endswith(form.unused)}
     try:
         for weight, layout, parts in form.weights(tensors):
+            if weight in quantised or (weight in tensors and weight not in parts.values()):
+                raise ModelError(
+                    f"{weight} is there twice, as {', '.join(parts.values())} and "
+                    "in another form; download the checkpoint again"
+                )
             quantised[weight] = partial(_read, name, weight, shards, layout, parts)
             claimed.update(parts.values())
     except ModelError as error:
@@ -186,9 +204,13 @@ def naming(weight: str) -> Iterator[None]:
 
 def _put_together(layout: Layout, names: Mapping[str, str], parts: Mapping[str, Tensor]) -> Weight:
     try:
-        return layout.read(parts)
+        found = layout.read(parts)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{key} {tuple(parts[end].shape)}" for end, key in names.items())
         raise ModelError(
             f"{shapes} do not fit each other ({first_line(error)}); download it again"
         ) from error
+    if isinstance(found, Quantised) and found.scale_NG.dtype not in FLOATS:
+        dtypes = ", ".join(f"{key} is {parts[end].dtype}" for end, key in names.items())
+        raise ModelError(f"{dtypes}: scales are read in float32, float16 and bfloat16")
+    return found

@@ -132,7 +132,7 @@ def stream(
         rounding: Key of `ROUNDINGS`: plain weights of experts are rounded as they are read.
 
     Returns:
-        The model, transformers' account of missing and unexpected keys, and what became of the
+        The model, transformers' account of keys and shapes that do not fit, and what became of the
         quantised weights.
 
     Raises:
@@ -167,6 +167,7 @@ def stream(
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
         quantization_config=_KeptConfig(kept.names()),
+        ignore_mismatched_sizes=True,  # whoever called refuses them by name
         output_loading_info=True,
     )
     kept.enter(skeleton, model, rounding, outcome)
