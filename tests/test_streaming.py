@@ -91,16 +91,22 @@ def test_parts_of_any_shape_name_the_weight(
         load(path.parent)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_scales_of_a_dtype_that_is_not_read_name_the_weight(
-    tmp_path: Path, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("part", "dtype", "said"),
+    [
+        ("scales", torch.float64, r"is F64; awq has F32, F16, BF16 there"),
+        ("scales", torch.int32, r"is I32; awq has F32, F16, BF16 there"),
+        ("qzeros", torch.float32, r"is F32; awq has I32 there"),
+    ],
+)
+def test_a_part_of_another_dtype_is_named_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, dtype: torch.dtype, said: str
 ) -> None:
-    def spoil(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{STEM}.w2.scales"] = tensors[f"{STEM}.w2.scales"].to(dtype)
-
-    said = rf"{STEM}\.w2\.weight: .*\.scales is {dtype}, .* scales are read in float32, float16"
-    with pytest.raises(ModelError, match=said):
-        load(change(made(tmp_path), spoil))
+    name = f"{STEM}.w2.{part}"
+    folder = change(made(tmp_path), lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    monkeypatch.setattr(checkpoint, "_read", lambda *_: pytest.fail("a weight is read"))
+    with pytest.raises(ModelError, match=rf"{name} {said}"):
+        load(folder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -120,6 +126,37 @@ def test_a_plain_weight_of_another_shape_is_named(tmp_path: Path) -> None:
     said = r"model\.norm\.weight, which is \(63,\) and must be \(64,\)"
     with pytest.raises(ModelError, match=said):
         load(change(made(tmp_path), cut))
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "change_part"),
+    [
+        ("packed", "weight_shape", lambda x: x * 0),
+        ("packed", "weight_packed", lambda x: x[1:]),
+        ("int8", "weight_scale", lambda x: x[None]),
+        ("int8", "weight_zero_point", lambda x: x[1:]),
+        ("int8", "weight_zero_point", lambda x: x[None]),
+        ("fp8", "weight_scale_inv", lambda x: x[None]),
+    ],
+)
+@pytest.mark.parametrize("stem", ["self_attn.o_proj", "mlp.experts.2.up_proj"])
+def test_scales_and_zeros_of_any_shape_name_the_weight(
+    tmp_path: Path, form: str, part: str, change_part: Callable[[Tensor], Tensor], stem: str
+) -> None:
+    """Values that are broadcast may be finite, and are another weight's."""
+    make_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "plain")
+    folder = published.publish(tmp_path / "plain", form, tmp_path)[0]
+    name = f"model.layers.0.{stem}"
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        like = tensors.get(f"{name}.{part}", tensors.get(f"{name}.weight_scale"))
+        assert like is not None
+        if part == "weight_zero_point":
+            like = torch.ones_like(like, dtype=torch.int8)
+        tensors[f"{name}.{part}"] = change_part(like).clone()
+
+    with pytest.raises(ModelError, match=rf"{name}\.weight: .* fit"):
+        load(change(folder, spoil))
 
 
 # -- what goes wrong on a reader's thread

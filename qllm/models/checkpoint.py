@@ -14,8 +14,7 @@ from torch import Tensor
 from qllm.errors import ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models.folders import first_line
-from qllm.models.formats.layout import Format, Layout, Stored, Weight
-from qllm.models.quantised import FLOATS
+from qllm.models.formats.layout import Format, Layout, Stored, Weight, check_scales
 from qllm.models.raw_file import LARGE, Buffers, RawFile
 
 DTYPES = {
@@ -205,12 +204,11 @@ def naming(weight: str) -> Iterator[None]:
 def _put_together(layout: Layout, names: Mapping[str, str], parts: Mapping[str, Tensor]) -> Weight:
     try:
         found = layout.read(parts)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(found, Quantised):
+            check_scales(found)
+        return found
+    except (ArithmeticError, RuntimeError, ValueError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{key} {tuple(parts[end].shape)}" for end, key in names.items())
         raise ModelError(
             f"{shapes} do not fit each other ({first_line(error)}); download it again"
         ) from error
-    if isinstance(found, Quantised) and found.scale_NG.dtype not in FLOATS:
-        dtypes = ", ".join(f"{key} is {parts[end].dtype}" for end, key in names.items())
-        raise ModelError(f"{dtypes}: scales are read in float32, float16 and bfloat16")
-    return found
