@@ -209,6 +209,26 @@ def test_an_error_of_a_reader_names_the_weight_and_leaves_nothing_open(
     assert open_files() <= before
 
 
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("safe_open", RuntimeError("unable to open file: Too many open files (24)")),
+        ("safe_open", PermissionError(errno.EACCES, "Permission denied")),
+        ("RawFile", OSError(errno.EMFILE, "Too many open files")),
+    ],
+)
+def test_a_file_that_the_system_does_not_open_is_not_called_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    folder = made(tmp_path)
+    monkeypatch.setattr(checkpoint, where, refuse)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be opened .*(files|denied)"):
+        load(folder)
+
+
 def test_whoever_interrupts_a_load_finds_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,12 +46,13 @@ class _Shard:
     """A file that is open, mapped and to be read.
 
     Raises:
-        ModelError: It is truncated, or no safetensors file.
+        ModelError: It is truncated, or no safetensors file, or cannot be opened.
     """
 
     def __init__(self, path: Path, buffers: Buffers) -> None:
         self.mapped, self.places = _opened(path)
-        self._raw = RawFile(path, buffers, _small_in(self.places))
+        with _opening(path):
+            self._raw = RawFile(path, buffers, _small_in(self.places))
 
     def map(self, name: str) -> Tensor:
         """See `Shards.map`."""
@@ -115,9 +116,21 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 def _opened(path: Path) -> tuple[Any, Places]:
     """A file that is mapped, its header and length checked, and where its tensors lie."""
-    try:
+    with _opening(path):
         return safe_open(path, framework="pt"), _places_in(path)
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Say in an error which file is no good, or why the system does not open it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's own where it maps a file
+        raise ModelError(
+            f"{path} cannot be opened ({first_line(error)}); see that it may be read, and that "
+            "the process may open a file more (ulimit -n)"
+        ) from error
+    except (SafetensorError, TypeError, ValueError) as error:
         text = str(error).strip().splitlines() or ["no message"]
         raise ModelError(
             f"{path} is truncated or no safetensors file ({text[0][:300]}); download it again"
