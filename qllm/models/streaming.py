@@ -156,7 +156,8 @@ def stream(
     if keeps:
         room: Room = Weights if on_cpu else partial(DeviceWeights, device=device)
         kept.take(skeleton, checkpoint, places, rest, room, linears=on_cpu)
-    lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
+    plain = _without_empty_biases(skeleton, checkpoint)
+    lazies = {name: _Lazy(read) for name, read in plain.items()}
     lazies |= {
         name: _Lazy(partial(_expanded, name, read, name in turned)) for name, read in rest.items()
     }
@@ -267,6 +268,15 @@ def _round(
     with naming(name):
         weight = read()
         return rounding(weight.transpose(-1, -2) if turned else weight)
+
+
+def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Plain tensors but zeros that AutoGPTQ writes as biases of modules that have none."""
+    ends = {weight.removesuffix(".weight") + ".bias" for weight in checkpoint.quantised}
+    biases = ends & checkpoint.plain.keys()
+    spare = biases - targets_of(model, biases).keys()
+    read = checkpoint.plain.items()
+    return {name: one for name, one in read if name not in spare or bool(one().any())}
 
 
 def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
