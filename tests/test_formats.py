@@ -16,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qllm.errors import ModelError
 from qllm.kernels.quantised import E2M1, Quantised
+from qllm.models.checkpoint import DTYPES
 from qllm.models.formats import gguf as gguf_blocks
 from qllm.models.formats import rounding
 from qllm.models.formats.compressed_tensors import compressed_tensors
@@ -33,8 +34,8 @@ def made(seed: int = 0) -> torch.Generator:
 
 
 def stored(tensor: Tensor) -> Stored:
-    names = {torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", published.FP8: "F8_E4M3"}
-    return Stored(names.get(tensor.dtype, "F32"), tuple(tensor.shape))
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return Stored(names[tensor.dtype], tuple(tensor.shape))
 
 
 def read(form: Format, parts: dict[str, Tensor], weight: str = "x.weight") -> Any:

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,15 @@ class Writer:
 
 
 def write(
-    path: Path, architecture: str, up: str = "Q4_K", down: str = "Q6_K", tied: bool = False
+    path: Path,
+    architecture: str,
+    up: str = "Q4_K",
+    down: str = "Q6_K",
+    tied: bool = False,
+    change: Callable[[dict[str, Tensor]], object] = len,
 ) -> Path:
     weights, writer = model_of(architecture).state_dict(), Writer(path, architecture)
+    change(weights)
     writer.put("token_embd.weight", weights["model.embed_tokens.weight"], "Q8_0")
     writer.put("output_norm.weight", weights["model.norm.weight"], "F32")
     if not tied:
@@ -363,6 +370,47 @@ def test_tensors_on_the_same_bytes_are_refused(files: dict[str, Path], tmp_path:
     raw[one : one + 8] = raw[other : other + 8]
     path.write_bytes(raw)
     with pytest.raises(ModelError, match=r"ffn_gate_exps.* and .*ffn_up_exps.* the same bytes"):
+        load(path)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.type", "attention.sliding_window"])
+def test_metadata_that_would_be_dropped_are_refused(tmp_path: Path, key: str) -> None:
+    """As of models for long contexts, whose answers would be wrong from the first token on."""
+    path = tmp_path / "long.gguf"
+    writer = Writer(path, "qwen3moe")
+    writer.writer.add_string(f"qwen3moe.{key}", "yarn")
+    writer.put("token_embd.weight", torch.zeros(VOCAB, WIDTH), "F32")
+    writer.close()
+    for ask in (load, model_spec):
+        with pytest.raises(ModelError, match=rf"qwen3moe\.{key} would be ignored"):
+            ask(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change_weight", "found"),
+    [
+        ("self_attn.v_proj", "attn_v", lambda x: x.t().contiguous(), r"\(256, 128\)"),
+        ("mlp.gate", "ffn_gate_inp", lambda x: x[1:], r"\(3, 256\)"),
+        ("input_layernorm", "attn_norm", lambda x: x[1:], r"\(255,\)"),
+    ],
+)
+def test_tensors_of_another_shape_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tensor: str,
+    change_weight: Callable[[Tensor], Tensor],
+    found: str,
+) -> None:
+    """One that is turned has as many numbers as it should."""
+    monkeypatch.setitem(TYPES, "attn_v", "F32")
+    key = f"model.layers.1.{name}.weight"
+
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights[key] = change_weight(weights[key])
+
+    path = write(tmp_path / "odd.gguf", "qwen3moe", "Q4_0", "Q4_0", change=spoil)
+    with pytest.raises(ModelError, match=rf"blk\.1\.{tensor}\.weight is {found}, and has to be"):
         load(path)
 
 

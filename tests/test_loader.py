@@ -28,7 +28,7 @@ from transformers import (
 
 from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
-from qllm.models import folders
+from qllm.models import checkpoint, folders
 from qllm.models.aliases import ALIASES
 from qllm.models.dense import open_dense
 from qllm.models.loader import load, wrap
@@ -210,6 +210,68 @@ def test_an_index_that_nobody_can_follow_is_refused(folder: Path, text: str, wro
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "", 3, None, ["x"], "\0"],
+)
+def test_an_index_that_names_a_file_elsewhere_is_refused_unread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entry: object
+) -> None:
+    outside = folder.parent / "x.safetensors"
+    shutil.copy(shards(folder)[0], outside)
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit(
+        index,
+        weight_map={
+            **names,
+            "lm_head.weight": str(outside) if entry == "/x.safetensors" else entry,
+        },
+    )
+    monkeypatch.setattr(checkpoint, "_opened", lambda path: pytest.fail(f"{path} is opened"))
+    for read in (load, open_dense):
+        with pytest.raises(ModelError, match=r"'lm_head\.weight' is said to be in .*in its folder"):
+            read(folder)
+
+
+def test_shards_may_be_links_to_files_elsewhere(folder: Path) -> None:
+    """As they are in the hub's cache."""
+    for shard in shards(folder):
+        shard.symlink_to(shard.rename(folder.parent / f"blob-{shard.stem}"))
+    assert load(folder).model.dtype is torch.bfloat16
+
+
+def test_a_file_that_needs_no_index_is_read_in_place_of_one(folder: Path) -> None:
+    """transformers reads it, so what is looked at and rounded here has to be of it, too."""
+    whole = {name: x for path in shards(folder) for name, x in load_file(path).items()}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder / "model.safetensors.index.json", weight_map={"a": "b"})
+    assert folders.weight_files(folder) == [folder / "model.safetensors"]
+    assert same(load(folder).model, Qwen3MoeForCausalLM.from_pretrained(folder, dtype="auto"))
+
+
+def test_a_config_that_names_other_weights_is_refused(folder: Path) -> None:
+    """transformers would read them, and not those that were looked at."""
+    edit(folder / "config.json", transformers_weights="other.safetensors")
+    with pytest.raises(ModelError, match=r"transformers_weights='other\.safetensors'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_tensor_in_two_files_has_to_be_the_same(folder: Path, is_same: bool) -> None:
+    index = folder / "model.safetensors.index.json"
+    shard = folder / json.loads(index.read_text())["weight_map"]["model.norm.weight"]
+    other = next(path for path in shards(folder) if path != shard)
+    norm = load_file(shard)["model.norm.weight"]
+    more = {**load_file(other), "model.norm.weight": norm if is_same else norm * 2}
+    save_file(more, other, metadata={"format": "pt"})
+    if is_same:
+        assert torch.equal(load(folder).model.model.norm.weight, norm)
+        return
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is in two files"):
+        load(folder)
+
+
 def test_a_dense_folder_without_tensors_is_refused(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
@@ -230,7 +292,10 @@ def test_weights_that_a_checkpoint_lacks_are_not_made_up(folder: Path) -> None:
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     edit(folder / "config.json", vocab_size=65)
-    with pytest.raises(ModelError, match=r"cannot be loaded|mismatched keys"):
+    wrong = (
+        r"2 weights of another shape, first lm_head\.weight, .* \(64, 32\) and must be \(65, 32\)"
+    )
+    with pytest.raises(ModelError, match=wrong):
         load(folder)
 
 

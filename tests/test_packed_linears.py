@@ -11,12 +11,13 @@ import published
 import pytest
 import torch
 from families import make_model
+from safetensors.torch import load_file, save_file
 from test_runner import forward, logits_of, prompt_of
 from torch import Tensor, nn
 
 from qllm import QLLMEngine
 from qllm.engine.kv_identity import weights_digest
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.models import quantised_linears
 from qllm.models.discover import discover
@@ -44,6 +45,26 @@ def made(
     """A checkpoint whose head is quantised too, and the one with its values."""
     make_model(family, torch.bfloat16).save_pretrained(place / "plain")
     return published.publish(place / "plain", form, place, published.EVERY, **more)
+
+
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_biases_that_a_model_has_not_are_zeros(tmp_path: Path, is_zero: bool) -> None:
+    """AutoGPTQ wrote one for every linear module; one that is none of the model adds nothing."""
+    quantised, values = made(tmp_path, "mixtral", "gptq")
+    path = quantised / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        bias = torch.zeros(tensors[name].shape[1], dtype=torch.float16)
+        tensors[name.replace("scales", "bias")] = bias if is_zero else bias + 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    if not is_zero:
+        with pytest.raises(ModelError, match=r"unexpected keys, first .*\.bias"):
+            load(quantised)
+        return
+    ours, plain = load(quantised).model, load(values).model
+    assert same(
+        logits_of(cpu_runner(ours), prompt_of(9)), logits_of(cpu_runner(plain), prompt_of(9))
+    )
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (

@@ -96,6 +96,39 @@ def test_modelopt_that_quantised_no_weights_loads(folder: Path) -> None:
     assert load(folder).weights is None
 
 
+@pytest.mark.parametrize(
+    ("beside", "wrong"),
+    [
+        ([], "is not a JSON object"),
+        ({"quantization": ["FP8"]}, "says quantization=.*must be an object"),
+        ({"quantization": "FP8"}, "says quantization='FP8', which must be an object"),
+        ({"producer": "me", **{"quantization": {"quant_algo": "FP8"}}}, "says producer='me'"),
+        ({"quantization": {"quant_algo": 7}}, "quantised with 'hf_quant_config.json 7'"),
+    ],
+)
+def test_odd_words_of_modelopt_are_refused(folder: Path, beside: object, wrong: str) -> None:
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(ModelError, match=wrong):
+        load(folder)
+
+
+@pytest.mark.parametrize("how", ["auto", "int4"])
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (torch.float64, r"dtype that is not read, first {} \(F64\); read are F32, F16, BF16"),
+        (torch.complex64, r"dtype that is not read, first {} \(C64\); read are F32, F16, BF16"),
+        (torch.bool, r"integer tensors .* first {} \(BOOL\)"),
+    ],
+)
+def test_a_weight_of_a_dtype_that_is_not_read_is_refused(
+    folder: Path, how: str, dtype: torch.dtype, said: str
+) -> None:
+    change(folder, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].to(dtype)}))
+    with pytest.raises(ModelError, match=said.format(WEIGHT)):
+        load(folder, expert_weights=how)
+
+
 @pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
 def test_float8_without_scales_is_refused(folder: Path, dtype: torch.dtype) -> None:
     change(folder, lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].to(dtype)}))

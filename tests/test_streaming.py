@@ -91,6 +91,74 @@ def test_parts_of_any_shape_name_the_weight(
         load(path.parent)
 
 
+@pytest.mark.parametrize(
+    ("part", "dtype", "said"),
+    [
+        ("scales", torch.float64, r"is F64; awq has F32, F16, BF16 there"),
+        ("scales", torch.int32, r"is I32; awq has F32, F16, BF16 there"),
+        ("qzeros", torch.float32, r"is F32; awq has I32 there"),
+    ],
+)
+def test_a_part_of_another_dtype_is_named_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, dtype: torch.dtype, said: str
+) -> None:
+    name = f"{STEM}.w2.{part}"
+    folder = change(made(tmp_path), lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    monkeypatch.setattr(checkpoint, "_read", lambda *_: pytest.fail("a weight is read"))
+    with pytest.raises(ModelError, match=rf"{name} {said}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_that_is_there_in_two_forms_is_refused(tmp_path: Path, dtype: str) -> None:
+    """Which one is meant nobody knows."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    plain = load_file(made(tmp_path).parent / "plain" / "model.safetensors")[name]
+    folder = change(tmp_path / "published", lambda tensors: tensors.update({name: plain}))
+    with pytest.raises(ModelError, match=rf"{name} is there twice, as .*o_proj\.qweight, "):
+        load(folder, dtype=dtype)
+
+
+def test_a_plain_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    def cut(tensors: dict[str, Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+
+    said = r"model\.norm\.weight, which is \(63,\) and must be \(64,\)"
+    with pytest.raises(ModelError, match=said):
+        load(change(made(tmp_path), cut))
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "change_part"),
+    [
+        ("packed", "weight_shape", lambda x: x * 0),
+        ("packed", "weight_packed", lambda x: x[1:]),
+        ("int8", "weight_scale", lambda x: x[None]),
+        ("int8", "weight_zero_point", lambda x: x[1:]),
+        ("int8", "weight_zero_point", lambda x: x[None]),
+        ("fp8", "weight_scale_inv", lambda x: x[None]),
+    ],
+)
+@pytest.mark.parametrize("stem", ["self_attn.o_proj", "mlp.experts.2.up_proj"])
+def test_scales_and_zeros_of_any_shape_name_the_weight(
+    tmp_path: Path, form: str, part: str, change_part: Callable[[Tensor], Tensor], stem: str
+) -> None:
+    """Values that are broadcast may be finite, and are another weight's."""
+    make_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "plain")
+    folder = published.publish(tmp_path / "plain", form, tmp_path)[0]
+    name = f"model.layers.0.{stem}"
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        like = tensors.get(f"{name}.{part}", tensors.get(f"{name}.weight_scale"))
+        assert like is not None
+        if part == "weight_zero_point":
+            like = torch.ones_like(like, dtype=torch.int8)
+        tensors[f"{name}.{part}"] = change_part(like).clone()
+
+    with pytest.raises(ModelError, match=rf"{name}\.weight: .* fit"):
+        load(change(folder, spoil))
+
+
 # -- what goes wrong on a reader's thread
 
 STEM = "model.layers.1.block_sparse_moe.experts.3"
@@ -139,6 +207,26 @@ def test_an_error_of_a_reader_names_the_weight_and_leaves_nothing_open(
     del found  # it holds what was open
     gc.collect()
     assert open_files() <= before
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("safe_open", RuntimeError("unable to open file: Too many open files (24)")),
+        ("safe_open", PermissionError(errno.EACCES, "Permission denied")),
+        ("RawFile", OSError(errno.EMFILE, "Too many open files")),
+    ],
+)
+def test_a_file_that_the_system_does_not_open_is_not_called_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    folder = made(tmp_path)
+    monkeypatch.setattr(checkpoint, where, refuse)
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be opened .*(files|denied)"):
+        load(folder)
 
 
 def test_whoever_interrupts_a_load_finds_nothing_open(

@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qllm.errors import ModelError
+from qllm.kernels.quantised import Quantised
 from qllm.models.folders import first_line
-from qllm.models.formats.layout import Format, Layout, Stored, Weight
+from qllm.models.formats.layout import Format, Layout, Stored, Weight, check_scales
 from qllm.models.raw_file import LARGE, Buffers, RawFile
 
 DTYPES = {
@@ -45,12 +46,13 @@ class _Shard:
     """A file that is open, mapped and to be read.
 
     Raises:
-        ModelError: It is truncated, or no safetensors file.
+        ModelError: It is truncated, or no safetensors file, or cannot be opened.
     """
 
     def __init__(self, path: Path, buffers: Buffers) -> None:
         self.mapped, self.places = _opened(path)
-        self._raw = RawFile(path, buffers, _small_in(self.places))
+        with _opening(path):
+            self._raw = RawFile(path, buffers, _small_in(self.places))
 
     def map(self, name: str) -> Tensor:
         """See `Shards.map`."""
@@ -70,7 +72,8 @@ class Shards:
     """Tensors of some files by name.
 
     Raises:
-        ModelError: A file is truncated, or no safetensors file.
+        ModelError: A file is truncated, or no safetensors file; or two have other values of a
+            tensor.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -80,6 +83,12 @@ class Shards:
         buffers = Buffers()
         for path in files:
             file = _Shard(path, buffers)
+            for name in file.places.keys() & self._files.keys():
+                if not torch.equal(_bytes_of(file.map(name)), _bytes_of(self.map(name))):
+                    raise ModelError(
+                        f"{name} is in two files, and {path} has other values of it; "
+                        "download the checkpoint again"
+                    )
             self._files.update(dict.fromkeys(file.places, file))
             self.stored.update({name: place[2] for name, place in file.places.items()})
 
@@ -90,6 +99,10 @@ class Shards:
     def read(self, name: str) -> Tensor:
         """One tensor in memory of its own."""
         return self._files[name].read(name)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -103,9 +116,21 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 def _opened(path: Path) -> tuple[Any, Places]:
     """A file that is mapped, its header and length checked, and where its tensors lie."""
-    try:
+    with _opening(path):
         return safe_open(path, framework="pt"), _places_in(path)
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Say in an error which file is no good, or why the system does not open it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's own where it maps a file
+        raise ModelError(
+            f"{path} cannot be opened ({first_line(error)}); see that it may be read, and that "
+            "the process may open a file more (ulimit -n)"
+        ) from error
+    except (SafetensorError, TypeError, ValueError) as error:
         text = str(error).strip().splitlines() or ["no message"]
         raise ModelError(
             f"{path} is truncated or no safetensors file ({text[0][:300]}); download it again"
@@ -149,13 +174,18 @@ def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, 
         The checkpoint, and what is stored of tensors that are no part of a quantised weight.
 
     Raises:
-        ModelError: Codes lack a tensor that belongs to them.
+        ModelError: Codes lack a tensor that belongs to them, or a weight is there twice.
     """
     tensors = shards.stored
     quantised: dict[str, Callable[[], Weight]] = {}
     claimed = {key for key in tensors if form.unused and key.endswith(form.unused)}
     try:
         for weight, layout, parts in form.weights(tensors):
+            if weight in quantised or (weight in tensors and weight not in parts.values()):
+                raise ModelError(
+                    f"{weight} is there twice, as {', '.join(parts.values())} and "
+                    "in another form; download the checkpoint again"
+                )
             quantised[weight] = partial(_read, name, weight, shards, layout, parts)
             claimed.update(parts.values())
     except ModelError as error:
@@ -186,8 +216,11 @@ def naming(weight: str) -> Iterator[None]:
 
 def _put_together(layout: Layout, names: Mapping[str, str], parts: Mapping[str, Tensor]) -> Weight:
     try:
-        return layout.read(parts)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        found = layout.read(parts)
+        if isinstance(found, Quantised):
+            check_scales(found)
+        return found
+    except (ArithmeticError, RuntimeError, ValueError, IndexError, TypeError) as error:
         shapes = ", ".join(f"{key} {tuple(parts[end].shape)}" for end, key in names.items())
         raise ModelError(
             f"{shapes} do not fit each other ({first_line(error)}); download it again"

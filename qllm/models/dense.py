@@ -15,12 +15,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 from qllm.errors import ModelError, pip_install
 from qllm.models.checkpoint import stored_tensors
 from qllm.models.folders import INDEX, first_line, read_json, weight_files
+from qllm.models.gguf_file import refuse_dropped
 from qllm.models.quantised import FLOATS, method_of
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _NOT_COPIED = ("config.json", INDEX, "hf_quant_config.json")
-_NOT_READ = (".rope.scaling.", ".attention.sliding_window")
-"""Metadata of a GGUF file that change what a model computes, and that transformers drops."""
 
 
 class Dense(Protocol):
@@ -119,11 +118,7 @@ class DenseGguf:
             raise ModelError(
                 f"{path} is truncated or no GGUF file ({first_line(error)}); download it again"
             ) from error
-        if dropped := sorted(key for key in reader.fields if any(x in key for x in _NOT_READ)):
-            raise ModelError(
-                f"{path}: {', '.join(dropped)} would be ignored, and the model wrong; convert its "
-                "original checkpoint instead"
-            )
+        refuse_dropped(path, reader.fields)
         self.config = _config(path.parent, gguf_file=path.name)
         self._architecture = str(reader.fields["general.architecture"].contents())
         self._stored = reader.tensors

@@ -163,14 +163,27 @@ def _missing(folder: Path, names: list[str]) -> str | None:
 
 
 def _listed(folder: Path) -> list[str]:
-    """The files that a folder's index names, or the one that needs none."""
+    """The one file that needs no index, which transformers prefers, or those that it names."""
     index = folder / INDEX
-    if not index.is_file():
+    if (folder / WEIGHTS).is_file() or not index.is_file():
         return [WEIGHTS]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map; download the index again")
-    return sorted({str(shard) for shard in weight_map.values()})
+    for tensor, shard in weight_map.items():
+        if not _is_inside(shard):
+            raise ModelError(
+                f"{index}: {tensor[:200]!r} is said to be in {str(shard)[:200]!r}; a shard is a "
+                "file in its folder, named without '..': download the index again"
+            )
+    return sorted(set(weight_map.values()))
+
+
+def _is_inside(shard: object) -> bool:
+    """Whether an entry of an index names a file in its folder, which may be a link to elsewhere."""
+    if not isinstance(shard, str) or not shard or "\0" in shard:
+        return False
+    return not os.path.isabs(shard) and ".." not in Path(shard).parts
 
 
 def read_json(path: Path) -> dict[str, Any]:

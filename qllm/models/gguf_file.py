@@ -5,7 +5,7 @@ read by `formats.gguf`. Stacks of experts get the name of each expert's weight i
 safetensors, so that they are loaded as those are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 from operator import mul
@@ -27,6 +27,8 @@ ARCHITECTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """`general.architecture` -> model type, of those that are read."""
 STACKS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 """Tensors `ffn_<key>_exps` -> what an expert's weight is called."""
+_DROPPED = (".rope.scaling.", ".attention.sliding_window")
+"""Metadata that change what a model computes, and that transformers drops."""
 _WIDTHS = {
     "ffn_gate_exps.weight": "moe_intermediate_size",
     "ffn_gate_shexp.weight": "shared_expert_intermediate_size",
@@ -47,7 +49,7 @@ def open_file(path: Path) -> GgufFile:
 
     Raises:
         ModelError: The package gguf is missing, the file is broken or a part of a model, or its
-            architecture or a type of its tensors is not read.
+            architecture, a type of its tensors or what changes its positions is not read.
     """
     try:
         from gguf import GGUFReader
@@ -76,6 +78,7 @@ def open_file(path: Path) -> GgufFile:
             f"{path} is a GGUF file of architecture {architecture!r}; read are "
             f"{', '.join(ARCHITECTURES)}: load the model's safetensors instead"
         )
+    refuse_dropped(path, reader.fields)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     known = (*blocks.READERS, *blocks.PLAIN)
     odd = {t.tensor_type.name for t in tensors.values() if t.tensor_type.name not in known}
@@ -86,6 +89,19 @@ def open_file(path: Path) -> GgufFile:
         )
     _refuse_overlaps(path, tensors)
     return GgufFile(path, architecture, tensors)
+
+
+def refuse_dropped(path: Path, keys: Iterable[str]) -> None:
+    """Refuse a file by the keys of its metadata, where one is dropped that matters.
+
+    Raises:
+        ModelError: Names them.
+    """
+    if dropped := sorted(key for key in keys if any(part in key for part in _DROPPED)):
+        raise ModelError(
+            f"{path}: {', '.join(dropped)} would be ignored, and the model wrong; take its "
+            "original checkpoint in safetensors instead"
+        )
 
 
 def _refuse_overlaps(path: Path, tensors: Mapping[str, Any]) -> None:
@@ -137,7 +153,7 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         model: Of its config, on the meta device.
 
     Raises:
-        ModelError: A tensor has no place in the model.
+        ModelError: A tensor has no place in the model, or another shape.
     """
     from transformers import modeling_gguf_pytorch_utils
 
@@ -161,9 +177,20 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
                     _read, raw, tensor, expert
                 )
         else:
-            into[target] = partial(_read, raw, tensor, None, tuple(shapes[target].shape))
+            shape = tuple(shapes[target].shape)
+            _refuse_shape(file.path, tensor, shape)
+            into[target] = partial(_read, raw, tensor, None, shape)
     kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
     return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
+
+
+def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
+    found = tuple(int(n) for n in reversed(tensor.shape))
+    if [n for n in found if n != 1] != [n for n in wanted if n != 1]:
+        raise ModelError(
+            f"{path}: the tensor {tensor.name} is {found}, and has to be {wanted} as the metadata "
+            "say; download it again"
+        )
 
 
 def _read(

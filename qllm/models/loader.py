@@ -22,15 +22,15 @@ from qllm.cores import no_collections
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
 from qllm.models.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
-from qllm.models.folders import GGUF, first_line, locate, read_json, weight_files
+from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
 from qllm.models.formats.layout import PLAIN, Stored
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.gguf_file import checkpoint_of, config_of, open_file
 from qllm.models.quantised import (
     format_of,
     method_of,
+    refuse_dtypes,
     refuse_integers,
-    refuse_narrow,
 )
 from qllm.models.streaming import stream
 from qllm.models.tokenizer import tokenizer_in
@@ -238,6 +238,12 @@ def _config(name: str, folder: Path, trust_remote_code: bool) -> PreTrainedConfi
         raise ModelError(
             f"config.json of model {name!r} is not usable: {first_line(error)}"
         ) from error
+    named = getattr(config, "transformers_weights", None)
+    if named is not None:
+        raise ModelError(
+            f"config.json of model {name!r} names its weights (transformers_weights={named!r}); "
+            f"read are {WEIGHTS} and what {INDEX} lists: rename them, and take that line out"
+        )
     known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     brought = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     _refuse_if_not_causal(name, config, known=known or brought)
@@ -286,6 +292,7 @@ def _pretrained(
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused by name below
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )
@@ -309,9 +316,9 @@ def _of_folder(
         if method is not None:
             form = format_of(name, method)
             checkpoint, rest = checkpoint_in(name, shards, form)
-            refuse_narrow(name, rest, f"no scales where {form.name} has them")
+            refuse_dtypes(name, rest, f"no scales where {form.name} has them")
             return _streamed(name, config, checkpoint, rest, dtype, device)
-        refuse_narrow(name, shards.stored, "no known quantization_config to scale them")
+        refuse_dtypes(name, shards.stored, "no known quantization_config to scale them")
         if rounding is not None and _is_known(config):
             checkpoint, rest = checkpoint_in(name, shards, PLAIN)
             return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
@@ -400,7 +407,14 @@ def _naming_weights(name: str) -> Iterator[None]:
 
 def _refuse_misfit(name: str, info: Mapping[str, Any]) -> None:
     """Refuse weights that transformers would make up, or leave out."""
-    for key in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+    if shapes := sorted(info.get("mismatched_keys") or ()):
+        weight, found, wanted = shapes[0]
+        raise ModelError(
+            f"checkpoint of model {name!r} does not fit its config: {len(shapes)} weights of "
+            f"another shape, first {weight}, which is {tuple(found)} and must be {tuple(wanted)}; "
+            "download it again"
+        )
+    for key in ("missing_keys", "unexpected_keys", "error_msgs"):
         wrong = sorted(map(str, info.get(key) or ()))
         if wrong:
             advice = "download it again"

@@ -18,7 +18,7 @@ from qllm.errors import ModelError
 from qllm.models.formats.compressed_tensors import compressed_tensors
 from qllm.models.formats.fp8 import fp8
 from qllm.models.formats.int32 import awq, gptq
-from qllm.models.formats.layout import Format, Settings, Stored
+from qllm.models.formats.layout import Format, Settings, Stored, check
 from qllm.models.formats.mxfp4 import mxfp4
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
@@ -31,8 +31,9 @@ FORMATS: dict[str, Callable[[Settings], Format]] = {
 """Methods of `quantization_config` that are read."""
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 """Dtypes that the drivers compute in."""
-_NARROW = ("F8", "F6", "F4")
-_INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+_NARROW = ("F8_", "F6_", "F4")
+_INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+_PLAIN = ("F32", "F16", "BF16")
 _LOAD_WHAT = "load float32, float16 or bfloat16 weights"
 _INV_FREQ = r"rotary_emb\.inv_freq|(^|\.)position_ids$"
 """Buffers that old checkpoints carry and transformers ignores for every family."""
@@ -52,17 +53,30 @@ def method_of(config: PreTrainedConfig, beside: Mapping[str, Any]) -> Method | N
     Args:
         config: Of the model.
         beside: Contents of hf_quant_config.json, which ModelOpt writes; empty without the file.
+
+    Raises:
+        ModelError: The file's contents are not as ModelOpt writes them.
     """
     for part in (config, config.get_text_config(decoder=True)):
         for name in ("quantization_config", "compression_config"):
             found = getattr(part, name, None)
             if found is not None:
                 return _method(found if isinstance(found, Mapping) else vars(found))
-    algorithm = dict(beside.get("quantization") or {}).get("quant_algo")
+    algorithm = _object_in(beside, "quantization").get("quant_algo")
     if algorithm is None:
         return None
-    producer = dict(beside.get("producer") or {}).get("name", "hf_quant_config.json")
+    producer = _object_in(beside, "producer").get("name", "hf_quant_config.json")
     return Method(f"{producer} {algorithm}")
+
+
+def _object_in(beside: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = beside.get(key)
+    check(
+        found is None or isinstance(found, Mapping),
+        f"hf_quant_config.json says {key}={str(found)[:200]!r}, which must be an object; download "
+        "it again, or delete it where no weight is quantised",
+    )
+    return found or {}
 
 
 def _method(settings: Mapping[str, Any]) -> Method:
@@ -100,13 +114,15 @@ def format_of(name: str, method: Method) -> Format:
         ) from error
 
 
-def refuse_narrow(name: str, tensors: Mapping[str, Stored], why: str) -> None:
-    """Refuse weights of 8 bits that nothing scales: transformers would cast them.
+def refuse_dtypes(name: str, tensors: Mapping[str, Stored], why: str) -> None:
+    """Refuse weights of 8 bits that nothing scales, and of dtypes that are not read.
+
+    transformers would cast them.
 
     Args:
         name: Of the model.
         tensors: Those that no format claims, by name.
-        why: What is missing.
+        why: What is missing beside those of 8 bits.
 
     Raises:
         ModelError: Names the first.
@@ -116,6 +132,12 @@ def refuse_narrow(name: str, tensors: Mapping[str, Stored], why: str) -> None:
         raise ModelError(
             f"checkpoint of model {name!r} has {len(narrow)} tensors of 8 bits or fewer and {why}, "
             f"first {narrow[0]} ({tensors[narrow[0]].dtype}); {_LOAD_WHAT}"
+        )
+    odd = sorted(k for k, found in tensors.items() if found.dtype not in _PLAIN + _INTEGERS)
+    if odd:
+        raise ModelError(
+            f"checkpoint of model {name!r} has {len(odd)} tensors of a dtype that is not read, "
+            f"first {odd[0]} ({tensors[odd[0]].dtype}); read are {', '.join(_PLAIN)}: convert them"
         )
 
 

@@ -132,7 +132,7 @@ def stream(
         rounding: Key of `ROUNDINGS`: plain weights of experts are rounded as they are read.
 
     Returns:
-        The model, transformers' account of missing and unexpected keys, and what became of the
+        The model, transformers' account of keys and shapes that do not fit, and what became of the
         quantised weights.
 
     Raises:
@@ -156,7 +156,8 @@ def stream(
     if keeps:
         room: Room = Weights if on_cpu else partial(DeviceWeights, device=device)
         kept.take(skeleton, checkpoint, places, rest, room, linears=on_cpu)
-    lazies = {name: _Lazy(read) for name, read in checkpoint.plain.items()}
+    plain = _without_empty_biases(skeleton, checkpoint)
+    lazies = {name: _Lazy(read) for name, read in plain.items()}
     lazies |= {
         name: _Lazy(partial(_expanded, name, read, name in turned)) for name, read in rest.items()
     }
@@ -167,6 +168,7 @@ def stream(
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
         quantization_config=_KeptConfig(kept.names()),
+        ignore_mismatched_sizes=True,  # whoever called refuses them by name
         output_loading_info=True,
     )
     kept.enter(skeleton, model, rounding, outcome)
@@ -266,6 +268,15 @@ def _round(
     with naming(name):
         weight = read()
         return rounding(weight.transpose(-1, -2) if turned else weight)
+
+
+def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Plain tensors but zeros that AutoGPTQ writes as biases of modules that have none."""
+    ends = {weight.removesuffix(".weight") + ".bias" for weight in checkpoint.quantised}
+    biases = ends & checkpoint.plain.keys()
+    spare = biases - targets_of(model, biases).keys()
+    read = checkpoint.plain.items()
+    return {name: one for name, one in read if name not in spare or bool(one().any())}
 
 
 def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:

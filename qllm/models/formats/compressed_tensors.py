@@ -22,6 +22,8 @@ from torch import Tensor
 from qllm.kernels.quantised import Quantised
 from qllm.models.formats.fp8 import FP8, per_output
 from qllm.models.formats.layout import (
+    SCALES,
+    WHOLE,
     Format,
     Layout,
     Parts,
@@ -92,10 +94,15 @@ def read_plain(parts: Parts, block: Block, sizes: Sizes) -> Quantised:
     in_blocks = block is not None and scale.numel() > 1 and scale.shape[0] != n
     scale = _per_group(scale, n, k, block, sizes)
     group = min(block[1], k) if block is not None and in_blocks else k // scale.shape[1]
+    zero = parts[ZERO].float() if ZERO in parts else torch.zeros(1)
+    zero = zero.reshape(()) if zero.numel() == 1 else zero
+    check(
+        zero.dim() == 0 or zero.shape == scale.shape,
+        f"weight_zero_point of shape {tuple(zero.shape)} does not fit {tuple(scale.shape)} scales",
+    )
     if codes.dtype is torch.int8:
-        return _int8(codes, scale, parts[ZERO].float() if ZERO in parts else 0, group)
-    zero = parts.get(ZERO)
-    check(zero is None or not bool(zero.float().any()), "FP8 weights with a zero point")
+        return _int8(codes, scale, zero, group)
+    check(not bool(zero.any()), "FP8 weights with a zero point")
     return Quantised("e4m3", codes, scale, None, group)
 
 
@@ -195,6 +202,7 @@ def compressed_tensors(settings: Settings) -> Format:
         needs=(SCALE, SHAPE, *zero, *order),
         may_have=(ZERO, ORDER),
         dtypes=("I32",),
+        other_dtypes={ZERO: ("I32", "I8"), ORDER: WHOLE, SHAPE: WHOLE},
         read=partial(read_packed, sizes=_sizes(settings)),
     )
     plain = Layout(
@@ -202,6 +210,7 @@ def compressed_tensors(settings: Settings) -> Format:
         needs=(SCALE, *zero),
         may_have=(ZERO,),
         dtypes=("I8", FP8),
+        other_dtypes={ZERO: ("I8", FP8, *SCALES)},
         read=partial(read_plain, block=_block(settings), sizes=_sizes(settings)),
     )
     return Format(

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import Format, Layout, Parts, Settings, cdiv, check
+from qllm.models.formats.layout import SCALES, Format, Layout, Parts, Settings, cdiv, check
 
 SCALE = "_scale_inv"
 FP8 = "F8_E4M3"
@@ -52,7 +52,12 @@ def fp8(settings: Settings) -> Format:
     check(block is None or min(block) > 0, f"weight_block_size={found!r} must be above 0")
     bits = 8 + (0 if block is None else 32 / block[1])
     layout = Layout(
-        codes="", needs=(SCALE,), dtypes=(FP8,), weight="", read=partial(read, block=block)
+        codes="",
+        needs=(SCALE,),
+        dtypes=(FP8,),
+        other_dtypes={SCALE: (*SCALES, "F8_E8M0", FP8)},
+        weight="",
+        read=partial(read, block=block),
     )
     return Format(
         name="fp8", layouts=(layout,), bits=bits, unused=("input_scale", "activation_scale")

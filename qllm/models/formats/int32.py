@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
 from qllm.models.formats.layout import (
+    WHOLE,
     Format,
     Layout,
     Parts,
@@ -111,6 +112,7 @@ def awq(settings: Settings) -> Format:
         needs=(".scales", *(zeros if has_zeros else ())),
         may_have=zeros,
         dtypes=("I32",),
+        other_dtypes={".qzeros": ("I32",)},
         read=partial(read_awq, group=group),
     )
     return Format(name="awq", layouts=(layout,), bits=_bits(4, group))
@@ -133,6 +135,7 @@ def gptq(settings: Settings) -> Format:
         needs=(".scales", ".qzeros", *(order if settings.get("desc_act") else ())),
         may_have=order,
         dtypes=("I32",),
+        other_dtypes={".qzeros": ("I32",), ".g_idx": WHOLE},
         read=partial(read_gptq, bits=bits, group=group, plus=VERSIONS[version]),
     )
     return Format(name="gptq", layouts=(layout,), bits=_bits(bits, group, centred))

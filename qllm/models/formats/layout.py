@@ -1,7 +1,7 @@
 """What a format says: which tensors of a checkpoint are one weight, and how they are read."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,10 @@ Settings = Mapping[str, Any]
 """The `quantization_config` of a checkpoint."""
 Parts = Mapping[str, Tensor]
 """The tensors of one weight, by the end of their names."""
+SCALES = ("F32", "F16", "BF16")
+"""Dtypes of scales, as safetensors spells them."""
+WHOLE = ("I32", "I64")
+"""Dtypes of what counts: shapes, and the group of each input."""
 Weight = Quantised | Tensor
 """A weight [n, k] or a stack [E, n, k] of them; bf16 where its codes have no group of inputs."""
 
@@ -37,6 +41,8 @@ class Layout:
     may_have: tuple[str, ...] = ()
     dtypes: tuple[str, ...]
     """Dtypes of the codes: a tensor of another dtype is a plain weight."""
+    other_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Dtypes of tensors that are no codes, by the end of their names; of the rest: SCALES."""
     weight: str = ".weight"
     """End of the name that the weight has where it is not quantised."""
     read: Callable[[Parts], Weight]
@@ -59,7 +65,7 @@ class Format:
         """Name, layout, and tensors by the end of their names, of every quantised weight.
 
         Raises:
-            ModelError: Codes lack a tensor that belongs to them.
+            ModelError: Codes lack a tensor that belongs to them, or it has another dtype.
         """
         for layout in self.layouts:
             ends = tuple(dict.fromkeys((layout.codes, *layout.needs, *layout.may_have)))
@@ -76,7 +82,20 @@ class Format:
                         f"{self.name} has beside it; download the checkpoint again"
                     )
                 parts = {end: stem + end for end in ends if stem + end in tensors}
+                self._check_dtypes(layout, parts, tensors)
                 yield stem + layout.weight, layout, parts
+
+    def _check_dtypes(
+        self, layout: Layout, parts: Mapping[str, str], tensors: Mapping[str, Stored]
+    ) -> None:
+        for end, name in parts.items():
+            found, allowed = tensors[name].dtype, layout.other_dtypes.get(end, SCALES)
+            if end != layout.codes:
+                check(
+                    found in allowed,
+                    f"{name} is {found}; {self.name} has {', '.join(allowed)} there: download the "
+                    "checkpoint again",
+                )
 
 
 PLAIN = Format(name="plain", layouts=(), bits=16)
@@ -102,6 +121,15 @@ def check_order(of_input: Tensor, k: int, groups: int) -> None:
         f"g_idx of shape {tuple(of_input.shape)} does not name one of {groups} groups for each "
         f"of {k} inputs",
     )
+
+
+def check_scales(weight: Quantised) -> None:
+    """Raise a ValueError unless every group of inputs has a scale, and an offset where any has."""
+    _, k = weight.shape
+    wanted = (*weight.codes.shape[:-1], cdiv(k, weight.group))
+    for found in (weight.scale_NG, weight.offset_NG):
+        if found is not None and found.shape != wanted:
+            raise ValueError(f"scales or zeros of shape {tuple(found.shape)} for {wanted} groups")
 
 
 def power_of_two(biased: Tensor) -> Tensor:

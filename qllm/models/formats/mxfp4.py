@@ -39,5 +39,12 @@ def read(parts: Parts) -> Quantised:
 
 def mxfp4(_: Settings) -> Format:
     """The format; it has no settings."""
-    layout = Layout(codes="_blocks", needs=("_scales",), dtypes=("U8",), weight="", read=read)
+    layout = Layout(
+        codes="_blocks",
+        needs=("_scales",),
+        dtypes=("U8",),
+        other_dtypes={"_scales": ("U8",)},
+        weight="",
+        read=read,
+    )
     return Format(name="mxfp4", layouts=(layout,), bits=4 + 16 / GROUP)
