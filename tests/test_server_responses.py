@@ -206,6 +206,19 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert all(len(x.top_logprobs) == 2 for x in part.logprobs)  # type: ignore[union-attr]
 
 
+def test_tokens_keep_their_spaces(
+    client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "clean_up_tokenization_spaces", True)
+    name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    monkeypatch.setattr(engine.tokenizer, name, True)
+    form = {"type": "json_schema", "name": "x", "schema": {"enum": [" ..."]}}
+    asked = {"include": ["message.output_text.logprobs"], "text": {"format": form}}
+    found = client.responses.create(**GREEDY, **asked)  # type: ignore[call-overload]
+    tokens = [x.token for x in found.output[0].content[0].logprobs]
+    assert "".join(tokens).startswith(found.output_text)
+
+
 def test_reasoning_is_an_item_and_has_a_budget(
     client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

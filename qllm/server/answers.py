@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from qllm.frontend.detokenizer import bytes_of, decoded
 from qllm.frontend.handle import Piece
 from qllm.names import token_hex
 from qllm.types import FinishReason, Logprobs, Priority
@@ -45,6 +46,8 @@ class Shown(NamedTuple):
 
     token: str
     logprob: float
+    data: bytes
+    """The token's bytes: a character may have those of several."""
 
 
 class Renderer(Protocol):
@@ -98,8 +101,8 @@ class Writer(ABC):
         """What is said of the tokens of each choice's prompt, if asked for."""
         self._shown_ids: set[int] = set()
         """Choices whose prompt's ids were shown."""
-        self._texts: dict[int, str] = {}
-        """Texts of single tokens that were shown before."""
+        self._texts: dict[int, tuple[str, bytes]] = {}
+        """Texts and bytes of single tokens that were shown before."""
         self.prompts: list[tuple[int, ...]] = []
         """Token ids of each choice's prompt, once it is served."""
 
@@ -123,20 +126,19 @@ class Writer(ABC):
 
     def shown(self, token_id: int, logprob: float) -> Shown:
         """A token as text. JSON has no -inf."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._text(token_id)
-        return Shown(text, max(logprob, LEAST_LOGPROB))
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self._text(token_id)
+        text, data = found
+        return Shown(text, max(logprob, LEAST_LOGPROB), data)
 
-    def _text(self, token_id: int) -> str:
+    def _text(self, token_id: int) -> tuple[str, bytes]:
         tokenizer = self._front.engine.tokenizer
         if tokenizer is None:
-            return f"token_id:{token_id}"
-        return str(
-            tokenizer.decode(
-                [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+            text = f"token_id:{token_id}"
+            return text, text.encode()
+        text = decoded(tokenizer, [token_id])
+        return text, bytes_of(tokenizer, token_id, text)
 
     def alternatives(self, token_id: int, logprobs: Logprobs) -> tuple[Shown, list[Shown]]:
         """The chosen token and the most likely ones."""

@@ -77,7 +77,7 @@ class ChatWriter(Writer):
 
 def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
     def one(x: Shown) -> dict[str, Any]:
-        return {"token": x.token, "logprob": x.logprob, "bytes": list(x.token.encode())}
+        return {"token": x.token, "logprob": x.logprob, "bytes": list(x.data)}
 
     return {**one(chosen), "top_logprobs": [one(x) for x in top]}
 
