@@ -336,7 +336,7 @@ def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
     assert found.status == "cancelled"
     until(lambda: engine.stats()["num_live"] == 0)
     assert client.responses.retrieve(begun.id).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+    with pytest.raises(openai.BadRequestError, match="is cancelled; go on from the response be"):
         client.responses.create(**GREEDY, previous_response_id=begun.id)
     plain = client.responses.create(**GREEDY)
     with pytest.raises(openai.BadRequestError, match="background=true"):

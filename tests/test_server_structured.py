@@ -140,6 +140,7 @@ def test_a_form_without_a_way_on_is_an_error_of_its_request_alone(served: Servin
     error = answer.json()["error"]
     assert error["code"] == "no_way_on"
     assert "its grammar allows no further token behind 1: it has no way on" in error["message"]
+    assert error["message"].endswith("; change it")
     lines = served.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
     last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
     assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "no_way_on")
