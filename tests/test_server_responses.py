@@ -235,10 +235,17 @@ def test_reasoning_is_an_item_and_has_a_budget(
     assert 5 <= thought <= 5 + end
     names = [x.type for x in client.responses.create(**how, stream=True, extra_body=extra)]
     assert "response.reasoning_text.delta" in names
-    chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], max_tokens=40,
-        extra_body={"thinking_token_budget": 5, "seed": 3, "ignore_eos": True},
-    ).choices[0].message  # fmt: skip
+    how_chat: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": ASKED["input"]}],
+        "max_tokens": 40,
+        "extra_body": {"thinking_token_budget": 5, "seed": 3, "ignore_eos": True},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**how_chat)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == thought
+    options = {"include_usage": True}
+    *_, last = client.chat.completions.create(**how_chat, stream=True, stream_options=options)
+    assert last.usage.completion_tokens_details.reasoning_tokens == thought
+    chat = whole.choices[0].message
     text = found.output[0].content[0].text  # type: ignore[union-attr,index]
     assert chat.reasoning_content == text  # type: ignore[attr-defined]
     body = {"model": "tiny", "max_tokens": 40, "messages": [{"role": "user", "content": "x"}]}

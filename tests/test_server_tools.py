@@ -202,7 +202,7 @@ def test_calls_and_their_results_go_back_into_the_template(
                     }
                 ]
             },
-            "arguments of a call of 'f' are no JSON",
+            "; if it was cut off, leave it out or go on from before it",
         ),
         (
             {

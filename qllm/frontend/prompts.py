@@ -381,6 +381,7 @@ def _flat_call(call: Any) -> Any:
         arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
-            f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
+            f"arguments of a call of {function['name']!r:.80} are no JSON: {error}; if it was cut "
+            "off, leave it out or go on from before it"
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}

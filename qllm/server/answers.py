@@ -128,17 +128,9 @@ class Writer(ABC):
         """A token as text. JSON has no -inf."""
         found = self._texts.get(token_id)
         if found is None:
-            found = self._texts[token_id] = self._text(token_id)
+            found = self._texts[token_id] = _text_of(self._front.engine.tokenizer, token_id)
         text, data = found
         return Shown(text, max(logprob, LEAST_LOGPROB), data)
-
-    def _text(self, token_id: int) -> tuple[str, bytes]:
-        tokenizer = self._front.engine.tokenizer
-        if tokenizer is None:
-            text = f"token_id:{token_id}"
-            return text, text.encode()
-        text = decoded(tokenizer, [token_id])
-        return text, bytes_of(tokenizer, token_id, text)
 
     def alternatives(self, token_id: int, logprobs: Logprobs) -> tuple[Shown, list[Shown]]:
         """The chosen token and the most likely ones."""
@@ -178,6 +170,10 @@ class Writer(ABC):
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice, before any text."""
         return None
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        """Tokens of the answer so far."""
+        return answer.usage()
 
     @abstractmethod
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -227,6 +223,15 @@ class Writer(ABC):
         """A choice at one go, from what `chunk` made of its pieces."""
 
 
+def _text_of(tokenizer: Any, token_id: int) -> tuple[str, bytes]:
+    """The text and the bytes of a token."""
+    if tokenizer is None:
+        text = f"token_id:{token_id}"
+        return text, text.encode()
+    text = decoded(tokenizer, [token_id])
+    return text, bytes_of(tokenizer, token_id, text)
+
+
 async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
     """Wait for all choices and return the body."""
     made: list[list[dict[str, Any]]] = [[] for _ in answer.handles]
@@ -240,7 +245,7 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
             said = writer.of_prompt(index) if writer.has_prompts_in_choices else {}
             choices[index] = {**whole, **ids, **said}
     body = writer.envelope(writer.kind, choices)
-    return {**body, "usage": answer.usage(), **writer.beside()}
+    return {**body, "usage": writer.usage(answer), **writer.beside()}
 
 
 def event(data: object) -> str:
@@ -275,7 +280,7 @@ async def _events(
         body = {**writer.envelope(writer.chunk_kind, choices), **beside}
         beside.clear()
         if options.continuous_usage_stats:
-            body["usage"] = answer.usage()
+            body["usage"] = writer.usage(answer)
         elif options.include_usage:
             body["usage"] = None
         return event(body)
@@ -292,7 +297,7 @@ async def _events(
         yield await writer.made(answer, shown, index, item)
     if options.include_usage:
         body = writer.envelope(writer.chunk_kind, [])
-        yield event({**body, "usage": answer.usage()})
+        yield event({**body, "usage": writer.usage(answer)})
     yield "data: [DONE]\n\n"
 
 
