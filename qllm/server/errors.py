@@ -108,6 +108,8 @@ class ApiError(HTTPException):
         retry_after_s: int | None = None,
     ) -> None:
         headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        if status == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
         super().__init__(status, message, headers)
         self.message = _sendable(message)
         self.param = None if param is None else _sendable(param)
