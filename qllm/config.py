@@ -291,6 +291,11 @@ class EngineConfig:
         return self.max_kv_tokens // self.block_size
 
     @property
+    def pool_tokens(self) -> int:
+        """Tokens of KV that the pool has room for: `max_kv_tokens` in whole blocks."""
+        return self.num_blocks * self.block_size
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page of the prefix cache."""
         return max(PAGE_SIZE, self.block_size)

@@ -218,7 +218,7 @@ class Matcher:
             from qllm.grammar_check import NOTHING
 
             text = (error or "none is in the vocabulary").removesuffix("<non-verbose/>").strip()
-            why = "it has no way on, and no end, there" if text == NOTHING else text
+            why = "it has no way on, and no end, there; change it" if text == NOTHING else text
             self._wrong = f"its grammar allows no further token behind {len(outputs)}: {why}"
         self._is_known = True
 

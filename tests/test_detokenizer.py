@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from qllm.errors import InvalidRequestError
-from qllm.frontend.detokenizer import MAX_WINDOW, Detokenizer
+from qllm.frontend.detokenizer import MAX_WINDOW, Detokenizer, bytes_of, decoded
 from qllm.types import SamplingParams
 
 CORPUS = [
@@ -103,6 +103,15 @@ def test_pieces_join_to_the_whole_text(text: str, size: int) -> None:
         assert stream(Detokenizer(tokenizer), ids, size) == decode(tokenizer, ids)
     ids = byte_level().encode(text, add_special_tokens=False)
     assert decode(byte_level(), ids) == text
+
+
+def test_the_bytes_of_tokens_join_to_the_text() -> None:
+    text = "日本é🎉�a"
+    for tokenizer in (byte_level(), sentencepiece_like()):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) > len(text)
+        found = b"".join(bytes_of(tokenizer, i, decoded(tokenizer, [i])) for i in ids)
+        assert found.decode().strip() == text
 
 
 @settings(deadline=None, max_examples=150)

@@ -54,6 +54,7 @@ def test_with_keys_only_their_owners_may(engine: QLLMEngine, tmp_path: Any) -> N
         for headers in ({}, *wrong, *({"Authorization": text} for text in others)):
             answer = served.post("/v1/completions", ASK, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
         for path in ("/v1/models", "/v1/files", "/v1/batches", "/ui/events", "/nothing"):
             assert served.get(path).status_code == 401
         for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json"):

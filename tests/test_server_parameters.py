@@ -173,6 +173,31 @@ def test_the_last_message_goes_on(served: Serving, engine: QLLMEngine) -> None:
     assert "needs add_generation_prompt=false" in wrong.json()["error"]["message"]
 
 
+def test_a_last_message_that_calls_tools_does_not_go_on(served: Serving) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    last = {"role": "assistant", "content": "It reads", "tool_calls": [call]}
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    wrong = served.post(CHATS, {"messages": [*CHAT, last], "max_tokens": 4, **how})
+    assert wrong.status_code == 400
+    assert "leave tool_calls out" in wrong.json()["error"]["message"]
+    no_calls = {**last, "tool_calls": []}
+    found = served.post(CHATS, {"messages": [*CHAT, no_calls], "max_tokens": 4, **how})
+    assert found.status_code == 200, found.text
+
+
+def test_a_character_of_several_tokens_has_their_bytes(served: Serving) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"const": "é🎉"}}
+    chat_form = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    body = {"messages": CHAT, "logprobs": True, "response_format": chat_form}
+    (choice,) = served.post(CHATS, body).json()["choices"]
+    asked = {"input": "a", "top_logprobs": 1, "text": {"format": form}}
+    (item,) = served.post("/v1/responses", asked).json()["output"]
+    for tokens in (choice["logprobs"]["content"], item["content"][0]["logprobs"]):
+        assert len(tokens) > len('"é🎉"')
+        joined = b"".join(bytes(token["bytes"]) for token in tokens)
+        assert joined.decode().startswith('"é🎉"')
+
+
 def test_a_chat_without_a_limit_is_not_cut_at_256(served: Serving) -> None:
     body = {"messages": CHAT, "ignore_eos": True, "temperature": 0}
     usage = served.post(CHATS, body).json()["usage"]

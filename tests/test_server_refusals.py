@@ -1,3 +1,4 @@
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -302,10 +303,21 @@ def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["tiny"]
 
 
+def test_a_packed_body_is_refused(served: Serving) -> None:
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    url = f"{served.url}/v1/completions"
+    refused = httpx.post(url, content=gzip.compress(b"{}"), headers=packed, timeout=60)
+    text = "the header Content-Encoding is 'gzip'; send the body plain"
+    assert (refused.status_code, refused.json()["error"]["message"]) == (415, text)
+
+
 def test_other_paths_and_methods(served: Serving) -> None:
     missing, wrong = served.get("/nothing"), served.get("/v1/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405)
     assert wrong.headers["allow"] == "POST"
+    both = httpx.put(f"{served.url}/v1/requests/a", timeout=60)
+    assert (both.status_code, both.headers["allow"]) == (405, "GET, PATCH")
+    assert both.json()["error"]["message"].endswith("use GET, PATCH")
     assert "GET /nothing" in missing.json()["error"]["message"]
     assert wrong.json()["error"]["message"] == "GET is not allowed at /v1/completions; use POST"
     empty = httpx.post(f"{served.url}/v1/messages", timeout=60).json()

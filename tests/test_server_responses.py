@@ -206,6 +206,19 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert all(len(x.top_logprobs) == 2 for x in part.logprobs)  # type: ignore[union-attr]
 
 
+def test_tokens_keep_their_spaces(
+    client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "clean_up_tokenization_spaces", True)
+    name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    monkeypatch.setattr(engine.tokenizer, name, True)
+    form = {"type": "json_schema", "name": "x", "schema": {"enum": [" ..."]}}
+    asked = {"include": ["message.output_text.logprobs"], "text": {"format": form}}
+    found = client.responses.create(**GREEDY, **asked)  # type: ignore[call-overload]
+    tokens = [x.token for x in found.output[0].content[0].logprobs]
+    assert "".join(tokens).startswith(found.output_text)
+
+
 def test_reasoning_is_an_item_and_has_a_budget(
     client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,10 +235,17 @@ def test_reasoning_is_an_item_and_has_a_budget(
     assert 5 <= thought <= 5 + end
     names = [x.type for x in client.responses.create(**how, stream=True, extra_body=extra)]
     assert "response.reasoning_text.delta" in names
-    chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], max_tokens=40,
-        extra_body={"thinking_token_budget": 5, "seed": 3, "ignore_eos": True},
-    ).choices[0].message  # fmt: skip
+    how_chat: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": ASKED["input"]}],
+        "max_tokens": 40,
+        "extra_body": {"thinking_token_budget": 5, "seed": 3, "ignore_eos": True},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**how_chat)
+    assert whole.usage.completion_tokens_details.reasoning_tokens == thought
+    options = {"include_usage": True}
+    *_, last = client.chat.completions.create(**how_chat, stream=True, stream_options=options)
+    assert last.usage.completion_tokens_details.reasoning_tokens == thought
+    chat = whole.choices[0].message
     text = found.output[0].content[0].text  # type: ignore[union-attr,index]
     assert chat.reasoning_content == text  # type: ignore[attr-defined]
     body = {"model": "tiny", "max_tokens": 40, "messages": [{"role": "user", "content": "x"}]}
@@ -323,7 +343,7 @@ def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
     assert found.status == "cancelled"
     until(lambda: engine.stats()["num_live"] == 0)
     assert client.responses.retrieve(begun.id).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="is cancelled"):
+    with pytest.raises(openai.BadRequestError, match="is cancelled; go on from the response be"):
         client.responses.create(**GREEDY, previous_response_id=begun.id)
     plain = client.responses.create(**GREEDY)
     with pytest.raises(openai.BadRequestError, match="background=true"):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import httpx
 import pytest
 from pydantic import BaseModel, Field
 from serving import Serving, serving, tiny_engine
@@ -133,6 +134,33 @@ def test_refusals(served: Serving, asked: dict[str, Any], says: str, param: str 
     assert param is None or error["param"] == param
 
 
+def test_one_call_at_most_where_calls_are_not_parallel(served: Serving) -> None:
+    """The form stands for a model that makes two calls though it may make none."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
+    form = {"choice": [f"{call % 1}\n{call % 2}"]}
+    tool = {"type": "function", "function": {"name": "f"}}
+    for stream in (False, True):
+        asked = {"structured_outputs": form, "tools": [tool], "stream": stream}
+        both = calls_of(chat(served, **asked))
+        assert both == ['{"x": 1}', '{"x": 2}']
+        assert calls_of(chat(served, **asked, parallel_tool_calls=False)) == ['{"x": 1}']
+
+
+def calls_of(answer: httpx.Response) -> list[str]:
+    """The arguments of the calls in a body, or in the events of a stream."""
+    lines = [x.removeprefix("data: ") for x in answer.text.split("\n\n")]
+    bodies = [json.loads(x) for x in lines if x and x != "[DONE]"]
+    choices = [x for body in bodies for x in body["choices"]]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    found: dict[int, str] = {}
+    for choice in choices:
+        said = choice.get("message") or choice["delta"]
+        for n, part in enumerate(said.get("tool_calls", ())):
+            index = part.get("index", n)
+            found[index] = found.get(index, "") + part["function"]["arguments"]
+    return [found[index] for index in sorted(found)]
+
+
 def test_a_form_without_a_way_on_is_an_error_of_its_request_alone(served: Serving) -> None:
     body = {"prompt": "x", "max_tokens": 8, "guided_grammar": DEAD_END}
     answer = served.post("/v1/completions", body)
@@ -140,6 +168,7 @@ def test_a_form_without_a_way_on_is_an_error_of_its_request_alone(served: Servin
     error = answer.json()["error"]
     assert error["code"] == "no_way_on"
     assert "its grammar allows no further token behind 1: it has no way on" in error["message"]
+    assert error["message"].endswith("; change it")
     lines = served.post("/v1/completions", {**body, "stream": True}).text.split("\n\n")
     last = json.loads([line for line in lines if line][-1].removeprefix("data: "))
     assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "no_way_on")

@@ -202,7 +202,7 @@ def test_calls_and_their_results_go_back_into_the_template(
                     }
                 ]
             },
-            "arguments of a call of 'f' are no JSON",
+            "; if it was cut off, leave it out or go on from before it",
         ),
         (
             {
@@ -216,6 +216,7 @@ def test_calls_and_their_results_go_back_into_the_template(
             "arguments of a call of 'f' are no JSON: maximum recursion depth",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "an entry of tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "must be a list of calls"),
     ],
 )
 def test_refusals(served: Serving, more: dict[str, Any], says: str) -> None:

@@ -212,7 +212,7 @@ class LoadedRunner:
     @property
     def max_total_tokens(self) -> int:
         """Longest request, prompt and answer."""
-        return self.info.shape.longest(self.config.max_kv_tokens)
+        return self.info.shape.longest(self.config.pool_tokens)
 
     def run(self, serve: Callable[[], object]) -> BaseException | None:
         """Serve on this thread until the loop is closed; return what it crashed with."""
@@ -442,7 +442,7 @@ class EngineCore(LoadedRunner):
 
 
 def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
-    if shape.state_tokens and shape.longest(config.num_blocks * config.block_size) < 2:
+    if shape.state_tokens and shape.longest(config.pool_tokens) < 2:
         least = shape.state_tokens + config.block_size + 1
         raise ConfigError(
             f"max_kv_tokens={config.max_kv_tokens} has no room for one request: layers carry a "

@@ -97,6 +97,11 @@ def slo_of(value: Any, default: Slo) -> Slo:
     return Slo(*(d if t is None else t for t, d in zip(value, default, strict=True)))
 
 
+def longest(config: EngineConfig, shape: ModelShape) -> int:
+    """Tokens of the longest sequence, prompt and answer, that an engine serves."""
+    return shape.longest(config.pool_tokens)
+
+
 def most_tokens(
     num_prompt_tokens: int, max_tokens: Any, config: EngineConfig, shape: ModelShape
 ) -> int:
@@ -113,11 +118,8 @@ def most_tokens(
         InvalidRequestError: It is no integer >= 1.
         ContextLengthError: Prompt and answer do not fit.
     """
-    limits = {
-        "max_kv_tokens": config.num_blocks * config.block_size - shape.state_tokens,
-        "the model's longest sequence": shape.max_position,
-    }
-    name, most = min(limits.items(), key=lambda item: item[1])
+    most = longest(config, shape)
+    name = "the model's longest sequence" if most == shape.max_position else "max_kv_tokens"
     if num_prompt_tokens >= most:
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens; with at least one to produce it must "

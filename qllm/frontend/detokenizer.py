@@ -4,8 +4,9 @@ What was handed out is never taken back. So two things wait: characters whose by
 there (a decoder shows U+FFFD for them), and text that may turn out to begin a stop string.
 """
 
+import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from qllm.errors import InvariantError
 from qllm.types import SamplingParams
@@ -31,6 +32,44 @@ class Tokenizer(Protocol):
         clean_up_tokenization_spaces: bool,
     ) -> str | list[str]:
         """Return the text of `token_ids`."""
+
+
+def decoded(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """The text of ids that are all there: special tokens are in it, spaces stay as they are."""
+    return str(
+        tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
+
+
+def _byte_characters() -> dict[str, int]:
+    """The bytes by the characters that byte-level tokens write for them, as GPT-2 has it."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(x): x for x in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTES = _byte_characters()
+
+
+def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
+    """The UTF-8 of a token, also of one that is only a part of a character.
+
+    Args:
+        tokenizer: Byte-level, or with byte fallback (`<0xE2>`); of others `text` is all there is.
+        token_id: The token.
+        text: What it is decoded to alone.
+    """
+    if INCOMPLETE in text:
+        token = tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(token, bytes):
+            return token
+        if (single := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
+            return bytes([int(single[1], 16)])
+        if all(character in BYTES for character in token):
+            return bytes(BYTES[character] for character in token)
+    return text.encode()
 
 
 class Detokenizer:

@@ -22,6 +22,7 @@ from qllm.errors import (
 )
 from qllm.frontend.checks import (
     check_timeout,
+    longest,
     most_tokens,
     priority_class,
     salt_digest,
@@ -72,8 +73,7 @@ class Engine:
     @property
     def most(self) -> int:
         """Most tokens of a prompt."""
-        kv = self.config.num_blocks * self.config.block_size
-        return self.client.info.shape.longest(kv) - 1
+        return longest(self.config, self.client.info.shape) - 1
 
 
 class GrowingPrompt:

@@ -9,6 +9,7 @@ from typing import Any
 
 from qllm.errors import InvalidRequestError, check_text, shown
 from qllm.frontend.checks import is_int
+from qllm.frontend.detokenizer import decoded
 from qllm.grammar import Vocabulary
 from qllm.models.tokenizer import ids_of
 from qllm.names import new_seed
@@ -267,6 +268,8 @@ def render_chat(
     messages = [flat_message(x) if isinstance(x, Mapping) else x for x in messages]
     for message in messages:
         _check_message(message)
+    if continue_final_message:
+        _check_last(messages)
     if _needed(tokenizer).chat_template is None:
         raise InvalidRequestError(
             "the model's tokenizer has no chat template; pass a string or token ids"
@@ -305,8 +308,7 @@ def template_head(
     """
     marked = [*messages[:-1], {**messages[-1], "content": MARK}]
     rendered = render_chat(marked, tokenizer, **(options or {}))
-    text = tokenizer.decode(rendered, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(text).partition(MARK)[0]
+    return decoded(tokenizer, rendered).partition(MARK)[0]
 
 
 def _check_message(message: Any) -> None:
@@ -318,6 +320,15 @@ def _check_message(message: Any) -> None:
         raise InvalidRequestError(
             f"message {shown(message):.80} must have a string as role, and a string or a list "
             "of parts as content"
+        )
+
+
+def _check_last(messages: Sequence[Any]) -> None:
+    """Refuse what the template would render behind the text that an answer goes on with."""
+    if messages and messages[-1].get("tool_calls"):
+        raise InvalidRequestError(
+            "continue_final_message goes on with the text of the last message, which calls tools "
+            "behind it; leave tool_calls out, or append their results and begin a new answer"
         )
 
 
@@ -337,7 +348,9 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
         message = {**message, "content": ""}
     if "tool_calls" in message and not calls:  # templates ask whether it is there
         message = {name: x for name, x in message.items() if name != "tool_calls"}
-    elif isinstance(calls, list):
+    elif calls:
+        if not isinstance(calls, list):
+            raise InvalidRequestError(f"tool_calls={shown(calls):.80} must be a list of calls")
         message = {**message, "tool_calls": [_flat_call(call) for call in calls]}
     return {**message, "content": _joined(content)} if isinstance(content, list) else message
 
@@ -368,6 +381,7 @@ def _flat_call(call: Any) -> Any:
         arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
-            f"arguments of a call of {function['name']!r:.80} are no JSON: {error}"
+            f"arguments of a call of {function['name']!r:.80} are no JSON: {error}; if it was cut "
+            "off, leave it out or go on from before it"
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from qllm.frontend.detokenizer import bytes_of, decoded
 from qllm.frontend.handle import Piece
 from qllm.names import token_hex
 from qllm.types import FinishReason, Logprobs, Priority
@@ -45,6 +46,8 @@ class Shown(NamedTuple):
 
     token: str
     logprob: float
+    data: bytes
+    """The token's bytes: a character may have those of several."""
 
 
 class Renderer(Protocol):
@@ -98,8 +101,8 @@ class Writer(ABC):
         """What is said of the tokens of each choice's prompt, if asked for."""
         self._shown_ids: set[int] = set()
         """Choices whose prompt's ids were shown."""
-        self._texts: dict[int, str] = {}
-        """Texts of single tokens that were shown before."""
+        self._texts: dict[int, tuple[str, bytes]] = {}
+        """Texts and bytes of single tokens that were shown before."""
         self.prompts: list[tuple[int, ...]] = []
         """Token ids of each choice's prompt, once it is served."""
 
@@ -123,20 +126,11 @@ class Writer(ABC):
 
     def shown(self, token_id: int, logprob: float) -> Shown:
         """A token as text. JSON has no -inf."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._text(token_id)
-        return Shown(text, max(logprob, LEAST_LOGPROB))
-
-    def _text(self, token_id: int) -> str:
-        tokenizer = self._front.engine.tokenizer
-        if tokenizer is None:
-            return f"token_id:{token_id}"
-        return str(
-            tokenizer.decode(
-                [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = _text_of(self._front.engine.tokenizer, token_id)
+        text, data = found
+        return Shown(text, max(logprob, LEAST_LOGPROB), data)
 
     def alternatives(self, token_id: int, logprobs: Logprobs) -> tuple[Shown, list[Shown]]:
         """The chosen token and the most likely ones."""
@@ -176,6 +170,10 @@ class Writer(ABC):
     def opening(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice, before any text."""
         return None
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        """Tokens of the answer so far."""
+        return answer.usage()
 
     @abstractmethod
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -225,6 +223,15 @@ class Writer(ABC):
         """A choice at one go, from what `chunk` made of its pieces."""
 
 
+def _text_of(tokenizer: Any, token_id: int) -> tuple[str, bytes]:
+    """The text and the bytes of a token."""
+    if tokenizer is None:
+        text = f"token_id:{token_id}"
+        return text, text.encode()
+    text = decoded(tokenizer, [token_id])
+    return text, bytes_of(tokenizer, token_id, text)
+
+
 async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
     """Wait for all choices and return the body."""
     made: list[list[dict[str, Any]]] = [[] for _ in answer.handles]
@@ -238,7 +245,7 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
             said = writer.of_prompt(index) if writer.has_prompts_in_choices else {}
             choices[index] = {**whole, **ids, **said}
     body = writer.envelope(writer.kind, choices)
-    return {**body, "usage": answer.usage(), **writer.beside()}
+    return {**body, "usage": writer.usage(answer), **writer.beside()}
 
 
 def event(data: object) -> str:
@@ -273,7 +280,7 @@ async def _events(
         body = {**writer.envelope(writer.chunk_kind, choices), **beside}
         beside.clear()
         if options.continuous_usage_stats:
-            body["usage"] = answer.usage()
+            body["usage"] = writer.usage(answer)
         elif options.include_usage:
             body["usage"] = None
         return event(body)
@@ -290,7 +297,7 @@ async def _events(
         yield await writer.made(answer, shown, index, item)
     if options.include_usage:
         body = writer.envelope(writer.chunk_kind, [])
-        yield event({**body, "usage": answer.usage()})
+        yield event({**body, "usage": writer.usage(answer)})
     yield "data: [DONE]\n\n"
 
 

@@ -33,10 +33,15 @@ Delta = dict[str, Any]
 class Reader(Protocol):
     """Finds reasoning and calls in an answer."""
 
-    num_calls: int
-    """Found so far."""
-    num_reasoning_tokens: int
-    """Tokens of reasoning so far."""
+    @property
+    def num_calls(self) -> int:
+        """Found so far."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        ...
 
     @property
     def is_in_call(self) -> bool:
@@ -332,6 +337,43 @@ class HarmonyReader:
         return delta
 
 
+class FirstCallReader:
+    """Leaves out all calls but the first, where a request allows one at most.
+
+    Args:
+        reader: Finds them all.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @property
+    def num_calls(self) -> int:
+        return min(self._reader.num_calls, 1)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._reader.is_in_call and self._reader.num_calls == 1
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        return self._without_others(self._reader.push(text, token_ids, ends))
+
+    def finish(self) -> Delta:
+        return self._without_others(self._reader.finish())
+
+    @staticmethod
+    def _without_others(delta: Delta) -> Delta:
+        if "tool_calls" not in delta:
+            return delta
+        first = [part for part in delta["tool_calls"] if part["index"] == 0]
+        found = {**delta, "tool_calls": first}  # in the same order
+        return {name: value for name, value in found.items() if value}
+
+
 def _call(index: int, name: str, arguments: Any) -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": name, "arguments": text}
@@ -354,6 +396,12 @@ def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form:
         choice: What may be called.
         has_form: Whether a grammar holds the answer, from its first token or behind its reasoning.
     """
+    reader = _reader_of_all(tokenizer, prompt, choice, has_form)
+    return FirstCallReader(reader) if choice.tools and not choice.parallel else reader
+
+
+def _reader_of_all(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
+    """A reader that finds all calls, however many may be; arguments are those of `make_reader`."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if not has_form and (marks := marks_of(tokenizer)):
         return HarmonyReader(Harmony(tokenizer, marks, prompt))

@@ -13,6 +13,7 @@ from .ask import Ask, Sends, check_alone
 from .calls import Reader, make_reader, merged
 from .errors import RESPONSES
 from .front import Front
+from .open_answer import Answer
 from .protocol import ChatRequest
 
 ENDPOINT = "/v1/chat/completions"
@@ -38,6 +39,10 @@ class ChatWriter(Writer):
             tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
             self._readers[index] = make_reader(tokenizer, prompt, choice, has_form)
         return self._readers[index]
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        thought = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        return {**answer.usage(), "completion_tokens_details": {"reasoning_tokens": thought}}
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -77,7 +82,7 @@ class ChatWriter(Writer):
 
 def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
     def one(x: Shown) -> dict[str, Any]:
-        return {"token": x.token, "logprob": x.logprob, "bytes": list(x.token.encode())}
+        return {"token": x.token, "logprob": x.logprob, "bytes": list(x.data)}
 
     return {**one(chosen), "top_logprobs": [one(x) for x in top]}
 

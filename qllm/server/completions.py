@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
+from qllm.frontend.detokenizer import decoded
 from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, PromptLogprobs
 
@@ -48,11 +49,7 @@ class CompletionWriter(Writer):
             return prompt
         if (tokenizer := self._front.engine.tokenizer) is None:
             return ""
-        return str(
-            tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decoded(tokenizer, ids)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = "" if self._waits_for_prompt else self._echo(index)

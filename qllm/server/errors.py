@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Match
 
 from qllm.errors import (
     ContextLengthError,
@@ -21,6 +22,8 @@ from qllm.errors import (
 
 ANTHROPIC = "/v1/messages"
 """The routes below have the errors of another API."""
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+"""Methods of HTTP that routes have."""
 RETRY_AFTER_S = 1
 """What a client is told to wait when a queue is full."""
 
@@ -105,6 +108,8 @@ class ApiError(HTTPException):
         retry_after_s: int | None = None,
     ) -> None:
         headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        if status == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
         super().__init__(status, message, headers)
         self.message = _sendable(message)
         self.param = None if param is None else _sendable(param)
@@ -233,6 +238,22 @@ def _no_json(request: Request, error: RequestValidationError) -> ApiError | None
     return None
 
 
+def _wrong_method(request: Request) -> ApiError:
+    """That a path has no such method, with all that it has: its routes know only of their own."""
+    asked = [{**request.scope, "method": method} for method in METHODS]
+    here = {
+        scope["method"]
+        for route in request.app.routes
+        for scope in asked
+        if route.matches(scope)[0] is Match.FULL
+    }
+    allowed = ", ".join(sorted(here)) or "another method"
+    text = f"{request.method} is not allowed at {request.url.path}; use {allowed}"
+    found = ApiError(405, text)
+    found.headers = {"Allow": allowed}
+    return found
+
+
 def from_request(request: Request, error: RequestValidationError) -> ApiError:
     """What FastAPI, or `bodies.read`, found wrong with a request as an answer."""
     first = error.errors()[0]
@@ -277,8 +298,7 @@ def install(app: FastAPI) -> None:
             if request.url.path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
                 text += " (what is kept needs --state-dir)"
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "another method")
-            text = f"{request.method} is not allowed at {request.url.path}; use {allowed}"
+            return _wrong_method(request).response(request.url.path)
         wrapped = ApiError(error.status_code, text)
         wrapped.headers = error.headers
         return wrapped.response(request.url.path)

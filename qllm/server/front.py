@@ -13,7 +13,7 @@ from qllm.errors import (
     QllmError,
     RequestFailedError,
 )
-from qllm.frontend.checks import FIT
+from qllm.frontend.checks import FIT, longest
 from qllm.frontend.handle import Handle, Listener, Result
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
@@ -289,8 +289,7 @@ class Front:
     @property
     def max_model_len(self) -> int:
         """Most tokens of a prompt and its answer."""
-        config = self.engine.config
-        return self.engine.client.info.shape.longest(config.num_blocks * config.block_size)
+        return longest(self.engine.config, self.engine.client.info.shape)
 
     def _cut(self, engine: QLLMEngine, ask: Ask, prompt: Any) -> Any:
         if ask.truncate is None:

@@ -228,6 +228,7 @@ class Guard:
             exchange.caller = "" if caller == ANYBODY else caller
             most = self._most_bytes(path)
             self._check_length(header(scope, "content-length"), most)
+            _check_encoding(header(scope, "content-encoding"))
             if scope["method"] in ("POST", "PUT"):
                 self._limits.enter(caller)
                 counted = True
@@ -283,6 +284,11 @@ class Guard:
             return message
 
         return limited
+
+
+def _check_encoding(text: str | None) -> None:
+    if text is not None and text.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"the header Content-Encoding is {text!r:.80}; send the body plain")
 
 
 def _authorization(scope: Scope) -> str:

@@ -112,7 +112,9 @@ class ResponseStore:
             text = f"response {rows[0]['previous']!r}, with which the conversation began, is gone"
             raise ApiError(400, text, param=field, code=code)
         if rows[-1]["status"] not in ("completed", "incomplete"):
-            text = f"response {response_id!r} is {rows[-1]['status']}; go on when it is completed"
+            status = rows[-1]["status"]
+            how = "when it has ended" if status in UNFINISHED else "from the response before it"
+            text = f"response {response_id!r} is {status}; go on {how}"
             raise ApiError(400, text, param=field)
         found: list[Row] = []
         for row in rows:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import count
 from typing import Any
 
+from qllm.frontend.detokenizer import bytes_of, decoded
 from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Priority
 
@@ -149,8 +150,9 @@ class ResponseWriter:
         tokenizer = self._front.engine.tokenizer
 
         def shown(token_id: int, logprob: float) -> dict[str, Any]:
-            token = str(tokenizer.decode([token_id], skip_special_tokens=False))
-            return {"token": token, "bytes": list(token.encode()), "logprob": max(logprob, -9999.0)}
+            token = decoded(tokenizer, [token_id])
+            data = bytes_of(tokenizer, token_id, token)
+            return {"token": token, "bytes": list(data), "logprob": max(logprob, -9999.0)}
 
         for token_id, logprobs in zip(piece.token_ids, piece.logprobs, strict=True):
             top = [shown(*alternative) for alternative in logprobs.top]

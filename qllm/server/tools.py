@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
 from qllm.errors import InvalidRequestError
+from qllm.frontend.detokenizer import decoded
 from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.types import Priority
 
@@ -67,9 +68,7 @@ def text_of(front: Front, tokens: list[int]) -> str:
     wrong = next((i for i in tokens if not 0 <= i < len(tokenizer)), None)
     if wrong is not None:
         raise InvalidRequestError(f"token id {wrong} must be in [0, {len(tokenizer)})")
-    return str(
-        tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    return decoded(tokenizer, tokens)
 
 
 def card(front: Front, name: str, started: int) -> dict[str, Any]:

@@ -121,8 +121,7 @@ class SimulatedEngine:
     def fits(self, spec: RequestSpec) -> bool:
         """Whether the engine could hold a request; it refuses others in `submit`."""
         total = spec.longest_prompt + spec.max_tokens
-        room = self._config.num_blocks * self._config.block_size
-        return total <= self.runner.shape.longest(room)
+        return total <= self.runner.shape.longest(self._config.pool_tokens)
 
     def submit(
         self, spec: RequestSpec, at_ns: int, request_id: RequestId | None = None
