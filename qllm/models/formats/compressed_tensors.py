@@ -94,7 +94,7 @@ def read_plain(parts: Parts, block: Block, sizes: Sizes) -> Quantised:
     in_blocks = block is not None and scale.numel() > 1 and scale.shape[0] != n
     scale = _per_group(scale, n, k, block, sizes)
     group = min(block[1], k) if block is not None and in_blocks else k // scale.shape[1]
-    zero = parts[ZERO].float() if ZERO in parts else torch.zeros(1)
+    zero = parts[ZERO].float() if ZERO in parts else torch.zeros(1, dtype=torch.float32)
     zero = zero.reshape(()) if zero.numel() == 1 else zero
     check(
         zero.dim() == 0 or zero.shape == scale.shape,
