@@ -71,10 +71,10 @@ class Tally:
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of server-sent events."""
+    """The data of server-sent events; comments of a stream that waits are none."""
     async for line in content:
         text = line.decode().strip()
-        if text:
+        if text.startswith("data: "):
             yield text.removeprefix("data: ")
 
 

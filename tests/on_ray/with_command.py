@@ -83,7 +83,7 @@ def test_it_serves_until_it_is_told_to_end(command: list[str], port: int, said: 
             rest = [line for line in lines if line] if said else []  # Ray's command does not wait
         if said:
             assert rest.pop() == "data: [DONE]"
-            ends = [json.loads(line.removeprefix("data: ")) for line in rest]
+            ends = [json.loads(line.removeprefix("data: ")) for line in rest if line[0] != ":"]
             assert [end["choices"][0]["finish_reason"] for end in ends][-1] == "length"
         assert process.wait() == 0, "".join(heard)
         reader.join()
