@@ -214,7 +214,8 @@ def test_tokens_keep_their_spaces(
     monkeypatch.setattr(engine.tokenizer, name, True)
     form = {"type": "json_schema", "name": "x", "schema": {"enum": [" ..."]}}
     asked = {"include": ["message.output_text.logprobs"], "text": {"format": form}}
-    found = client.responses.create(**GREEDY, **asked)  # type: ignore[call-overload]
+    how: dict[str, Any] = {**GREEDY, **asked}
+    found = client.responses.create(**how)
     tokens = [x.token for x in found.output[0].content[0].logprobs]
     assert "".join(tokens).startswith(found.output_text)
 

@@ -13,13 +13,7 @@ from serving import Serving, serving, tiny_engine
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.calls import (
-    HermesReader,
-    PlainReader,
-    TemplateReader,
-    make_reader,
-    merged,
-)
+from qllm.server.calls import HermesReader, PlainReader, TemplateReader, make_reader, merged
 from qllm.server.tool_choice import Choice
 
 CHAT: list[Any] = [{"role": "user", "content": "What is the weather in Bonn?"}]
@@ -198,11 +192,12 @@ def test_calls_and_their_results_go_back_into_the_template(
                 "messages": [
                     {
                         "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}],
                     }
                 ]
             },
-            "; if it was cut off, leave it out or go on from before it",
+            "arguments of a call of 'f' are no JSON: Expecting value: line 1 column 7 (char 6); "
+            "if it was cut off, leave it out or go on from before it",
         ),
         (
             {
