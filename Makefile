@@ -32,7 +32,7 @@ test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`; installs lm
 	scripts/test -m talk -n 0
 
 test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest -W default tests/on_ray/with_*.py $(ARGS)  # Ray itself warns
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest -W default tests/outside/on_ray/with_*.py $(ARGS)  # Ray itself warns
 
 check: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready
 	scripts/check
@@ -105,10 +105,10 @@ $(READY): $(BASE) locks/dev.txt
 	@touch $@
 
 # Clients of the server, apart: what they need (uvloop, sanic) would change what ours runs on.
-$(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
+$(CLIENTS)/.ready: $(READY) tests/outside/clients/requirements.txt
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
-	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/clients/requirements.txt
+	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/outside/clients/requirements.txt
 	@touch $@
 
 # Ray, apart: it brings uvloop, which the server would run on then.
@@ -119,11 +119,11 @@ $(RAY)/.ready: $(READY) locks/ray.txt
 	@touch $@
 
 # Linters and schemas for deploy/, apart: nothing of ours runs on them.
-$(LINTERS)/.ready: $(READY) tests/deploy/requirements.txt
+$(LINTERS)/.ready: $(READY) tests/outside/deploy/requirements.txt
 	.venv/bin/python -m venv $(LINTERS)
-	$(LINTERS)/bin/python $(INSTALL) --requirement tests/deploy/requirements.txt
+	$(LINTERS)/bin/python $(INSTALL) --requirement tests/outside/deploy/requirements.txt
 	@touch $@
 
 # Where nothing can be fetched, the tests of the page in a browser are skipped and say so.
-$(BROWSER)/.ready: $(READY) scripts/browser $(wildcard tests/browser/*)
+$(BROWSER)/.ready: $(READY) scripts/browser $(wildcard tests/outside/browser/*)
 	scripts/browser && touch $@ || echo "no browser: the tests of the live page in one are skipped"

@@ -9,7 +9,6 @@ though cuBLAS may divide it. The last line of stdout is one JSON document.
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ if __name__ == "__main__" or not torch.cuda.is_available():
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from bench.common import ROOT
 from qllm.cuda.backend import cuda_runner
 from qllm.cuda.layers import DeviceLayers
 from qllm.plan import NO_CUTS, NO_STOP, Plan, Row
@@ -130,9 +128,8 @@ def of_layers(model: Any, num_rows: int = 2) -> list[Counter[str]]:
 
 def main() -> None:
     """Count for every family."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import interpret  # noqa: F401 - mends the interpreter
-    from families import FAMILIES, make_model
+    from tests.support import interpret  # noqa: F401 - mends the interpreter
+    from tests.support.families import FAMILIES, make_model
 
     out = {}
     for family in FAMILIES:

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from browsing import browser_path, loaded  # noqa: E402 - of the tests
 from playwright.sync_api import sync_playwright  # noqa: E402
-from serving import serving  # noqa: E402
 
 from qllm import QLLMEngine  # noqa: E402
 from qllm.errors import EngineClosedError  # noqa: E402
 from qllm.models.folders import best_local  # noqa: E402
+from tests.support.browsing import browser_path, loaded  # noqa: E402 - of the tests
+from tests.support.serving import serving  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SIZES = {"": (1400, 1000), "-phone": (390, 844)}

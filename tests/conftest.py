@@ -15,7 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from warm import Nurseries
+
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.warm import Nurseries  # noqa: E402 - its asserts are rewritten, too
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own library is imported

@@ -62,9 +62,9 @@ PARTS = {
 }
 """In this order: what tells most, soonest; those that are not timed side by side after the first.
 Together less than 8 minutes."""
-ENGINES = "tests/test_loops_gpu.py"
+ENGINES = "tests/device/test_loops_gpu.py"
 """Its tests make engines, each in a process of its own: a part by itself."""
-FIRST = ("tests/test_triton.py", "tests/test_cuda_runner.py")
+FIRST = ("tests/kernels/test_triton.py", "tests/cuda/test_runner.py")
 """What the other tests rest on."""
 WORKERS = 12
 """Processes of the tests: most of their time is compilation."""
@@ -262,8 +262,8 @@ def command_of(name: str, dry: bool, layers: int | None = None) -> list[str]:
 
 def gpu_tests() -> list[str]:
     """The files with such tests, without the engines': others import what is not there."""
-    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("test_*.py"))
-    marked = ("mark.gpu", "from interpret import")
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py"))
+    marked = ("mark.gpu", "from tests.support.interpret import")
     texts = {f: (ROOT / f).read_text() for f in files if f != ENGINES}
     found = [f for f, text in texts.items() if any(mark in text for mark in marked)]
     return sorted(found, key=lambda f: FIRST.index(f) if f in FIRST else len(FIRST))

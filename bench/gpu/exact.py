@@ -19,8 +19,7 @@ LAYERS = {"mixtral": 16, "qwen3_moe": 16}
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 REFERENCE = """
 import json, sys, torch
-sys.path.insert(0, "tests")
-from families import make_model
+from tests.support.families import make_model
 families, layers, device, prompts, new = json.loads(sys.argv[1])
 torch.backends.cuda.matmul.allow_tf32 = False
 for family in families:
@@ -38,8 +37,7 @@ for family in families:
 
 def exact(part: Part) -> None:
     """Tokens of the engine against `generate` in a process without qllm, four families, fp32."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from families import VOCAB
+    from tests.support.families import VOCAB
 
     families = FAMILIES[:1] if part.dry else FAMILIES
     rng, new = random.Random(4), 8 if part.dry else 16
@@ -80,7 +78,7 @@ def equal_tokens(
     reference: Callable[[str], list[list[int]]],
 ) -> dict[str, Any]:
     """Alone, and in a storm where LS requests stop BE requests; all against `generate`."""
-    from families import make_model
+    from tests.support.families import make_model
 
     rng = random.Random(4)
     model = make_model(family, num_layers=LAYERS.get(family)).to(part.device)

@@ -4,7 +4,6 @@ In a dry run the host stands in for the device, with fakes of the tests.
 """
 
 import os
-import sys
 import threading
 import time
 import traceback
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 
-from bench.gpu.check import ROOT
 from qllm.cuda.backend import CudaBackend, cuda_runner
 from qllm.device.launcher import DeviceEngine
 from qllm.errors import DeviceError
@@ -50,8 +48,7 @@ class LoopClient:
     ) -> None:
         settings: dict[str, Any] = {}
         if dry:
-            sys.path.insert(0, str(ROOT / "tests"))
-            from fake_loop import FakeLoopApi
+            from tests.support.fake_loop import FakeLoopApi
 
             settings = {"api": FakeLoopApi(), "function": self._turn, "turns": 2000}
         zero_ns = time.monotonic_ns()
@@ -177,8 +174,7 @@ def measure(
     seats, step_tokens, longest = (4, 32, 64) if dry else (32, 2048, 1024)
     graphs: Any = None
     if dry:
-        sys.path.insert(0, str(ROOT / "tests"))
-        from fake_cuda import FakeCuda
+        from tests.support.fake_cuda import FakeCuda
 
         graphs = FakeCuda()
     runner = cuda_runner(

@@ -440,7 +440,7 @@ def sanitized(part: Part, tool: str, tests: str) -> dict[str, Any]:
         return {"skipped": "no GPU" if part.dry else "compute-sanitizer is not on this machine"}
     command = [
         program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q",
-        "-x", "-m", "gpu", "-W", "default", "tests/test_cuda_runner.py", "-k", tests,
+        "-x", "-m", "gpu", "-W", "default", "tests/cuda/test_runner.py", "-k", tests,
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(

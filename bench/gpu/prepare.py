@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from bench.gpu.check import PREPARED, ROOT, SITE, write_site
+from bench.gpu.check import PREPARED, SITE, write_site
 
 CAPABILITY = (9, 0)
 """Compute capability of an H100 or H200."""
@@ -92,9 +92,7 @@ def models() -> list[tuple[str, Any, dict[str, Any]]]:
 
     from bench.gpu.parts import BATCH, SHAPES
     from qllm.cuda.lanes import Bucket
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    import families
+    from tests.support import families
 
     big = {"num_pages": 8192, "max_num_seqs": BATCH, "max_step_tokens": 2048}
     tiny = {
@@ -194,12 +192,10 @@ def _quantised(weights: Any) -> Iterator[Any]:
 
 
 def cubins() -> dict[str, str]:
-    """Link the scheduler with each policy, and with those of `tests/test_device_gpu.py`."""
+    """Link the scheduler with each policy, and with those of `tests/device/test_on_gpu.py`."""
     from qllm.device.cubins import kernel_of
     from qllm.plugins import load_policy
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support.differential import random_shape
+    from tests.support.differential import random_shape
 
     found: dict[str, str] = {}
     policies = {name: load_policy(name) for name in POLICIES}

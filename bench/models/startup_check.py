@@ -4,10 +4,10 @@
         [--cases 300] [--first 0] [--wrong 2] [--processes 1]
 
 A case is a random small model of one of the eight families with random settings of its runner
-(`tests/startup.py`): fp32, bf16 and fp16, 1 and 2 threads of torch, `max_segment_ms` from 0.1 to
-no bound, both levels of exactness. Each right model is checked once, and `--wrong` copies that
-compute one part another way; the parts take turns. The last line is one JSON document, which goes
-to `results/startup_check.json` too.
+(`tests/support/startup.py`): fp32, bf16 and fp16, 1 and 2 threads of torch, `max_segment_ms`
+from 0.1 to no bound, both levels of exactness. Each right model is checked once, and `--wrong`
+copies that compute one part another way; the parts take turns. The last line is one JSON
+document, which goes to `results/startup_check.json` too.
 """
 
 import argparse
@@ -24,10 +24,8 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, machine
-
-sys.path.insert(0, str(ROOT / "tests"))
-import startup
-from startup import WRONG, Case
+from tests.support import startup
+from tests.support.startup import WRONG, Case
 
 
 def wrong_of(case: Case, model: Any, checked: Counter[str], num: int) -> dict[str, bool]:

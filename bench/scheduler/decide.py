@@ -17,22 +17,18 @@ in Python. The last line of stdout is one JSON document.
 import argparse
 import json
 import random
-import sys
 import time
 from dataclasses import replace
 from typing import Any
 
-from bench.common import ROOT, machine
+from bench.common import machine
 from qllm.plan import CutRule, ModelShape
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.world import LIMITS, World
 from qllm.types import Priority, Slo
-
-sys.path.insert(0, str(ROOT / "tests"))
-
-from support.native_scheduler import NativeScheduler
+from tests.support.native_scheduler import NativeScheduler
 
 CUTS = CutRule(
     max_cost=92.75,

@@ -46,9 +46,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.extension:
         use_extension(str(Path(args.extension).resolve()))
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
     from qllm.plugins import load_policy
-    from support.differential import random_shape, run_trace  # after the extension is chosen
+    from tests.support.differential import random_shape, run_trace  # after the extension is chosen
 
     names = args.policies.split(",")
     seen: Counter[str] = Counter()

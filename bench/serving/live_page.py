@@ -24,7 +24,6 @@ import os
 import random
 import shutil
 import statistics
-import sys
 import threading
 import time
 import urllib.request
@@ -34,7 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT, machine
+from bench.common import machine
 from bench.serving.qllm_serve import Serve, serving
 from qllm import QLLMEngine
 from qllm.plan import Row
@@ -246,8 +245,7 @@ def in_turn(
 
 def scripted(args: argparse.Namespace) -> dict[str, Any]:
     """The row of that name."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from serving import serving as serving_here
+    from tests.support.serving import serving as serving_here
 
     with (
         QLLMEngine.from_pretrained(args.model, threads=1, run_in="thread") as engine,

@@ -13,15 +13,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
 
 
 def main() -> None:
     """Send poison on every way in, a quarter on each."""
-    from poison import Outcome, in_rings, over_http, through_python, together
-    from serving import serving, tiny_engine
-
     from bench.common import machine
+    from tests.support.poison import Outcome, in_rings, over_http, through_python, together
+    from tests.support.serving import serving, tiny_engine
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)

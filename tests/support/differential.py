@@ -22,7 +22,7 @@ from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.check import random_costs
 from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Evict, FrameId, Grain, RequestId, Slo
-from support.native_scheduler import NativeScheduler
+from tests.support.native_scheduler import NativeScheduler
 
 _FIELDS = [f.name for f in fields(Request)]
 

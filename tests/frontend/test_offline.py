@@ -1,0 +1,253 @@
+"""`generate`, `chat` and keywords of `submit`, as vLLM's users write them; what prints well."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import qllm
+from qllm import InvalidRequestError, QLLMEngine, Result, SamplingParams
+from qllm.types import NUM_SEEDS
+from tests.support.byte_models import TEMPLATE, engine_of, ids
+
+HI = [{"role": "user", "content": "hi"}]
+HOT = SamplingParams(temperature=1.0, seed=7)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[QLLMEngine]:
+    with engine_of() as made:
+        yield made
+
+
+def texts(results: list[Result]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+# -- generate
+
+
+@pytest.mark.parametrize(
+    "prompt", ["hello", HI, ids(9), tuple(ids(4))], ids=["text", "chat", "ids", "tuple"]
+)
+def test_one_prompt_is_one_request(engine: QLLMEngine, prompt: Any) -> None:
+    (result,) = engine.generate(prompt, max_tokens=3, progress=False)
+    alone = engine.submit(prompt, "BE", 3).result(60)
+    assert result.prompt_token_ids == alone.prompt_token_ids
+    assert result.token_ids == alone.token_ids
+
+
+def test_many_prompts_of_every_kind_keep_their_order(engine: QLLMEngine) -> None:
+    prompts = ["hello", HI, ids(9)]
+    mixed = engine.generate(iter(prompts), max_tokens=2, progress=False)
+    alone = [engine.submit(prompt, "BE", 2).result(60).prompt_token_ids for prompt in prompts]
+    assert [result.prompt_token_ids for result in mixed] == alone
+    assert engine.generate((), progress=False) == []
+
+
+def test_n_answers_lie_side_by_side_and_each_has_its_seed(engine: QLLMEngine) -> None:
+    found = engine.generate(["abc", "de"], max_tokens=6, sampling=HOT, n=3, progress=False)
+    alone = [
+        engine.submit(prompt, "BE", 6, sampling=HOT, seed=7 + i).result(60)
+        for prompt, i in itertools.product(["abc", "de"], range(3))
+    ]
+    assert texts(found) == texts(alone)
+    assert len(set(texts(found)[:3])) == 3
+    assert (
+        texts(
+            engine.generate(
+                "abc",
+                sampling=SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=6),
+                progress=False,
+            )
+        )
+        == texts(alone)[:3]
+    )
+
+
+def test_seeds_wrap_and_without_one_every_answer_differs(engine: QLLMEngine) -> None:
+    last = engine.generate(
+        "abc", seed=NUM_SEEDS - 1, n=2, temperature=1.0, max_tokens=6, progress=False
+    )
+    assert (
+        last[1].token_ids
+        == engine.submit("abc", "BE", 6, seed=0, temperature=1.0).result(60).token_ids
+    )
+    free = engine.generate(["abc"] * 2, n=2, temperature=1.0, max_tokens=8, progress=False)
+    assert len(set(texts(free))) == 4
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"n": 0}, InvalidRequestError, r"n=0 must be an integer in \[1, 128\]"),
+        ({"n": 129}, InvalidRequestError, r"n=129 must be"),
+        ({"sampling": {}}, InvalidRequestError, r"sampling=\{\} must be SamplingParams"),
+        ({"sampling_params": HOT}, TypeError, "unknown keyword 'sampling_params'; use sampling="),
+        ({"temprature": 1}, TypeError, "unknown keyword 'temprature'; use temperature="),
+        ({"zzz": 1}, TypeError, "unknown keyword 'zzz'; fields of SamplingParams are allowed_"),
+        ({"priority": HOT}, InvalidRequestError, "is SamplingParams; pass sampling="),
+    ],
+)
+def test_wrong_keywords_are_refused(
+    engine: QLLMEngine, kwargs: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    for call in (engine.generate, engine.chat):
+        with pytest.raises(error, match=match):
+            call(HI, **{"progress": False, **kwargs})
+    assert engine.num_waiting == 0
+
+
+def test_one_message_alone_is_refused_with_what_to_do(engine: QLLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="is one message; put it into a list"):
+        engine.generate(HI[0], progress=False)
+    with pytest.raises(InvalidRequestError, match="prompt=b'abc' must be"):
+        engine.generate(b"abc", progress=False)
+    with pytest.raises(InvalidRequestError, match="prompt=5 must be"):
+        engine.generate(5, progress=False)
+
+
+# -- chat
+
+
+def test_chat_answers_one_conversation_or_several(engine: QLLMEngine) -> None:
+    more = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "no"}]
+    (one,) = engine.chat(HI, max_tokens=3)
+    both = engine.chat([HI, more], max_tokens=3)
+    assert (
+        one.token_ids == both[0].token_ids == engine.submit(HI, max_tokens=3).result(60).token_ids
+    )
+    assert both[1].prompt_token_ids == tuple(b"u:hi|a:yes|u:no|a:")
+    assert one.metrics.priority == 0
+    assert engine.generate(HI, max_tokens=1, progress=False)[0].metrics.priority == 10
+
+
+def test_chat_leaves_the_last_message_open_or_unanswered(engine: QLLMEngine) -> None:
+    (bare,) = engine.chat(HI, max_tokens=1, add_generation_prompt=False)
+    assert bare.prompt_token_ids == tuple(b"u:hi|")
+    open_one = [*HI, {"role": "assistant", "content": "ye"}]
+    (goes_on,) = engine.chat(
+        open_one, max_tokens=1, add_generation_prompt=False, continue_final_message=True
+    )
+    assert goes_on.prompt_token_ids == tuple(b"u:hi|a:ye")
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        engine.chat(HI, continue_final_message=True)
+
+
+def test_chat_passes_tools_and_variables_to_the_template(engine: QLLMEngine) -> None:
+    engine.tokenizer.chat_template = TEMPLATE + "{{ tools[0].name }}{{ mood }}"
+    try:
+        (result,) = engine.chat(
+            HI, max_tokens=1, tools=[{"name": "f"}], chat_template_kwargs={"mood": "!"}
+        )
+    finally:
+        engine.tokenizer.chat_template = TEMPLATE
+    assert result.prompt_token_ids == tuple(b"u:hi|a:f!")
+
+
+@pytest.mark.parametrize("messages", ["hi", ids(3), [], [[]], ["hi"], [ids(2)]])
+def test_chat_refuses_what_is_no_conversation(engine: QLLMEngine, messages: Any) -> None:
+    if messages == []:
+        assert engine.chat(messages) == []
+        return
+    with pytest.raises(InvalidRequestError, match="must be a list of messages"):
+        engine.chat(messages)
+
+
+def test_content_parts_are_joined_and_other_parts_refused(engine: QLLMEngine) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (result,) = engine.chat([{"role": "user", "content": parts}], max_tokens=1)
+    assert result.prompt_token_ids == tuple(b"u:a\nb|a:")
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(InvalidRequestError, match="type 'image_url' is not supported; only text"):
+        engine.submit([{"role": "user", "content": image}])
+    with pytest.raises(InvalidRequestError, match="type None is not supported"):
+        engine.submit([{"role": "user", "content": ["a"]}])
+
+
+# -- submit
+
+
+def test_options_of_submit_take_the_place_of_fields_in_sampling(engine: QLLMEngine) -> None:
+    want = engine.submit("abc", "BE", 6, sampling=SamplingParams(temperature=2.0, seed=3)).result(
+        60
+    )
+    assert (
+        engine.submit("abc", "BE", 6, temperature=2.0, seed=3).result(60).token_ids
+        == want.token_ids
+    )
+    replaced = engine.submit("abc", "BE", 6, sampling=HOT, temperature=2.0, seed=3).result(60)
+    assert replaced.token_ids == want.token_ids
+    greedy = engine.submit("abc", "BE", 6).result(60)
+    assert engine.submit("abc", "BE", 6, ignore_eos=False).result(60).token_ids == greedy.token_ids
+
+
+def test_most_tokens_come_from_either_place_but_agree(engine: QLLMEngine) -> None:
+    three = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
+    assert len(engine.submit("abc", sampling=three).result(60).token_ids) == 3
+    assert len(engine.submit("abc", "LS", 3, sampling=three).result(60).token_ids) == 3
+    with pytest.raises(
+        InvalidRequestError, match="max_tokens=4 and max_tokens=3 in SamplingParams"
+    ):
+        engine.submit("abc", "LS", 4, sampling=three)
+    with pytest.raises(InvalidRequestError, match="max_tokens=0 must be an integer >= 1"):
+        SamplingParams(max_tokens=0)
+
+
+def test_submit_gives_one_answer(engine: QLLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="n=2: a request has one answer; use generate"):
+        engine.submit("abc", n=2)
+
+
+def test_a_wrong_option_leaves_nothing_behind(engine: QLLMEngine) -> None:
+    for wrong in ({"temperature": -1}, {"stop": 5}, {"top_p": 0}):
+        with pytest.raises(InvalidRequestError):
+            engine.submit("abc", **wrong)
+    assert engine.stats()["num_live"] == 0
+
+
+# -- what is exported, and what prints
+
+
+def test_public_names_are_exported() -> None:
+    assert qllm.QueueFull is qllm.QueueFullError
+    assert sorted(qllm.__all__) == list(qllm.__all__)
+    for name in qllm.__all__:
+        assert getattr(qllm, name).__name__ in (name, "QueueFullError")
+
+
+def test_metrics_print_as_five_lines(engine: QLLMEngine) -> None:
+    metrics = engine.submit("abc", "BE", 3, request_id="mine").result(60).metrics
+    lines = str(metrics).splitlines()
+    assert lines[0] in ("mine: length, BE", "mine: stop, BE")
+    assert lines[1].startswith("tokens    3 in (3 computed, 0 cached), ")
+    assert [line.split()[0] for line in lines] == [
+        "mine:",
+        "tokens",
+        "latency",
+        "preempted",
+        "evicted",
+    ]
+    cancelled = engine.submit(ids(300), "BE", 100)
+    cancelled.cancel()
+    assert "TTFT" in str(cancelled.result(60).metrics)
+
+
+def test_an_engine_says_what_it_serves() -> None:
+    engine = engine_of()
+    with engine:
+        assert repr(engine) == f"QLLMEngine({engine.model_name!r}, 0 requests in flight)"
+    assert repr(engine) == f"QLLMEngine({engine.model_name!r}, closed)"
+
+
+def test_the_example_of_asyncio(engine: QLLMEngine) -> None:
+    async def main() -> tuple[str, Result]:
+        batch = engine.submit("Summarise", priority="BE", max_tokens=4)
+        said = [piece.text async for piece in engine.submit(HI, max_tokens=4)]
+        return "".join(said), await batch
+
+    said, result = asyncio.run(main())
+    assert said == engine.chat(HI, max_tokens=4)[0].text
+    assert len(result.token_ids) <= 4

@@ -1,0 +1,202 @@
+"""The parts of `bench/` that decide what a number means."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bench.papers import parts as papers
+from bench.policies import pareto, routing
+from tests.support.files import ROOT
+
+
+def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
+    return [module.Point(f"rival:step_tokens={i}", be, ms) for i, (be, ms) in enumerate(pairs)]
+
+
+def test_the_frontier_has_what_nobody_beats() -> None:
+    found = pareto.frontier(points(pareto, (10, 100), (20, 90), (30, 300), (25, 400), (30, 310)))
+    assert [(p.be_tokens_per_s, p.ls_ttft_p99_ms) for p in found] == [(20, 90), (30, 300)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "rivals", "rival_ms", "how"),
+    [
+        ((100, 10), [(98, 40), (50, 20)], 40, "measured"),
+        ((100, 10), [(102, 40), (50, 20)], 40, "measured"),
+        ((100, 10), [(96, 40), (50, 20)], 40, "rival gives BE less"),
+        ((100, 10), [(104, 40)], 40, "rival gives BE more"),
+        ((100, 10), [(150, 80), (50, 20)], 40, "interpolated"),
+        ((100, 10), [(150, 15), (98, 40)], 15, "rival gives BE more"),
+    ],
+)
+def test_the_rival_is_taken_at_our_throughput(
+    ours: tuple[float, float],
+    rivals: list[tuple[float, float]],
+    rival_ms: float,
+    how: str,
+) -> None:
+    found = pareto.match(pareto.Point("ours", *ours), points(pareto, *rivals))
+    assert found.how == how
+    assert found.rival_ms == pytest.approx(rival_ms)
+    assert found.ratio == pytest.approx(rival_ms / 10)
+
+
+def test_no_rival_is_no_match() -> None:
+    assert pareto.match(pareto.Point("ours", 1, 1), []) is None
+
+
+def test_forced_routing_is_even_or_skewed_and_follows_the_token() -> None:
+    x_TD = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counts = {}
+    for kind in ("uniform", "skewed"):
+        ids_TK = routing.choose(x_TD, 3, 24, 4, kind)
+        assert ids_TK.shape == (4000, 4)
+        assert all(len(set(row)) == 4 for row in ids_TK[:200].tolist())
+        assert torch.equal(ids_TK[7:9], routing.choose(x_TD[7:9], 3, 24, 4, kind))
+        counts[kind] = torch.bincount(ids_TK.flatten(), minlength=24).sort(descending=True)[0]
+    even = 4000 * 4 / 24
+    assert counts["uniform"][0] < 1.2 * even
+    assert counts["uniform"][-1] > 0.8 * even
+    assert counts["skewed"][0] > 3 * even
+    assert counts["skewed"][-1] < 0.5 * even
+
+
+@pytest.mark.slow
+def test_routing_is_forced_inside_the_block_alone(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from qllm.measure.random_moe import make_random_moe
+
+    model = AutoModelForCausalLM.from_pretrained(make_random_moe(tmp_path / "m", size="1m")).eval()
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        before = model(ids).logits
+        with routing.forced(model, "uniform"):
+            uniform = model(ids).logits
+            assert torch.equal(uniform, model(ids).logits)
+        assert not torch.equal(uniform, before)
+        assert torch.equal(model(ids).logits, before)
+    with pytest.raises(ValueError, match="routing 'x' is unknown"), routing.forced(model, "x"):
+        pass
+
+
+def test_a_row_of_the_papers_has_a_value_or_a_reason() -> None:
+    claim = papers.Claim("TTFT | mean", "a paper", "2x")
+    found = [papers.Row.of(claim, "1.9", "live"), papers.Row.of(claim, None, "live", "no GPU")]
+    for wrong in ((None, "live", None), ("1.9", "live", "no GPU")):
+        with pytest.raises(ValueError, match="either a value or a reason"):
+            papers.Row.of(claim, *wrong)
+    part = {"rows": [row._asdict() for row in found], "at": "today", "commit": "abc"}
+    from bench.papers.rows import markdown
+
+    assert markdown({"parts": {"one": part}})[2:] == [
+        "| TTFT \\| mean | 2x (a paper) | 1.9 | live; today, commit abc |",
+        "| TTFT \\| mean | 2x (a paper) | not measured: no GPU | live; today, commit abc |",
+    ]
+    assert papers.PARTS.keys() == papers.CLAIMS.keys()
+
+
+@pytest.mark.parametrize("evictions", [0, 3])
+def test_kv_shortage_without_an_eviction_fails(
+    evictions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.common import Estimate
+    from bench.papers.rows import QUICK, World
+
+    of_class = {"evictions": evictions, "evict_recomputed_tokens": 100 * evictions}
+    alone = {"evictions": 7, "evict_recomputed_tokens": 7}
+    runs = [
+        {"label": "qllm2", "classes": {"BE": of_class, "LS": {**of_class}}, "samples": {}},
+        {"label": "alone", "classes": {"LS": alone}, "samples": {}},
+    ]
+    result = {"runs": runs, "scarce": {"max_kv_tokens": 2048}}
+    result["over_alone"] = {"qllm2": Estimate(1.0, 0.9, 1.1)}
+    monkeypatch.setattr(papers, "held_row", lambda *args: result)
+    world = World(scale=QUICK, settings={}, _bench=object(), _capacity=object())
+    if not evictions:
+        with pytest.raises(papers.NoEvictionError, match="lower max_kv_tokens"):
+            papers.kv_rows(world)
+    else:
+        assert papers.kv_rows(world)[0].here == "600 in 6 evictions"
+    line = papers.Evicted.of(runs, "qllm2").line("S6", "qllm2")
+    assert line[1:] == (f"{2 * evictions}; {200 * evictions}", "evictions > 0", evictions > 0)
+
+
+def test_rates_are_judged_by_what_finished() -> None:
+    from bench.papers import rates
+
+    def point(ttft: float, met: int, unfinished: int) -> Any:
+        run = {
+            "classes": {
+                "LS": {
+                    "arrived": 4,
+                    "finished": 4 - unfinished,
+                    "prefill_tokens_per_s": 10.0,
+                    "output_tokens_per_s": 1.0,
+                }
+            },
+            "samples": {"ttft_ms": [ttft] * 4, "e2e_ms": {str(i): 2 * ttft for i in range(4)}},
+        }
+        run["samples"]["met"] = met
+        found = rates.Point()
+        found.add(run)
+        return found
+
+    fcfs, ours = {0.5: (100.0, 4, 0), 1.0: (800.0, 1, 0), 2.0: (9e3, 0, 3)}, (100.0, 4, 0)
+    points = {
+        load: {"fcfs": point(*of), **{n: point(*ours) for n in (*rates.POINT[1:], "qllm")}}
+        for load, of in fcfs.items()
+    }
+    here = {row.claim: row.here for row in rates._latency_rows(points, "live")}
+    finished = "LS TTFT, fcfs / qllm2, mean, highest load at which fcfs ends every request"
+    assert here[finished] == "8.0 [8.0, 8.0]"
+    assert here["LS TTFT, fcfs / qllm2, mean, saturated"] == "90.0 [90.0, 90.0]"
+    how = [row.how for row in rates._latency_rows(points, "live")]
+    assert any("3 fcfs and 0 qllm2 requests open (lower bounds)" in text for text in how)
+    best = [row.here for row in rates._attainment_rows(points, "live")]
+    assert best[0] == "0.5x of capacity (0.5x 100%, 1x 25%, 2x 0%)"
+    assert best[2] == "2x of capacity (0.5x 100%, 1x 100%, 2x 100%)"
+
+
+def assigned(tree: ast.Module) -> set[str]:
+    """Names that a module defines or imports at its top."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        else:
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=lambda p: p.stem)
+def test_what_a_bench_imports_of_others_is_there(path: Path) -> None:
+    """Imports inside functions too, which fail only when an hour has passed."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("bench"):
+            continue
+        place = ROOT / str(node.module).replace(".", "/")
+        if place.is_dir():
+            missing = {a.name for a in node.names if not (place / f"{a.name}.py").exists()}
+        else:
+            tree = ast.parse(place.with_suffix(".py").read_text())
+            missing = {a.name for a in node.names} - assigned(tree)
+        assert missing == set(), node.module
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_benchmark_of_kernels_runs() -> None:
+    command = [sys.executable, "-m", "bench.kernels.cpu_kernels", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert json.loads(done.stdout.splitlines()[-1])["bench"] == "cpu_kernels"

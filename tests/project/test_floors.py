@@ -1,0 +1,396 @@
+"""Who may import whom: the floors of the design, held by a search through the syntax trees."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.files import ROOT, python_files
+
+STDLIB = frozenset(sys.stdlib_module_names)
+EFFECTS = {"asyncio", "datetime", "logging", "os", "random", "subprocess", "threading", "time"}
+PURE = STDLIB - EFFECTS
+"""No clock, no chance, no files."""
+
+
+class Floor(NamedTuple):
+    """What a folder, or a module that has a floor of its own, may import."""
+
+    ours: str
+    """Folders and modules of ours; `folder.module` is that one alone."""
+    others: frozenset[str] | None
+    """Modules of the standard library and packages; None is any."""
+
+
+BASE = "errors types config plan policy"
+FLOORS = {
+    # values, and rules without a clock
+    "errors": Floor("", PURE),
+    "types": Floor("errors", PURE),
+    "config": Floor("errors types", PURE | {"pydantic"}),
+    "plan": Floor("errors types", PURE),
+    "policy": Floor("errors types plan", PURE),
+    "plugins": Floor("errors types policy", PURE),
+    "cores": Floor("errors", PURE | {"os"}),
+    "names": Floor("", {"os", "random"}),
+    "torchless": Floor("", PURE),
+    "grammar_check": Floor("", STDLIB | {"llguidance"}),
+    "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
+    "scheduler": Floor("errors types plan policy", PURE),
+    "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
+    # models and what computes them
+    "models": Floor(
+        "cores errors types plan models kernels torchless",
+        STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
+    ),
+    "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
+    "runner": Floor(
+        "errors types grammar plan scheduler models kernels",
+        STDLIB | {"numpy", "torch", "transformers"},
+    ),
+    "runner.protocol": Floor("errors types plan scheduler.program", PURE),
+    "cuda": Floor(
+        "errors types plan scheduler models kernels runner", STDLIB | {"cuda", "numpy", "torch"}
+    ),
+    # requests in, tokens out
+    "ingress": Floor(f"{BASE} record runner.protocol", STDLIB | {"numpy"}),
+    "ingress.structs": Floor("", PURE | {"numpy"}),
+    "ingress.remote": Floor(
+        f"{BASE} record runner.protocol ingress torchless", STDLIB | {"nixl", "numpy"}
+    ),
+    "device": Floor(f"{BASE} scheduler ingress", PURE | {"cuda", "numba", "numpy"}),
+    "device.cubins": Floor("errors device", STDLIB | {"cuda"}),
+    "device.graph": Floor("errors device cuda", STDLIB | {"cuda", "numpy"}),
+    "device.graph_api": Floor("errors device cuda", STDLIB | {"cuda", "torch"}),
+    "device.launcher": Floor(f"{BASE} scheduler ingress device cuda", STDLIB | {"numpy", "torch"}),
+    "device.ring_memory": Floor("errors", STDLIB | {"cuda", "numpy", "torch"}),
+    "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
+    # the engine, its callers, and what is made of both
+    "engine": Floor(
+        f"{BASE} cores cuda device grammar ingress models plugins record runner scheduler",
+        STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
+    ),
+    "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
+    "engine.kv_identity": Floor("engine.kv_file kernels models runner", STDLIB | {"torch"}),
+    "engine.mover": Floor(
+        "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
+    ),
+    "engine.own_threads": Floor("", STDLIB | {"torch"}),
+    "engine.limits": Floor(f"{BASE} scheduler", PURE),
+    "engine.live": Floor("ingress scheduler", PURE),
+    "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
+    "engine.keeper": Floor(BASE, PURE),
+    "engine.prefix_users": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
+    "engine.kept_states": Floor(f"{BASE} engine.keeper engine.prefix_users scheduler", PURE),
+    "engine.prefix": Floor(
+        f"{BASE} engine.keeper engine.kept_states engine.prefix_users engine.tier ingress "
+        "scheduler",
+        PURE,
+    ),
+    "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
+    "engine.coming": Floor(
+        f"{BASE} engine.holding engine.prefix engine.prefix_users engine.tier ingress", PURE
+    ),
+    "engine.holding": Floor("types ingress", PURE),
+    "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
+    "engine.revising": Floor(
+        f"{BASE} engine.effects engine.prefix engine.protocol ingress record runner.protocol "
+        "scheduler",
+        PURE,
+    ),
+    "engine.loop": Floor(
+        f"{BASE} engine.costs engine.effects engine.live engine.prefix engine.protocol "
+        "engine.revising ingress record runner.protocol scheduler",
+        PURE,
+    ),
+    "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
+    "frontend.routes": Floor("errors types", PURE),
+    "frontend.rebalance": Floor("frontend.routes", PURE),
+    "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
+    "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
+    "llm": Floor(
+        f"{BASE} cores engine frontend grammar ingress models plugins record",
+        STDLIB | {"rich", "transformers"},
+    ),
+    "server": Floor(
+        f"__init__ {BASE} names cores frontend grammar_check ingress llm record",
+        STDLIB
+        | {
+            "fastapi",
+            "httptools",
+            "prometheus_client",
+            "pydantic",
+            "pydantic_settings",
+            "starlette",
+            "uvicorn",
+        },
+    ),
+    "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),
+    "measure": Floor(
+        f"{BASE} engine llm models plugins record workloads",
+        STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
+    ),
+    "sim": Floor(
+        f"{BASE} cores engine frontend.rebalance frontend.router frontend.routes ingress measure "
+        "models plugins record runner.protocol scheduler workloads",
+        STDLIB | {"numpy", "pydantic", "transformers"},
+    ),
+    "sim.calibrate": Floor(
+        f"{BASE} engine ingress measure models plugins record runner scheduler sim",
+        STDLIB | {"numpy", "torch", "transformers"},
+    ),
+    "ray": Floor(
+        f"__init__ {BASE} frontend ingress llm record server torchless",
+        STDLIB | {"fastapi", "numpy", "pydantic", "ray"},
+    ),
+    "ray.load": Floor("types frontend.routes", PURE | {"threading"}),
+    "ray.scaling": Floor("", PURE),
+    "ray.stats": Floor("", PURE),
+    "cli": Floor(
+        f"{BASE} cores device.rank frontend.routes kernels llm measure models plugins ray record "
+        "server sim torchless workloads",
+        STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
+    ),
+    "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
+}
+POLICIES = Floor(
+    "policy plan types errors",
+    frozenset({"collections", "dataclasses", "enum", "functools", "math", "typing"}),
+)
+BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
+OWN_BENCHES = {
+    "serving.fleet": "frontend.members frontend.router frontend.routes",
+    "serving.rebalancing": "frontend.rebalance frontend.routes",
+    "kernels.cpu_kernels": "runner",  # what has no public name
+    # captures the stages of models that it only compiles
+    "gpu.kernels": "models.formats models.quantised_weights",  # rows of experts that are rounded
+    "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover models.formats "
+    "models.quantised_weights runner.runner",
+    "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
+    "kernels.delta_net": "models.discover runner",
+    "kernels.grammar_mask": "grammar",
+    "kernels.perplexity": "models runner",
+    "kernels.perplexity_talk": "models runner",
+    "models.real_size": "models",  # counts packed bytes, and the bytes of a token
+    "serving.on_ray": "ray",
+    "serving.ttft": "runner.runner",  # lets every pass take so long
+    # carries a request from an engine that was killed; has a mover move what it would not
+    "kv.file": "frontend.request_log engine.tier",
+    "kv.handover": "frontend.open frontend.request_log",
+}
+"""Benches that import more than the others."""
+
+
+def floor_of(path: str) -> Floor:
+    folder, *inner = Path(path).with_suffix("").parts
+    if folder == "policies":
+        return POLICIES
+    if folder == "bench":
+        return Floor(f"{BENCH} {OWN_BENCHES.get('.'.join(inner), '')}", None)
+    own = ".".join(inner[:2])
+    found = FLOORS.get(own) or FLOORS.get(inner[0])
+    assert found is not None, f"{path} has no floor: add it in tests/project/test_floors.py"
+    return found._replace(ours=f"{found.ours} {own if own in FLOORS else inner[0]}")
+
+
+def imports(path: str, source: str) -> Iterator[str]:
+    package = ".".join(Path(path).parent.parts)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def is_ours(name: str) -> bool:
+    return (name != "" and (ROOT / "qllm" / name).is_dir()) or (
+        ROOT / "qllm" / f"{name}.py"
+    ).is_file()
+
+
+def breaches(path: str, source: str) -> list[str]:
+    floor, found = floor_of(path), []
+    ours = set(floor.ours.split())
+    for name in imports(path, source):
+        top, folder, module = f"{name}..".split(".")[:3]
+        if top == "qllm":
+            folder = folder if is_ours(folder) else "__init__"
+            allowed = bool({folder, f"{folder}.{module}"} & ours)
+        else:
+            is_sibling = top == Path(path).parts[0] == "policies"
+            allowed = top not in {"qllm_policies", "policies"}
+            allowed = is_sibling or (allowed and (floor.others is None or top in floor.others))
+        if not allowed:
+            found.append(name)
+    return found
+
+
+EVERYWHERE = python_files("qllm", "policies", "bench", "tests", "scripts")
+
+
+def test_a_module_imports_only_what_its_floor_may() -> None:
+    paths = python_files("qllm", "policies", "bench")
+    assert len(paths) > 250
+    found = {path: breaches(path, (ROOT / path).read_text()) for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("qllm/types.py", "from qllm.plan import Plan"),
+        ("qllm/config.py", "import numpy"),
+        ("qllm/scheduler/scheduler.py", "def now():\n    import time"),
+        ("qllm/plan.py", "from torch import Tensor"),
+        ("qllm/record/trace.py", "from qllm import engine"),
+        ("qllm/sim/runner.py", "import torch"),
+        ("qllm/sim/runner.py", "from qllm.runner.frame import Frame"),
+        ("qllm/device/server.py", "import torch"),
+        ("qllm/device/block.py", "from qllm.engine.loop import EngineLoop"),
+        ("qllm/device/ring_memory.py", "from qllm.ingress.layout import REASONS"),
+        ("qllm/ingress/layout.py", "from qllm.device.serving import SERVING"),
+        ("qllm/ingress/shm.py", "import nixl"),
+        ("qllm/ingress/structs.py", "from qllm.ingress import layout"),
+        ("qllm/runner/layers/drivers.py", "from ...engine.loop import EngineLoop"),
+        ("qllm/runner/runner.py", "import qllm.cuda.backend"),
+        ("qllm/engine/loop.py", "import qllm.runner.runner"),
+        ("qllm/engine/loop.py", "from qllm.engine import process"),
+        ("qllm/engine/process.py", "import qllm.frontend"),
+        ("qllm/frontend/handle.py", "import torch"),
+        ("qllm/ingress/shm.py", "from qllm import QLLMEngine"),
+        ("qllm/cli/policies.py", "import qllm_policies.fcfs"),
+        ("policies/fcfs.py", "from qllm.scheduler.scheduler import Scheduler"),
+        ("policies/fcfs.py", "import os"),
+        ("bench/load.py", "from qllm.engine.loop import EngineLoop"),
+    ],
+)
+def test_a_forbidden_import_is_seen(path: str, source: str) -> None:
+    assert len(breaches(path, source)) == 1
+
+
+def test_every_floor_is_lived_in() -> None:
+    for name in FLOORS:
+        assert (ROOT / "qllm" / name.replace(".", "/")).is_dir() or (
+            ROOT / "qllm" / f"{name.replace('.', '/')}.py"
+        ).is_file(), f"{name} is gone: take it out of FLOORS"
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports anywhere, in functions and for types too."""
+    names = {path: path.removesuffix(".py").removesuffix("/__init__") for path in sources}
+    modules = {name.replace("/", ".") for name in names.values()}
+    graph: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        wanted = set(imports(path, source))
+        wanted |= {name.rpartition(".")[0] for name in wanted - modules}
+        own = names[path].replace("/", ".")
+        graph[own] = (wanted & modules) - {own}
+    return graph
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    paths = [path for path in python_files("qllm") if "/templates/" not in path]
+    graph = import_graph({path: (ROOT / path).read_text() for path in paths})
+    assert sum(map(len, graph.values())) > 400
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "import qllm.a",
+        "from qllm import a",
+        "from .a import x",
+        "def f():\n    from qllm.a import x",
+        "if TYPE_CHECKING:\n    from qllm.a import X",
+    ],
+)
+def test_a_circle_is_seen(later: str) -> None:
+    sources = {"qllm/a.py": "from qllm.b.c import y", "qllm/b/__init__.py": "", "qllm/b/c.py": ""}
+    TopologicalSorter(import_graph(sources)).prepare()
+    circle = {**sources, "qllm/b/c.py": later.replace("from .a", "from ..a")}
+    with pytest.raises(CycleError):
+        TopologicalSorter(import_graph(circle)).prepare()
+
+
+def test_plan_has_one_caller() -> None:
+    callers = [
+        f"{path}:{node.lineno}"
+        for path in python_files("qllm")
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "plan"
+    ]
+    assert len(callers) == 1 or not (callers or (ROOT / "qllm/engine/loop.py").exists()), callers
+    assert all(
+        caller.startswith(("qllm/engine/loop.py", "qllm/scheduler/scheduler.py"))
+        for caller in callers
+    )
+
+
+def test_a_file_over_500_lines_says_why() -> None:
+    files = {path: (ROOT / path).read_text().splitlines() for path in EVERYWHERE}
+    long = {path: lines for path, lines in files.items() if len(lines) > 500}
+    assert long
+    assert [path for path, lines in long.items() if not lines[0].startswith("# ")] == []
+
+
+def large_classes(source: str) -> list[str]:
+    """Names of classes over 300 lines or 20 methods whose docstring has no "because"."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and (
+            (node.end_lineno or 0) - node.lineno >= 300
+            or sum(isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in node.body) > 20
+        )
+        and "because" not in (ast.get_docstring(node) or "")
+    ]
+
+
+def test_a_large_class_says_why() -> None:
+    paths = python_files("qllm", "policies")
+    found = {path: large_classes((ROOT / path).read_text()) for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_large_class_without_a_reason_is_seen() -> None:
+    methods = "".join(f"    def f{i}(self): ...\n" for i in range(20))
+    large = f"class A:\n{methods}    async def g(self): ...\n"
+    assert large_classes(large) == ["A"]
+    assert large_classes("class A:\n    x = 0\n" + "    # more\n" * 299 + "    y = 1\n") == ["A"]
+    assert large_classes(f"class A:\n{methods}") == []
+    assert large_classes(large.replace("A:", "A:\n    'Large because.'")) == []
+
+
+def test_a_docstring_names_its_subject() -> None:
+    """One that begins with "Of" leaves it to the reader to guess."""
+    strings = [
+        (f"{path}:{node.lineno}", str(node.value.value))
+        for path in EVERYWHERE
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    assert len(strings) > 3000
+    assert [place for place, text in strings if text.startswith("Of ")] == []
+
+
+def test_import_takes_nothing_but_the_standard_library() -> None:
+    """So it is quick: numpy alone takes longer than all of it."""
+    code = (
+        "import sys; before = set(sys.modules); import qllm;"
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) - sys.stdlib_module_names == {"qllm"}

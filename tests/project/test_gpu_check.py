@@ -1,0 +1,359 @@
+"""`make gpu-check` walked on a CPU, and what it makes of parts that fail or take too long."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.gpu import check as gpu_check
+from tests.support.files import ROOT
+
+BIG = {"model", "decode", "ls_alone", "mixed_chunked-priority", "mixed_qllm2"}
+LOADS = {"capacity", "load_fcfs"}
+PEERS = {"interference", "loop_on_device", "peer_eager", "peer_continuous_batching"}
+
+
+def test_the_budgets_fit_into_eight_minutes() -> None:
+    turns = gpu_check.in_turn(list(gpu_check.PARTS))
+    assert sum(max(gpu_check.PARTS[name].budget_s for name in turn) for turn in turns) < 8 * 60
+
+
+def test_what_is_timed_runs_alone() -> None:
+    assert gpu_check.in_turn(["exact", "kernels", "tests", "qwen3"]) == [
+        ["exact", "tests"], ["kernels"], ["qwen3"],
+    ]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_tests_for_a_gpu_import_only_what_is_there() -> None:
+    """The machine with the GPU has torch, transformers, cupy; no server, no NIXL, no pydantic."""
+    missing = (
+        "fastapi", "llguidance", "nixl", "openai", "pydantic", "starlette", "uvicorn", "xxhash",
+    )  # fmt: skip
+    collect = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing})); import pytest; "
+        "sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    )
+
+    def collected(*what: str) -> set[str]:
+        command = [sys.executable, "-c", collect, "-m", "gpu", *what]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    chosen = collected(*gpu_check.gpu_tests(), gpu_check.ENGINES)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]
+    every = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert chosen == {line for line in every.stdout.splitlines() if "::" in line}
+    assert len(chosen) > 20
+
+
+def test_what_was_prepared_elsewhere_is_found_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "PREPARED", tmp_path)
+    folder = tmp_path / "triton" / "ABC"
+    folder.mkdir(parents=True)
+    elsewhere = {"k.json": "/far/away/build/gpu/triton/ABC/k.json"}
+    note = folder / "__grp__k.json"
+    note.write_text(json.dumps({"child_paths": elsewhere}))
+    gpu_check.relocate()
+    found = json.loads(note.read_text())["child_paths"]
+    assert found == {"k.json": str(folder / "k.json")}
+
+
+def run_part(code: str, budget_s: float, tmp_path: Path) -> dict[str, Any]:
+    command = [sys.executable, "-c", code]
+    log = tmp_path / "p.log"
+    found: dict[str, Any] = gpu_check.run_part("p", command, gpu_check.Part(budget_s), log)
+    return found
+
+
+def test_a_part_that_fails_or_hangs_keeps_what_it_said(tmp_path: Path) -> None:
+    line = gpu_check.MARK + json.dumps({"section": "a", "x": 1})
+    say = f"print({line!r}, flush=True); print({gpu_check.MARK!r} + '{{\"sec', flush=True); "
+    for end, budget, status in (
+        ("1 / 0", 20, 1),
+        ("import time; time.sleep(60)", 3, "out of time"),
+    ):
+        part = run_part(say + end, budget, tmp_path)
+        assert part["status"] == status
+        assert part["sections"] == {"a": {"x": 1}}
+        assert not gpu_check.is_ok(part)
+    part = run_part(say, 20, tmp_path)
+    assert gpu_check.is_ok(part)
+    part["sections"]["a"]["error"] = "no"
+    assert not gpu_check.is_ok(part)
+
+
+FAULTY = """
+import json, os, sys
+mark, sticky = {mark!r}, {sticky}
+skip = sys.argv[2].split(",") if len(sys.argv) > 2 else []
+for name in ("a", "b", "c"):
+    if name in skip:
+        continue
+    found = {{"section": name}} | ({{"error": "illegal address"}} if name != "c" else {{}})
+    print(mark + json.dumps(found), flush=True)
+    if "error" in found:
+        os._exit(sticky)
+"""
+
+
+def test_an_error_that_stays_ends_one_section(tmp_path: Path) -> None:
+    code = FAULTY.format(mark=gpu_check.MARK, sticky=gpu_check.STICKY)
+    part = run_part(code, 60, tmp_path)
+    assert part["status"] == 0
+    assert list(part["sections"]) == ["a", "b", "c"]
+    assert not gpu_check.is_ok(part)
+    # one that says nothing new is not tried for ever
+    part = run_part(f"import os; os._exit({gpu_check.STICKY})", 60, tmp_path)
+    assert part["status"] == gpu_check.STICKY
+
+
+def sections_of_a_lost(code: str) -> dict[str, Any]:
+    """What a process said that ended since its device is lost."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == gpu_check.STICKY
+    return gpu_check.sections(done.stdout)
+
+
+def test_a_device_that_answers_no_more_ends_the_process_with_that_status() -> None:
+    code = (
+        "import torch; from bench.gpu.part import Part\n"
+        "def lost(): raise RuntimeError('an illegal address')\n"
+        "torch.cuda.synchronize = lost\n"
+        "part = Part(dry=False)\n"
+        "part.section('good', dict)\n"
+        "part.section('bad', lost)\n"
+    )
+    assert list(sections_of_a_lost(code)) == ["good", "bad"]
+
+
+def test_a_loop_that_hangs_is_not_waited_for() -> None:
+    code = (
+        "import time, torch; from bench.gpu.part import Part; from qllm.errors import DeviceError\n"
+        "def hangs(): raise DeviceError('a stage hangs')\n"
+        "torch.cuda.synchronize = lambda: time.sleep(3600)\n"
+        "Part(dry=False).section('loop', hangs)\n"
+    )
+    assert "a stage hangs" in sections_of_a_lost(code)["loop"]["error"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_a_new_process_makes_again_what_others_need(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.gpu import parts
+    from bench.gpu.part import Part
+
+    made: list[str] = []
+
+    def make(part: Part, which: str) -> Any:
+        made.append(which)
+        return SimpleNamespace(config=SimpleNamespace(num_hidden_layers=3))
+
+    monkeypatch.setattr(parts, "make_model", make)
+    monkeypatch.setattr(parts, "sizes_of", lambda model: {})
+    for what in ("decode", "mixed", "interference", "on_device", "peer"):
+        monkeypatch.setattr(parts, what, lambda *_, **how: {})
+    monkeypatch.setattr(parts, "capacity", lambda *_: {"requests_per_s": 2.0})
+    monkeypatch.setattr(parts, "loaded", lambda part, model, policy, rate: {"rate": rate})
+    parts.big(Part(dry=True, skip=["model", "decode", "capacity"]), name)
+    said = gpu_check.sections(capsys.readouterr().out)
+    assert made == [name]
+    assert not {"model", "decode", "capacity"} & set(said)
+    assert {"ls_alone", "mixed_qllm2"} < set(said)
+    assert ("load_fcfs" in said) == (name == "mixtral")
+    assert not any("error" in section for section in said.values())
+
+
+def test_layers_are_as_many_as_fit() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from bench.gpu.parts import FOR_WEIGHTS, SHAPES, num_layers
+
+    config = MixtralConfig(**SHAPES["mixtral"])
+    per_layer = 2 * (8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096 * (4096 + 1024) + 2 * 4096)
+    rest = 2 * (2 * 32000 * 4096 + 4096)
+    for free_gb, least, most in ((139, 32, 32), (79, 20, 21), (6, 1, 1)):
+        found = num_layers(config, MixtralForCausalLM, free_gb << 30)
+        assert least <= found <= most
+        assert rest + found * per_layer <= FOR_WEIGHTS * (free_gb << 30)
+    with pytest.raises(MemoryError, match="are free"):
+        num_layers(config, MixtralForCausalLM, 1 << 30)
+
+
+def test_a_test_that_fails_says_so_at_once(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_bad():\n    assert 1 == 2\n\n\ndef test_good():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu.said", "--rootdir", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, test], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    [(name, found)] = gpu_check.sections(done.stdout).items()
+    assert name.endswith("test_bad")
+    assert "assert 1 == 2" in found["error"]
+
+
+@pytest.mark.parametrize("missing", ["git", "g++", "nothing"])
+def test_results_are_there_whatever_is_missing(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("OUT", str(tmp_path))
+    if missing != "nothing":
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    if missing == "g++":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(gpu_check, "SCHEDULER", tmp_path / "_scheduler.so")
+    (tmp_path / "csrc").symlink_to(ROOT / "qllm" / "device" / "csrc")
+    monkeypatch.setattr(sys, "argv", ["check", "--dry-run", "--parts", "probe"])
+    status = gpu_check.main()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (status, found["ok"]) == ((0, True) if missing == "nothing" else (1, False))
+    assert all(part["status"] == 0 for part in found["parts"].values())
+    assert (found["machine"]["commit"] is None) == (missing != "nothing")
+    assert (found["scheduler"] == "built") == (missing == "nothing")
+
+
+def test_results_are_there_without_pydantic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError('no pydantic here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert dry_run(tmp_path, "exact", "engines")["exact"] == {"tokens_mixtral"}
+
+
+def test_results_are_there_where_memory_is_not(tmp_path: Path) -> None:
+    """No part can load torch."""
+    check = f"{sys.executable} -m bench.gpu.check --dry-run --parts kernels exact"
+    command = f"ulimit -v 400000; exec {check}"
+    env = os.environ | {"OUT": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (done.returncode, found["ok"]) == (1, False)
+    assert list(found["parts"]) == ["kernels", "exact"]
+    for part in found["parts"].values():
+        assert part["status"] not in (0, "out of time")
+        assert part["tail"]
+
+
+def test_a_model_that_does_not_fit_ends_a_section_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.gpu import parts
+    from bench.gpu.part import Part
+
+    def make(part: Part, which: str) -> Any:
+        raise MemoryError("a layer has 9 bytes, and 3 are free")
+
+    monkeypatch.setattr(parts, "make_model", make)
+    parts.big(Part(dry=True), "mixtral")
+    said = gpu_check.sections(capsys.readouterr().out)
+    assert said["model"]["error"] == "MemoryError: a layer has 9 bytes, and 3 are free"
+
+
+def test_what_was_compiled_beforehand_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_check, "PREPARED", tmp_path)
+    assert not set(names) & set(gpu_check.environment(gpu_check.Part(1)))
+    (tmp_path / "prepared.json").write_text("{}")
+    found = gpu_check.environment(gpu_check.Part(1))
+    assert [found[name] for name in names] == [str(tmp_path / "triton"), str(tmp_path)]
+
+
+COMPILE = """
+import torch
+from bench.gpu.prepare import compile_only
+from qllm.kernels.triton import norm
+
+count = compile_only()
+x = torch.empty(4, 64, device="meta", dtype=torch.bfloat16)
+for _ in range(2):
+    norm.rms_norm(x, x[0], 1e-6)
+print(count())
+"""
+
+
+def test_launches_are_compiled_and_not_run_where_there_is_no_gpu(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    [cubin] = tmp_path.rglob("_rms_norm.cubin")
+    [about] = tmp_path.rglob("_rms_norm.json")
+    assert cubin.stat().st_size > 1000
+    assert json.loads(about.read_text())["target"]["arch"] == 90
+
+
+def dry_run(out: Path, *parts: str) -> dict[str, Any]:
+    env = os.environ | {"OUT": str(out), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "bench.gpu.check", "--dry-run", "--parts", *parts]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    errors = {n: s.get("error") for p in found["parts"].values() for n, s in p["sections"].items()}
+    assert done.returncode == 0, (done.stdout[-500:], done.stderr[-500:], errors)
+    assert list(found["parts"]) == list(parts)
+    return {name: set(part["sections"]) for name, part in found["parts"].items()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
+    found = dry_run(tmp_path, *gpu_check.PARTS)
+    assert found["exact"] == {"tokens_mixtral"}
+    assert found["qwen3"] == BIG | PEERS
+    assert found["mixtral"] == BIG | LOADS
+    assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_0.9_1"} <= found[
+        "kernels"
+    ]
+
+
+@pytest.mark.slow
+def test_a_dry_run_walks_a_part(tmp_path: Path) -> None:
+    assert dry_run(tmp_path, "exact") == {"exact": {"tokens_mixtral"}}
+
+
+PREPARE = """
+import json
+from bench.gpu import prepare
+
+prepare.compile_only()
+every = prepare.models
+prepare.models = lambda: [model for model in every() if model[0] == "tiny mixtral"]
+print(json.dumps(prepare.stages()))
+"""
+
+
+@pytest.mark.slow
+def test_stages_are_compiled_where_there_is_no_gpu(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", PREPARE]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"tiny mixtral": "compiled"}
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+def test_without_a_gpu_the_real_run_says_what_to_do(tmp_path: Path) -> None:
+    env = os.environ | {"OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "bench.gpu.check"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no CUDA device; use --dry-run" in done.stdout

@@ -1,0 +1,72 @@
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from qllm.cli import app
+from qllm.cli.top import Sample, Scrape, head, quantile, table
+from tests.support.serving import Serving, serving, tiny_engine, until
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Serving]:
+    with tiny_engine() as engine, serving(engine) as serving_:
+        yield serving_
+
+
+def test_top_shows_a_running_server(served: Serving) -> None:
+    served.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+    until(lambda: served.metric("qllm:generation_tokens_total", **{"class": "LS"}))
+    result = CliRunner().invoke(app, ["top", served.url + "/", "--once", "--every", "0.1"])
+    assert result.exit_code == 0
+    assert "tiny: KV 0%" in result.output
+    assert "TTFT p50 / p99, ms" in result.output
+
+
+@pytest.mark.parametrize("path", ["/health", ":1"])
+def test_top_says_when_nobody_is_there(served: Serving, path: str) -> None:
+    url = "http://127.0.0.1:1" if path == ":1" else served.url + path
+    result = CliRunner().invoke(app, ["top", url, "--once"])
+    assert result.exit_code == 2
+    assert "no qllm server answers" in result.output
+
+
+def sample(name: str, value: float, **labels: str) -> Sample:
+    return Sample(f"qllm:{name}", {"model_name": "m", **labels}, value)
+
+
+def test_rates_and_percentiles_are_of_the_time_between() -> None:
+    ls = {"class": "LS"}
+
+    def scrape(at_s: float, tokens: float, fast: float, slow: float) -> Scrape:
+        ttft = "time_to_first_token_seconds_bucket"
+        return Scrape(
+            [
+                sample("generation_tokens_total", tokens, **ls),
+                sample(ttft, fast, le="0.01", **ls),
+                sample(ttft, fast + slow, le="0.5", **ls),
+                sample(ttft, fast + slow, le="+Inf", **ls),
+                sample("preemptions_total", 7),
+                Sample("python_info", {}, 1.0),
+            ],
+            at_s,
+        )
+
+    made = table(scrape(0, 100, 1000, 0), scrape(2, 150, 1000, 8))
+    rows = {cells[0]: cells[1:] for cells in zip(*(c.cells for c in made.columns), strict=True)}
+    assert rows["output tokens/s"] == ("25.0", "0.0")
+    assert rows["TTFT p50 / p99, ms"] == ("<= 500.0 / <= 500.0", "- / -")
+    assert "7 preemptions" in head(scrape(0, 0, 0, 0))
+
+
+@given(st.lists(st.floats(0.001, 99), min_size=1), st.sampled_from([0.5, 0.9, 0.99]))
+def test_a_quantile_is_an_upper_bound(values: list[float], p: float) -> None:
+    bounds = [0.01, 0.1, 1.0, 10.0, 100.0]
+    found = quantile({b: sum(v <= b for v in values) for b in bounds}, p)
+    assert found is not None
+    assert sum(v <= found for v in values) >= p * len(values)
+    smaller = [b for b in bounds if b < found]
+    assert not smaller or sum(v <= smaller[-1] for v in values) < p * len(values)
+    assert quantile({}, p) is quantile({1.0: 0}, p) is None

@@ -1,0 +1,485 @@
+"""Laws of the scheduler, and the worlds and state machines that attack them.
+
+`test_scheduler.py` runs the laws; `test_mutants.py` breaks the code and runs them again.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from qllm.ingress import InprocIngress, StopWord
+from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
+from qllm.policy import View, next_row
+from qllm.record import trace
+from qllm.sim.check import overload as overloaded_world
+from qllm.sim.check import watch
+from qllm.sim.runner import SimCosts, VirtualClock
+from qllm.sim.world import LIMITS, SHAPE, World
+from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
+from qllm_policies.chunked import Chunked
+from qllm_policies.chunked_priority import ChunkedPriority
+from qllm_policies.edf import Edf
+from qllm_policies.fcfs import Fcfs
+from qllm_policies.layered import Layered
+from qllm_policies.ls_first import LsFirst
+from qllm_policies.priority import PriorityPolicy
+from qllm_policies.priority_layered import PriorityLayered
+from qllm_policies.qllm import Qllm
+from qllm_policies.qllm2 import Qllm2
+
+LS, BE = Priority.LS, Priority.BE
+
+LAYERS = SHAPE.num_layers
+
+SLOW = SimCosts(expert_ns=NS_PER_MS, head_ns=2 * NS_PER_MS)
+
+
+class Eager:
+    """Plans everything it sees, better classes first and newest first inside them."""
+
+    needs = Cap.NONE
+
+    def plan(self, view: View) -> Plan:
+        order = sorted(view.requests, key=lambda r: (r.priority, -r.request_id))
+        rows = [next_row(r, view, view.max_step_tokens) for r in order]
+        return Plan(rows=tuple(rows), wait_until_ns=view.now_ns + NS_PER_MS)
+
+
+class Fuzz:
+    """Any plan that the rules allow: odd chunks, layer ranges, merges of frames, drops."""
+
+    needs = Cap.LAYER_RANGE | Cap.YIELD_EXPERT | Cap.YIELD_LAYER
+
+    def __init__(self, seed: int) -> None:
+        self.r = random.Random(seed)
+
+    def plan(self, view: View) -> Plan:
+        r = self.r
+        rows: list[Row] = []
+        for frame in r.sample(view.frames, len(view.frames)):
+            if not rows and r.random() < 0.4:
+                return self.ending(view, list(frame.rows))
+            held = [q for q in view.requests if q.frame_id == frame.frame_id]
+            merged = [*rows, *(next_row(q, view) for q in held)]
+            if r.random() < 0.5 and self.fits(view, merged):
+                rows = merged
+        free = [q for q in view.requests if q.frame_id is None]
+        for q in r.sample(free, len(free)):
+            row = next_row(q, view, r.randint(1, 300))
+            if not q.is_decoding and row.start_layer < LAYERS and r.random() < 0.6:
+                row = row._replace(end_layer=r.randint(row.start_layer + 1, LAYERS))
+            if self.fits(view, [*rows, row]) and r.random() < 0.9:
+                rows.append(row)
+        return self.ending(view, rows)
+
+    def fits(self, view: View, rows: list[Row]) -> bool:
+        new = [row for row in rows if not view.by_id[row.request_id].is_decoding]
+        tokens = sum(row.num_tokens for row in new)
+        return tokens <= view.max_step_tokens and len(rows) <= view.max_num_seqs
+
+    def ending(self, view: View, rows: list[Row]) -> Plan:
+        r, on = self.r, {row.request_id for row in rows}
+        held = [q.request_id for q in view.requests if q.is_admitted and q.request_id not in on]
+        return Plan(
+            rows=tuple(rows),
+            grain=r.choice(list(Grain)),
+            stop_below=r.choice([NO_STOP, 0, 1, 11]),
+            slice_ns=r.choice([None, NS_PER_MS, 5 * NS_PER_MS]),
+            wait_until_ns=view.now_ns + NS_PER_MS,
+            drop=tuple(i for i in held if r.random() < 0.003),
+        )
+
+
+def shipped() -> list[Any]:
+    policies = [Fcfs(), PriorityPolicy(), LsFirst(), Qllm(), Qllm2()]
+    policies += [Chunked(step_tokens=24), ChunkedPriority(step_tokens=24)]
+    policies += [Edf(min_chunk_tokens=10), Layered(group_tokens=30)]
+    return [*policies, PriorityLayered(group_tokens=30, max_be_stall_ms=100)]
+
+
+def finished_well(world: World) -> None:
+    """Every request ended once, with all of its tokens, and nothing is left over."""
+    assert set(world.finished) == set(world.submitted)
+    for request_id, reason in world.finished.items():
+        assert reason is FinishReason.LENGTH, world.errors[request_id]
+        assert world.tokens[request_id] == world.submitted[request_id].max_tokens
+    assert world.scheduler.pool.num_free == world.scheduler.limits.num_blocks
+    assert not world.scheduler.frames
+    assert not world.runner.frames
+
+
+def events(world: World, kind: type) -> list[Any]:
+    return [event for event in world.record if isinstance(event, kind)]
+
+
+def alarm_after(world: World, boundaries: int, word: int = -1) -> None:
+    """Lower the stop word at a boundary to come, though nobody arrives."""
+    left = [boundaries]
+
+    def look() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            world.ingress.stop.lower(word)
+
+    world.on_boundary = look
+
+
+def work_is_exact(world: World) -> None:
+    """What the runner did is what the counters say, token by layer (I1, I3)."""
+    for request_id, request in world.scheduler.requests.items():
+        mirror = world.runner.requests[request_id]
+        assert mirror.num_computed == request.num_computed_tokens
+        assert mirror.num_tokens == request.num_tokens
+        work = request.num_computed_tokens * world.runner.shape.num_layers
+        if request.frontier is not None:
+            work += request.frontier.layer * (request.frontier.hi - request.frontier.lo)
+        assert mirror.layer_work == work, f"request {request_id}"
+
+
+class Machine(RuleBasedStateMachine):
+    """Arrivals, stops, cancels, evictions and failures in any order, under any policy."""
+
+    @initialize(
+        policy=st.sampled_from(shipped()) | st.integers(0, 99).map(Fuzz),
+        blocks=st.sampled_from([14, 20, 200]),
+        seats=st.integers(1, 4),
+        tokens=st.sampled_from([40, 512]),
+        grain=st.sampled_from(Grain),
+        exact=st.booleans(),
+    )
+    def start(
+        self, policy: Any, blocks: int, seats: int, tokens: int, grain: Grain, exact: bool
+    ) -> None:
+        limits = replace(
+            LIMITS,
+            num_blocks=blocks,
+            max_num_seqs=seats,
+            max_step_tokens=tokens,
+            grain=grain,
+            batch_invariant=exact,
+        )
+        cuts = NO_CUTS._replace(min_block=16, max_block=32) if exact else NO_CUTS
+        self.world = World(policy, limits, cuts=cuts)
+
+    @rule(
+        priority=st.sampled_from([-1, LS, 3, BE]),
+        prompt=st.integers(1, 200),
+        tokens=st.integers(1, 8),
+        timeout=st.none() | st.integers(1, 200),
+    )
+    def arrive(self, priority: int, prompt: int, tokens: int, timeout: int | None) -> None:
+        timeout_ns = None if timeout is None else timeout * NS_PER_MS
+        self.world.submit(int(priority), prompt, tokens, timeout_ns=timeout_ns)
+
+    @rule(boundaries=st.integers(1, 30), word=st.sampled_from([-2, 0, 5]))
+    def step_with_an_alarm(self, boundaries: int, word: int) -> None:
+        alarm_after(self.world, boundaries, word)
+        self.world.step()
+        self.world.on_boundary = None
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @precondition(lambda self: self.world.loop.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.loop.live))))
+
+    @precondition(lambda self: any(r.is_admitted for r in self.world.scheduler.requests.values()))
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        requests = self.world.scheduler.requests.values()
+        victim = data.draw(st.sampled_from([r.request_id for r in requests if r.is_admitted]))
+        for effect in self.world.scheduler.evict(victim, victim):
+            self.world.loop.effects.apply(effect)
+
+    @precondition(lambda self: self.world.loop.live)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def poison(self, data: st.DataObject, times: int) -> None:
+        self.world.runner.poisoned[data.draw(st.sampled_from(sorted(self.world.loop.live)))] = times
+
+    @rule(ms=st.integers(1, 300))
+    def pass_time(self, ms: int) -> None:
+        self.world.clock.at_ns += ms * NS_PER_MS
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.scheduler.check()
+        work_is_exact(self.world)
+        assert not self.world.loop.policy_errors
+        assert set(self.world.loop.live) == set(self.world.scheduler.requests)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for _ in range(4000):
+            if self.world.idle:
+                break
+            self.world.step()
+            work_is_exact(self.world)
+        assert self.world.idle, "stalled"
+        assert not self.world.loop.policy_errors
+        assert set(self.world.finished) == set(self.world.submitted)
+        assert self.world.scheduler.pool.num_free == self.world.scheduler.limits.num_blocks
+        assert not self.world.runner.frames
+        assert not self.world.runner.requests
+
+
+Machine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> None:
+    r = random.Random(seed)
+    blocks, seats = r.choice([30, 60, 400]), r.choice([2, 3, 8])
+    world = World(Fuzz(seed), replace(LIMITS, num_blocks=blocks, max_num_seqs=seats))
+    for _ in range(6):
+        world.submit(r.choice([0, 3, 10]), r.randint(1, 400), r.randint(1, 10))
+    while not world.idle:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12
+    assert not world.loop.policy_errors
+    finished_well(world)
+    if seed < 4:
+        assert events(world, trace.Parked)
+
+
+def test_equal_ranks_never_evict_each_other() -> None:
+    world = World(Eager(), replace(LIMITS, num_blocks=12))
+    world.submit(BE, 100, 40)
+    world.submit(BE, 100, 40, at_ns=5 * NS_PER_MS)
+    world.run(400)
+    assert not events(world, trace.Evicted)
+    finished_well(world)
+
+
+def test_nobody_is_evicted_for_a_request_that_cannot_start() -> None:
+    world = World(Eager(), replace(LIMITS, num_blocks=20))
+    world.submit(BE, 40, 60)
+    world.submit(LS, 160, 30)
+    for _ in range(3):
+        world.step()
+    world.submit(LS, 230, 2)  # 15 blocks; 6 are free, and BE holds 3
+    for _ in range(20):
+        world.step()
+    assert not events(world, trace.Evicted)
+    world.run(400)
+    finished_well(world)
+
+
+BY_CLASS = [p for p in shipped() if not isinstance(p, Fcfs)]
+
+
+def test_more_rows_than_seats_are_refused() -> None:
+    world = World(Eager(), replace(LIMITS, max_num_seqs=2))
+    for _ in range(3):
+        world.submit(BE, 5, 1)
+    world.step()
+    assert "planned 3 rows; max_num_seqs is 2" in str(world.loop.policy_errors)
+
+
+def test_all_blocks_come_back() -> None:
+    world = World(Fcfs(), replace(LIMITS, num_blocks=16))
+    for _ in range(4):
+        world.submit(BE, 120, 5)
+    world.run(400)
+    finished_well(world)
+
+
+def test_an_admitted_be_request_never_stalls_longer_than_its_bound() -> None:
+    for policy in (Qllm2(max_be_stall_ms=200, ride_frac=0.0), Qllm2(max_be_stall_ms=400)):
+        world = overloaded_world(policy, policy.max_be_stall_ms or 0)
+        assert watch(world) > 50 * NS_PER_MS
+        finished_well(world)
+
+
+def test_be_rides_along_no_longer_than_its_share() -> None:
+    share = {}
+    for frac in (0.0, 0.5):
+        world = World(Qllm2(ride_frac=frac, max_be_stall_ms=None), costs=SLOW)
+        chat, batch = world.submit(LS, 10, 60), world.submit(BE, 400, 60)
+        while chat not in world.finished:
+            world.step()
+        request = world.scheduler.requests[batch]
+        share[frac] = request.served_ns / world.clock.at_ns
+        world.run()
+        finished_well(world)
+    assert share[0.0] == 0
+    assert share[0.5] > 0.1
+
+
+def test_a_parked_program_does_every_unit_once() -> None:
+    def served_ns(boundaries: int) -> int:
+        world = World(Qllm2())
+        world.submit(BE, 50, 2)
+        alarm_after(world, boundaries)
+        world.run(50)
+        finished_well(world)
+        return sum(e.at_ns - e.start_ns for e in events(world, trace.Ran))
+
+    undisturbed = served_ns(10**6)
+    assert all(served_ns(boundaries) == undisturbed for boundaries in range(1, 20))
+
+
+def test_kv_counts_only_when_the_last_layer_is_reached() -> None:
+    for boundaries in range(1, 14):
+        world = World(Qllm2())
+        request_id = world.submit(BE, 50, 1)
+        alarm_after(world, boundaries)
+        world.step()
+        request = world.scheduler.requests[request_id]
+        assert request.num_computed_tokens == 0
+        assert request.frontier is not None
+        assert request.frontier.layer <= LAYERS
+        work_is_exact(world)
+        world.run(50)
+        finished_well(world)
+
+
+def test_an_ls_arrival_stops_be_inside_the_layer() -> None:
+    world = World(Qllm2(), costs=SLOW)
+    batch = world.submit(BE, 300, 2)
+    chat = world.submit(LS, 10, 1, at_ns=3 * NS_PER_MS)
+    world.run()
+    finished_well(world)
+    assert any(e.inside_layer for e in events(world, trace.Parked))
+    assert [e.request_id for e in events(world, trace.Finished)] == [chat, batch]
+    metrics = world.metrics[batch]
+    assert metrics is not None
+    assert (metrics.preemptions, metrics.preempt_recomputed_tokens) == (1, 0)
+
+
+def test_the_stop_word_survives_the_race_with_drain() -> None:
+    """An arrival at the very moment of the reset is drained, or its word stands."""
+    ingress = InprocIngress(VirtualClock())
+
+    class Racy(StopWord):
+        def reset(self) -> None:
+            if racing:
+                ingress.put(racing.pop())
+            super().reset()
+
+    ingress.stop = Racy(VirtualClock())
+    donor = World(Fcfs())
+    donor.submit(LS, 1, 1)
+    racing = [donor.submitted[0]]
+    drained = ingress.drain()
+    assert drained or ingress.stop.word == LS
+    assert len(drained) + len(ingress.drain()) == 1
+    assert ingress.stop.word == ANY_ARRIVAL
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Qllm2(), Qllm(), Fcfs(chunk_tokens=16)])
+@pytest.mark.parametrize("blocks", [13, 400])
+def test_who_fails_twice_fails_alone(policy: Any, blocks: int) -> None:
+    world = World(policy, replace(LIMITS, num_blocks=blocks))
+    for _ in range(5):
+        world.submit(BE, 50, 4)
+    world.runner.poisoned = {1: 9}
+    world.run(300)
+    assert {i for i, r in world.finished.items() if r is FinishReason.ERROR} == {1}
+    assert "poisoned" in (world.errors[1] or "")
+    assert all(world.tokens[i] == 4 for i in (0, 2, 3, 4))
+
+
+def test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks() -> None:
+    world = World(Qllm2())
+    stays, goes = world.submit(BE, 60, 4), world.submit(BE, 60, 4)
+    alarm_after(world, 5)
+    world.step()
+    assert world.scheduler.frames
+    world.cancel(goes)
+    world.step()
+    assert world.finished == {goes: FinishReason.CANCELLED}
+    world.run(50)
+    assert world.finished[stays] is FinishReason.LENGTH
+    assert world.tokens == {stays: 4}
+    assert not any(event.why == "error" for event in events(world, trace.Ran))
+    assert world.scheduler.pool.num_free == LIMITS.num_blocks
+
+
+def refused(policy: Any, blocks: int = 400) -> str:
+    world = World(policy, replace(LIMITS, num_blocks=blocks))
+    world.submit(BE, 100, 4)
+    for _ in range(3):
+        world.step()
+    world.submit(LS, 60, 4)
+    world.run(50)
+    assert world.loop.policy_errors, "nobody noticed"
+    assert FinishReason.ERROR in world.finished.values()
+    return world.loop.policy_errors[0]
+
+
+def altered(kind: str, **changes: Any) -> Any:
+    """`Eager`, but every row (or every row of some kind) is changed."""
+
+    class Altered(Eager):
+        def plan(self, view: View) -> Plan:
+            plan = super().plan(view)
+            return replace(plan, rows=tuple(changes["row"](r, view) for r in plan.rows))
+
+    Altered.__name__ = kind
+    return Altered()
+
+
+def test_bad_plans_are_refused_with_the_rule() -> None:
+    skip = altered("Skip", row=lambda r, v: r._replace(start_layer=1))
+    assert "policy Skip planned" in refused(skip)
+    assert "(I2)" in refused(skip)
+    half = altered("Half", row=lambda r, v: r._replace(end_layer=1) if r.num_tokens == 1 else r)
+    assert "a decode row must go full depth (I4)" in refused(half)
+    gap = altered("Gap", row=lambda r, v: r._replace(lo=r.lo + 1) if r.num_tokens > 1 else r)
+    assert "tokens are computed (I2)" in refused(gap)
+    deep = altered("Deep", row=lambda r, v: r._replace(end_layer=LAYERS + 1))
+    assert "out of range" in refused(deep)
+    ghost = altered("Ghost", row=lambda r, v: r._replace(request_id=99))
+    assert "planned request 99, which is not live" in refused(ghost)
+    nothing = altered("Nothing", row=lambda r, v: None)
+    assert "policy Nothing planned None" in refused(nothing)
+
+
+def test_half_a_frame_is_refused() -> None:
+    class Torn(Eager):
+        needs = Cap.YIELD_EXPERT
+
+        def plan(self, view: View) -> Plan:
+            plan = super().plan(view)
+            rows = view.frames[0].rows[:1] if view.frames else plan.rows
+            return replace(plan, rows=rows, grain=Grain.EXPERT, stop_below=1)
+
+    world = World(Torn())
+    world.submit(BE, 20, 2)
+    world.submit(BE, 20, 2)
+    alarm_after(world, 3)
+    world.run(10)
+    assert "a frame is resumed or replaced whole (I10)" in str(world.loop.policy_errors)
+
+
+def test_chunks_end_on_cuts_in_the_batch_invariant_mode() -> None:
+    cuts = CutRule(max_cost=1e9, attn_cost_per_kv=0.0, min_block=16, max_block=32)
+    limits = replace(LIMITS, batch_invariant=True, max_step_tokens=100)
+    world = World(Fcfs(chunk_tokens=50), limits, cuts=cuts)
+    for size in (333, 70, 31):
+        world.submit(BE, size, 3)
+    world.run(100)
+    finished_well(world)
+    rows = [row for e in events(world, trace.Planned) for row in e.rows]
+    for row in rows:
+        known = len(world.submitted[row.request_id].token_ids)
+        assert row.hi % 32 == 0 or row.hi >= known, row
