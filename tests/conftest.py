@@ -6,16 +6,15 @@ that leaves a setting of the server (QLLM_...) in the environment fails itself, 
 
 import gc
 import os
-import random
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.support.lanes"]
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.warm import Nurseries  # noqa: E402 - its asserts are rewritten, too
@@ -28,34 +27,6 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", help="every test, and every case of those marked `sampled`"
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep some cases of each test marked `sampled`, always the same, and no exhaustive test.
-
-    Tests that are named on the command line run whatever they are marked.
-    """
-    if config.getoption("--all") or any("::" in name for name in config.args):
-        return
-    dropped = {item for item in items if item.get_closest_marker("exhaustive")}
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sampled"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for name, found in cases.items():
-        marker = found[0].get_closest_marker("sampled")
-        assert marker is not None
-        (count,) = marker.args
-        kept = random.Random(name).sample(found, min(count, len(found)))
-        dropped |= set(found) - set(kept)
-    config.hook.pytest_deselected(items=list(dropped))
-    items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,8 +46,8 @@ def _loaded_modules_are_not_collected() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork engines from a process that has imported torch; `--all` starts each as users do."""
-    if request.config.getoption("--all"):
+    """Fork engines from a process that has imported torch; `--lane all` starts each as users do."""
+    if request.config.getoption("--lane") != "short":
         yield
         return
     nurseries = Nurseries()

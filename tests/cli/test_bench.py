@@ -35,7 +35,6 @@ def small_trace(folder: Path) -> Path:
     return folder / "trace.jsonl"
 
 
-@pytest.mark.slow
 def test_policies_are_compared_on_a_trace_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

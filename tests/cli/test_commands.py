@@ -358,7 +358,6 @@ def test_a_different_answer_is_found() -> None:
 # -- the demo
 
 
-@pytest.mark.slow
 def test_the_demo_prints_its_table_and_writes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

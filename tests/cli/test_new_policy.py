@@ -152,7 +152,6 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
         yield match[1], match[2]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
     found = list(blocks(ROOT / "docs" / "policies.md"))
@@ -169,7 +168,6 @@ def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
     assert re.search(r"^ +output tokens/s +\d[\d.]* +\d[\d.]* *$", out, re.M), out
 
 
-@pytest.mark.slow
 def test_a_plan_policy_works_in_the_same_way(place: Place) -> None:
     out = place.run(
         "qllm new-policy best_plan --kind plan\ncd best_plan\n"

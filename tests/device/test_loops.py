@@ -167,7 +167,7 @@ def test_a_fault_or_a_hang_of_the_device_ends_its_process(
         engine.close()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_gpu")
 def test_after_a_fault_of_the_device_every_stream_goes_on(model: str) -> None:
     """A request makes two devices fault and gets the error; the others see nothing of it."""

@@ -16,7 +16,15 @@ from qllm.errors import ConfigError, InvariantError
 from qllm.plugins import load_policy
 from qllm.types import Grain, SamplingParams
 from tests.support.differential import random_shape
-from tests.support.lanes import BIG, BUCKETS, LIMITS, LONGEST, Mirror, dry_loop, random_dry_run
+from tests.support.native_lanes import (
+    BIG,
+    BUCKETS,
+    LIMITS,
+    LONGEST,
+    Mirror,
+    dry_loop,
+    random_dry_run,
+)
 from tests.support.on_device import DeviceTurns
 from tests.support.stage_loop import StageLoop
 from tests.support.stage_worlds import NativeWorld, dry_stages, random_jobs

@@ -86,7 +86,6 @@ def test_functions_called_by_number_decide_the_same() -> None:
         load_native().call(*range(10))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_any_shape_decides_the_same_often() -> None:
     for number in range(1000):

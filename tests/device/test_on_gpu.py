@@ -14,7 +14,7 @@ from qllm.ingress.structs import RING_END
 from qllm.plugins import load_policy
 from tests.support.differential import run_trace
 from tests.support.families import VOCAB, make_model
-from tests.support.lanes import random_dry_run
+from tests.support.native_lanes import random_dry_run
 from tests.support.on_device import (
     DeviceTurns,
     Kernels,

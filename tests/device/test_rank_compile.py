@@ -186,7 +186,7 @@ def test_every_architecture_gets_its_lto_ir() -> None:
     assert codes != {cc: compile_device(load_policy("fcfs"), cc) for cc in ARCHITECTURES}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_rank_is_linked_into_the_scheduler_kernel_and_nothing_is_spilled() -> None:
     cubin, log = link_verbosely(load_policy("qllm2"), (9, 0))
     assert cubin.startswith(b"\x7fELF")
@@ -208,7 +208,6 @@ def test_what_functions_spill_is_read_of_the_linkers_log() -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capability"),
     [("edf", (8, 0)), ("priority-layered", (10, 0)), ("edf", (12, 0))],

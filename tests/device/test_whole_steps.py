@@ -12,7 +12,7 @@ from qllm.plugins import load_policy
 from qllm.policy import CostTable
 from qllm.scheduler.whole_steps import runs_whole
 from qllm.types import Priority, SamplingParams
-from tests.support.lanes import LIMITS, dry_loop
+from tests.support.native_lanes import LIMITS, dry_loop
 
 LS, BE = Priority.LS, Priority.BE
 LAYERS = 3

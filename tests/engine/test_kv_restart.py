@@ -60,7 +60,6 @@ def test_prompt_and_output_of_a_killed_engine_are_loaded(tmp_path: Path, priorit
         assert came_back(second, (num_prompt + 128) // 64 * 64)
 
 
-@pytest.mark.slow
 def test_a_supervised_server_goes_on_from_the_file(tmp_path: Path) -> None:
     new = partial(tiny_engine, kv_dir=str(tmp_path), **SETTINGS)
     asks = [

@@ -76,7 +76,6 @@ def kill_under_load(
     until(lambda: is_up(served, dies))
 
 
-@pytest.mark.slow
 def test_kill_9_of_either_engine_changes_no_answer(two: Two) -> None:
     entries: list[Entry] = []
     with ExitStack() as stack:
@@ -104,7 +103,6 @@ def test_kill_9_of_either_engine_changes_no_answer(two: Two) -> None:
     assert [now for _, now in choices] == [then for then, _ in choices], "as in a simulation"
 
 
-@pytest.mark.slow
 def test_an_engine_that_is_closed_under_load_loses_no_answer(two: Two) -> None:
     """So it is if whoever started it is killed, or its time to drain is over: it cancels all."""
     with ExitStack() as stack:
@@ -120,7 +118,6 @@ def test_an_engine_that_is_closed_under_load_loses_no_answer(two: Two) -> None:
             until(lambda index=index: is_up(served, index))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1], ids=["over NIXL", "over shared memory"])
 def test_an_engine_that_stands_still_is_left_and_comes_back(
     two: Two, index: int, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +145,6 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
         assert [client.answer() for client in ask_all(served)] == expected
 
 
-@pytest.mark.slow
 def test_without_an_engine_503_says_when_to_come_back(two: Two) -> None:
     with ExitStack() as stack:
         fleet = QLLMEngine.connect(two.address, route=broken, backoff=QUICK)
@@ -180,7 +176,6 @@ def test_without_an_engine_503_says_when_to_come_back(two: Two) -> None:
         two.bring_back(0)
 
 
-@pytest.mark.slow
 def test_engines_with_other_settings_are_refused(two: Two, tmp_path: Path) -> None:
     path = str(tmp_path / "other")
     with two.make(1, listen=path, max_kv_tokens=4096), pytest.raises(ConfigError) as refused:

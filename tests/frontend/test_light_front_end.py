@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.serving import until
 
@@ -102,7 +101,6 @@ def check_light(process: "subprocess.Popen[str]") -> None:
     assert (heavy.strip(), process.returncode) == ("", 0)
 
 
-@pytest.mark.slow
 def test_no_front_end_holds_torch(tmp_path: Path) -> None:
     """That of an engine of this machine, that of one met over the network, and that of two."""
     small, http = ("--threads", "1", "--set", "conformance=false"), " at http://"

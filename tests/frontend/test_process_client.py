@@ -313,7 +313,6 @@ def test_another_front_end_has_its_own_rings(engine: QLLMEngine, socket_path: st
         QLLMEngine.attach(socket_path + "x")
 
 
-@pytest.mark.slow
 def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: str) -> None:
     command = [sys.executable, "-c", ATTACHED, socket_path]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:

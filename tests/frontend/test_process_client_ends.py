@@ -45,7 +45,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.slow
 def test_closing_leaves_nothing(model: str, tmp_path: Path) -> None:
     before = open_files()
     pid = _serve_and_close(model, tmp_path)
@@ -94,7 +93,6 @@ def left_in_shm(*pids: int) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if ours & set(re.findall(r"[a-z]+|\d+", name))]
 
 
-@pytest.mark.slow
 def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     with QLLMEngine.from_pretrained(model, listen=path, **SETTINGS) as engine:
@@ -139,7 +137,6 @@ def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Pa
     assert left_in_shm(pid) == []
 
 
-@pytest.mark.slow
 def test_a_crashed_loop_ends_every_handle(
     model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +165,6 @@ def test_a_thread_drains_too() -> None:
         assert handle.result(0).finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.slow
 def test_the_engine_ends_with_its_front_end(model: str) -> None:
     code = f"""
         import os, signal
@@ -292,7 +288,6 @@ def test_errors_of_loading_are_raised_here(model: str, tmp_path: Path) -> None:
     assert path.exists(), "it is not ours"
 
 
-@pytest.mark.slow
 def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
     code = f"""
         from qllm import QLLMEngine

@@ -181,7 +181,6 @@ def run_front_end(address: str, secret: Path, *before: str) -> "subprocess.Popen
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_far_front_end_that_dies_frees_its_requests(
     engine: QLLMEngine, secret_file: Path
 ) -> None:
@@ -196,7 +195,6 @@ def test_a_far_front_end_that_dies_frees_its_requests(
     assert engine.submit("abc", max_tokens=2).result(60)
 
 
-@pytest.mark.slow
 def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
     meeting = Meeting(Address("127.0.0.1", free_port()), "tcp", b"")
     with (
@@ -214,7 +212,6 @@ def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
             far.submit("abc")
 
 
-@pytest.mark.slow
 def test_a_silent_engine_is_gone(
     model: str, monkeypatch: pytest.MonkeyPatch, secret_file: Path
 ) -> None:
@@ -256,7 +253,6 @@ def said(log: Path, process: "subprocess.Popen[bytes]", mark: str) -> str:
     return lines[-1].split()[-1].removeprefix("http://")
 
 
-@pytest.mark.slow
 def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
     with ExitStack() as stack:
         engine = start(
@@ -318,7 +314,6 @@ def namespace() -> Iterator[str]:
         ip("netns", "del", name)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_front_end_in_another_network(namespace: str, model: str, secret_file: Path) -> None:
     meeting = Meeting(Address("198.18.77.1", free_port()), "tcp", SECRET)

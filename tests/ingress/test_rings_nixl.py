@@ -179,7 +179,6 @@ def test_real_rdma_is_never_emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     segment.close_fd()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["shm", "tcp"])
 def test_processes_lose_nothing(profile: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "soak_rings.py")]

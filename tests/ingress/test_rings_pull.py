@@ -319,7 +319,6 @@ def test_tens_of_thousands_of_records_between_two_processes(profile: str) -> Non
             met.close()
 
 
-@pytest.mark.slow
 def test_a_front_end_that_dies_frees_its_requests_and_costs_nobody_else_one() -> None:
     dying = f"""
 import sys, time

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.files import ROOT
 
 COMPILE = """
@@ -228,7 +226,6 @@ SHARED_MEMORY = 227 * 1024
 """What one block may have on an H100 or H200."""
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90() -> None:
     names = [name for part in KERNELS.values() for name in part]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

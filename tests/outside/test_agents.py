@@ -23,7 +23,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_client(served: Serving, file: str) -> None:
     options = ["-c", os.devnull, "-p", "no:cacheprovider", "--confcutdir", str(FOLDER), "-q"]

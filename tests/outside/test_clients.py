@@ -41,7 +41,6 @@ def run(*command: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_guidellm(served: Serving, tokenizer: str, tmp_path: Path, route: str) -> None:
     run(

@@ -59,7 +59,6 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_wheel_needs_no_compiler_and_serves(clean: Path, tmp_path: Path) -> None:
     env = {**os.environ, **NO_COMPILER, "HOME": str(tmp_path)}
     code = (

@@ -71,7 +71,6 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
 def test_a_short_soak_finds_nothing() -> None:
     report = run(
         "soak", "--seconds", "8", "--calm-seconds", "2", "--calibrate-seconds", "2",
@@ -87,7 +86,6 @@ def test_a_short_soak_finds_nothing() -> None:
     assert report["memory"]["engine_rss_mb"] > 0
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_http_costs_is_measured() -> None:
     report = run(

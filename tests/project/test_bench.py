@@ -68,7 +68,6 @@ def test_forced_routing_is_even_or_skewed_and_follows_the_token() -> None:
     assert counts["skewed"][-1] < 0.5 * even
 
 
-@pytest.mark.slow
 def test_routing_is_forced_inside_the_block_alone(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -193,7 +192,6 @@ def test_what_a_bench_imports_of_others_is_there(path: Path) -> None:
         assert missing == set(), node.module
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_benchmark_of_kernels_runs() -> None:
     command = [sys.executable, "-m", "bench.kernels.cpu_kernels", "--quick"]

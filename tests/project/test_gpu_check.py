@@ -29,7 +29,7 @@ def test_what_is_timed_runs_alone() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_tests_for_a_gpu_import_only_what_is_there() -> None:
     """The machine with the GPU has torch, transformers, cupy; no server, no NIXL, no pydantic."""
     missing = (
@@ -312,7 +312,6 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
     return {name: set(part["sections"]) for name, part in found["parts"].items()}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     found = dry_run(tmp_path, *gpu_check.PARTS)
@@ -324,7 +323,6 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_dry_run_walks_a_part(tmp_path: Path) -> None:
     assert dry_run(tmp_path, "exact") == {"exact": {"tokens_mixtral"}}
 
@@ -340,7 +338,6 @@ print(json.dumps(prepare.stages()))
 """
 
 
-@pytest.mark.slow
 def test_stages_are_compiled_where_there_is_no_gpu(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}

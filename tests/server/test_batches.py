@@ -384,7 +384,6 @@ def num_completed(server: Process, batch_id: str) -> int:
     return int(server.client.batches.retrieve(batch_id).request_counts.completed)
 
 
-@pytest.mark.slow
 def test_a_killed_server_goes_on_with_its_batches(tmp_path: Path) -> None:
     num_lines = 60
     lines = [line(n, max_tokens=40, ignore_eos=True) for n in range(num_lines)]
@@ -404,7 +403,6 @@ def test_a_killed_server_goes_on_with_its_batches(tmp_path: Path) -> None:
     assert server.end(signal.SIGTERM) == 0
 
 
-@pytest.mark.slow
 def test_sigterm_drains_and_leaves_batches_for_later(tmp_path: Path) -> None:
     server = Process(tmp_path, most=1)
     lines = [line(n, max_tokens=90, ignore_eos=True) for n in range(90)]

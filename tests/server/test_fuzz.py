@@ -177,7 +177,6 @@ def test_a_short_soak(served: Serving, engine: QLLMEngine) -> None:
     assert set(done) == {"whole", "leave", "malformed", "half"}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_longer_soak(served: Serving, engine: QLLMEngine) -> None:
     assert sum(soak(served, engine, 60, 12).values()) == 720

@@ -53,7 +53,6 @@ def is_ready(served: Serving) -> bool:
     return served.get("/ready").status_code == 200
 
 
-@pytest.mark.slow
 def test_every_stream_goes_on_as_if_nothing_had_died(tmp_path: Path) -> None:
     gate = tmp_path / "crash"
     new = partial(make, policy=CrashOnce(str(gate)))
@@ -90,7 +89,6 @@ def go_on(served: Serving, engine: QLLMEngine, clients: list[Client]) -> None:
     until(lambda: served.front.engine is not engine, 60)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path) -> None:
     door = str(tmp_path / "engine")
@@ -121,7 +119,6 @@ def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path)
             served.front.engine.close()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_one_that_kills_engines_fails_alone() -> None:
     new = partial(make, policy=Poisoned())
@@ -139,7 +136,6 @@ def test_one_that_kills_engines_fails_alone() -> None:
         served.front.engine.close()
 
 
-@pytest.mark.slow
 def test_all_that_wait_end_when_there_is_no_further_engine() -> None:
     def fail() -> QLLMEngine:
         raise ModelError("the disk is gone")
@@ -155,7 +151,6 @@ def test_all_that_wait_end_when_there_is_no_further_engine() -> None:
     )
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_while_there_is_no_engine() -> None:
     """Deadlines and clients that leave do not wait for the next one."""
@@ -194,7 +189,6 @@ def test_while_there_is_no_engine() -> None:
         served.front.engine.close()
 
 
-@pytest.mark.slow
 def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -> None:
     replayed: list[int] = []
     log = RequestLog(3, lambda: replayed.append(1))

@@ -38,7 +38,6 @@ def is_ready(served: Serving) -> bool:
     return served.get("/ready").status_code == 200
 
 
-@pytest.mark.slow
 def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_path: Path) -> None:
     num_lines, go_on = 80, threading.Event()
 
@@ -97,7 +96,6 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         served.front.engine.close()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
     make = partial(tiny_engine, policy=Poisoned(), **SETTINGS)
@@ -119,7 +117,6 @@ def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
         served.front.engine.close()
 
 
-@pytest.mark.slow
 def test_a_stuck_engine_is_killed_and_replaced() -> None:
     settings: dict[str, Any] = {"restart_backoff_s": 0, "max_replays": 0}
     with serving(make(), make, **settings) as served, served.client() as client:
@@ -138,7 +135,6 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
         served.front.engine.close()
 
 
-@pytest.mark.slow
 def test_a_server_whose_engine_does_not_come_back_ends() -> None:
     tries: list[int] = []
 
@@ -156,7 +152,6 @@ def test_a_server_whose_engine_does_not_come_back_ends() -> None:
         )
 
 
-@pytest.mark.slow
 def test_serve_exits_with_the_reason() -> None:
     code = "from qllm.cli import main; main()"
     with subprocess.Popen(

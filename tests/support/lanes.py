@@ -1,218 +1,264 @@
-"""Native decisions without a model: the lanes that each stage would load."""
+"""A pytest plugin: the tests that a run takes, their order, and what each file costs.
 
+`--lane short` (the default, `make test`) leaves out tests marked `slow`, and all but a sample of
+the cases of tests marked `sampled`. `--lane all` (`make test-all`) takes every case. Tests of
+other packages are in neither: `--lane outside` (`make test-outside`) takes those alone. A run says
+at its end how many tests it left out and why, what this machine lacks, and which files cost more
+than their budget. It writes what every file cost to `.benchmarks/durations.json`.
+"""
+
+import json
+import os
 import random
-from collections import Counter
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
+import shutil
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import torch
+import pytest
 
-from qllm.cuda.backend import CudaBackend
-from qllm.cuda.lanes import Bucket, Lane
-from qllm.cuda.pages import PagedKV, Pages
-from qllm.cuda.stages import Key, Stages
-from qllm.device import layout
-from qllm.kernels.select import kernels
-from qllm.plan import NO_CUTS, ModelShape, Plan, Row
-from qllm.runner.frame import Frame
-from qllm.scheduler.compile import compile_program
-from qllm.scheduler.decision import Limits
-from qllm.scheduler.program import OpKind, Program
-from qllm.types import Grain, SamplingParams
-from tests.support.differential import random_shape
-from tests.support.stage_loop import StageLoop
-from tests.support.stage_worlds import NativeWorld, dry_stages, random_jobs
+from tests.support.files import ROOT
 
-LIMITS = Limits(
-    max_num_seqs=5, max_step_tokens=40, block_size=4, num_blocks=60, grain=Grain.LAYER,
-    max_segment_ns=5_000_000,
-)  # fmt: skip
-
-BUCKETS = [Bucket(2, False), Bucket(5, False), Bucket(12, True), Bucket(45, True)]
-
-BIG = [*BUCKETS, Bucket(400, True)]
-
-SHAPE = ModelShape(3, 4, 2, (False, True, True), 97, 4096)
-
-LONGEST = 60
+LANES = ("short", "all", "outside")
+COMMANDS = {"gpu": "make gpu-check", "peers": "make test-peers", "talk": "make test-talk"}
+"""Marks of tests that need what this machine may lack, and the command that runs them."""
+BUDGET_S = 20.0
+"""Processor time of a file in the short lane, with its set-up. A file that takes more is named."""
+MIN_FREE_BYTES = 2 << 30
+"""Space that the tests need for models, wheels and KV files at one time."""
+KERNELS = ("AMX", "AVX-512 BF16", "AVX-512", "AVX2", "portable", "emulated AMX")
+DURATIONS = ROOT / ".benchmarks" / "durations.json"
 
 
-def dry_loop(
-    policy: Any,
-    k: int = 1,
-    buckets: list[Bucket] = BUCKETS,
-    rows: int = 6,
-    limits: Limits = LIMITS,
-    device: str = "cpu",
-    **how: Any,
-) -> tuple[StageLoop, Stages]:
-    stages, pages = dry_stages(3, k, buckets, rows, (64, 15), block=4, device=device)
-    how = {"max_total_tokens": LONGEST, **how}
-    return StageLoop(policy, stages, pages, SHAPE, limits, **how), stages
+class Selection(NamedTuple):
+    """The tests of a run."""
+
+    kept: list[pytest.Item]
+    left_out: dict[str, list[pytest.Item]]
+    """The others, by the reason."""
 
 
-class Mirror:
-    """What the host would do with the frame that runs: its program, stage and lane."""
+SELECTION = pytest.StashKey[Selection]()
 
-    def __init__(self, loop: StageLoop, stages: Stages, threads: int) -> None:
-        self.loop, self.stages, self.threads = loop, stages, threads
-        self.requests: dict[int, Any] = {}
-        self.lane = {whole: self._like(stages.lanes[whole]) for whole in (True, False)}
-        self.seen: Counter[str] = Counter()
 
-    def _like(self, lane: Lane) -> Lane:
-        return Lane(lane.max_tokens, lane.max_rows, lane.max_pages, lane.block, lane.hidden_SD)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lanes")
+    group.addoption("--lane", choices=LANES, default="short", help="which tests run (short)")
+    group.addoption(
+        "--seed", type=int, help="draw other samples, and run files and tests in another order"
+    )
 
-    # what the native side says, as the host's objects
 
-    def _frame(self) -> tuple[Frame, list[int]]:
-        block = self.loop.scheduler.block
-        slot = block.get("running")
-        frame_id, _, stop_below, num_rows, _, _, grain, *_ = block.frame(slot)
-        found = block.rows(slot, num_rows)
-        rows = tuple([Row(*numbers[:5]) for numbers in found])
-        program = compile_program(
-            Plan(rows=rows, grain=Grain(grain), stop_below=stop_below),
-            frame_id=frame_id,
-            samples=[bool(numbers[6] & layout.SAMPLES) for numbers in found],
-            shape=SHAPE,
-            cuts=NO_CUTS,
-        )
-        frame = Frame(program)
-        for numbers in found:
-            request = block.request(numbers[5])
-            live = request[-1] and request[0] == numbers[0] and not numbers[6] & layout.DEAD
-            if not live:
-                frame.dead.add(numbers[0])
-            else:
-                self._know(numbers[0], numbers[5])
-        return frame, [numbers[5] for numbers in found]
-
-    def _know(self, request_id: int, slot: int) -> None:
-        pages: list[int] = []
-        self.loop.scheduler.block.extend_table(slot, pages)
-        kv = PagedKV(Pages(1, 1 << 16, 4, kernels("torch")), 1 << 20)
-        kv.hold(pages, len(pages) * 4)
-        record = self.loop.server.array("serving")[slot]
-        how = SamplingParams(
-            temperature=float(record["temperature"]), top_k=int(record["top_k"]),
-            top_p=float(record["top_p"]), min_p=float(record["min_p"]),
-        )  # fmt: skip
-        ids = self.loop.token_ids(slot)
-        self.requests[request_id] = SimpleNamespace(
-            ids=ids, kv=kv, simple=(how, int(record["seed"]))
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse a disk that is too full: each test would fail with an error of its own."""
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < MIN_FREE_BYTES:
+        pytest.exit(
+            f"{tempfile.gettempdir()} has {free >> 20} MiB free; the tests need "
+            f"{MIN_FREE_BYTES >> 20}: free some, or set TMPDIR to another disk",
+            returncode=pytest.ExitCode.USAGE_ERROR,
         )
 
-    def _load(self, frame: Frame, group: int, lane: Lane) -> None:
-        runner: Any = SimpleNamespace(
-            requests=self.requests,
-            sampler=SimpleNamespace(simple=lambda i: self.requests[i].simple),
-        )
-        backend: Any = SimpleNamespace(_sampling_rows=partial(CudaBackend._sampling_rows, None))
-        CudaBackend._load(backend, runner, lane, frame, group)
 
-    # comparisons
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the lane. A test that the command line names always runs."""
+    for item in items:
+        if "outside" in item.path.relative_to(ROOT).parts:
+            item.add_marker("outside")
+    lane = "all" if any("::" in name for name in config.args) else config.getoption("--lane")
+    found = select(items, lane, config.getoption("--seed"), by_mark=bool(config.option.markexpr))
+    config.stash[SELECTION] = found
+    config.hook.pytest_deselected(items=[i for left in found.left_out.values() for i in left])
+    items[:] = found.kept
 
-    def compare(self, branch: int) -> None:
-        """The chosen stage is the host's, and what it reads of its lane is what the host loads."""
-        key: Key = self.loop._keys[branch]
-        frame, _ = self._frame()
-        layer = self.loop.lanes.get("layer")
-        part = self._part(frame.program, max(layer, key.start))
-        alive = [r for r in frame.program.rows if r.request_id not in frame.dead]
-        rows = [frame.program.rows[r] for r in frame.program.groups[part.group]]
-        if part.key != key:
-            self._explain(key, part.key, rows, frame)
-        elif part.key.head:
-            self.seen["head"] += 1
-        self.seen["whole" if key.whole else "stage"] += 1
-        self.seen["groups"] += len(rows) != len(frame.program.rows)
-        self.seen["dead"] += any(row.request_id in frame.dead for row in rows)
-        assert alive
-        wanted = self.lane[key.whole]
-        self._load(frame, part.group, wanted)
-        self._same(key, frame, rows, wanted)
 
-    def _part(self, program: Program, layer: int) -> Any:
-        ops = program.ops
-        op = next(i for i, op in enumerate(ops) if op.layer == layer and op.kind < OpKind.HEAD)
-        capture = self.stages.captured
-        if not any(not key.head and key.end == 3 and not key.bucket.prefill for key in capture):
-            extra = [key._replace(head=False) for key in capture if key.head]
-            self.stages.captured = capture | dict.fromkeys(extra)
-        try:
-            return self.stages.part(program, op, program.grain, True)
-        finally:
-            self.stages.captured = capture
+def select(
+    items: Sequence[pytest.Item], lane: str, seed: int | None = None, *, by_mark: bool = False
+) -> Selection:
+    """Choose the tests of a lane.
 
-    def _explain(self, ours: Key, host: Key, rows: list[Row], frame: Frame) -> None:
-        """They may differ in the head alone: a decode stage has one, the dead need none."""
-        self.seen["other head"] += 1
-        assert ours._replace(head=host.head) == host
-        if ours.head:
-            assert not ours.bucket.prefill
+    Args:
+        items: All tests, in the order of their collection.
+        lane: One of `LANES`.
+        seed: Number that samples and order are drawn from. Without one, samples are the same in
+            every run and the order is that of the collection.
+        by_mark: True if `-m` chooses tests: no test is left out for its marks, cases are sampled.
+    """
+    left: dict[str, list[pytest.Item]] = defaultdict(list)
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    kept = set()
+    for item in items:
+        why = None if by_mark else reason_to_leave(item, lane)
+        if why:
+            left[why].append(item)
+        elif lane == "short" and item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
         else:
-            sampling = {
-                r for r, s in zip(frame.program.rows, frame.program.samples, strict=True) if s
+            kept.add(item)
+    for name, found in cases.items():
+        chosen = sample(found, random.Random(name if seed is None else f"{name} {seed}"))
+        kept |= set(chosen)
+        left["cases beyond a sample: make test-all"] += [i for i in found if i not in chosen]
+    ordered = [item for item in items if item in kept]
+    return Selection(ordered if seed is None else shuffled(ordered, seed), dict(left))
+
+
+def reason_to_leave(item: pytest.Item, lane: str) -> str | None:
+    """Return why a lane leaves a test out, or None if it takes it."""
+    marks = {mark.name for mark in item.iter_markers()}
+    for mark, command in COMMANDS.items():
+        if mark in marks:
+            return f"tests marked {mark}: {command}"
+    if (lane == "outside") != ("outside" in marks):
+        return "tests of other packages: make test-outside" if lane != "outside" else "our own"
+    if lane == "short" and "slow" in marks:
+        return "slow tests: make test-all"
+    return None
+
+
+def sample(cases: Sequence[pytest.Item], rng: random.Random) -> list[pytest.Item]:
+    """Draw some cases of one test.
+
+    `sampled(count)` keeps so many. `sampled` alone keeps a small set in which every value of every
+    parameter occurs, such as each family and each kind of kernel.
+    """
+    marker = cases[0].get_closest_marker("sampled")
+    assert marker is not None
+    drawn = rng.sample(cases, len(cases))
+    if marker.args:
+        return drawn[: marker.args[0]]
+    missing = {value for case in cases for value in values_of(case)}
+    kept = []
+    while missing:
+        best = max(drawn, key=lambda case: len(missing & values_of(case)))
+        missing -= values_of(best)
+        kept.append(best)
+    return kept
+
+
+def values_of(case: pytest.Item) -> set[tuple[str, int]]:
+    """Return the parameters of a case, each with the number of its value."""
+    call = getattr(case, "callspec", None)
+    return set(call.indices.items()) if call else set()
+
+
+def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Order files, and the tests of each file, by chance. Cases of one test stay together."""
+    rng = random.Random(seed)
+    files: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        files[str(item.path)][item.nodeid.partition("[")[0]].append(item)
+    tests = [
+        cases
+        for path in rng.sample(sorted(files), len(files))
+        for cases in rng.sample(list(files[path].values()), len(files[path]))
+    ]
+    return [item for cases in tests for item in cases]
+
+
+class Report:
+    """What a run's files cost and what the run left out; printed at its end.
+
+    With several workers each measures its own tests, and the process that started them has the
+    reports of all.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.tests: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.cpu_seconds: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.found: dict[str, Any] = {}
+        """What a worker found out: counts of tests that it left out, and kinds of kernels."""
+        self._began = 0.0
+
+    def pytest_collection_finish(self) -> None:
+        self._began = processor_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add the processor time since the last report of this process to the next."""
+        report = yield
+        now = processor_s()
+        report.cpu_s = now - self._began  # type: ignore[attr-defined]
+        self._began = now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one phase of a test: its set-up, its call or its teardown."""
+        path = report.nodeid.partition("::")[0]
+        self.tests[path] += report.when == "call"
+        self.seconds[path] += report.duration
+        self.cpu_seconds[path] += getattr(report, "cpu_s", 0.0)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Hand over what a worker found out. The process that prints keeps what each file cost."""
+        output = getattr(self.config, "workeroutput", None)
+        if SELECTION in self.config.stash:
+            left = self.config.stash[SELECTION].left_out
+            self.found = {"left_out": {w: len(items) for w, items in left.items()}} | kernels()
+        if output is not None:
+            output["lanes"] = self.found
+        elif self.seconds:
+            self.write()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker found out: all of them found the same."""
+        self.found = getattr(node, "workeroutput", {}).get("lanes") or self.found
+
+    def write(self) -> None:
+        """Write what each file cost."""
+        files = {
+            path: {
+                "tests": self.tests[path],
+                "seconds": round(seconds, 2),
+                "cpu_seconds": round(self.cpu_seconds[path], 2),
             }
-            assert all(row.request_id in frame.dead for row in rows if row in sampling)
+            for path, seconds in self.seconds.most_common()
+        }
+        DURATIONS.parent.mkdir(exist_ok=True)
+        found = {"lane": self.config.getoption("--lane"), "files": files}
+        DURATIONS.write_text(json.dumps(found, indent=1))
 
-    def _same(self, key: Key, frame: Frame, rows: list[Row], wanted: Lane) -> None:
-        lane, num = self.stages.lanes[key.whole], key.bucket.tokens
-        heads = min(lane.max_rows, num)
-        found, like = lane.on_device, wanted.on_device
-        for name in ("ids", "pos", "slots", "seq", "gather"):
-            assert found[name][:num].tolist() == like[name][:num].tolist(), name
-        for name in ("last", "positions", "seeds", "top_k", "temperature", "top_p", "min_p"):
-            assert found[name][:heads].tolist() == like[name][:heads].tolist(), name
-        assert found["num_tokens"].tolist() == like["num_tokens"].tolist()
-        for ours, theirs in zip(
-            lane.step_tensors(key.bucket)[1].parts,
-            wanted.step_tensors(key.bucket)[1].parts,
-            strict=True,
-        ):
-            assert ours.block == theirs.block
-            for a, b in zip(ours[1:], theirs[1:], strict=True):
-                assert a.tolist() == b.tolist()
-        tables = [lane.step_tensors(key.bucket)[0], wanted.step_tensors(key.bucket)[0]]
-        for r, row in enumerate(rows):
-            if row.request_id not in frame.dead:
-                ours, theirs = [table[r, : -(-row.hi // 4)].tolist() for table in tables]
-                assert ours == theirs
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section(f"lane {self.config.getoption('--lane')}")
+        for line in self.lines():
+            terminalreporter.line(line)
 
-    def refill(self, branch: int) -> None:
-        """As so many threads, into tensors in which nothing is right; then all is as it was."""
-        lane = self.stages.lanes[self.loop._keys[branch].whole]
-        saved = lane._device.clone()
-        lane._device.fill_(77777)
-        self.loop.scheduler.native.turn_fill(*self.loop._addresses, self.threads)
-        self.compare(branch)
-        lane._device.copy_(saved)
+    def lines(self) -> Iterator[str]:
+        """Say what was left out and why, and which files are over their budget."""
+        for why, count in sorted(self.found.get("left_out", {}).items()):
+            yield f"left out: {count} {why}"
+        for why, count in sorted(self.skipped.items()):
+            yield f"skipped: {count} {why}"
+        if "kernels" in self.found:
+            yield f"kernels of this processor: {', '.join(self.found['kernels'])}"
+        if self.found.get("no_kernels"):
+            yield f"not run, as it cannot: {', '.join(self.found['no_kernels'])}"
+        if self.config.getoption("--lane") == "short":
+            for path, seconds in self.cpu_seconds.most_common():
+                if seconds > BUDGET_S:
+                    yield f"over its budget of {BUDGET_S:.0f} s: {path}, {seconds:.0f} s"
 
 
-def random_dry_run(number: int, threads: int = 7, **where: Any) -> tuple[NativeWorld, Mirror]:
-    rng = random.Random(number)
-    policy = random_shape(rng)
-    loop, stages = dry_loop(policy, buckets=BIG if policy.groups else BUCKETS, **where)
-    mirror = Mirror(loop, stages, threads)
-    vocab = random.Random(-number)
+def processor_s() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
-    def filled(branch: int) -> None:
-        mirror.compare(branch)
-        if threads:
-            mirror.refill(branch)
 
-    def replay(branch: int) -> None:
-        loop.trace.append(branch)
-        lane = stages.lanes[loop._keys[branch].whole]
-        lane.tokens_R[:] = torch.tensor([vocab.randrange(97) for _ in range(lane.max_rows)])
-        lane.peaks_R[:] = torch.tensor(
-            [vocab.choice([1.0] * 30 + [float("nan"), float("inf")]) for _ in range(lane.max_rows)]
-        )
+def kernels() -> dict[str, list[str]]:
+    """Return the kinds of kernels that this processor runs, and those that it cannot run."""
+    from qllm.kernels import cpu
 
-    jobs = random_jobs(rng, 9, 50, 97)
-    cancels = [(rng.randrange(60) * 1_000_000, rng.randrange(9)) for _ in range(3)]
-    world = NativeWorld(loop, filled, replay, cancels)
-    world.run(jobs)
-    return world, mirror
+    here = cpu.native.available() if cpu.native else []
+    return {"kernels": here, "no_kernels": [kind for kind in KERNELS if kind not in here]}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Report(config), "lanes-report")

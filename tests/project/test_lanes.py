@@ -1,0 +1,1 @@
+"""What `make test` leaves to `make test-all` and `make test-outside`."""
