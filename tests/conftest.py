@@ -6,9 +6,11 @@ that leaves a setting of the server (QLLM_...) in the environment fails itself, 
 
 import gc
 import os
+import ssl
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ pytest_plugins = ["tests.support.lanes"]
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.warm import Nurseries  # noqa: E402 - its asserts are rewritten, too
+
+if TYPE_CHECKING:
+    from qllm import QLLMEngine
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own library is imported
@@ -57,6 +62,29 @@ def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     nurseries.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _authorities_are_read_once() -> Iterator[None]:
+    """Read the certificates of authorities once, not for each client: that takes 26 ms of CPU."""
+    try:
+        from httpx._transports import default
+    except ImportError:  # on a machine that has a GPU and no server
+        yield
+        return
+    make = default.create_ssl_context
+    kept: list[ssl.SSLContext] = []
+
+    def create(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is not True or cert is not None:
+            return make(verify=verify, cert=cert, trust_env=trust_env)
+        if not kept:
+            kept.append(make(trust_env=trust_env))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", create)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _settings_end_with_their_test() -> Iterator[None]:
     before = _settings()
@@ -69,6 +97,32 @@ def _settings_end_with_their_test() -> Iterator[None]:
 
 def _settings() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith("QLLM_")}
+
+
+@pytest.fixture(scope="session")
+def shared_engine() -> "Iterator[QLLMEngine]":
+    """Make the engine that a worker's tests share.
+
+    A fixture of wider scope than one test may use it, if it leaves the engine idle.
+    """
+    from tests.support.serving import tiny_engine
+
+    with tiny_engine() as made:
+        yield made
+
+
+@pytest.fixture
+def engine(shared_engine: "QLLMEngine") -> "Iterator[QLLMEngine]":
+    """Yield the shared engine: "tiny" in a process, one thread, all other settings as by default.
+
+    A test must not close or kill it. After the test it has to be idle. What is kept of prompts is
+    forgotten, so that no test depends on those before it.
+    """
+    from tests.support.engines import assert_idle
+
+    yield shared_engine
+    assert_idle(shared_engine)
+    shared_engine.reset_prefix_cache()
 
 
 BEGAN = time.monotonic()

@@ -2,7 +2,6 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from http.client import HTTPConnection
 from typing import Any
 
@@ -25,24 +24,6 @@ GREEDY = SamplingParams(temperature=0)
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 4000}
 ENDLESS = {**LONG, "ignore_eos": True}
 KIND = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine) as serving_:
-        yield serving_
-
-
-@pytest.fixture(scope="module")
-def client(served: Serving) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
 
 
 def is_idle(engine: QLLMEngine) -> bool:

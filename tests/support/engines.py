@@ -106,6 +106,31 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     raise AssertionError("it did not happen")
 
 
+def assert_idle(engine: QLLMEngine) -> None:
+    """Check that an engine has no request, no open prompt, no parked frame and no KV in use.
+
+    Requests that clients left are given time to end. What is still open then is cancelled, so that
+    the next test finds an idle engine.
+    """
+
+    def found() -> dict[str, Any]:
+        stats = engine.stats()
+        used = {name: stats[name] for name in ("num_live", "num_waiting", "kv_blocks_used")}
+        used |= {"frames": len(stats["frames"]), "prompts": stats["open_prompts"]["now"]}
+        used |= {"handles": len(engine.client.open_handles())}
+        return {name: number for name, number in used.items() if number}
+
+    assert engine.failure is None, f"a test ended the shared engine: {engine.failure}"
+    engine.raise_if_closed()
+    try:
+        wait_for(lambda: not found(), 10)
+    except AssertionError:
+        left = found()
+        for handle in engine.client.open_handles():
+            handle.cancel()
+        raise AssertionError(f"a test leaves the shared engine busy: {left}") from None
+
+
 def stand_still(path: str) -> None:
     """Called on an engine's loop: nothing moves until a file is there."""
     Path(f"{path}-reached").touch()

@@ -1,6 +1,7 @@
 """A real server on a free port, in a thread, for the tests of `qllm.server`."""
 
 import asyncio
+import functools
 import threading
 import time
 import weakref
@@ -20,6 +21,9 @@ from qllm.server.front import Front
 from qllm.server.run import Server, make_server
 from qllm.server.serve import bound_socket
 from qllm.types import Cap
+
+OVER = ("completed", "failed", "cancelled", "expired")
+"""States that a batch does not leave."""
 
 
 class Serving(NamedTuple):
@@ -79,6 +83,21 @@ def serving(
             server.should_exit = True
             thread.join(60)
             assert not thread.is_alive(), "the server did not end"
+
+
+def forget_all(served: Serving) -> None:
+    """End the batches and delete the files that a test left at a server without keys."""
+
+    def is_over(batch_id: str) -> bool:
+        return client.batches.retrieve(batch_id).status in OVER
+
+    with served.client() as client:
+        for batch in client.batches.list():
+            if batch.status not in OVER:
+                client.batches.cancel(batch.id)
+                until(functools.partial(is_over, batch.id))
+        for file in client.files.list():
+            client.files.delete(file.id)
 
 
 def until(condition: Callable[[], Any], seconds: float = 120) -> None:
