@@ -9,7 +9,7 @@ BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
 
-.PHONY: demo talk test test-all test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-families bench-report clean
+.PHONY: demo talk test test-all test-outside test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -19,11 +19,14 @@ talk: $(BASE)  # a small model that answers: fetched and made once, then served;
 	.venv/bin/python scripts/talk.py
 	.venv/bin/qllm serve talk $(ARGS)
 
-test: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready
-	scripts/test
+test: $(READY)  # ten minutes on two cores; ARGS="--seed 1" draws other samples and another order
+	scripts/test $(ARGS)
 
-test-all: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready  # every case of what `make test` samples
-	scripts/test --all
+test-all: $(READY)  # every case of what `make test` samples, and the slow tests
+	scripts/test --lane all $(ARGS)
+
+test-outside: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready  # other packages' programs, soaks
+	scripts/test --lane outside $(ARGS)
 
 test-peers: $(READY)  # after `make bench-peers`
 	scripts/test -m "peers and not talk" -n 0
@@ -34,7 +37,7 @@ test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`; installs lm
 test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest -W default tests/outside/on_ray/with_*.py $(ARGS)  # Ray itself warns
 
-check: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready
+check: $(READY)
 	scripts/check
 
 sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan and TSan

@@ -51,8 +51,8 @@ def _loaded_modules_are_not_collected() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fork engines from a process that has imported torch; `--lane all` starts each as users do."""
-    if request.config.getoption("--lane") != "short":
+    """Fork engines from a process that has imported torch; `--lane outside` starts them cold."""
+    if request.config.getoption("--lane") == "outside":
         yield
         return
     nurseries = Nurseries()

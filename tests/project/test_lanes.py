@@ -1,1 +1,160 @@
-"""What `make test` leaves to `make test-all` and `make test-outside`."""
+"""The lanes of the tests: `make test` holds a part of everything that `make test-all` tests."""
+
+import inspect
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from fastapi.routing import APIRoute
+
+from qllm import QLLMEngine
+from qllm.kernels import cpu
+from qllm.models.fingerprints import FAMILIES
+from qllm.server.app import create_app
+from qllm.server.config import load_config
+from tests.support.files import ROOT
+from tests.support.lanes import SELECTION, Selection, sample, select, shuffled
+
+
+class Case(NamedTuple):
+    """A test as the plugin sees it."""
+
+    nodeid: str
+    marks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    indices: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.nodeid.partition("::")[0]
+
+    @property
+    def callspec(self) -> Any:
+        return SimpleNamespace(indices=dict(self.indices))
+
+    def iter_markers(self) -> Iterator[Any]:
+        return iter([SimpleNamespace(name=name, args=args) for name, args in self.marks])
+
+    def get_closest_marker(self, name: str) -> Any:
+        return next((mark for mark in self.iter_markers() if mark.name == name), None)
+
+
+def cases_of(*sampled: int) -> list[Any]:
+    """Make the cases of one test with two parameters."""
+    marks = (("sampled", sampled),)
+    return [
+        Case(f"tests/a.py::test_a[{i}-{j}]", marks, (("family", i), ("kind", j)))
+        for i in range(8)
+        for j in range(3)
+    ]
+
+
+def marked(name: str, *marks: str) -> Any:
+    return Case(f"tests/b.py::{name}", tuple((mark, ()) for mark in marks))
+
+
+def ids(items: Sequence[pytest.Item]) -> list[str]:
+    return [item.nodeid for item in items]
+
+
+def test_a_sample_is_the_same_in_every_run_and_another_with_a_seed() -> None:
+    cases = cases_of(5)
+    found = select(cases, "short")
+    assert len(found.kept) == 5
+    assert found == select(cases, "short")
+    assert select(cases, "all").kept == cases
+    others = [set(ids(select(cases, "short", seed).kept)) for seed in range(4)]
+    assert all(len(other) == 5 for other in others)
+    assert any(other != set(ids(found.kept)) for other in others)
+
+
+def test_a_sample_without_a_number_has_every_value_of_every_parameter() -> None:
+    for seed in range(20):
+        kept = sample(cases_of(), random.Random(seed))
+        assert {case.callspec.indices["family"] for case in kept} == set(range(8))
+        assert {case.callspec.indices["kind"] for case in kept} == set(range(3))
+        assert len(kept) <= 10
+
+
+def test_marks_say_in_which_lane_a_test_is() -> None:
+    plain, slow, outside = marked("plain"), marked("slow", "slow"), marked("out", "outside")
+    items = [plain, slow, outside, marked("gpu", "gpu"), marked("slow_out", "slow", "outside")]
+    assert ids(select(items, "short").kept) == ids([plain])
+    assert ids(select(items, "all").kept) == ids([plain, slow])
+    assert ids(select(items, "outside").kept) == ids([outside, items[-1]])
+    assert select(items, "short", by_mark=True).kept == items, "-m chooses"
+    left = {why: len(tests) for why, tests in select(items, "short").left_out.items()}
+    assert left == {
+        "slow tests: make test-all": 1,
+        "tests marked gpu: make gpu-check": 1,
+        "tests of other packages: make test-outside": 2,
+    }
+
+
+def test_a_seed_changes_the_order_and_keeps_cases_of_a_test_together() -> None:
+    items = [*cases_of(), marked("one"), marked("two"), marked("three")]
+    orders = [ids(shuffled(items, seed)) for seed in range(6)]
+    assert len(set(map(tuple, orders))) > 1
+    for order in orders:
+        assert sorted(order) == sorted(ids(items))
+        places = [order.index(case.nodeid) for case in cases_of()]
+        assert max(places) - min(places) == len(places) - 1
+
+
+@pytest.fixture
+def suite(request: pytest.FixtureRequest) -> Selection:
+    """What this run collected, where that is the whole suite."""
+    found = request.config.stash[SELECTION]
+    files = {item.path for item in found.collected}
+    if len(files) < len(list((ROOT / "tests").rglob("test_*.py"))):
+        pytest.skip("this run collected a part of the suite")
+    return found
+
+
+def test_every_test_is_in_the_lane_by_a_case(suite: Selection) -> None:
+    """Every test that is not marked: so no law, route or policy is left to other lanes."""
+    tests: dict[str, set[bool]] = defaultdict(set)
+    kept = set(ids(suite.kept))
+    for item in suite.collected:
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"slow", "outside", "gpu", "peers", "talk"}:
+            tests[item.nodeid.partition("[")[0]].add(item.nodeid in kept)
+    assert [name for name, found in tests.items() if True not in found] == []
+
+
+def values(suite: Selection) -> Iterator[tuple[str, str, Any]]:
+    """Yield test, parameter and value of each case that runs."""
+    for item in suite.kept:
+        call = getattr(item, "callspec", None)
+        for name, value in call.params.items() if call else ():
+            yield item.nodeid.partition("[")[0], name, value
+
+
+def test_every_family_is_in_the_lane_under_many_laws(suite: Selection) -> None:
+    laws: dict[str, set[str]] = defaultdict(set)
+    for test, _, value in values(suite):
+        if isinstance(value, str) and value in FAMILIES:
+            laws[value].add(test)
+    assert {family: len(laws[family]) for family in FAMILIES if len(laws[family]) < 10} == {}
+
+
+def test_every_kind_of_kernel_is_in_the_lane_for_every_kernel(suite: Selection) -> None:
+    kinds: dict[str, set[str]] = defaultdict(set)
+    here = set(cpu.native.available())
+    for test, _, value in values(suite):
+        if "tests/kernels" in test and isinstance(value, str) and value in here:
+            kinds[test].add(value)
+    assert len(kinds) > 40
+    assert {test: here - found for test, found in kinds.items() if found != here} == {}
+
+
+def test_every_route_is_in_the_lane(suite: Selection, engine: QLLMEngine) -> None:
+    app = create_app(engine, load_config(None, {}, {"model": "tiny"}))
+    modules = {inspect.getmodule(item.function) for item in suite.kept if "server" in item.nodeid}
+    source = "\n".join(inspect.getsource(module) for module in modules if module)
+    paths = {route.path for route in app.routes if isinstance(route, APIRoute)}
+    assert len(paths) > 20
+    assert [path for path in paths if path.partition("{")[0].rstrip("/") not in source] == []

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,7 @@ DURATIONS = ROOT / ".benchmarks" / "durations.json"
 class Selection(NamedTuple):
     """The tests of a run."""
 
+    collected: list[pytest.Item]
     kept: list[pytest.Item]
     left_out: dict[str, list[pytest.Item]]
     """The others, by the reason."""
@@ -63,8 +65,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the lane. A test that the command line names always runs."""
+    files = {Path(name).resolve() for name in config.args}
     for item in items:
-        if "outside" in item.path.relative_to(ROOT).parts:
+        if "outside" in item.path.relative_to(ROOT).parts and item.path not in files:
             item.add_marker("outside")
     lane = "all" if any("::" in name for name in config.args) else config.getoption("--lane")
     found = select(items, lane, config.getoption("--seed"), by_mark=bool(config.option.markexpr))
@@ -101,7 +104,8 @@ def select(
         kept |= set(chosen)
         left["cases beyond a sample: make test-all"] += [i for i in found if i not in chosen]
     ordered = [item for item in items if item in kept]
-    return Selection(ordered if seed is None else shuffled(ordered, seed), dict(left))
+    ordered = ordered if seed is None else shuffled(ordered, seed)
+    return Selection(list(items), ordered, dict(left))
 
 
 def reason_to_leave(item: pytest.Item, lane: str) -> str | None:

@@ -7,8 +7,9 @@ waits for it and says how it ended:
     worker  --fds, settings-->  nursery  --fork-->  keeper  --fork-->  engine
        <---------------- pid, then the exit code --------/
 
-What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With `--all`,
-another boot code, and the first time in an environment, processes start as in the product.
+What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With
+`--lane outside`, another boot code, and the first time in an environment, processes start as in
+the product.
 """
 
 import gc
