@@ -68,6 +68,7 @@ def exact(part: Part) -> None:
             )
         process.kill()
         process.wait()
+        process.stdout.close()
 
 
 def equal_tokens(

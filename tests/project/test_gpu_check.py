@@ -1,16 +1,24 @@
 """`make gpu-check` walked on a CPU, and what it makes of parts that fail or take too long."""
 
+import io
 import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench.gpu import check as gpu_check
+from bench.gpu import exact, parts
+from bench.gpu.part import Part
+from qllm.errors import DeviceError
+from tests.support import families
 from tests.support.files import ROOT
 
 BIG = {"model", "decode", "ls_alone", "mixed_chunked-priority", "mixed_qllm2"}
@@ -116,43 +124,52 @@ def test_an_error_that_stays_ends_one_section(tmp_path: Path) -> None:
     assert part["status"] == gpu_check.STICKY
 
 
-def sections_of_a_lost(code: str) -> dict[str, Any]:
-    """What a process said that ended since its device is lost."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == gpu_check.STICKY
-    return gpu_check.sections(done.stdout)
+class Ended(BaseException):
+    """The end of a part's process, with its status."""
 
 
-def test_a_device_that_answers_no_more_ends_the_process_with_that_status() -> None:
-    code = (
-        "import torch; from bench.gpu.part import Part\n"
-        "def lost(): raise RuntimeError('an illegal address')\n"
-        "torch.cuda.synchronize = lost\n"
-        "part = Part(dry=False)\n"
-        "part.section('good', dict)\n"
-        "part.section('bad', lost)\n"
-    )
-    assert list(sections_of_a_lost(code)) == ["good", "bad"]
+def said_until_its_end(run: Callable[[Part], None]) -> dict[str, Any]:
+    """Run what ends the process of a part with STICKY; return what has left it by then."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    out = io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(out))  # keeps a text until a flush
+        patch.setattr(os, "_exit", end)
+        with pytest.raises(Ended, match=f"^{gpu_check.STICKY}$"):
+            run(Part(dry=False))
+        return gpu_check.sections(out.getvalue().decode())
 
 
-def test_a_loop_that_hangs_is_not_waited_for() -> None:
-    code = (
-        "import time, torch; from bench.gpu.part import Part; from qllm.errors import DeviceError\n"
-        "def hangs(): raise DeviceError('a stage hangs')\n"
-        "torch.cuda.synchronize = lambda: time.sleep(3600)\n"
-        "Part(dry=False).section('loop', hangs)\n"
-    )
-    assert "a stage hangs" in sections_of_a_lost(code)["loop"]["error"]
+def test_a_device_that_answers_no_more_ends_the_process_with_that_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost() -> dict[str, Any]:
+        raise RuntimeError("an illegal address")
+
+    def run(part: Part) -> None:
+        part.section("good", dict)
+        part.section("bad", lost)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    assert list(said_until_its_end(run)) == ["good", "bad"]
+
+
+def test_a_loop_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs() -> dict[str, Any]:
+        raise DeviceError("a stage hangs")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("it is waited for"))
+    found = said_until_its_end(lambda part: part.section("loop", hangs))
+    assert "a stage hangs" in found["loop"]["error"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_a_new_process_makes_again_what_others_need(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench.gpu import parts
-    from bench.gpu.part import Part
-
     made: list[str] = []
 
     def make(part: Part, which: str) -> Any:
@@ -177,24 +194,22 @@ def test_a_new_process_makes_again_what_others_need(
 def test_layers_are_as_many_as_fit() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from bench.gpu.parts import FOR_WEIGHTS, SHAPES, num_layers
-
-    config = MixtralConfig(**SHAPES["mixtral"])
+    config = MixtralConfig(**parts.SHAPES["mixtral"])
     per_layer = 2 * (8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096 * (4096 + 1024) + 2 * 4096)
     rest = 2 * (2 * 32000 * 4096 + 4096)
     for free_gb, least, most in ((139, 32, 32), (79, 20, 21), (6, 1, 1)):
-        found = num_layers(config, MixtralForCausalLM, free_gb << 30)
+        found = parts.num_layers(config, MixtralForCausalLM, free_gb << 30)
         assert least <= found <= most
-        assert rest + found * per_layer <= FOR_WEIGHTS * (free_gb << 30)
+        assert rest + found * per_layer <= parts.FOR_WEIGHTS * (free_gb << 30)
     with pytest.raises(MemoryError, match="are free"):
-        num_layers(config, MixtralForCausalLM, 1 << 30)
+        parts.num_layers(config, MixtralForCausalLM, 1 << 30)
 
 
 def test_a_test_that_fails_says_so_at_once(tmp_path: Path) -> None:
     test = tmp_path / "test_it.py"
     test.write_text("def test_bad():\n    assert 1 == 2\n\n\ndef test_good():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.gpu.said", "--rootdir", tmp_path]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [*command, test], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
@@ -203,33 +218,101 @@ def test_a_test_that_fails_says_so_at_once(tmp_path: Path) -> None:
     assert "assert 1 == 2" in found["error"]
 
 
-@pytest.mark.parametrize("missing", ["git", "g++", "nothing"])
+SMALL_MODULE = '#include <Python.h>\nextern "C" PyObject* PyInit_x() { return nullptr; }\n'
+"""In place of the native scheduler, which takes long to compile."""
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no process that starts load torch."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def check_probe(out: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> Any:
+    """Walk the part that costs least, and build a module; return the status and the result."""
+    monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setattr(gpu_check, "SCHEDULER", out / "_scheduler.so")
+    (out / "csrc").mkdir()
+    (out / "csrc" / "module.cpp").write_text(source)
+    monkeypatch.setattr(sys, "argv", ["check", "--dry-run", "--parts", "probe"])
+    status = gpu_check.main()
+    return status, json.loads((out / "results.json").read_text())
+
+
+def test_a_dry_run_walks_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, found = check_probe(tmp_path, monkeypatch, SMALL_MODULE)
+    assert (status, found["ok"]) == (0, True)
+    assert found["parts"]["probe"]["status"] == 0
+    assert "while" in found["parts"]["probe"]["sections"]
+    assert found["machine"]["commit"] is not None
+    assert found["scheduler"] == "built"
+    assert (tmp_path / "_scheduler.so").exists()
+
+
+@pytest.mark.parametrize("missing", ["git", "g++"])
+@pytest.mark.usefixtures("without_torch")
 def test_results_are_there_whatever_is_missing(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("OUT", str(tmp_path))
-    if missing != "nothing":
-        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     if missing == "g++":
         monkeypatch.setenv("CXX", "no-such-compiler")
+    says = f"print({gpu_check.MARK + json.dumps({'section': 'a'})!r})"
+    monkeypatch.setattr(gpu_check, "command_of", lambda *_: [sys.executable, "-c", says])
+    status, found = check_probe(tmp_path, monkeypatch, SMALL_MODULE)
+    assert (status, found["ok"]) == (1, False)
+    assert found["parts"]["probe"]["status"] == 0
+    assert found["parts"]["probe"]["sections"] == {"a": {}}
+    assert found["machine"]["commit"] is None
+    assert found["scheduler"].startswith("not built")
+
+
+def test_the_native_scheduler_is_built_with_the_flags_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "SCHEDULER", tmp_path / "_scheduler.so")
     (tmp_path / "csrc").symlink_to(ROOT / "qllm" / "device" / "csrc")
-    monkeypatch.setattr(sys, "argv", ["check", "--dry-run", "--parts", "probe"])
-    status = gpu_check.main()
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert (status, found["ok"]) == ((0, True) if missing == "nothing" else (1, False))
-    assert all(part["status"] == 0 for part in found["parts"].values())
-    assert (found["machine"]["commit"] is None) == (missing != "nothing")
-    assert (found["scheduler"] == "built") == (missing == "nothing")
+    assert gpu_check.Build().wait() == "built"
+    assert gpu_check.Build().wait() == "there already"
 
 
+@pytest.mark.slow  # imports without pydantic: test_launches_are_compiled_and_not_run_...
 def test_results_are_there_without_pydantic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pydantic.py").write_text("raise ModuleNotFoundError('no pydantic here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert dry_run(tmp_path, "exact", "engines")["exact"] == {"tokens_mixtral"}
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_the_exact_part_compares_tokens_with_those_of_generate(
+    is_equal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "_, _, _, prompts, new = json.loads(sys.argv[1])"
+    rng = random.Random(4)
+    prompts = [[rng.randrange(families.VOCAB) for _ in range(n)] for n in (40, 7, 90, 23)]
+    model = families.make_model("mixtral")
+    wanted = [
+        model.generate(
+            torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )[0, len(ids) :].tolist()
+        for ids in prompts
+    ]  # fmt: skip
+    wanted[3][-1] ^= not is_equal
+    says = f"import json, sys\n{asked}\nassert (prompts, new) == ({prompts}, 8)\n"
+    says += f"print(json.dumps(['mixtral', {wanted}]), flush=True)"
+    monkeypatch.setattr(exact, "REFERENCE", says)
+    monkeypatch.setattr(exact, "LAYERS", {})
+    exact.exact(Part(dry=True))
+    (found,) = gpu_check.sections(capsys.readouterr().out).values()
+    if is_equal:
+        assert "error" not in found, found
+        assert found["streams"] == 100
+    else:
+        assert found["error"].startswith("AssertionError: alone equal: False"), found
 
 
 def test_results_are_there_where_memory_is_not(tmp_path: Path) -> None:
@@ -251,9 +334,6 @@ def test_results_are_there_where_memory_is_not(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_ends_a_section_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench.gpu import parts
-    from bench.gpu.part import Part
-
     def make(part: Part, which: str) -> Any:
         raise MemoryError("a layer has 9 bytes, and 3 are free")
 
@@ -277,28 +357,44 @@ def test_what_was_compiled_beforehand_is_found(
 
 
 COMPILE = """
+import json, sys
+sys.modules["pydantic"] = None
 import torch
-from bench.gpu.prepare import compile_only
+from bench.gpu import exact, kernels, loop, parts, prepare
 from qllm.kernels.triton import norm
+from triton.runtime.jit import JITFunction
 
-count = compile_only()
+count = prepare.compile_only()
 x = torch.empty(4, 64, device="meta", dtype=torch.bfloat16)
 for _ in range(2):
     norm.rms_norm(x, x[0], 1e-6)
-print(count())
+compiled, launched = count(), set()
+JITFunction.run = lambda self, *args, grid, warmup, **how: launched.add(self.fn.__name__)
+every = prepare.models
+prepare.models = lambda: [model for model in every() if model[0] == "tiny mixtral"]
+print(json.dumps([compiled, prepare.stages(), sorted(launched)]))
 """
 
 
 def test_launches_are_compiled_and_not_run_where_there_is_no_gpu(tmp_path: Path) -> None:
+    """One kernel is compiled, and each that the stages of a model launch is reached.
+
+    The program also imports what the parts import, without pydantic.
+    """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled, stages, launched = json.loads(done.stdout.splitlines()[-1])
+    assert compiled == 1
     [cubin] = tmp_path.rglob("_rms_norm.cubin")
     [about] = tmp_path.rglob("_rms_norm.json")
     assert cubin.stat().st_size > 1000
     assert json.loads(about.read_text())["target"]["arch"] == 90
+    assert stages == {"tiny mixtral": "compiled"}
+    assert "_rms_norm" in launched
+    assert len(launched) > 5, launched
 
 
 def dry_run(out: Path, *parts: str) -> dict[str, Any]:
@@ -323,10 +419,6 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dry_run_walks_a_part(tmp_path: Path) -> None:
-    assert dry_run(tmp_path, "exact") == {"exact": {"tokens_mixtral"}}
-
-
 PREPARE = """
 import json
 from bench.gpu import prepare
@@ -338,6 +430,7 @@ print(json.dumps(prepare.stages()))
 """
 
 
+@pytest.mark.slow  # in the short lane they are reached: test_launches_are_compiled_and_not_run_...
 def test_stages_are_compiled_where_there_is_no_gpu(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -348,9 +441,12 @@ def test_stages_are_compiled_where_there_is_no_gpu(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.cubin"))
 
 
-def test_without_a_gpu_the_real_run_says_what_to_do(tmp_path: Path) -> None:
-    env = os.environ | {"OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "bench.gpu.check"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "no CUDA device; use --dry-run" in done.stdout
+@pytest.mark.usefixtures("without_torch")
+def test_without_a_gpu_the_real_run_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["check"])
+    assert gpu_check.main() == 1
+    assert "no CUDA device; use --dry-run" in capsys.readouterr().out
