@@ -27,6 +27,7 @@ from qllm.ingress.remote.meeting import (
 )
 from qllm.types import FinishReason, RequestStatus
 from tests.support.engines import LONG, SETTINGS, free_port, freeze, pid_of, save_model, wait_for
+from tests.support.forked import start_program
 from tests.support.hosts import SECRET
 from tests.support.serving import until
 
@@ -173,19 +174,14 @@ FRONT_END = """
 """
 
 
-def run_front_end(address: str, secret: Path, *before: str) -> "subprocess.Popen[str]":
-    code = textwrap.dedent(FRONT_END.format(address=address, secret=str(secret)))
-    return subprocess.Popen(
-        [*before, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
+def front_end_of(address: str, secret: Path) -> str:
+    return textwrap.dedent(FRONT_END.format(address=address, secret=str(secret)))
 
 
 def test_a_far_front_end_that_dies_frees_its_requests(
     engine: QLLMEngine, secret_file: Path
 ) -> None:
-    with run_front_end(engine.address, secret_file) as process:  # type: ignore[attr-defined]
-        assert process.stdout is not None
+    with start_program(front_end_of(engine.address, secret_file)) as process:  # type: ignore[attr-defined]
         process.stdout.readline()
         assert process.stdout.readline() == "runs\n"
         assert engine.stats()["num_live"] == 1
@@ -232,21 +228,22 @@ def test_a_silent_engine_is_gone(
 # -- `qllm serve` in two roles
 
 
-def start(stack: ExitStack, log: Path, *arguments: str) -> "subprocess.Popen[bytes]":
-    code = "from qllm.cli import main; main()"
-    with log.open("wb") as stderr:
-        process = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-c", code, "serve", *arguments],
-                stderr=stderr,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        )
+def start(stack: ExitStack, log: Path, *arguments: str) -> Any:
+    """Start `qllm serve`, whose log goes to a file."""
+    log.touch()
+    code = f"""
+import os, sys
+os.dup2(os.open({str(log)!r}, os.O_WRONLY), 2)
+sys.argv[1:1] = ["serve"]
+from qllm.cli import main
+main()
+"""
+    process = stack.enter_context(start_program(code, *arguments))
     stack.callback(process.kill)
     return process
 
 
-def said(log: Path, process: "subprocess.Popen[bytes]", mark: str) -> str:
+def said(log: Path, process: Any, mark: str) -> str:
     until(lambda: mark in log.read_text() or process.poll() is not None, 120)
     lines = [line for line in log.read_text().splitlines() if mark in line]
     assert lines, log.read_text()
@@ -317,12 +314,14 @@ def namespace() -> Iterator[str]:
 @pytest.mark.slow
 def test_a_front_end_in_another_network(namespace: str, model: str, secret_file: Path) -> None:
     meeting = Meeting(Address("198.18.77.1", free_port()), "tcp", SECRET)
+    code = front_end_of(str(meeting.address), secret_file)
     with (
         QLLMEngine.from_pretrained(model, meeting=meeting, **SETTINGS) as engine,
-        run_front_end(
-            str(meeting.address), secret_file, "ip", "netns", "exec", namespace
+        subprocess.Popen(
+            ["ip", "netns", "exec", namespace, sys.executable, "-c", code],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as process,
-    ):
+    ):  # fmt: skip
         assert process.stdout is not None
         near = engine.submit("def f(", max_tokens=20, sampling=GREEDY).result(60)
         assert process.stdout.readline() == f"{near.token_ids}\n"

@@ -208,8 +208,13 @@ class Engine:
                 server.check()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be an engine; the arguments of the program say which."""
     engine = Engine(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     sys.stdout.write(f"{engine.listener.address}\n")
     sys.stdout.flush()
     engine.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -29,14 +29,20 @@ import qllm.frontend.process as product
 from tests.support.files import ROOT
 
 BOOT, start_process = product._BOOT, product.start_process
-CHANGING = {"PYTEST_CURRENT_TEST"}
+CHANGING = {"PYTEST_CURRENT_TEST", "NIXL_LOG_LEVEL"}
+LINKS = "UCX_"
+"""What a process sets itself when it makes a link."""
 MOST_NURSERIES = 2
 MOST_BYTES = 1 << 18
 """Longest message to the nursery: boot code and search path."""
 
 
 def environment() -> frozenset[tuple[str, str]]:
-    return frozenset(item for item in os.environ.items() if item[0] not in CHANGING)
+    return frozenset(
+        (name, value)
+        for name, value in os.environ.items()
+        if name not in CHANGING and not name.startswith(LINKS)
+    )
 
 
 class ForkedProcess:
@@ -80,17 +86,20 @@ class Nurseries:
 
     def start_process(self, fd: int) -> Any:
         """In place of the product's."""
-        if product._BOOT is not BOOT:
-            return start_process(fd)
+        nursery = None if product._BOOT is not BOOT else self.nursery()
+        return start_process(fd) if nursery is None else nursery.fork(fd)
+
+    def nursery(self) -> "Nursery | None":
+        """Return the nursery of this environment; None where a process has to start cold."""
         with self._lock:
             here = environment()
             self._starts[here] += 1
             if here not in self._open:
                 if self._starts[here] == 1 or not self._places:
-                    return start_process(fd)
+                    return None
                 os.close(self._places.pop())
                 self._open[here] = Nursery()
-            return self._open[here].fork(fd)
+            return self._open[here]
 
     def close(self) -> None:
         """Let them end; engines that run go on."""
@@ -114,13 +123,13 @@ class Nursery:
                 cwd=ROOT,
             )
 
-    def fork(self, fd: int) -> ForkedProcess:
-        """Fork an engine for the other end of the socket `fd`."""
+    def fork(self, fd: int, boot: str | None = None, out: int = 1) -> ForkedProcess:
+        """Fork an engine for the other end of the socket `fd`, or what other boot code starts."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            how = {"boot": product._BOOT, "path": sys.path, "folder": os.getcwd()}
+            how = {"boot": boot or product._BOOT, "path": sys.path, "folder": os.getcwd()}
             message = json.dumps(how, default=str).encode()
-            socket.send_fds(self._link, [message], [fd, 1, 2, theirs.fileno()])
+            socket.send_fds(self._link, [message], [fd, out, 2, theirs.fileno()])
         return ForkedProcess(ours)
 
     def close(self) -> None:
