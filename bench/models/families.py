@@ -129,8 +129,16 @@ def support(model: Any) -> dict[str, Any]:
     }
 
 
-def outcome(model_type: str, arms: Sequence[str] = tuple(ARMS)) -> dict[str, Any]:
-    """What became of one family: `result` is one of equal, refused, not made, WRONG, RAISED."""
+def outcome(
+    model_type: str, arms: Sequence[str] = tuple(ARMS), *, kernels: bool = True
+) -> dict[str, Any]:
+    """What became of one family: `result` is one of equal, refused, not made, WRONG, RAISED.
+
+    Args:
+        model_type: The family.
+        arms: Names of settings to try it with.
+        kernels: False to leave out what `support` finds.
+    """
     try:
         model = tiny_model(model_type)
     except CannotMakeError as error:
@@ -148,7 +156,7 @@ def outcome(model_type: str, arms: Sequence[str] = tuple(ARMS)) -> dict[str, Any
         "result": "WRONG" if wrong else "equal",
         "reason": f"differs from generate: {', '.join(wrong)}" if wrong else "",
         "drivers": found[arms[0]][1],
-        **(support(model) if has_experts(model_type) else {}),
+        **(support(model) if kernels and has_experts(model_type) else {}),
         "distinct_tokens": min(len(set(stream.tokens)) for stream in expected),
         "logprobs_vary_by": min(max(s.logprobs) - min(s.logprobs) for s in expected),
         "largest_logprob_difference": max(far.values()),

@@ -98,6 +98,7 @@ def tiles_for(counts: tuple[int, ...], lengths: list[int], device: str) -> Tiles
 
 
 @DEVICES
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["turned", *ANGLES])
 @pytest.mark.parametrize(("rope_width", "counts"), [(16, (1, 1)), (8, (5, 1)), (6, (1, 18))])
 def test_attention_over_latents(

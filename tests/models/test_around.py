@@ -1,6 +1,7 @@
 """Layers that are called as their model's own forward calls them: what they keep is a state."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,14 +40,16 @@ recurrences beside an indexer with the positions of all tokens; values of router
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 LONG = 150
 """Tokens: windows and compression of the tiny models go round several times."""
-CACHE: dict[str, Any] = {}
+BOUNDARIES = pytest.mark.parametrize(
+    "every",
+    [4, pytest.param(1, marks=pytest.mark.slow)],  # a part of the same boundaries
+)
 
 
+@functools.cache
 def model_of(family: str) -> Any:
-    """A tiny model, made once."""
-    if family not in CACHE:
-        CACHE[family] = tiny_configs.tiny_model(family)
-    return CACHE[family]
+    """Make a tiny model once."""
+    return tiny_configs.tiny_model(family)
 
 
 def prompt_of(num: int, seed: int = 0) -> list[int]:
@@ -133,13 +136,16 @@ def test_it_moves_to_another_runner_at_every_boundary(family: str) -> None:
     assert_same(bits(here, 2), last)
 
 
-def test_a_pass_that_is_dropped_at_any_boundary_leaves_what_was_committed(family: str) -> None:
+@BOUNDARIES
+def test_a_pass_that_is_dropped_at_any_boundary_leaves_what_was_committed(
+    family: str, every: int
+) -> None:
     runner = runner_of(family)
     expected, last = plain(runner, 1)
     add(runner, 2)
     for step, samples in zip(STEPS, expected, strict=True):
         program = begin(runner, 2, *step)
-        for num in range(step[0] % 5, sum(1 for _ in boundaries(runner, program)), 7):
+        for num in range(step[0] % 5, sum(1 for _ in boundaries(runner, program)), 7 * every):
             runner.drop(program)
             program = begin(runner, 2, *step)
             for i, _ in enumerate(boundaries(runner, program)):
@@ -150,11 +156,12 @@ def test_a_pass_that_is_dropped_at_any_boundary_leaves_what_was_committed(family
     assert_same(bits(runner, 2), last)
 
 
-def test_a_row_leaves_its_frame_at_any_boundary_and_goes_on(family: str) -> None:
+@BOUNDARIES
+def test_a_row_leaves_its_frame_at_any_boundary_and_goes_on(family: str, every: int) -> None:
     runner = runner_of(family)
     expected, last = plain(runner, 1)
     number, inside = 2, 0
-    for num in range(1, 10_000, 5):
+    for num in range(1, 10_000, 5 * every):
         add(runner, number)
         finished(runner, begin(runner, number, *STEPS[0]))
         program = begin(runner, number, *STEPS[1])
@@ -172,7 +179,7 @@ def test_a_row_leaves_its_frame_at_any_boundary_and_goes_on(family: str) -> None
         assert_same(bits(runner, number), last)
         runner.remove(number)
         number += 1
-    assert inside > 2
+    assert inside > 2 / every
 
 
 def test_rows_of_one_step_are_alone(family: str) -> None:
@@ -198,16 +205,25 @@ def test_rows_of_one_step_are_alone(family: str) -> None:
         torch.testing.assert_close(t, last[name], rtol=1e-4, atol=1e-4)
 
 
+@functools.cache
+def long_answers_of(family: str) -> list[all_families.Stream]:
+    """Return what transformers gives for the prompts of the next test."""
+    return all_families.generated(copy.deepcopy(model_of(family)))
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["whole", "chunked"])
 def test_a_long_prompt_gives_the_tokens_of_generate(
     family: str, arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows, compressed keys and indexers see more than they may keep or choose."""
     monkeypatch.setattr(all_families, "prompts", lambda: [prompt_of(LONG, 1), prompt_of(77, 2)])
-    model = copy.deepcopy(model_of(family))
-    expected = all_families.generated(copy.deepcopy(model))
+    expected = long_answers_of(family)
     found, drivers = all_families.served(
-        model, **all_families.ARMS[arm], kernels="reference", conformance=False
+        copy.deepcopy(model_of(family)),
+        **all_families.ARMS[arm],
+        kernels="reference",
+        conformance=False,
     )
     assert drivers == [Driver.AROUND]
     assert all_families.difference(found, expected) <= all_families.CLOSE
@@ -215,12 +231,12 @@ def test_a_long_prompt_gives_the_tokens_of_generate(
     assert min(spread) > 10 * all_families.CLOSE, "it would not show a wrong step"
 
 
+@pytest.mark.sampled(2)  # the test of every boundary above moves a request of each family
 def test_a_checkpoint_goes_on_in_a_new_engine(family: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 512}
     prompt = prompt_of(60, 3)
     with QLLMEngine.from_model(copy.deepcopy(model_of(family)), **how) as engine:
         expected = engine.submit(prompt, "BE", 30, sampling=GREEDY).result(120)
-    with QLLMEngine.from_model(copy.deepcopy(model_of(family)), **how) as engine:
         handle = engine.submit(prompt, "BE", 30, sampling=GREEDY)
         next(iter(handle))
         handle.update(paused=True)

@@ -82,12 +82,12 @@ DEFAULT_THREADS = """
 import os, sys, torch
 assert "OMP_NUM_THREADS" not in os.environ
 sys.path.insert(0, sys.argv[1])
-from tests.support.families import DTYPES, FAMILIES, make_model
+from tests.support.families import DTYPES, make_model
 from qllm import QLLMEngine, SamplingParams
 assert torch.get_num_threads() > 1 or os.cpu_count() == 1, torch.get_num_threads()
 greedy = SamplingParams(temperature=0, ignore_eos=True)
 prompts = [[(7 * i + n) % 256 for i in range(n)] for n in (40, 7, 23)]
-for family in FAMILIES:
+for family in sys.argv[2:]:
     for name in ("fp32", "bf16") if family in ("mixtral", "deepseek_v3") else ("fp32",):
         model = make_model(family, DTYPES[name])
         out = [
@@ -105,12 +105,20 @@ print("done")
 """
 
 
-def test_all_families_start_and_answer_with_the_machines_own_threads() -> None:
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(("mixtral", "deepseek_v3"), id="two"),
+        # tests of cases and of cuts above start every family with two threads
+        pytest.param(tuple(FAMILIES), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_families_start_and_answer_with_the_machines_own_threads(families: tuple[str]) -> None:
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     env["OMP_WAIT_POLICY"] = "passive"  # as many threads, which spin less beside other tests
     here = str(ROOT)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DEFAULT_THREADS, here],
+        [sys.executable, "-W", "ignore", "-c", DEFAULT_THREADS, here, *families],
         env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1:] == ["done"], done.stderr[-2000:]

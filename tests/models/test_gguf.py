@@ -226,6 +226,7 @@ def test_packed_blocks_compute_the_bits_of_bf16(
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of gates, to 0
 @pytest.mark.parametrize("name", KINDS)
 def test_blocks_on_a_device_compute_the_bits_of_bf16(

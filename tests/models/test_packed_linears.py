@@ -81,23 +81,24 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def test_everything_packed_computes_the_bits_of_bf16(
     tmp_path: Path, family: str, form: str, kind: str
 ) -> None:
-    quantised, values = made(tmp_path, family, form)
-    for settings in SETTINGS:
-        ours, plain = load(quantised).model, load(values).model
-        held = all_linears(ours)
-        assert "lm_head" in held
-        linears = [n for n, m in ours.named_modules() if type(m) is torch.nn.Linear]
-        assert set(held) == {n for n in linears if not n.endswith("shared_expert_gate")}
-        runner = cpu_runner(ours, **settings)
+    ours, plain = (load(folder).model for folder in made(tmp_path, family, form))
+    held = all_linears(ours)
+    assert "lm_head" in held
+    linears = [n for n, m in ours.named_modules() if type(m) is torch.nn.Linear]
+    assert set(held) == {n for n in linears if not n.endswith("shared_expert_gate")}
+    ids = prompt_of(9)
+    wanted = forward(plain, ids)
+    for settings in SETTINGS:  # each on a model that a runner before has left as it was
+        runner, other = cpu_runner(ours, **settings), cpu_runner(plain, **settings)
         if settings in ({}, {"batch_invariant": True}):
             assert runner.names["head"] == f"qllm {cpu.kind()} {kind}"
             assert runner.names["sweep"].startswith("3 of 3")
         else:
             assert runner.names["head"] == f"torch linear, dequantised {kind}"
-        ids = prompt_of(9)
-        assert same(logits_of(runner, ids), logits_of(cpu_runner(plain, **settings), ids))
+        assert same(logits_of(runner, ids), logits_of(other, ids))
         runner.close()
-        assert same(forward(ours, ids), forward(plain, ids))
+        other.close()
+        assert same(forward(ours, ids), wanted)
 
 
 def test_a_head_that_is_the_embedding_too_is_expanded(tmp_path: Path) -> None:

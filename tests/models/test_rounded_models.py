@@ -95,6 +95,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(checkpoint: Any) -> N
     with QLLMEngine.from_pretrained(
         checkpoint[0], threads=1, run_in="thread", record=True, activations="int8",
         exactness="batch-invariant", policy=Chaos(5), max_kv_tokens=192, max_step_tokens=48,
+        conformance=False,
     ) as engine:  # fmt: skip
         assert "on int8 rows" in engine.kernels["experts"]
         fine(engine)
@@ -142,14 +143,22 @@ def test_batch_mates_and_chunks_change_no_bit(checkpoint: Any) -> None:
 # -- names
 
 
-def test_a_name_says_what_products_read(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_name_says_what_products_read(checkpoint: Any) -> None:
     folder, _ = checkpoint
     model = load(folder).model
     assert identity(model) == identity(model, "auto", "bf16") != identity(model, "auto", "int8")
     ours, plain = runner_of(folder), cpu_runner(load(folder).model)
     assert plain.fingerprint() == identity(model) != ours.fingerprint()
     assert ours.fingerprint() == runner_of(folder).fingerprint()
-    how: dict[str, Any] = {"run_in": "thread", "threads": 1, "kv_dir": tmp_path, "kv_dir_gib": 0.01}
+
+
+@pytest.mark.sampled(1)
+def test_what_was_kept_by_engines_of_another_name_is_refused(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    folder, _ = checkpoint
+    own: dict[str, Any] = {"run_in": "thread", "threads": 1, "conformance": False}
+    how = {**own, "kv_dir": tmp_path, "kv_dir_gib": 0.01}
     with QLLMEngine.from_pretrained(folder, activations="int8", **how) as engine:
         engine.submit(prompt_of(70), max_tokens=2, temperature=0).result(60)
         handle = engine.submit(prompt_of(9), "BE", 200, temperature=0, ignore_eos=True)
@@ -159,7 +168,7 @@ def test_a_name_says_what_products_read(checkpoint: Any, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="model and settings"):
         QLLMEngine.from_pretrained(folder, **how)
     with (
-        QLLMEngine.from_pretrained(folder, run_in="thread", threads=1) as engine,
+        QLLMEngine.from_pretrained(folder, **own) as engine,
         pytest.raises(CheckpointError, match="another model"),
     ):
         engine.restore(tmp_path / "saved")

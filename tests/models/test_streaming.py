@@ -29,7 +29,6 @@ from qllm.models.identity import identity
 from qllm.models.loader import load, wrap
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import Weights
-from tests.support import published
 from tests.support.engines import open_files, wait_for
 from tests.support.families import make_model
 from tests.support.streaming import STEM, change, made
@@ -140,8 +139,7 @@ def test_scales_and_zeros_of_any_shape_name_the_weight(
     tmp_path: Path, form: str, part: str, change_part: Callable[[Tensor], Tensor], stem: str
 ) -> None:
     """Values that are broadcast may be finite, and are another weight's."""
-    make_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "plain")
-    folder = published.publish(tmp_path / "plain", form, tmp_path)[0]
+    folder = made(tmp_path, "qwen3_moe", form)
     name = f"model.layers.0.{stem}"
 
     def spoil(tensors: dict[str, Tensor]) -> None:
@@ -411,13 +409,12 @@ def test_an_expert_of_another_size_is_named(tmp_path: Path) -> None:
 
 
 def test_a_stack_that_cannot_be_packed_is_named(tmp_path: Path) -> None:
-    make_model("gpt_oss", torch.bfloat16).save_pretrained(tmp_path / "plain")
     name = "model.layers.1.mlp.experts.down_proj"
 
     def spoil(tensors: dict[str, Tensor]) -> None:
         tensors[f"{name}_scales"][2, 0, 0] = 254
 
-    folder = change(published.publish(tmp_path / "plain", "mxfp4", tmp_path)[0], spoil)
+    folder = change(made(tmp_path, "gpt_oss", "mxfp4"), spoil)
     with pytest.raises(ModelError, match=rf"{name}: .* packed: a scale .* is 1\.7"):
         load(folder)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,7 @@ def test_talk_is_a_folder_of_the_cache_and_says_how_it_is_made(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert best_local() == "tiny"
     with pytest.raises(ModelError, match="'talk' is not made on this machine; `make talk`"):
-        QLLMEngine.from_pretrained("talk")
+        QLLMEngine.from_pretrained("talk", run_in="thread")
     upcycle(save(dense_model("llama"), tmp_path / "dense"), cache_dir() / TALK)
     assert best_local() == "talk"
     assert locate("talk", weights=True, code=False) == ("talk", cache_dir() / TALK)
@@ -386,6 +387,9 @@ def test_the_demo_ends_with_talk_where_it_is_made(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if name == "talk":
         upcycle(save(dense_model("llama"), tmp_path / "dense"), cache_dir() / TALK)
+    monkeypatch.setattr(demo, "LOCAL_TOKENS", 12)
+    in_thread = partial(QLLMEngine.from_pretrained, run_in="thread")
+    monkeypatch.setattr(QLLMEngine, "from_pretrained", in_thread)
     shown = io.StringIO()
     demo._write_lines(Console(file=shown, width=100), threads=1)
     said = shown.getvalue()

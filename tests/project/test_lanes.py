@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
     nodeid: str
     marks: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    indices: tuple[tuple[str, int], ...] = ()
+    params: tuple[tuple[str, int], ...] = ()
 
     @property
     def path(self) -> Path:
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def callspec(self) -> Any:
-        return SimpleNamespace(indices=dict(self.indices))
+        return SimpleNamespace(params=dict(self.params))
 
     def iter_markers(self) -> Iterator[Any]:
         return iter([SimpleNamespace(name=name, args=args) for name, args in self.marks])
@@ -74,8 +74,8 @@ def test_a_sample_is_the_same_in_every_run_and_another_with_a_seed() -> None:
 def test_a_sample_without_a_number_has_every_value_of_every_parameter() -> None:
     for seed in range(20):
         kept = sample(cases_of(), random.Random(seed))
-        assert {case.callspec.indices["family"] for case in kept} == set(range(8))
-        assert {case.callspec.indices["kind"] for case in kept} == set(range(3))
+        assert {case.callspec.params["family"] for case in kept} == set(range(8))
+        assert {case.callspec.params["kind"] for case in kept} == set(range(3))
         assert len(kept) <= 10
 
 

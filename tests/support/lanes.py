@@ -141,10 +141,13 @@ def sample(cases: Sequence[pytest.Item], rng: random.Random) -> list[pytest.Item
     return kept
 
 
-def values_of(case: pytest.Item) -> set[tuple[str, int]]:
-    """Return the parameters of a case, each with the number of its value."""
+def values_of(case: pytest.Item) -> set[tuple[str, str]]:
+    """Return the parameters of a case, each with its value.
+
+    pytest's numbers of values differ in each case of a test whose fixture has parameters.
+    """
     call = getattr(case, "callspec", None)
-    return set(call.indices.items()) if call else set()
+    return {(name, repr(value)) for name, value in call.params.items()} if call else set()
 
 
 def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:

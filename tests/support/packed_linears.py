@@ -1,17 +1,22 @@
 """Models whose linear modules are packed."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.support import published
+from tests.support.copies import copy_into
 from tests.support.families import make_model
 
 
 def made(
-    place: Path, family: str = "qwen3_moe", form: str = "packed", **more: Any
+    place: Path, family: str = "qwen3_moe", form: str = "packed", others: published.Others = ()
 ) -> tuple[Path, Path]:
-    """A checkpoint whose head is quantised too, and the one with its values."""
-    make_model(family, torch.bfloat16).save_pretrained(place / "plain")
-    return published.publish(place / "plain", form, place, published.EVERY, **more)
+    """Make a checkpoint whose head is quantised too, and the one with its values."""
+
+    def make(folder: Path) -> None:
+        make_model(family, torch.bfloat16).save_pretrained(folder / "plain")
+        published.publish(folder / "plain", form, folder, published.EVERY, others)
+
+    copy_into(place, (family, form, tuple(others)), make)
+    return place / "published", place / "values"

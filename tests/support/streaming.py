@@ -8,12 +8,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support import published
+from tests.support.copies import copy_into
 from tests.support.families import make_model
 
 
-def made(place: Path) -> Path:
-    make_model("mixtral", torch.bfloat16).save_pretrained(place / "plain")
-    return published.publish(place / "plain", "awq", place)[0]
+def made(place: Path, family: str = "mixtral", form: str = "awq") -> Path:
+    """Make a quantised checkpoint. The one that it is made of lies beside it."""
+
+    def make(folder: Path) -> None:
+        make_model(family, torch.bfloat16).save_pretrained(folder / "plain")
+        published.publish(folder / "plain", form, folder)
+
+    copy_into(place, (family, form), make)
+    return place / "published"
 
 
 STEM = "model.layers.1.block_sparse_moe.experts.3"
