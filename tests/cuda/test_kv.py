@@ -29,7 +29,7 @@ from tests.support.fake_streams import FakeStreams, install
 from tests.support.families import VOCAB, make_model
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-BUCKETS = [Bucket(8, False), Bucket(96, True)]
+BUCKETS = [Bucket(8, False), Bucket(64, True)]
 PAGE, BLOCK = 8, 4
 SETTINGS: dict[str, Any] = {
     "conformance": False, "threads": 1, "max_num_seqs": 8, "block_size": BLOCK,
@@ -61,7 +61,7 @@ class Device:
         self.streams.finishes = 0
         return cuda_runner(
             model, num_pages=settings.num_blocks, page_size=settings.block_size, max_num_seqs=8,
-            max_total_tokens=256, graphs=graphs, buckets=BUCKETS, layers_per_stage=1,
+            max_total_tokens=64, graphs=graphs, buckets=BUCKETS, layers_per_stage=1,
             spare=spare,
         )  # fmt: skip
 

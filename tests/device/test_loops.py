@@ -1,5 +1,6 @@
 """The loop on the device behind `QLLMEngine`, on this CPU: answers as from the host's loop."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from qllm.ingress.remote.pull import PullingFrontEnd
 from qllm.types import FinishReason
 from tests.support.device_loops import GPU, serves_an_engine
 from tests.support.engines import LONG, SETTINGS, free_port, save_model, wait_for
-from tests.support.fake_gpu import BOOT, FAULT, HANG
+from tests.support.fake_gpu import BOOT, FAULT, HANG, FakeNursery
 from tests.support.families import make_model
 from tests.support.files import ROOT
 from tests.support.hosts import SECRET
@@ -37,9 +38,22 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("engine") / "socket")
 
 
+@pytest.fixture(scope="module")
+def fake_nursery(request: pytest.FixtureRequest) -> Iterator[FakeNursery | None]:
+    """A process that forks the engines; `--lane all` starts each as users do."""
+    if request.config.getoption("--lane") != "short":
+        yield None
+        return
+    nursery = FakeNursery()
+    yield nursery
+    nursery.close()
+
+
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, fake_nursery: FakeNursery | None) -> None:
     monkeypatch.setattr("qllm.frontend.process._BOOT", BOOT)
+    if fake_nursery is not None:
+        monkeypatch.setattr("qllm.frontend.process.start_process", fake_nursery.fork)
     monkeypatch.setattr("qllm.models.loader.check_device", lambda device: None)
     monkeypatch.syspath_prepend(str(ROOT))
 

@@ -84,6 +84,8 @@ class FakeGraph:
 
     def __init__(self, cuda: "FakeCuda") -> None:
         self.cuda, self.ops, self.state = cuda, [], "new"
+        self.work: list[tuple[Any, Any, Any, list[Any]]] = []
+        """What a replay runs again: all operations but views, which stay as they are."""
         self.own: list[torch.Tensor] = []
         self.storages: set[int] = set()
 
@@ -91,26 +93,27 @@ class FakeGraph:
         self.ops.append((name, func, args, kwargs, out))
         given: set[int] = set()
         tree_map_only(torch.Tensor, lambda t: given.add(t.untyped_storage().data_ptr()), args)
-        for t in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
-                self.own.append(t)
+        outs = [t for t in _each(out) if isinstance(t, torch.Tensor)]
+        new = [t for t in outs if t.untyped_storage().data_ptr() not in given]
+        self.own += new
+        schema = getattr(func, "_schema", None)
+        if new or not outs or schema is None or schema.is_mutable:
+            self.work.append((func, args, kwargs, outs))
 
     def replay(self) -> None:
         if self.state != "instantiated":
             raise RuntimeError(f"a graph that is {self.state} cannot be launched")
         if self.cuda.capturing_now is not None:
             raise RuntimeError(NOT_PERMITTED)
-        for graph in self.cuda.graphs:
-            if graph is not self:
-                graph.spoil()
-        self.spoil()
-        for _, func, args, kwargs, out in self.ops:
+        while self.cuda.ran:
+            self.cuda.ran.pop().spoil()
+        for func, args, kwargs, olds in self.work:
             again = func(*args, **kwargs)
-            olds = out if isinstance(out, tuple | list) else (out,)
-            news = again if isinstance(again, tuple | list) else (again,)
+            news = [t for t in _each(again) if isinstance(t, torch.Tensor)]
             for old, new in zip(olds, news, strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+        self.cuda.ran.append(self)
         self.cuda.replays.append(self)
 
     def spoil(self) -> None:
@@ -121,12 +124,18 @@ class FakeGraph:
                 t.fill_(-7)
 
 
+def _each(out: Any) -> Any:
+    return out if isinstance(out, tuple | list) else (out,)
+
+
 class FakeCuda:
     """A `GraphApi`; `extra_node` is a node of that type in every graph captured from now on."""
 
     def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []
         self.replays: list[FakeGraph] = []
+        self.ran: list[FakeGraph] = []
+        """Graphs that hold results in memory of the pool, which the next replay spoils."""
         self.capturing_now: FakeGraph | None = None
         self.on_side = False
         self.extra_node = ""
@@ -155,6 +164,7 @@ class FakeCuda:
                 yield
             graph.state = "captured"
             self.graphs.append(graph)
+            self.ran.append(graph)
         finally:
             self.capturing_now = None
 

@@ -6,6 +6,9 @@ rules, and the kernel of a turn is the host build of the same source.
 """
 
 import ctypes
+import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -18,9 +21,12 @@ from qllm.device import lanes
 from qllm.device.native import load_native
 from qllm.device.rank import compile_host
 from qllm.errors import DeviceError
+from qllm.plugins import load_policy
 from qllm.runner.runner import TorchRunner
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_loop import FakeLoopApi
+from tests.support.files import ROOT
+from tests.support.warm import Nursery, serve
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -29,8 +35,23 @@ BOOT = (
 )
 FAULT, HANG = 33, 34
 """A request with a prompt of so many tokens makes the device fault, or hang."""
-LONGEST = 300
+LONGEST = 240
 """Tokens of a request; kernels of torch loop over all its pages."""
+
+
+class FakeNursery(Nursery):
+    """A process that forks such engines: it has imported what they import."""
+
+    def __init__(self) -> None:
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.fake_gpu", str(number)],
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+            )
 
 
 class ThreadedApi(FakeLoopApi):
@@ -164,3 +185,9 @@ def _dangerous(kernel: Any) -> Any:
             time.sleep(1000)
 
     return call
+
+
+if __name__ == "__main__":
+    compile_host(load_policy("qllm2"))  # the compiler is loaded, too
+    load_native()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,42 @@ def _cast_to_nearest(self: Any, src: Any, dst_type: Any) -> Any:
     return interpreter.TensorHandle(rounded.astype(np.uint16), tl.bfloat16)
 
 
+_patch_lang = interpreter._patch_lang
+_patched: set[str] = set()
+"""Modules of the language that are patched until the end of the launch."""
+
+
+class _Scope(interpreter._LangPatchScope):
+    """The patches of a whole launch."""
+
+    def restore(self) -> None:
+        super().restore()
+        _patched.clear()
+
+
+def _patch_once(fn: Any) -> Any:
+    """Patch the language once in a launch.
+
+    The interpreter does so again whenever one function of Triton calls another, and restores only
+    what the launch itself has patched.
+    """
+    langs = _languages(fn)
+    if langs <= _patched:
+        return interpreter._LangPatchScope()
+    scope = _patch_lang(fn)
+    if not _patched:
+        scope.__class__ = _Scope
+    _patched.update(langs)
+    return scope
+
+
+@cache
+def _languages(fn: Any) -> frozenset[str]:
+    """Return the names of the modules of the language that a function sees."""
+    return frozenset(v.__name__ for v in fn.__globals__.values() if v is tl or v is tl.core)
+
+
+interpreter._patch_lang = _patch_once
 interpreter._patch_lang_tensor = _patch_for_numpy_2_4
 interpreter.InterpreterBuilder.cast_impl = _cast_to_nearest
 interpreter.InterpreterBuilder.create_dot = _dot_for_bf16
