@@ -137,22 +137,26 @@ def boundaries(seed: int) -> list[Callable[[Program, Index, int], bool]]:
     return [in_experts, anywhere, later]
 
 
-def test_a_new_process_finishes_what_was_parked(tmp_path: Path) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("turn", range(3))
+def test_a_new_process_finishes_what_was_parked(tmp_path: Path, turn: int) -> None:
+    """Each family is parked at one of three boundaries: at each of them in some turn."""
     jobs: list[tuple[str, str, str]] = []
     expected: list[dict[str, Result]] = []
     for seed, family in enumerate(FAMILIES):
         dtype = "bf16" if seed % 2 == 0 else "fp32"
         with engine_of(family, dtype) as engine:
             whole = {h.request_id: h.result(120) for h in flood(engine)}
-            for n, wanted in enumerate(boundaries(seed)):
-                saved = save_at(engine, wanted, tmp_path / f"{family}-{n}.qllm")
-                sys.stdout.write(f"{family} {dtype}: {saved.count} requests at {saved.where}\n")
-                assert 1 <= saved.count <= 3
-                jobs.append((family, dtype, str(saved.path)))
-                expected.append(whole)
-    with safe_open(jobs[0][2], framework="pt") as file:
-        names = set(file.keys())
-    assert any("work.slots" in name for name in names), "the first one is not inside EXPERTS"
+            place = (seed + turn) % 3
+            saved = save_at(engine, boundaries(seed)[place], tmp_path / f"{family}.qllm")
+            sys.stdout.write(f"{family} {dtype}: {saved.count} requests at {saved.where}\n")
+            assert 1 <= saved.count <= 3
+            jobs.append((family, dtype, str(saved.path)))
+            expected.append(whole)
+        if place == 0:
+            with safe_open(saved.path, framework="pt") as file:
+                names = set(file.keys())
+            assert any("work.slots" in name for name in names), "it is not inside EXPERTS"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FINISH, str(ROOT)],
         input=json.dumps([SETTINGS, jobs]),
@@ -177,15 +181,15 @@ def test_a_new_process_finishes_what_was_parked(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
+def saver() -> Any:
     with engine_of("mixtral", "bf16") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def good(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(saver: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "good.qllm"
-    return save_at(engine, boundaries(0)[0], path).path
+    return save_at(saver, boundaries(0)[0], path).path
 
 
 def assert_untouched(engine: QLLMEngine) -> None:
@@ -212,19 +216,19 @@ def edited(
     return path
 
 
-def test_a_good_file_is_restored(engine: QLLMEngine, good: Path) -> None:
-    whole = {h.request_id: h.result(60) for h in flood(engine)}
-    handles = engine.restore(good)
+def test_a_good_file_is_restored(saver: QLLMEngine, good: Path) -> None:
+    whole = {h.request_id: h.result(60) for h in flood(saver)}
+    handles = saver.restore(good)
     assert {h.request_id for h in handles} == set(whole)
     for handle in handles:
         assert handle.result(60).token_ids == whole[handle.request_id].token_ids
-    assert_untouched(engine)
+    assert_untouched(saver)
     unchanged = edited(good, good.with_name("unchanged"), lambda d, t: None)
-    assert len([h.result(60) for h in engine.restore(unchanged)]) == 3
+    assert len([h.result(60) for h in saver.restore(unchanged)]) == 3
 
 
 def test_truncated_and_foreign_files_are_refused(
-    engine: QLLMEngine, good: Path, tmp_path: Path
+    saver: QLLMEngine, good: Path, tmp_path: Path
 ) -> None:
     whole = good.read_bytes()
     bad = tmp_path / "bad.qllm"
@@ -232,15 +236,15 @@ def test_truncated_and_foreign_files_are_refused(
     for data in (*cuts, whole[:-1], b"hello", whole.replace(b'"version":"1"', b'"version":"7"')):
         bad.write_bytes(data)
         with pytest.raises(CheckpointError):
-            engine.restore(bad)
+            saver.restore(bad)
     with pytest.raises(CheckpointError):
-        engine.restore(tmp_path / "missing.qllm")
-    save_file({"a": engine._client.runner.parts.lm_head.weight.detach().clone()}, bad)
+        saver.restore(tmp_path / "missing.qllm")
+    save_file({"a": saver._client.runner.parts.lm_head.weight.detach().clone()}, bad)
     with pytest.raises(CheckpointError, match="not a qllm-checkpoint"):
-        engine.restore(bad)
+        saver.restore(bad)
     with pytest.raises(CheckpointError, match="cannot write"):
-        engine.checkpoint(tmp_path / "no" / "such" / "folder" / "x")
-    assert_untouched(engine)
+        saver.checkpoint(tmp_path / "no" / "such" / "folder" / "x")
+    assert_untouched(saver)
 
 
 def _lose_last_tensor_of_the_last_request(document: dict[str, Any], tensors: Any) -> None:
@@ -304,12 +308,12 @@ def test_a_parked_prefill_comes_back_with_the_blocks_that_it_writes_to(tmp_path:
     ],
 )
 def test_nothing_is_half_loaded(
-    engine: QLLMEngine, good: Path, tmp_path: Path, change: Callable[..., None]
+    saver: QLLMEngine, good: Path, tmp_path: Path, change: Callable[..., None]
 ) -> None:
     bad = edited(good, tmp_path / "bad.qllm", change)
     with pytest.raises(CheckpointError):
-        engine.restore(bad)
-    assert_untouched(engine)
+        saver.restore(bad)
+    assert_untouched(saver)
 
 
 def test_another_model_or_other_settings_are_refused(good: Path) -> None:
@@ -374,12 +378,12 @@ def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> No
         assert handle.result(60).logprobs is None
 
 
-def test_restored_requests_live_beside_new_ones(engine: QLLMEngine, good: Path) -> None:
-    whole = {h.request_id: h.result(60) for h in flood(engine)}
-    new = [engine.submit(prompt_of(11, i), "LS", 6, sampling=GREEDY) for i in range(3)]
-    handles = [*engine.restore(good), *engine.restore(good)]
+def test_restored_requests_live_beside_new_ones(saver: QLLMEngine, good: Path) -> None:
+    whole = {h.request_id: h.result(60) for h in flood(saver)}
+    new = [saver.submit(prompt_of(11, i), "LS", 6, sampling=GREEDY) for i in range(3)]
+    handles = [*saver.restore(good), *saver.restore(good)]
     for handle in handles:
         assert handle.result(60).token_ids == whole[handle.request_id].token_ids
     assert len({h.number for h in handles}) == len(handles) == 6
     assert all(len(h.result(60).token_ids) == 6 for h in new)
-    assert_untouched(engine)
+    assert_untouched(saver)

@@ -40,24 +40,24 @@ NEW = 12
 REFERENCE = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
-from tests.support.families import DTYPES, FAMILIES, make_model
+from tests.support.families import DTYPES, make_model
 torch.set_num_threads(1)
-prompts, new = json.loads(sys.argv[2])
+prompts, new, cases = json.loads(sys.argv[2])
 out = {}
-for family in FAMILIES:
-    for name, dtype in DTYPES.items():
-        model = make_model(family, dtype)
-        rows = []
-        for ids in prompts:
-            found = model.generate(
-                torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None,
-                return_dict_in_generate=True, output_logits=True,
-            )
-            tokens = found.sequences[0, len(ids):].tolist()
-            logits = torch.cat(found.logits).float()
-            logprobs = torch.log_softmax(logits, -1)
-            rows.append([tokens, [logprobs[i, t].item() for i, t in enumerate(tokens)]])
-        out[f"{family}/{name}"] = rows
+for case in cases:
+    family, name = case.split("/")
+    model = make_model(family, DTYPES[name])
+    rows = []
+    for ids in prompts:
+        found = model.generate(
+            torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None,
+            return_dict_in_generate=True, output_logits=True,
+        )
+        tokens = found.sequences[0, len(ids):].tolist()
+        logits = torch.cat(found.logits).float()
+        logprobs = torch.log_softmax(logits, -1)
+        rows.append([tokens, [logprobs[i, t].item() for i, t in enumerate(tokens)]])
+    out[case] = rows
 assert "qllm" not in sys.modules
 print(json.dumps(out))
 """
@@ -66,11 +66,18 @@ print(json.dumps(out))
 PROMPTS = [prompt_of(n, 0) for n in LENGTHS]
 
 
-@pytest.fixture(scope="session")
-def reference() -> dict[str, list[tuple[list[int], list[float]]]]:
-    here = str(ROOT)
+def takes_reference(item: Any) -> bool:
+    return item.path.samefile(__file__) and "reference" in item.fixturenames
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest) -> dict[str, list[tuple[list[int], list[float]]]]:
+    """Ask `generate` for the answers of all cases that this run takes."""
+    calls = [item.callspec.params for item in request.session.items if takes_reference(item)]
+    cases = sorted({f"{call['family']}/{call['dtype']}" for call in calls})
+    asked = json.dumps([PROMPTS, NEW, cases])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REFERENCE, here, json.dumps([PROMPTS, NEW])],
+        [sys.executable, "-W", "ignore", "-c", REFERENCE, str(ROOT), asked],
         capture_output=True,
         text=True,
         check=False,
@@ -88,6 +95,7 @@ def chosen(result: Result) -> list[float]:
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(
@@ -114,6 +122,7 @@ def test_greedy_tokens_are_those_of_generate(
 # -- level L2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_the_row_rule_holds_for_thousands_of_rows(family: str, dtype: str) -> None:
@@ -189,6 +198,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     assert sum(r.metrics.preempt_recomputed_tokens for r in results) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "policy", "seed"),
     [

@@ -27,7 +27,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Any) -> Iterator[Engine]:
+def plain(model: Any) -> Iterator[Engine]:
     with Engine(model, prefix_cache=False) as made:
         yield made
 
@@ -68,11 +68,11 @@ def walk(
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS, seed=st.integers(0, 1000))
 def test_any_cutting_has_the_tokens_and_the_kv_of_the_whole(
-    engine: Engine, steps: list[Step], seed: int
+    plain: Engine, steps: list[Step], seed: int
 ) -> None:
-    prompt = engine.engine.open("LS")
-    known = walk(prompt, steps, seed, lambda: engine.settle(prompt))
-    equal(engine.end(prompt), engine.whole(known))
+    prompt = plain.engine.open("LS")
+    known = walk(prompt, steps, seed, lambda: plain.settle(prompt))
+    equal(plain.end(prompt), plain.whole(known))
 
 
 @settings(max_examples=25, deadline=None)
@@ -109,24 +109,24 @@ def test_every_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 37, 99, 100])
-def test_no_more_is_computed_than_what_follows_the_common_prefix(engine: Engine, keep: int) -> None:
+def test_no_more_is_computed_than_what_follows_the_common_prefix(plain: Engine, keep: int) -> None:
     first, then = ids_of(100), ids_of(60, 1)
     then[0] = first[keep] + 1 if keep < 100 else then[0]  # the first that differs
-    prompt = engine.engine.open("LS")
+    prompt = plain.engine.open("LS")
     prompt.append(first)
-    engine.settle(prompt)
+    plain.settle(prompt)
     prompt.replace(0, first[:keep] + then)  # says less than it could: the prefix is found
-    engine.settle(prompt)
-    held = engine.engine.call(lambda: engine.runner.requests[prompt.handle.number])
+    plain.settle(prompt)
+    held = plain.engine.call(lambda: plain.runner.requests[prompt.handle.number])
     assert held.ids == [*first[:keep], *then][:-1]  # none of them waits for the end
     assert held.kv.committed == keep + 59
-    found = engine.end(prompt)
+    found = plain.end(prompt)
     metrics = found[0].metrics
     assert metrics.revise_lost_tokens == max(0, 99 - keep)  # the last one was held back
     assert metrics.num_revisions == 3
     assert metrics.num_prefilled_tokens == keep + 60
     assert metrics.preempt_recomputed_tokens == metrics.retry_recomputed_tokens == 0
-    equal(found, engine.whole(first[:keep] + then))
+    equal(found, plain.whole(first[:keep] + then))
 
 
 def test_each_token_of_a_prompt_that_only_grows_is_computed_once(model: Any) -> None:
@@ -145,38 +145,38 @@ def test_each_token_of_a_prompt_that_only_grows_is_computed_once(model: Any) -> 
         assert result.metrics.open_ms is not None
 
 
-def test_sampling_and_limits_are_those_of_send(engine: Engine) -> None:
+def test_sampling_and_limits_are_those_of_send(plain: Engine) -> None:
     ids = ids_of(50)
     how: dict[str, Any] = {
         "sampling": SamplingParams(temperature=1.0, seed=5, logprobs=2, repetition_penalty=1.3,
                                    ignore_eos=True)
     }  # fmt: skip
-    want = engine.engine.submit(ids, "LS", 8, **how).result(60)
-    prompt = engine.engine.open("LS")
+    want = plain.engine.submit(ids, "LS", 8, **how).result(60)
+    prompt = plain.engine.open("LS")
     prompt.append(ids[:30])
-    engine.settle(prompt)
+    plain.settle(prompt)
     prompt.append(ids[30:])
     found = prompt.send(8, **how).result(60)
     assert (found.token_ids, found.logprobs) == (want.token_ids, want.logprobs)
     asks = SamplingParams(temperature=0, prompt_logprobs=1, ignore_eos=True)
-    want = engine.engine.submit(ids, "LS", 2, sampling=asks).result(60)
-    prompt = engine.engine.open("LS")
+    want = plain.engine.submit(ids, "LS", 2, sampling=asks).result(60)
+    prompt = plain.engine.open("LS")
     prompt.append(ids)
-    engine.settle(prompt)
+    plain.settle(prompt)
     found = prompt.send(2, sampling=asks).result(60)  # computed again: nobody kept hidden states
     assert found.prompt_logprobs == want.prompt_logprobs
     assert found.metrics.revise_lost_tokens == 49
-    assert engine.loop.revising.num_restarts > 0
+    assert plain.loop.revising.num_restarts > 0
 
 
-def test_a_prompt_closes_without_a_further_token(engine: Engine) -> None:
+def test_a_prompt_closes_without_a_further_token(plain: Engine) -> None:
     ids = ids_of(PIECE_TOKENS * 3 + 1)
-    prompt = engine.engine.open("BE")
+    prompt = plain.engine.open("BE")
     prompt.append(ids)
-    engine.settle(prompt)
-    found = engine.end(prompt)
+    plain.settle(prompt)
+    found = plain.end(prompt)
     assert found[0].metrics.revise_lost_tokens == 0
-    equal(found, engine.whole(ids))
+    equal(found, plain.whole(ids))
 
 
 # -- a parked row
@@ -196,40 +196,53 @@ def stops_of(made: Engine, ids: list[int]) -> int:
     return count
 
 
-@pytest.mark.parametrize("keep", [0, 20, 59, 60])
-def test_revised_at_every_boundary_of_a_parked_row(model: Any, keep: int) -> None:
-    first, then, other = ids_of(61), ids_of(30, 1), ids_of(9, 2)
-    with Engine(
-        make_model("qwen3_moe", torch.bfloat16), prefix_cache=False, max_segment_ms=0.001
-    ) as made:
-        want, mate = made.whole(first[:keep] + then), made.whole(other, 2)
-        num_kept = num_killed = 0
-        for at in range(1, stops_of(made, first[:60])):
-            prompt, seen, mates = made.engine.open("LS"), [at], list[Handle]()
+PARTS = 4
+"""Parts of a sweep over the boundaries of a pass: a case takes each fourth of them."""
 
-            def look(
-                program: Any, *_: Any, seen: list[int] = seen, mates: list[Handle] = mates,
-                prompt: GrowingPrompt = prompt,
-            ) -> None:  # fmt: skip
-                if program.rows[0].request_id != prompt.handle.number or not seen[0]:
-                    return
-                seen[0] -= 1
-                if not seen[0]:  # a whole prompt stops the pass, and the revision finds it parked
-                    mates.append(made.engine.submit(other, "LS", 2, sampling=GREEDY))
-                    prompt.replace(keep, then)
 
-            before = made.loop.revising.lost_tokens
-            made.runner.on_segment = look
-            prompt.append(first)
-            wait_for(lambda mates=mates: mates)  # type: ignore[misc]
-            made.settle(prompt)
-            made.runner.on_segment = None
-            equal(made.end(prompt), want)
-            assert mates[0].result(60).token_ids == mate[0].token_ids
-            num_kept += made.loop.revising.lost_tokens == before
-            num_killed += 1
-        assert num_killed > 20
-        assert num_kept > 0
+@pytest.fixture(scope="module")
+def cut_finely() -> Iterator[Engine]:
+    """An engine of which each pass has as many boundaries as it can have."""
+    made = make_model("qwen3_moe", torch.bfloat16)
+    with Engine(made, prefix_cache=False, max_segment_ms=0.001) as engine:
+        yield engine
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("keep", [0, 20, 35, 36])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_revised_at_every_boundary_of_a_parked_row(
+    cut_finely: Engine, keep: int, part: int
+) -> None:
+    first, then, other, made = ids_of(37), ids_of(18, 1), ids_of(9, 2), cut_finely
+    want, mate = made.whole(first[:keep] + then), made.whole(other, 2)
+    num_kept = num_killed = 0
+    for at in range(1 + part, stops_of(made, first[:36]), PARTS):
+        prompt, seen, mates = made.engine.open("LS"), [at], list[Handle]()
+
+        def look(
+            program: Any, *_: Any, seen: list[int] = seen, mates: list[Handle] = mates,
+            prompt: GrowingPrompt = prompt,
+        ) -> None:  # fmt: skip
+            if program.rows[0].request_id != prompt.handle.number or not seen[0]:
+                return
+            seen[0] -= 1
+            if not seen[0]:  # a whole prompt stops the pass, and the revision finds it parked
+                mates.append(made.engine.submit(other, "LS", 2, sampling=GREEDY))
+                prompt.replace(keep, then)
+
+        before = made.loop.revising.lost_tokens
+        made.runner.on_segment = look
+        prompt.append(first)
+        wait_for(lambda mates=mates: mates)  # type: ignore[misc]
+        made.settle(prompt)
+        made.runner.on_segment = None
+        equal(made.end(prompt), want)
+        assert mates[0].result(60).token_ids == mate[0].token_ids
+        num_kept += made.loop.revising.lost_tokens == before
+        num_killed += 1
+    assert num_killed > 10
+    assert num_kept > 0
 
 
 def test_a_parked_row_goes_on_where_nothing_changed_before_its_end(model: Any) -> None:

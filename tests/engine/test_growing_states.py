@@ -3,7 +3,9 @@
 Our kernel carries the states, so that no bit of them, or of KV, depends on how a prompt was cut.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ def engine_of(family: str, **how: Any) -> Engine:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def stateful(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with engine_of(request.param, max_step_tokens=32) as made:
         assert "3 of 4 layers" in made.engine.kernels["state"]
         yield made
@@ -43,39 +45,39 @@ def opened(made: Engine, ids: list[int]) -> GrowingPrompt:
     return prompt
 
 
-def test_a_state_goes_on_where_pieces_are_appended(engine: Engine) -> None:
-    ids, prompt = ids_of(150), engine.engine.open("LS")
+def test_a_state_goes_on_where_pieces_are_appended(stateful: Engine) -> None:
+    ids, prompt = ids_of(150), stateful.engine.open("LS")
     for lo, hi in ((0, 40), (40, 41), (41, 100), (100, 150)):
         prompt.append(ids[lo:hi])
-        engine.settle(prompt)
-    found = engine.end(prompt)
+        stateful.settle(prompt)
+    found = stateful.end(prompt)
     assert found[0].metrics.revise_lost_tokens == 0
     assert found[0].metrics.num_prefilled_tokens == 150
-    equal(found, engine.whole(ids))
+    equal(found, stateful.whole(ids))
 
 
 @pytest.mark.parametrize("more", [0, 60])
 @pytest.mark.parametrize("keep", [0, 1, 30, 98, 99, 100])
 def test_a_state_that_has_seen_what_changes_starts_again(
-    engine: Engine, keep: int, more: int
+    stateful: Engine, keep: int, more: int
 ) -> None:
     first, then = ids_of(100), ids_of(more, 1)
     now = first[:keep] + then or [7]
-    before = engine.loop.revising.num_restarts
-    prompt = opened(engine, first)  # 99 are computed
+    before = stateful.loop.revising.num_restarts
+    prompt = opened(stateful, first)  # 99 are computed
     prompt.replace(keep, now[keep:])
-    engine.settle(prompt)
-    found = engine.end(prompt)
+    stateful.settle(prompt)
+    found = stateful.end(prompt)
     held = keep + more - 1  # the last one is not told before the end
     assert found[0].metrics.revise_lost_tokens == (99 if min(keep, held) < 99 else 0)
-    assert engine.loop.revising.num_restarts - before == (0 < min(keep, held) < 99)
-    equal(found, engine.whole(now))
+    assert stateful.loop.revising.num_restarts - before == (0 < min(keep, held) < 99)
+    equal(found, stateful.whole(now))
 
 
-def test_the_end_may_be_where_the_state_is(engine: Engine) -> None:
+def test_the_end_may_be_where_the_state_is(stateful: Engine) -> None:
     """The last token is computed for its logits, and the state has seen it already."""
     ids = ids_of(100)
-    prompt = opened(engine, ids)
+    prompt = opened(stateful, ids)
     revise = prompt.handle._revise
 
     def full(*_: object) -> None:
@@ -84,9 +86,9 @@ def test_the_end_may_be_where_the_state_is(engine: Engine) -> None:
     prompt.handle._revise = full
     prompt.replace(99, [])
     prompt.handle._revise = revise
-    found = engine.end(prompt)
+    found = stateful.end(prompt)
     assert found[0].metrics.revise_lost_tokens == 99
-    equal(found, engine.whole(ids[:99]))
+    equal(found, stateful.whole(ids[:99]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,41 +114,60 @@ def test_states_of_prompts_whose_kv_is_taken(family: str, swap: int) -> None:
             equal(found, want)
 
 
-@pytest.mark.sampled(2)
+PARTS = 6
+"""Parts of a sweep over the boundaries of a pass: a case takes each sixth of them."""
+
+
+@pytest.fixture(scope="module")
+def cut_finely() -> Iterator[Callable[[str], Engine]]:
+    """Engines of which each pass has as many boundaries as it can have, by family."""
+    with ExitStack() as stack:
+
+        @cache
+        def made(family: str) -> Engine:
+            return stack.enter_context(engine_of(family, max_segment_ms=0.001))
+
+        yield made
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("keep", [0, 20, 60])
-def test_revised_at_every_boundary_of_a_parked_row(family: str, keep: int) -> None:
+@pytest.mark.parametrize("keep", [0, 10, 24])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_revised_at_every_boundary_of_a_parked_row(
+    family: str, keep: int, part: int, cut_finely: Callable[[str], Engine]
+) -> None:
     """A whole prompt of its class stops an open one, which had a state before, and is revised."""
-    ids, other = ids_of(101), ids_of(9, 2)
-    begin, first, then = ids[:41], ids[41:], ids_of(30, 1)
-    with engine_of(family, max_segment_ms=0.001) as made:
-        now = [*begin, *first[:keep], *then]
-        want, mate = made.whole(now), made.whole(other, 2)
-        at = num = 0
-        while at == num:  # until a pass has no such boundary
-            at += 1
-            prompt, mates = opened(made, begin), list[Handle]()
-            seen = 0
+    ids, other = ids_of(65), ids_of(9, 2)
+    begin, first, then = ids[:41], ids[41:], ids_of(12, 1)
+    made = cut_finely(family)
+    now = [*begin, *first[:keep], *then]
+    want, mate = made.whole(now), made.whole(other, 2)
+    num, at = 0, 1 + part
+    while True:  # until a pass has no such boundary
+        prompt, mates = opened(made, begin), list[Handle]()
+        seen = 0
 
-            def look(
-                program: Any, *_: Any, at: int = at, mates: list[Handle] = mates,
-                prompt: GrowingPrompt = prompt,
-            ) -> None:  # fmt: skip
-                nonlocal seen
-                seen += program.rows[0].request_id == prompt.handle.number
-                if seen == at and not mates:
-                    mates.append(made.engine.submit(other, "LS", 2, sampling=GREEDY))
-                    prompt.replace(len(begin) + keep, then)
-
-            made.runner.on_segment = look
-            prompt.append(first)
-            made.settle(prompt)
-            made.runner.on_segment = None
-            if not mates:
+        def look(
+            program: Any, *_: Any, at: int = at, mates: list[Handle] = mates,
+            prompt: GrowingPrompt = prompt,
+        ) -> None:  # fmt: skip
+            nonlocal seen
+            seen += program.rows[0].request_id == prompt.handle.number
+            if seen == at and not mates:
+                mates.append(made.engine.submit(other, "LS", 2, sampling=GREEDY))
                 prompt.replace(len(begin) + keep, then)
-            equal(made.end(prompt), want)
-            if mates:
-                assert mates[0].result(60).token_ids == mate[0].token_ids
-                num += 1
-        assert num > 10
-        wait_for(lambda: made.engine.stats()["num_live"] == 0)
+
+        made.runner.on_segment = look
+        prompt.append(first)
+        made.settle(prompt)
+        made.runner.on_segment = None
+        if not mates:
+            prompt.replace(len(begin) + keep, then)
+        equal(made.end(prompt), want)
+        if not mates:
+            break
+        assert mates[0].result(60).token_ids == mate[0].token_ids
+        num, at = num + 1, at + PARTS
+    assert num > 5
+    wait_for(lambda: made.engine.stats()["num_live"] == 0)

@@ -46,7 +46,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make_model("mixtral")
+    return make_model("mixtral", num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def _the_model_comes_back(model: Any) -> Iterator[None]:
     wait_for(lambda: "qllm" not in attention_of(model), 20)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("conformance", [False, True])
 def test_a_second_engine_is_refused_and_the_first_serves_on(
     model: Any, kernels: str, expected: tuple[Any, ...], conformance: bool
@@ -76,6 +77,7 @@ def test_another_model_around_the_same_decoder_is_refused_too(model: Any) -> Non
         engine_of(copy.copy(model))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("conformance", [False, True])
 def test_an_engine_closed_again_leaves_the_model_to_the_next(
     model: Any, kernels: str, expected: tuple[Any, ...], conformance: bool
@@ -104,6 +106,7 @@ def test_a_cell_that_is_run_again_is_told_to_close(
     engine.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("conformance", [False, True])
 def test_an_engine_that_is_garbage_gives_way(
     model: Any, kernels: str, expected: tuple[Any, ...], conformance: bool
@@ -123,6 +126,7 @@ def test_an_engine_that_is_garbage_gives_way(
         gc.enable()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["collected", "closed"])
 def test_a_new_engine_waits_for_the_one_that_is_being_closed(
     model: Any, expected: tuple[Any, ...], kernels: str, how: str
@@ -225,7 +229,7 @@ def test_an_engine_that_cannot_be_made_gives_the_model_back(
 
 
 def test_packed_experts_are_waited_for_too() -> None:
-    model = make_model("mixtral", torch.bfloat16)
+    model = make_model("mixtral", torch.bfloat16, num_layers=2)
     with engine_of(model) as engine:
         expected = answer(engine)
     engine = engine_of(model)

@@ -57,6 +57,7 @@ class SwapChaos(Chaos):
         return plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "dtype", "policy", "seed"), STORMS)
 def test_a_storm_of_swaps_leaves_every_stream_equal_to_its_solo_run(
     family: str, dtype: str, policy: str, seed: int
@@ -112,8 +113,14 @@ def test_a_storm_of_swaps_in_order_mode_equals_the_replay_of_its_schedule() -> N
         assert (tuple(s.logprobs for s in sampled) or None) == result.logprobs
 
 
+PARTS = 3
+"""Parts of a sweep over boundaries: a case takes each third of them."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_swapping_at_every_boundary_changes_no_token(family: str) -> None:
+def test_swapping_at_every_boundary_changes_no_token(family: str, part: int) -> None:
     """The victim is taken at every place of its life: in its prefill, parked, while it decodes."""
     ids, new = prompt_of(70, 1), 12
     with engine_of(
@@ -123,7 +130,7 @@ def test_swapping_at_every_boundary_changes_no_token(family: str) -> None:
         fine(engine)
         alone = engine.submit(ids, "BE", new, sampling=GREEDY).result(120)
         outs = 0
-        for at in range(1, 60, 4):
+        for at in range(1 + 4 * part, 60, 4 * PARTS):
             count, handles = 0, list[Any]()
 
             def disturb(*_: object, at: int = at, handles: list[Any] = handles) -> None:
@@ -140,11 +147,13 @@ def test_swapping_at_every_boundary_changes_no_token(family: str) -> None:
             assert found.token_ids == alone.token_ids
             assert found.metrics.evict_recomputed_tokens == 0
         outs = sum(isinstance(e, trace.SwappedOut) for e in engine.trace.events)
-    assert outs >= 5
+    assert outs >= 1
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_that_leaves_its_frame_at_any_boundary_keeps_its_bits(family: str) -> None:
+def test_a_row_that_leaves_its_frame_at_any_boundary_keeps_its_bits(family: str, part: int) -> None:
     """Two decodes and a prefill in one frame; each of them leaves it at every boundary in turn."""
     runner = cpu_runner(make_model(family, DTYPES["bf16"]), kernels="fast")
     runner.backend.cuts = CUTS
@@ -174,7 +183,7 @@ def test_a_row_that_leaves_its_frame_at_any_boundary_keeps_its_bits(family: str)
     expected = bits(ids, finished(runner, program))
     number, inside = 0, 0
     for victim in range(3):
-        for num_stops in range(1 + victim, 10_000, 3):
+        for num_stops in range(1 + victim + 3 * part, 10_000, 3 * PARTS):
             number += 1
             ids, program = begin(number)
             at = START
@@ -195,7 +204,7 @@ def test_a_row_that_leaves_its_frame_at_any_boundary_keeps_its_bits(family: str)
             for one, other in zip(bits(ids, found), expected, strict=True):
                 assert one[:2] == other[:2]
                 assert all(torch.equal(one[2][name], other[2][name]) for name in other[2])
-    assert inside > 20
+    assert inside > 6
 
 
 # -- checkpoints
