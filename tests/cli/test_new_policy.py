@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -22,12 +23,16 @@ from tests.support.new_policy import made
 runner = CliRunner()
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [1, pytest.param(3, marks=pytest.mark.slow)],  # the smaller number in the short lane
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_policy_passes_check_policy(kind: str, tmp_path: Path) -> None:
+def test_a_new_policy_passes_check_policy(kind: str, seeds: int, tmp_path: Path) -> None:
     policy = made(tmp_path, kind)
-    for seed in range(3):
+    for seed in range(seeds):
         assert check_policy(policy(), num_states=2000, seed=seed).evictions
-    check_policy(policy(tokens_per_ms=1000), num_states=1000)
+    check_policy(policy(tokens_per_ms=1000), num_states=500)
     with pytest.raises(ConfigError, match="tokens_per_ms=-1 must be an integer >= 0"):
         policy(tokens_per_ms=-1)
 
@@ -168,6 +173,35 @@ def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
     assert re.search(r"^ +output tokens/s +\d[\d.]* +\d[\d.]* *$", out, re.M), out
 
 
+def test_a_plan_policy_is_found_and_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is on the path, with the entry points of its project; nothing is installed."""
+    folder = new_policy("best_plan", "plan", tmp_path)
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    info = folder / "best_plan-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: best-plan\nVersion: 0.1.0\n")
+    (points,) = project["entry-points"].items()
+    lines = [f"[{points[0]}]", *(f"{name} = {what}" for name, what in points[1].items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("COLUMNS", "200")
+    try:
+        tests = runpy.run_path(str(folder / "tests" / "test_best_plan.py"))
+        mine = [name for name in tests if name.startswith("test_")]
+        assert len(mine) == 3
+        for name in mine:
+            if name != "test_it_keeps_every_rule":  # test_a_new_policy_passes_check_policy
+                tests[name]()
+        listed = runner.invoke(app, ["policies"])
+        assert re.search(r"^ *best-plan +Shortest prompt first", listed.stdout, re.M), listed.stdout
+        line = ["run", "tiny", "Hi", "--max-tokens", "4", "--policy", "best-plan"]
+        done = runner.invoke(app, line)
+        assert done.exit_code == 0, done.stderr
+    finally:
+        sys.modules.pop("best_plan", None)
+
+
+@pytest.mark.slow  # the package as pip installs it; without pip: test_a_plan_policy_is_found_...
 def test_a_plan_policy_works_in_the_same_way(place: Place) -> None:
     out = place.run(
         "qllm new-policy best_plan --kind plan\ncd best_plan\n"

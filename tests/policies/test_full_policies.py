@@ -123,9 +123,16 @@ def test_a_full_policy_has_a_trace_property_that_no_other_has(name: str) -> None
 
 
 @pytest.mark.parametrize("name", FULL)
-@pytest.mark.parametrize("seed", range(2))
-def test_a_full_policy_passes_many_worlds(name: str, seed: int) -> None:
-    report = check_policy(load_policy(name), num_states=3000, seed=11 + seed)
+@pytest.mark.parametrize(
+    ("num_states", "seed"),
+    [
+        (800, 0),
+        pytest.param(3000, 0, marks=pytest.mark.slow),  # the same, of more states
+        pytest.param(3000, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_full_policy_passes_many_worlds(name: str, num_states: int, seed: int) -> None:
+    report = check_policy(load_policy(name), num_states=num_states, seed=11 + seed)
     assert report.evictions
     assert (report.preemptions > 0) == (name == "flow")
 
@@ -142,9 +149,13 @@ SETTINGS: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "num_states",
+    [400, pytest.param(1500, marks=pytest.mark.slow)],  # the smaller number in the short lane
+)
 @pytest.mark.parametrize("policy", SETTINGS, ids=repr)
-def test_their_settings_pass_too(policy: Any) -> None:
-    check_policy(policy, num_states=1500, seed=5)
+def test_their_settings_pass_too(policy: Any, num_states: int) -> None:
+    check_policy(policy, num_states=num_states, seed=5)
 
 
 class FullMachine(Machine):
