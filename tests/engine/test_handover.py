@@ -247,6 +247,7 @@ def after(least: int) -> Wanted:
 FAMILIES = ["mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe", "granitemoe"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_request_that_moves_anywhere_gets_the_tokens_of_one_that_stayed(

@@ -1,9 +1,7 @@
 """Requests move between engines in processes, over NIXL; either side may die meanwhile."""
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -14,19 +12,20 @@ import pytest
 import torch
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine import pulling
-from qllm.engine.parcel import read_header, seal, tensor
-from qllm.engine.pulling import Puller, give
+from qllm.engine.parcel import read_header, tensor
+from qllm.engine.pulling import Puller
 from qllm.errors import CheckpointError, ConfigError, EngineClosedError, QllmError
 from qllm.frontend.handle import Handle, Result
 from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
 from qllm.ingress.messages import Source
 from qllm.ingress.remote import meeting
-from qllm.ingress.remote.meeting import Address, Meeting, MeetingError, Wire
+from qllm.ingress.remote.meeting import Address, Meeting, MeetingError
 from qllm.types import FinishReason
-from tests.support.engines import free_port, freeze, pid_of, save_model
+from tests.support.engines import free_port, freeze, is_alive, pid_of, save_model
+from tests.support.forked import start_program
 from tests.support.handover import SAMPLED, SECRET, SETTINGS, TEXT, same
+from tests.support.parcels import PARCEL
 from tests.support.serving import until
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=1)
@@ -35,7 +34,7 @@ NUM = 300
 
 @pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """Nobody is gone because the machine is busy, or stands still on purpose."""
+    """Give both sides time: a busy machine, or a process that is stopped, is not gone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "HANDSHAKE_S", 120.0)
         patch.setattr(meeting, "LIVENESS_S", 120.0)
@@ -47,6 +46,7 @@ class Engine(NamedTuple):
 
     owner: QLLMEngine
     far: QLLMEngine
+    stack: ExitStack
 
     @property
     def moved(self) -> dict[str, int]:
@@ -54,34 +54,57 @@ class Engine(NamedTuple):
         return dict(self.far.stats()["handover"])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
+class Engines:
+    """The engines of one profile at a time, by name; one that was killed is replaced.
 
+    Each looks for what its front end sent 5,000 times a second, so that none stays without need.
+    """
 
-@pytest.fixture(scope="module")
-def secret_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("secret") / "secret"
-    file.write_bytes(SECRET)
-    return file
+    def __init__(self, model: str, secret: Path) -> None:
+        self._model, self._secret = model, secret
+        self._made: dict[str, Engine] = {}
+        self._profile = ""
+
+    def pair(self, profile: str) -> "Pair":
+        """Return two engines that have nothing to do and keep no KV."""
+        if profile != self._profile:
+            self.close()
+            self._profile = profile
+        for name in "ab":
+            made = self._made.get(name)
+            if made is None or not is_alive(pid_of(made.owner)):
+                if made is not None:
+                    made.stack.close()
+                self._made[name] = self.start(profile)
+            self._made[name].owner.reset_prefix_cache()
+        return Pair(self._made["a"], self._made["b"])
+
+    def start(self, profile: str, **how: Any) -> Engine:
+        """Start one engine, and have a front end meet it."""
+        stack, where = ExitStack(), Meeting(Address("127.0.0.1", free_port()), profile, SECRET)
+        settings = {**SETTINGS, "handover_gib": 0.1, "swap_kv_tokens": 2048, **how}
+        owner = QLLMEngine.from_pretrained(self._model, meeting=where, **settings)
+        stack.enter_context(owner)
+        far = QLLMEngine.connect(str(where.address), profile=profile, secret_file=self._secret)
+        return Engine(owner, stack.enter_context(far), stack)
+
+    def check_idle(self) -> None:
+        """Check that no engine has a request."""
+        for made in self._made.values():
+            if is_alive(pid_of(made.owner)):
+                until(lambda one=made: one.owner.stats()["num_live"] == 0)
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._made:
+            self._made.popitem()[1].stack.close()
 
 
 class Pair:
     """Two engines, and what a door to them does with requests that leave one of them."""
 
-    def __init__(
-        self, stack: ExitStack, model: str, secret: Path, profile: str, **how: Any
-    ) -> None:
-        def start(**more: Any) -> Engine:
-            where = Meeting(Address("127.0.0.1", free_port()), profile, SECRET)
-            settings = {**SETTINGS, "handover_gib": 0.1, "swap_kv_tokens": 2048, **more}
-            made = QLLMEngine.from_pretrained(model, meeting=where, **settings)
-            owner = stack.enter_context(made)
-            address = str(where.address)
-            far = QLLMEngine.connect(address, profile=profile, secret_file=secret)
-            return Engine(owner, stack.enter_context(far))
-
-        self.a, self.b = start(**how), start()
+    def __init__(self, a: Engine, b: Engine) -> None:
+        self.a, self.b = a, b
         self.log = RequestLog(3, lambda: None)
 
     def go_to(self, replay: Callable[[Open], None]) -> None:
@@ -95,16 +118,48 @@ class Pair:
         return handle
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
-def pair(request: Any, model: str, secret_file: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(stack, model, secret_file, request.param)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def stayed(pair: Pair) -> dict[str, Result]:
+def all_engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    secret = tmp_path_factory.mktemp("secret") / "secret"
+    secret.write_bytes(SECRET)
+    engines = Engines(model, secret)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def engines(all_engines: Engines) -> Iterator[Engines]:
+    yield all_engines
+    all_engines.check_idle()
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def profile(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(profile: str, engines: Engines) -> Pair:
+    return engines.pair(profile)
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> Iterator[QLLMEngine]:
+    """An engine that hands nothing over."""
+    with QLLMEngine.from_pretrained(model, run_in="thread", **SETTINGS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def stayed(plain: QLLMEngine) -> dict[str, Result]:
+    """Results of requests that stay where they are, by the kind of sampling."""
     return {
-        name: pair.a.owner.submit(TEXT, "BE", NUM, sampling=sampling).result(120)
+        name: plain.submit(TEXT, "BE", NUM, sampling=sampling).result(120)
         for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED))
     }
 
@@ -161,55 +216,55 @@ def test_without_another_engine_it_goes_on_where_it_was(
     assert same(handle.result(120), stayed["greedy"])
 
 
-def test_engines_that_prefill_and_decode(model: str, secret_file: Path) -> None:
-    with ExitStack() as stack:
-        pair = Pair(stack, model, secret_file, "tcp", role="prefill")
-        plain = stack.enter_context(QLLMEngine.from_pretrained(model, **SETTINGS))
-        pair.go_to(pair.b.far.replay)
-        texts = [TEXT[i:] for i in range(4)]
-        expected = [plain.submit(t, "LS", 40, sampling=SAMPLED).result(60) for t in texts]
-        handles = [pair.a.far.submit(t, "LS", 40, sampling=SAMPLED) for t in texts]
+def test_engines_that_prefill_and_decode(engines: Engines, plain: QLLMEngine) -> None:
+    texts = [TEXT[i:] for i in range(4)]
+    expected = [plain.submit(t, "LS", 40, sampling=SAMPLED).result(60) for t in texts]
+    decode, prefill = engines.pair("tcp").b, engines.start("tcp", role="prefill")
+    with prefill.stack:
+        pair = Pair(prefill, decode)
+        pair.go_to(decode.far.replay)
+        before = decode.moved
+        handles = [prefill.far.submit(t, "LS", 40, sampling=SAMPLED) for t in texts]
         for handle in handles:
             pair.log.keep(handle)
         found = [handle.result(60) for handle in handles]
         assert all(map(same, found, expected))
-        moved = pair.b.moved
-        assert moved["taken"] + moved["missed"] >= 1
-        given = pair.a.moved["given"]
-        assert given >= 1
+        moved = decode.moved
+        assert moved["taken"] + moved["missed"] > before["taken"] + before["missed"]
+        assert prefill.moved["given"] >= 1
 
 
 @pytest.mark.parametrize("who", ["giver", "taker"])
-def test_either_side_dies_before_the_kv_is_there(who: str, model: str, secret_file: Path) -> None:
+def test_either_side_dies_before_the_kv_is_there(
+    who: str, engines: Engines, stayed: dict[str, Result]
+) -> None:
     """The request is computed: at B, or once more at A."""
-    with ExitStack() as stack:
-        pair = Pair(stack, model, secret_file, "tcp")
-        stayed = pair.a.owner.submit(TEXT, "BE", NUM, sampling=SAMPLED).result(60)
-        a, b = (pid_of(engine.owner) for engine in (pair.a, pair.b))
-        announced = threading.Event()
+    pair = engines.pair("tcp")
+    a, b = (pid_of(engine.owner) for engine in (pair.a, pair.b))
+    before, announced = pair.b.moved["missed"], threading.Event()
 
-        def replay(entry: Open) -> None:
-            assert entry.source is not None
-            freeze(a)  # it gives nothing
-            pair.b.far.replay(entry)
-            announced.set()
+    def replay(entry: Open) -> None:
+        assert entry.source is not None
+        freeze(a)  # it gives nothing
+        pair.b.far.replay(entry)
+        announced.set()
 
-        pair.go_to(replay)
-        handle = pair.submit(SAMPLED)
-        giving = threading.Thread(target=give_away, args=(pair.a.far, handle))
-        giving.start()
-        assert announced.wait(300)
-        if who == "giver":
-            os.kill(a, signal.SIGKILL)
-        else:
-            os.kill(b, signal.SIGKILL)
-            os.kill(a, signal.SIGCONT)
-            until(lambda: pair.log.holds(handle))
-            pair.go_to(pair.a.far.replay)
-        assert same(handle.result(120), stayed)
-        giving.join()
-        if who == "giver":
-            assert pair.b.moved["missed"] == 1
+    pair.go_to(replay)
+    handle = pair.submit(SAMPLED)
+    giving = threading.Thread(target=give_away, args=(pair.a.far, handle))
+    giving.start()
+    assert announced.wait(300)
+    if who == "giver":
+        os.kill(a, signal.SIGKILL)
+    else:
+        os.kill(b, signal.SIGKILL)
+        os.kill(a, signal.SIGCONT)
+        until(lambda: pair.log.holds(handle))
+        pair.go_to(pair.a.far.replay)
+    assert same(handle.result(120), stayed["sampled"])
+    giving.join()
+    if who == "giver":
+        assert pair.b.moved["missed"] == before + 1
 
 
 def give_away(engine: QLLMEngine, handle: Handle) -> None:
@@ -222,55 +277,27 @@ def give_away(engine: QLLMEngine, handle: Handle) -> None:
 # -- the way of the bytes alone
 
 
-PARCEL = seal({"of": "this"}, {"k": [torch.arange(1 << 20)], "v": [torch.arange(100)]})
-
-
-def serve(profile: str, end: Any, how: str) -> None:
-    """Another process that gives: all of it, or something that no giver of ours sends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        end.send(server.getsockname()[1])
-        while True:
-            sock, _ = server.accept()
-            wire = Wire(sock)
-            try:
-                wire.be_engine(SECRET)
-                wire.receive()
-                if how == "good":
-                    give(wire, profile, PARCEL)
-                elif how == "silent":
-                    pulling.GIVE_S, pulling.Link.drive = 60.0, lambda _: None  # type: ignore[method-assign]
-                    give(wire, profile, PARCEL)
-                elif how == "refusing":
-                    wire.send({"error": "no KV is kept under this ticket"})
-                else:
-                    wire.send({"bytes": -5, "kind": "DRAM"})
-            except QllmError:
-                pass
-            finally:
-                wire.close()
-
-
 class Giver(NamedTuple):
-    process: Any
-    source: Source
+    """A process that gives the parcel; a ticket says how."""
+
+    address: str
+    program: Any
+
+    def source(self, how: str) -> Source:
+        """Return where to ask for the parcel."""
+        return Source(self.address, how)
+
+    def silent_pid(self) -> int:
+        """Return the process that answered the last silent request."""
+        return int(self.program.stdout.readline())
 
 
-@pytest.fixture
-def giver() -> Iterator[Callable[..., Giver]]:
-    made: list[Giver] = []
-
-    def start(how: str, profile: str = "tcp") -> Giver:
-        ours, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=serve, args=(profile, theirs, how), daemon=True)
-        process.start()
-        made.append(Giver(process, Source(f"127.0.0.1:{ours.recv()}", "0" * 32)))
-        return made[-1]
-
-    yield start
-    for one in made:
-        one.process.kill()
-        one.process.join()
+@pytest.fixture(scope="module")
+def giver() -> Iterator[Giver]:
+    code = "import sys\nfrom tests.support.parcels import serve\nserve(sys.argv[1].encode())"
+    with start_program(code, SECRET.decode()) as program:
+        yield Giver(program.stdout.readline().strip(), program)
+        program.kill()
 
 
 def whole(memory: memoryview, num_bytes: int) -> list[tuple[int, int]]:
@@ -278,9 +305,8 @@ def whole(memory: memoryview, num_bytes: int) -> list[tuple[int, int]]:
     return [(part.at, part.end - part.at) for part in parts]
 
 
-@pytest.mark.parametrize("profile", ["tcp", "shm"])
-def test_a_parcel_is_fetched_whole_or_in_part(profile: str, giver: Any) -> None:
-    source = giver("good", profile).source
+def test_a_parcel_is_fetched_whole_or_in_part(profile: str, giver: Giver) -> None:
+    source = giver.source("good")
     puller, allowed = Puller(SECRET, profile), list[int]()
     memory = puller(source, allowed.append, whole, lambda: True)
     assert memory[:] == PARCEL[:]
@@ -297,41 +323,48 @@ def refuse(num_bytes: int) -> None:
     raise CheckpointError(f"{num_bytes} are too many")
 
 
-def test_what_is_refused_or_makes_no_sense(giver: Any) -> None:
-    good, puller = giver("good").source, Puller(SECRET, "tcp")
+def test_what_is_refused_or_makes_no_sense(giver: Giver) -> None:
+    good, puller = giver.source("good"), Puller(SECRET, "tcp")
     with pytest.raises(CheckpointError, match="too many"):
         puller(good, refuse, whole, lambda: True)
     with pytest.raises(MeetingError):
         Puller(b"another secret of the same length", "tcp")(good, print, whole, lambda: True)
     with pytest.raises(MeetingError, match="under this ticket"):
-        puller(giver("refusing").source, print, whole, lambda: True)
+        puller(giver.source("refusing"), print, whole, lambda: True)
     with pytest.raises(CheckpointError, match="makes no sense"):
-        puller(giver("mad").source, print, whole, lambda: True)
+        puller(giver.source("mad"), print, whole, lambda: True)
     with pytest.raises(MeetingError, match="no engine answers"):
         puller(Source(f"127.0.0.1:{free_port()}", ""), print, whole, lambda: True)
     with pytest.raises(ConfigError, match="HOST:PORT"):
         puller(Source("nowhere", ""), print, whole, lambda: True)
 
 
-def test_a_giver_that_dies_in_the_middle(giver: Any) -> None:
+def test_a_giver_that_dies_in_the_middle(giver: Giver) -> None:
     """Over tcp nothing moves while it does not drive the link; then it is gone."""
-    silent = giver("silent")
     asked = threading.Event()
 
     def is_wanted() -> bool:
         asked.set()
         return True
 
-    thread = threading.Thread(target=lambda: asked.wait(60) and silent.process.kill())
+    def kill() -> None:
+        assert asked.wait(60)
+        os.kill(giver.silent_pid(), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(QllmError):
-        Puller(SECRET, "tcp")(silent.source, lambda _: None, whole, is_wanted)
+        Puller(SECRET, "tcp")(giver.source("silent"), lambda _: None, whole, is_wanted)
     thread.join()
 
 
-def test_nobody_waits_for_a_giver_that_stands_still(giver: Any) -> None:
+def test_a_fetch_that_is_not_wanted_any_more_ends_though_the_giver_stands_still(
+    giver: Giver,
+) -> None:
     looks = iter([True] * 100)
     with pytest.raises(CheckpointError, match="nobody waits"):
         Puller(SECRET, "tcp")(
-            giver("silent").source, lambda _: None, whole, lambda: next(looks, False)
+            giver.source("silent"), lambda _: None, whole, lambda: next(looks, False)
         )
+    giver.silent_pid()
+    assert next(looks, None) is None

@@ -53,7 +53,7 @@ def test_a_fleet_of_prefill_and_decode(stack: ExitStack, tmp_path: Path) -> None
     door = stack.enter_context(
         QLLMEngine.connect(",".join(addresses), secret_file=tmp_path / "secret")
     )
-    plain = stack.enter_context(QLLMEngine.from_pretrained(model, **SETTINGS))
+    plain = stack.enter_context(QLLMEngine.from_pretrained(model, run_in="thread", **SETTINGS))
     texts = [TEXT[i:] for i in range(3)]
     expected = [plain.submit(text, "LS", 40, sampling=SAMPLED).result(120) for text in texts]
     handles = [door.submit(text, "LS", 40, sampling=SAMPLED) for text in texts]

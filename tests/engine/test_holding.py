@@ -110,24 +110,24 @@ def ask(engine: QLLMEngine, seed: int, priority: str = "BE") -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
+def exact() -> Iterator[QLLMEngine]:
     with tiny_engine(conformance=False, exactness="batch-invariant", run_in="thread") as made:
         yield made
 
 
 def test_a_checkpoint_has_those_whose_grammar_is_being_built(
-    engine: QLLMEngine, tmp_path: Path
+    exact: QLLMEngine, tmp_path: Path
 ) -> None:
     """They go on here too; elsewhere they are paused and of the class that was asked for."""
-    want = {seed: ask(engine, seed).result(120).token_ids for seed in (1, 2, 3)}
+    want = {seed: ask(exact, seed).result(120).token_ids for seed in (1, 2, 3)}
     assert len(set(want.values())) == 3
     with slow_builder() as gate:
-        handles = {seed: ask(engine, seed) for seed in (1, 2, 3)}
+        handles = {seed: ask(exact, seed) for seed in (1, 2, 3)}
         handles[2].pause()
         handles[3].update(priority="LS")
-        assert engine.checkpoint(tmp_path / "file") == 3
-        again = engine.restore(tmp_path / "file")
-        assert engine.checkpoint(tmp_path / "twice") == 6
+        assert exact.checkpoint(tmp_path / "file") == 3
+        again = exact.restore(tmp_path / "file")
+        assert exact.checkpoint(tmp_path / "twice") == 6
         assert all(h.finish_reason is None for h in (*handles.values(), *again))
         gate.set()
         assert [h.request_id for h in again] == ["form-1", "form-2", "form-3"]
@@ -147,13 +147,13 @@ def test_a_checkpoint_has_those_whose_grammar_is_being_built(
         assert [h.result(120).token_ids for h in restored] == list(want.values())
 
 
-def test_a_cancelled_one_is_in_no_checkpoint(engine: QLLMEngine, tmp_path: Path) -> None:
+def test_a_cancelled_one_is_in_no_checkpoint(exact: QLLMEngine, tmp_path: Path) -> None:
     with slow_builder():
-        left, gone = ask(engine, 1), ask(engine, 2)
+        left, gone = ask(exact, 1), ask(exact, 2)
         gone.cancel()
         assert gone.result(120).finish_reason == "cancelled"
-        assert engine.checkpoint(tmp_path / "file") == 1
-        (again,) = engine.restore(tmp_path / "file")
+        assert exact.checkpoint(tmp_path / "file") == 1
+        (again,) = exact.restore(tmp_path / "file")
         for handle in (left, again):
             handle.cancel()
             assert handle.result(120).finish_reason == "cancelled"
@@ -186,11 +186,11 @@ def test_a_checkpoint_has_those_whose_kv_is_being_read(
         assert [h.result(120).token_ids for h in plain.restore(file)] == [want] * 2
 
 
-def test_a_checkpoint_has_what_arrives_beside_it(engine: QLLMEngine, tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_arrives_beside_it(exact: QLLMEngine, tmp_path: Path) -> None:
     """Over rings the call may be seen before a request that was submitted before it."""
     gate, stands, counts = threading.Event(), threading.Event(), []
-    ingress = engine._client.ingress  # type: ignore[attr-defined]
-    loop = engine._client.loop  # type: ignore[attr-defined]
+    ingress = exact._client.ingress  # type: ignore[attr-defined]
+    loop = exact._client.loop  # type: ignore[attr-defined]
 
     def stand() -> None:
         stands.set()
@@ -198,11 +198,11 @@ def test_a_checkpoint_has_what_arrives_beside_it(engine: QLLMEngine, tmp_path: P
 
     ingress.put(Call(stand, lambda *_: None))
     assert stands.wait(120)
-    save = partial(checkpoint.save, loop, engine._client.runner, tmp_path / "file")  # type: ignore[attr-defined]
+    save = partial(checkpoint.save, loop, exact._client.runner, tmp_path / "file")  # type: ignore[attr-defined]
     ingress.put(Call(save, lambda count, _: counts.append(count)))
-    handle = engine.submit("x", "BE", 5)
+    handle = exact.submit("x", "BE", 5)
     gate.set()
     handle.result(120)
     assert counts == [1]
-    (again,) = engine.restore(tmp_path / "file")
+    (again,) = exact.restore(tmp_path / "file")
     assert again.result(120).token_ids == handle.result().token_ids

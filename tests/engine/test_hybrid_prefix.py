@@ -75,7 +75,7 @@ def test_a_hit_has_the_tokens_pages_and_states_of_a_cold_run(model: Any) -> None
     """Random overlapping prompts: whole, in chunks beside mates, then once more."""
     rng, shared = random.Random(5), prompt_of(300)
     prompts = [shared[: rng.choice((64, 100, 128, 150, 200, 280))]
-               + prompt_of(rng.randrange(1, 90), i) for i in range(6)]  # fmt: skip
+               + prompt_of(rng.randrange(1, 90), i) for i in range(4)]  # fmt: skip
     cold, cold_pages, cold_states = [], {}, {}
     with engine_of(model) as engine:
         for ids in prompts:
@@ -94,11 +94,11 @@ def test_a_hit_has_the_tokens_pages_and_states_of_a_cold_run(model: Any) -> None
             pages, states = kept(engine)
         for found, want in zip(warm, cold * 2, strict=True):
             assert found.token_ids == want.token_ids
-        for found in warm[6:]:
+        for found in warm[len(prompts) :]:
             assert found.metrics.num_cached_tokens == (len(found.prompt_token_ids) - 1) // 64 * 64
         assert turn.metrics.num_cached_tokens == (len(prompts[0]) + 69) // 64 * 64
         both = cold_states.keys() & states.keys()
-        assert len(both) > 6
+        assert len(both) > len(prompts)
         assert all(same(states[name], cold_states[name]) for name in both)
         for name, page in cold_pages.items():
             assert all(map(torch.equal, page, pages[name]))
@@ -266,6 +266,9 @@ def test_salts_share_no_states_and_deletion_forgets_them(qwen: Any) -> None:
 @pytest.mark.parametrize("family", ["jamba", "granitemoehybrid", "lfm2_moe"])
 def test_modules_of_transformers_keep_states_only_where_that_is_asked_for(family: str) -> None:
     model = tiny_configs.tiny_model(family)
+    for module in model.modules():
+        if hasattr(module, "chunk_size"):
+            module.chunk_size = 16  # a chunk is filled up, and its cost is that of a full one
     vocab = tiny_configs.VOCAB
     ids = [i % vocab for i in prompt_of(200)]
     with engine_of(model) as engine:

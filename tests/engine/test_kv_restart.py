@@ -4,11 +4,12 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.frontend.handle import Result
 from qllm.frontend.request_log import RequestLog
 from tests.support.engines import pid_of
 from tests.support.replay import COMPLETIONS, Client, kill
@@ -18,6 +19,31 @@ SETTINGS: dict[str, Any] = {"max_kv_tokens": 16384, "conformance": False, "kv_di
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 TEXT = "def parse(text, at):  # what json.loads does with numbers, strings and lists\n" * 60
 NUM = 900
+ASKS: list[dict[str, Any]] = [
+    {"prompt": f"{i} {TEXT}", "max_tokens": NUM, "ignore_eos": True, "stream": True,
+     "temperature": 0.8, "seed": i, "service_tier": "flex"}
+    for i in range(3)
+]  # fmt: skip
+
+
+class Plain(NamedTuple):
+    """What an engine without a file answers."""
+
+    results: dict[str, Result]
+    """By the class of priority."""
+    answers: list[Any]
+    """Of a server, to each of `ASKS`."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    with tiny_engine(**SETTINGS, run_in="thread") as made:
+        results = {
+            priority: made.submit(TEXT, priority, NUM, sampling=GREEDY).result(120)
+            for priority in ("LS", "BE")
+        }
+        with serving(made) as served:
+            return Plain(results, [Client(served, COMPLETIONS, ask).answer()[1:3] for ask in ASKS])
 
 
 def file_of(engine: QLLMEngine) -> dict[str, Any]:
@@ -36,11 +62,12 @@ def came_back(engine: QLLMEngine, num_tokens: int) -> bool:
 
 
 @pytest.mark.parametrize("priority", ["LS", "BE"])
-def test_prompt_and_output_of_a_killed_engine_are_loaded(tmp_path: Path, priority: str) -> None:
+def test_prompt_and_output_of_a_killed_engine_are_loaded(
+    tmp_path: Path, priority: str, plain: Plain
+) -> None:
     log = RequestLog(3, lambda: None)
     make = partial(tiny_engine, kv_dir=str(tmp_path), **SETTINGS)
-    with tiny_engine(**SETTINGS) as plain:
-        expected = plain.submit(TEXT, priority, NUM, sampling=GREEDY).result(120)
+    expected = plain.results[priority]
     num_prompt = len(expected.prompt_token_ids)
     assert num_prompt > 1000
     with make() as first:
@@ -60,26 +87,19 @@ def test_prompt_and_output_of_a_killed_engine_are_loaded(tmp_path: Path, priorit
         assert came_back(second, (num_prompt + 128) // 64 * 64)
 
 
-def test_a_supervised_server_goes_on_from_the_file(tmp_path: Path) -> None:
+def test_a_supervised_server_goes_on_from_the_file(tmp_path: Path, plain: Plain) -> None:
     new = partial(tiny_engine, kv_dir=str(tmp_path), **SETTINGS)
-    asks = [
-        {"prompt": f"{i} {TEXT}", "max_tokens": NUM, "ignore_eos": True, "stream": True,
-         "temperature": 0.8, "seed": i, "service_tier": tier}
-        for i, tier in enumerate(("flex", "flex", "flex"))
-    ]  # fmt: skip
-    with tiny_engine(**SETTINGS) as plain, serving(plain) as served:
-        expected = [Client(served, COMPLETIONS, ask).answer()[1:3] for ask in asks]
     with serving(new(), new, restart_backoff_s=0) as served:
         for _ in range(2):
             served.front.engine.reset_prefix_cache()
             engine = served.front.engine
-            clients = [Client(served, COMPLETIONS, ask) for ask in asks]
+            clients = [Client(served, COMPLETIONS, ask) for ask in ASKS]
             until(lambda clients=clients: all(client.has_begun for client in clients))
             until(lambda engine=engine: pages_in_file(engine) >= 3 * 16)
             assert all(client.is_alive() for client in clients)
             kill(served)
             until(lambda engine=engine: served.front.engine is not engine)
-            assert [client.answer()[1:3] for client in clients] == expected
+            assert [client.answer()[1:3] for client in clients] == plain.answers
             # BE loads keep pace while LS is there, so what of them is computed is the machine's
             assert came_back(served.front.engine, 16 * 64)
         served.get("/metrics")

@@ -64,12 +64,13 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.native.use(cpu.kind())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", KINDS, indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hit_in_the_file_has_the_tokens_and_the_kv_of_a_cold_run(
     family: str, kernels: str, tmp_path: Path
 ) -> None:
-    model = make_model(family, torch.bfloat16)
+    model = make_model(family, torch.bfloat16, num_layers=2)
     shared, rng = prompt_of(200), random.Random(family)
     prompts = [shared[: rng.choice((64, 100, 150, 200))] + prompt_of(rng.randrange(1, 90), i)
                for i in range(3)]  # fmt: skip
@@ -328,6 +329,7 @@ def broken(code: int, after: int) -> type[kv_file.Blocks]:
     return Broken
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8])
 def test_a_disk_that_fails_is_left_alone_and_said_once(

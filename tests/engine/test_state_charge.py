@@ -119,7 +119,7 @@ def test_keys_in_states_take_no_more_than_is_charged(family: str) -> None:
                 behind.update(t.untyped_storage().nbytes() - t.nbytes for t in tensors)
 
         engine.call(lambda: setattr(loop.runner, "on_segment", look))
-        run(engine, [i % tiny_configs.VOCAB for i in prompt_of(100)], 40)
+        run(engine, [i % tiny_configs.VOCAB for i in prompt_of(120)], 20)
         engine.call(lambda: setattr(loop.runner, "on_segment", None))
     assert max(behind) == 0
     assert 0.1 < max(seen) <= 1  # what windows have dropped is charged, and a copy at rest
