@@ -28,7 +28,7 @@ LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
+def recorded() -> Iterator[QLLMEngine]:
     with engine_of(record=True) as made:
         yield made
 
@@ -56,22 +56,22 @@ class Gate:
 # -- the handle
 
 
-def test_every_way_to_wait_gives_the_same_answer(engine: QLLMEngine) -> None:
+def test_every_way_to_wait_gives_the_same_answer(recorded: QLLMEngine) -> None:
     sampling = SamplingParams(temperature=0.8, seed=3, logit_bias=LETTERS, logprobs=2)
-    want = engine.submit("hello", max_tokens=9, sampling=sampling).result(60)
+    want = recorded.submit("hello", max_tokens=9, sampling=sampling).result(60)
     assert len(want.text) == 9
     assert want.finish_reason is FinishReason.LENGTH
     assert want.prompt_token_ids == tuple(b"hello")
     assert len(want.logprobs or ()) == 9
 
-    pieces = list(engine.submit("hello", max_tokens=9, sampling=sampling))
+    pieces = list(recorded.submit("hello", max_tokens=9, sampling=sampling))
     assert "".join(p.text for p in pieces) == want.text
     assert tuple(t for p in pieces for t in p.token_ids) == want.token_ids
     assert tuple(x for p in pieces for x in p.logprobs) == want.logprobs
 
     async def both() -> tuple[str, Any, Any]:
-        a = engine.submit("hello", max_tokens=9, sampling=sampling)
-        b = engine.submit("hello", max_tokens=9, sampling=sampling)
+        a = recorded.submit("hello", max_tokens=9, sampling=sampling)
+        b = recorded.submit("hello", max_tokens=9, sampling=sampling)
         text = "".join([piece.text async for piece in a])
         return text, await b, await a
 
@@ -82,8 +82,8 @@ def test_every_way_to_wait_gives_the_same_answer(engine: QLLMEngine) -> None:
         assert len(result.logprobs) == 9  # two in one batch: other bits than alone
 
 
-def test_a_handle_can_be_read_twice_and_after_the_end(engine: QLLMEngine) -> None:
-    handle = engine.submit("abc", max_tokens=5, sampling=GREEDY)
+def test_a_handle_can_be_read_twice_and_after_the_end(recorded: QLLMEngine) -> None:
+    handle = recorded.submit("abc", max_tokens=5, sampling=GREEDY)
     first = handle.result(60)
     for _ in range(2):
         assert tuple(t for p in handle for t in p.token_ids) == first.token_ids
@@ -93,11 +93,11 @@ def test_a_handle_can_be_read_twice_and_after_the_end(engine: QLLMEngine) -> Non
     assert "finished" in repr(handle)
 
 
-def test_an_abandoned_async_iteration_hurts_nobody(engine: QLLMEngine) -> None:
+def test_an_abandoned_async_iteration_hurts_nobody(recorded: QLLMEngine) -> None:
     handles = []
 
     async def leave_early() -> None:
-        handle = engine.submit("abc", max_tokens=200, sampling=SamplingParams(ignore_eos=True))
+        handle = recorded.submit("abc", max_tokens=200, sampling=SamplingParams(ignore_eos=True))
         handles.append(handle)
         async for _ in handle:
             break
@@ -106,13 +106,13 @@ def test_an_abandoned_async_iteration_hurts_nobody(engine: QLLMEngine) -> None:
     assert len(handles[0].result(60).token_ids) == 200
 
 
-def test_submit_works_from_any_thread(engine: QLLMEngine) -> None:
+def test_submit_works_from_any_thread(recorded: QLLMEngine) -> None:
     results: dict[int, tuple[int, ...]] = {}
 
     def one(n: int) -> None:
         sampling = SamplingParams(temperature=1, seed=n)
         results[n] = (
-            engine.submit(ids(5, n), ["LS", "BE", 3][n % 3], 6, sampling=sampling)
+            recorded.submit(ids(5, n), ["LS", "BE", 3][n % 3], 6, sampling=sampling)
             .result(60)
             .token_ids
         )
@@ -196,12 +196,12 @@ def test_status_passes_through_its_states() -> None:
 # -- prompts, limits, defaults
 
 
-def test_text_messages_and_ids_are_prompts(engine: QLLMEngine) -> None:
+def test_text_messages_and_ids_are_prompts(recorded: QLLMEngine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     want = tuple(b"u:Hi|a:")
     for prompt in (messages, "u:Hi|a:", list(want), want, [np.int64(i) for i in want]):
-        assert engine.submit(prompt, max_tokens=1).result(60).prompt_token_ids == want
-    numbers = engine.submit("a", np.int64(4), np.int32(3), sampling=GREEDY).result(60)
+        assert recorded.submit(prompt, max_tokens=1).result(60).prompt_token_ids == want
+    numbers = recorded.submit("a", np.int64(4), np.int32(3), sampling=GREEDY).result(60)
     assert len(numbers.token_ids) == 3
     assert numbers.metrics.priority == 4
 
@@ -333,14 +333,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[str(b[0])[:50] for b in BAD])
 def test_bad_input_is_refused_at_submit(
-    engine: QLLMEngine, wrong: dict[str, Any], message: str
+    recorded: QLLMEngine, wrong: dict[str, Any], message: str
 ) -> None:
-    before = engine.stats()["num_waiting"]
+    before = recorded.stats()["num_waiting"]
     with pytest.raises(InvalidRequestError, match=message):
-        engine.submit(**{"prompt": "abc", "max_tokens": 3, **wrong})
-    assert engine.stats()["num_waiting"] == before == 0
+        recorded.submit(**{"prompt": "abc", "max_tokens": 3, **wrong})
+    assert recorded.stats()["num_waiting"] == before == 0
     with pytest.raises(ValueError, match=message):  # it is also a ValueError
-        engine.submit(**{"prompt": "abc", "max_tokens": 3, **wrong})
+        recorded.submit(**{"prompt": "abc", "max_tokens": 3, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -398,8 +398,8 @@ def test_submit_after_close_is_refused() -> None:
     assert len(handle.result(0).token_ids) == 2
 
 
-def test_unknown_names_list_the_known_ones(engine: QLLMEngine) -> None:
-    model, threads = engine._client.runner.model, set(threading.enumerate())
+def test_unknown_names_list_the_known_ones(recorded: QLLMEngine) -> None:
+    model, threads = recorded._client.runner.model, set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"'max_num_seq'.*did you mean max_num_seqs.*block_size"):
         QLLMEngine.from_model(model, max_num_seq=3)
     with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'; installed: .*fcfs.*qllm2"):
@@ -470,10 +470,10 @@ def test_torch_leaves_the_cores_to_kernels_that_do_every_layer(threads: int | No
 # -- sampling
 
 
-def test_greedy_takes_the_most_likely_token(engine: QLLMEngine) -> None:
+def test_greedy_takes_the_most_likely_token(recorded: QLLMEngine) -> None:
     sampling = SamplingParams(temperature=0, logprobs=3)
-    a = engine.submit(ids(8), max_tokens=8, sampling=sampling).result(60)
-    b = engine.submit(ids(8), max_tokens=8).result(60)  # the default of a model without config
+    a = recorded.submit(ids(8), max_tokens=8, sampling=sampling).result(60)
+    b = recorded.submit(ids(8), max_tokens=8).result(60)  # the default of a model without config
     assert a.token_ids == b.token_ids
     assert b.logprobs is None
     assert a.logprobs is not None
@@ -483,10 +483,10 @@ def test_greedy_takes_the_most_likely_token(engine: QLLMEngine) -> None:
         assert sorted((x for _, x in logprobs.top), reverse=True) == [x for _, x in logprobs.top]
 
 
-def test_settings_reach_the_sampler(engine: QLLMEngine) -> None:
+def test_settings_reach_the_sampler(recorded: QLLMEngine) -> None:
     def run(prompt: Sequence[int] = ids(8), n: int = 12, **settings: Any) -> tuple[int, ...]:
         sampling = SamplingParams(**{"temperature": 0, **settings})
-        return engine.submit(prompt, max_tokens=n, sampling=sampling).result(60).token_ids
+        return recorded.submit(prompt, max_tokens=n, sampling=sampling).result(60).token_ids
 
     greedy = run()
     assert run(temperature=5, seed=1) == run(temperature=5, seed=1)
@@ -509,24 +509,24 @@ def test_settings_reach_the_sampler(engine: QLLMEngine) -> None:
     assert len(set(run([200], logit_bias=twelve, repetition_penalty=10.0))) == 12
 
 
-def test_stop_ids_and_stop_strings_end_an_answer(engine: QLLMEngine) -> None:
+def test_stop_ids_and_stop_strings_end_an_answer(recorded: QLLMEngine) -> None:
     sampling = {"temperature": 1.0, "seed": 5, "logit_bias": LETTERS}
-    whole = engine.submit("q", max_tokens=40, sampling=SamplingParams(**sampling)).result(60)
+    whole = recorded.submit("q", max_tokens=40, sampling=SamplingParams(**sampling)).result(60)
     assert len(whole.text) == 40
     stop = whole.text[6:8]
     at = whole.text.index(stop)
     for how in ({"stop": stop}, {"stop": [stop, "zzz"]}, {"sampling": "in"}):
         params = SamplingParams(**sampling, stop=stop if "sampling" in how else ())
         more = {k: v for k, v in how.items() if k == "stop"}
-        cut = engine.submit("q", max_tokens=40, sampling=params, **more).result(60)
+        cut = recorded.submit("q", max_tokens=40, sampling=params, **more).result(60)
         assert cut.finish_reason is FinishReason.STOP
         assert cut.text == whole.text[:at]
         assert cut.token_ids == whole.token_ids[: at + len(stop)]
-    pieces = [p.text for p in engine.submit("q", "LS", 40, sampling=params)]
+    pieces = [p.text for p in recorded.submit("q", "LS", 40, sampling=params)]
     assert "".join(pieces) == whole.text[:at]  # nothing is taken back
     last = whole.token_ids[9]
     params = SamplingParams(**sampling, stop_token_ids=[last])
-    cut = engine.submit("q", max_tokens=40, sampling=params).result(60)
+    cut = recorded.submit("q", max_tokens=40, sampling=params).result(60)
     assert cut.finish_reason is FinishReason.STOP
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
 
@@ -594,25 +594,25 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_mixed_batch() -> None:
 # -- results
 
 
-def test_generate_keeps_the_order(engine: QLLMEngine) -> None:
+def test_generate_keeps_the_order(recorded: QLLMEngine) -> None:
     prompts = [ids(n, n) for n in (9, 3, 17, 1, 5)]
-    results = engine.generate(prompts, max_tokens=3, progress=False)
+    results = recorded.generate(prompts, max_tokens=3, progress=False)
     assert [list(r.prompt_token_ids) for r in results] == prompts
-    assert engine.generate([], progress=False) == []
-    assert engine.generate(["a"], max_tokens=1)[0].prompt_token_ids == (ord("a"),)
+    assert recorded.generate([], progress=False) == []
+    assert recorded.generate(["a"], max_tokens=1)[0].prompt_token_ids == (ord("a"),)
 
 
-def test_generate_leaves_nothing_behind_when_a_prompt_is_refused(engine: QLLMEngine) -> None:
+def test_generate_leaves_nothing_behind_when_a_prompt_is_refused(recorded: QLLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
-        engine.generate([ids(9), ids(7), ""], max_tokens=200, progress=False)
+        recorded.generate([ids(9), ids(7), ""], max_tokens=200, progress=False)
     deadline = time.monotonic() + 60
-    while engine.stats()["num_live"] and time.monotonic() < deadline:
+    while recorded.stats()["num_live"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert engine.stats()["num_live"] == 0
+    assert recorded.stats()["num_live"] == 0
 
 
-def test_metrics_are_present(engine: QLLMEngine) -> None:
-    result = engine.submit(ids(9), "BE", 6, request_id="mine").result(60)
+def test_metrics_are_present(recorded: QLLMEngine) -> None:
+    result = recorded.submit(ids(9), "BE", 6, request_id="mine").result(60)
     m = result.metrics
     assert result.request_id == m.name == "mine"
     assert (m.priority, m.num_prompt_tokens, m.num_output_tokens) == (10, 9, 6)
@@ -627,17 +627,17 @@ def test_metrics_are_present(engine: QLLMEngine) -> None:
     assert (m.preemptions, m.evictions, m.preempt_recomputed_tokens) == (0, 0, 0)
     assert m.reason is result.finish_reason is FinishReason.LENGTH
     assert m.parked_ms >= 0
-    assert engine.submit("a", max_tokens=1).result(60).metrics.tpot_ms is None
+    assert recorded.submit("a", max_tokens=1).result(60).metrics.tpot_ms is None
 
 
-def test_every_request_finishes_exactly_once(engine: QLLMEngine) -> None:
-    handles = [engine.submit(ids(5, i), "LS" if i % 2 else "BE", 4) for i in range(8)]
+def test_every_request_finishes_exactly_once(recorded: QLLMEngine) -> None:
+    handles = [recorded.submit(ids(5, i), "LS" if i % 2 else "BE", 4) for i in range(8)]
     handles[3].cancel()
     handles[4].cancel()
     for h in handles:
         h.result(60)
-    ends = [e.request_id for e in engine.trace.events if type(e).__name__ == "Finished"]
-    begun = [e.request_id for e in engine.trace.events if type(e).__name__ == "Arrived"]
+    ends = [e.request_id for e in recorded.trace.events if type(e).__name__ == "Finished"]
+    begun = [e.request_id for e in recorded.trace.events if type(e).__name__ == "Arrived"]
     assert sorted(ends) == sorted(begun)
     assert len(set(ends)) == len(ends)
     assert {h.number for h in handles} <= set(ends)

@@ -1,14 +1,12 @@
 """A child of `os.fork` ends, collects or closes an engine, and the parent's goes on."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from tests.support.engines import save_model
-from tests.support.files import ROOT
+from tests.support.forked import start_program
 
 CLIENTS = ("process", "attached", "remote", "thread")
 WAYS = ("leave", "use", "collect", "close", "multiprocessing")
@@ -17,10 +15,11 @@ WAYS = ("leave", "use", "collect", "close", "multiprocessing")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     model, folder = (tmp_path_factory.mktemp(name) for name in ("model", "socket"))
-    command = [sys.executable, "-m", "tests.support.forking", save_model(model), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, done.stdout + done.stderr
+    code = "import sys\nfrom tests.support.forking import main\nmain(*sys.argv[1:])"
+    with start_program(code, save_model(model), str(folder)) as process:
+        out = process.stdout.read()
+        assert process.wait(600) == 0, out
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return {(line["way"], line["client"]): (line["child"], line["found"]) for line in lines}
 
 

@@ -36,7 +36,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Any) -> Iterator[Engine]:
+def small(model: Any) -> Iterator[Engine]:
     with Engine(model, prefix_cache=False) as made:
         yield made
 
@@ -283,9 +283,9 @@ def test_bad_input_leaves_a_prompt_as_it_was(
     )
 
 
-def test_bad_input_of_ids(engine: Engine) -> None:
+def test_bad_input_of_ids(small: Engine) -> None:
     for piece in ([VOCAB], [-1], ["a"], [1.5], "text", 5):
-        prompt = engine.engine.open("LS", [1, 2])
+        prompt = small.engine.open("LS", [1, 2])
         with pytest.raises(InvalidRequestError):
             prompt.append(piece)  # type: ignore[arg-type]
         assert prompt.num_tokens == 2
@@ -297,28 +297,28 @@ def test_bad_input_of_ids(engine: Engine) -> None:
         [{"role": "user", "content": "x"}],
     ):
         with pytest.raises(InvalidRequestError):
-            engine.engine.open("LS", wrong)  # type: ignore[arg-type]
+            small.engine.open("LS", wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="is empty"):
-        engine.engine.open("LS").send(1)
-    emptied = engine.engine.open("LS", [1, 2, 3])
+        small.engine.open("LS").send(1)
+    emptied = small.engine.open("LS", [1, 2, 3])
     emptied.replace(0, [])
     with pytest.raises(InvalidRequestError, match="no tokens"):
         emptied.send(1)
     emptied.cancel()
     with pytest.raises(InvalidRequestError, match="priority"):
-        engine.engine.open("best")
-    engine.engine.call(lambda: None)
-    engine.engine.call(engine.loop.scheduler.check)
+        small.engine.open("best")
+    small.engine.call(lambda: None)
+    small.engine.call(small.loop.scheduler.check)
 
 
 def test_a_loop_that_cannot_serve_it_says_so(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    small: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = engine.engine.config.__class__(max_kv_tokens=64)
+    config = small.engine.config.__class__(max_kv_tokens=64)
     object.__setattr__(config, "loop", "conditional")
-    monkeypatch.setattr(engine.engine, "config", config)
+    monkeypatch.setattr(small.engine, "config", config)
     with pytest.raises(ConfigError, match="takes whole prompts only"):
-        engine.engine.open("LS")
+        small.engine.open("LS")
 
 
 def test_a_full_ring_loses_no_piece(tiny: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

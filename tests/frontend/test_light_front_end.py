@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.support.serving import until
+from qllm.ingress.remote.meeting import Address, Meeting
+from tests.support.engines import free_port
+from tests.support.serving import tiny_engine, until
 
 MOST_KB = 150 << 10
+MARK = " at http://"
 SERVE = """
 import atexit, sys
 def modules():
@@ -40,8 +43,8 @@ FORM = {
 
 
 @contextmanager
-def serve(log: Path, mark: str, *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """`qllm serve` in a process of its own, and the last word of its log's line with a mark."""
+def serve(log: Path, *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """`qllm serve` in a process of its own, and its address, which the log says."""
     with (
         log.open("wb") as stderr,
         subprocess.Popen(
@@ -53,12 +56,20 @@ def serve(log: Path, mark: str, *arguments: str) -> Iterator[tuple["subprocess.P
         ) as process,
     ):
         try:
-            until(lambda: mark in log.read_text() or process.poll() is not None)
-            lines = [line for line in log.read_text().splitlines() if mark in line]
+            until(lambda: MARK in log.read_text() or process.poll() is not None)
+            lines = [line for line in log.read_text().splitlines() if MARK in line]
             assert lines, log.read_text()
-            yield process, lines[-1].split()[-1]
+            url = lines[-1].split()[-1]
+            until(lambda: answers_at(url))  # the line is written before the server listens
+            yield process, url
         finally:
             process.send_signal(signal.SIGTERM)
+
+
+def answers_at(url: str) -> bool:
+    with suppress(httpx.ConnectError):
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
+    return False
 
 
 def chat(url: str, **more: Any) -> Any:
@@ -103,20 +114,24 @@ def check_light(process: "subprocess.Popen[str]") -> None:
 
 def test_no_front_end_holds_torch(tmp_path: Path) -> None:
     """That of an engine of this machine, that of one met over the network, and that of two."""
-    small, http = ("--threads", "1", "--set", "conformance=false"), " at http://"
-    engine = ("tiny", "--role", "engine", "--listen", "127.0.0.1:0")
-    with serve(tmp_path / "near", http, "tiny", "--port", "0", *small) as (near, url):
+    with serve(
+        tmp_path / "near", "tiny", "--port", "0", "--threads", "1", "--set",
+        "conformance=false",
+    ) as (near, url):  # fmt: skip
         answers = everything(url)
         check_light(near)
-    with serve(tmp_path / "engine", "meet the engine at", *engine, *small) as (_, address):
-        there = ("--role", "frontend", "--engine", address, "--port", "0")
-        with serve(tmp_path / "far", http, *there) as (far, url):
+    meetings = [Meeting(Address("127.0.0.1", free_port()), "tcp", b"") for _ in range(2)]
+    engine, other = (str(meeting.address) for meeting in meetings)
+    with ExitStack() as stack:
+        for meeting in meetings:
+            stack.enter_context(tiny_engine(meeting=meeting, conformance=False))
+        there = ("--role", "frontend", "--engine", engine, "--port", "0")
+        with serve(tmp_path / "far", *there) as (far, url):
             assert everything(url) == answers
             check_light(far)
-        with serve(tmp_path / "other", "meet the engine at", *engine, *small) as (_, other):
-            there = ("--role", "frontend", "--engine", f"{address},{other}", "--port", "0")
-            with serve(tmp_path / "fleet", http, *there, "--route", "least") as (fleet, url):
-                assert everything(url) == answers
-                engines = httpx.get(f"{url}/health", timeout=60).json()["engines"]
-                assert all(found["sent"] for found in engines), engines
-                check_light(fleet)
+        there = ("--role", "frontend", "--engine", f"{engine},{other}", "--port", "0")
+        with serve(tmp_path / "fleet", *there, "--route", "least") as (fleet, url):
+            assert everything(url) == answers
+            engines = httpx.get(f"{url}/health", timeout=60).json()["engines"]
+            assert all(found["sent"] for found in engines), engines
+            check_light(fleet)

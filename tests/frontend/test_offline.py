@@ -17,7 +17,7 @@ HOT = SamplingParams(temperature=1.0, seed=7)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
+def threaded() -> Iterator[QLLMEngine]:
     with engine_of() as made:
         yield made
 
@@ -32,32 +32,32 @@ def texts(results: list[Result]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "prompt", ["hello", HI, ids(9), tuple(ids(4))], ids=["text", "chat", "ids", "tuple"]
 )
-def test_one_prompt_is_one_request(engine: QLLMEngine, prompt: Any) -> None:
-    (result,) = engine.generate(prompt, max_tokens=3, progress=False)
-    alone = engine.submit(prompt, "BE", 3).result(60)
+def test_one_prompt_is_one_request(threaded: QLLMEngine, prompt: Any) -> None:
+    (result,) = threaded.generate(prompt, max_tokens=3, progress=False)
+    alone = threaded.submit(prompt, "BE", 3).result(60)
     assert result.prompt_token_ids == alone.prompt_token_ids
     assert result.token_ids == alone.token_ids
 
 
-def test_many_prompts_of_every_kind_keep_their_order(engine: QLLMEngine) -> None:
+def test_many_prompts_of_every_kind_keep_their_order(threaded: QLLMEngine) -> None:
     prompts = ["hello", HI, ids(9)]
-    mixed = engine.generate(iter(prompts), max_tokens=2, progress=False)
-    alone = [engine.submit(prompt, "BE", 2).result(60).prompt_token_ids for prompt in prompts]
+    mixed = threaded.generate(iter(prompts), max_tokens=2, progress=False)
+    alone = [threaded.submit(prompt, "BE", 2).result(60).prompt_token_ids for prompt in prompts]
     assert [result.prompt_token_ids for result in mixed] == alone
-    assert engine.generate((), progress=False) == []
+    assert threaded.generate((), progress=False) == []
 
 
-def test_n_answers_lie_side_by_side_and_each_has_its_seed(engine: QLLMEngine) -> None:
-    found = engine.generate(["abc", "de"], max_tokens=6, sampling=HOT, n=3, progress=False)
+def test_n_answers_lie_side_by_side_and_each_has_its_seed(threaded: QLLMEngine) -> None:
+    found = threaded.generate(["abc", "de"], max_tokens=6, sampling=HOT, n=3, progress=False)
     alone = [
-        engine.submit(prompt, "BE", 6, sampling=HOT, seed=7 + i).result(60)
+        threaded.submit(prompt, "BE", 6, sampling=HOT, seed=7 + i).result(60)
         for prompt, i in itertools.product(["abc", "de"], range(3))
     ]
     assert texts(found) == texts(alone)
     assert len(set(texts(found)[:3])) == 3
     assert (
         texts(
-            engine.generate(
+            threaded.generate(
                 "abc",
                 sampling=SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=6),
                 progress=False,
@@ -67,15 +67,15 @@ def test_n_answers_lie_side_by_side_and_each_has_its_seed(engine: QLLMEngine) ->
     )
 
 
-def test_seeds_wrap_and_without_one_every_answer_differs(engine: QLLMEngine) -> None:
-    last = engine.generate(
+def test_seeds_wrap_and_without_one_every_answer_differs(threaded: QLLMEngine) -> None:
+    last = threaded.generate(
         "abc", seed=NUM_SEEDS - 1, n=2, temperature=1.0, max_tokens=6, progress=False
     )
     assert (
         last[1].token_ids
-        == engine.submit("abc", "BE", 6, seed=0, temperature=1.0).result(60).token_ids
+        == threaded.submit("abc", "BE", 6, seed=0, temperature=1.0).result(60).token_ids
     )
-    free = engine.generate(["abc"] * 2, n=2, temperature=1.0, max_tokens=8, progress=False)
+    free = threaded.generate(["abc"] * 2, n=2, temperature=1.0, max_tokens=8, progress=False)
     assert len(set(texts(free))) == 4
 
 
@@ -92,120 +92,122 @@ def test_seeds_wrap_and_without_one_every_answer_differs(engine: QLLMEngine) -> 
     ],
 )
 def test_wrong_keywords_are_refused(
-    engine: QLLMEngine, kwargs: dict[str, Any], error: type[Exception], match: str
+    threaded: QLLMEngine, kwargs: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    for call in (engine.generate, engine.chat):
+    for call in (threaded.generate, threaded.chat):
         with pytest.raises(error, match=match):
             call(HI, **{"progress": False, **kwargs})
-    assert engine.num_waiting == 0
+    assert threaded.num_waiting == 0
 
 
-def test_one_message_alone_is_refused_with_what_to_do(engine: QLLMEngine) -> None:
+def test_one_message_alone_is_refused_with_what_to_do(threaded: QLLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match="is one message; put it into a list"):
-        engine.generate(HI[0], progress=False)
+        threaded.generate(HI[0], progress=False)
     with pytest.raises(InvalidRequestError, match="prompt=b'abc' must be"):
-        engine.generate(b"abc", progress=False)
+        threaded.generate(b"abc", progress=False)
     with pytest.raises(InvalidRequestError, match="prompt=5 must be"):
-        engine.generate(5, progress=False)
+        threaded.generate(5, progress=False)
 
 
 # -- chat
 
 
-def test_chat_answers_one_conversation_or_several(engine: QLLMEngine) -> None:
+def test_chat_answers_one_conversation_or_several(threaded: QLLMEngine) -> None:
     more = [*HI, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "no"}]
-    (one,) = engine.chat(HI, max_tokens=3)
-    both = engine.chat([HI, more], max_tokens=3)
+    (one,) = threaded.chat(HI, max_tokens=3)
+    both = threaded.chat([HI, more], max_tokens=3)
     assert (
-        one.token_ids == both[0].token_ids == engine.submit(HI, max_tokens=3).result(60).token_ids
+        one.token_ids == both[0].token_ids == threaded.submit(HI, max_tokens=3).result(60).token_ids
     )
     assert both[1].prompt_token_ids == tuple(b"u:hi|a:yes|u:no|a:")
     assert one.metrics.priority == 0
-    assert engine.generate(HI, max_tokens=1, progress=False)[0].metrics.priority == 10
+    assert threaded.generate(HI, max_tokens=1, progress=False)[0].metrics.priority == 10
 
 
-def test_chat_leaves_the_last_message_open_or_unanswered(engine: QLLMEngine) -> None:
-    (bare,) = engine.chat(HI, max_tokens=1, add_generation_prompt=False)
+def test_chat_leaves_the_last_message_open_or_unanswered(threaded: QLLMEngine) -> None:
+    (bare,) = threaded.chat(HI, max_tokens=1, add_generation_prompt=False)
     assert bare.prompt_token_ids == tuple(b"u:hi|")
     open_one = [*HI, {"role": "assistant", "content": "ye"}]
-    (goes_on,) = engine.chat(
+    (goes_on,) = threaded.chat(
         open_one, max_tokens=1, add_generation_prompt=False, continue_final_message=True
     )
     assert goes_on.prompt_token_ids == tuple(b"u:hi|a:ye")
     with pytest.raises(InvalidRequestError, match="exclude each other"):
-        engine.chat(HI, continue_final_message=True)
+        threaded.chat(HI, continue_final_message=True)
 
 
-def test_chat_passes_tools_and_variables_to_the_template(engine: QLLMEngine) -> None:
-    engine.tokenizer.chat_template = TEMPLATE + "{{ tools[0].name }}{{ mood }}"
+def test_chat_passes_tools_and_variables_to_the_template(threaded: QLLMEngine) -> None:
+    threaded.tokenizer.chat_template = TEMPLATE + "{{ tools[0].name }}{{ mood }}"
     try:
-        (result,) = engine.chat(
+        (result,) = threaded.chat(
             HI, max_tokens=1, tools=[{"name": "f"}], chat_template_kwargs={"mood": "!"}
         )
     finally:
-        engine.tokenizer.chat_template = TEMPLATE
+        threaded.tokenizer.chat_template = TEMPLATE
     assert result.prompt_token_ids == tuple(b"u:hi|a:f!")
 
 
 @pytest.mark.parametrize("messages", ["hi", ids(3), [], [[]], ["hi"], [ids(2)]])
-def test_chat_refuses_what_is_no_conversation(engine: QLLMEngine, messages: Any) -> None:
+def test_chat_refuses_what_is_no_conversation(threaded: QLLMEngine, messages: Any) -> None:
     if messages == []:
-        assert engine.chat(messages) == []
+        assert threaded.chat(messages) == []
         return
     with pytest.raises(InvalidRequestError, match="must be a list of messages"):
-        engine.chat(messages)
+        threaded.chat(messages)
 
 
-def test_content_parts_are_joined_and_other_parts_refused(engine: QLLMEngine) -> None:
+def test_content_parts_are_joined_and_other_parts_refused(threaded: QLLMEngine) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (result,) = engine.chat([{"role": "user", "content": parts}], max_tokens=1)
+    (result,) = threaded.chat([{"role": "user", "content": parts}], max_tokens=1)
     assert result.prompt_token_ids == tuple(b"u:a\nb|a:")
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(InvalidRequestError, match="type 'image_url' is not supported; only text"):
-        engine.submit([{"role": "user", "content": image}])
+        threaded.submit([{"role": "user", "content": image}])
     with pytest.raises(InvalidRequestError, match="type None is not supported"):
-        engine.submit([{"role": "user", "content": ["a"]}])
+        threaded.submit([{"role": "user", "content": ["a"]}])
 
 
 # -- submit
 
 
-def test_options_of_submit_take_the_place_of_fields_in_sampling(engine: QLLMEngine) -> None:
-    want = engine.submit("abc", "BE", 6, sampling=SamplingParams(temperature=2.0, seed=3)).result(
+def test_options_of_submit_take_the_place_of_fields_in_sampling(threaded: QLLMEngine) -> None:
+    want = threaded.submit("abc", "BE", 6, sampling=SamplingParams(temperature=2.0, seed=3)).result(
         60
     )
     assert (
-        engine.submit("abc", "BE", 6, temperature=2.0, seed=3).result(60).token_ids
+        threaded.submit("abc", "BE", 6, temperature=2.0, seed=3).result(60).token_ids
         == want.token_ids
     )
-    replaced = engine.submit("abc", "BE", 6, sampling=HOT, temperature=2.0, seed=3).result(60)
+    replaced = threaded.submit("abc", "BE", 6, sampling=HOT, temperature=2.0, seed=3).result(60)
     assert replaced.token_ids == want.token_ids
-    greedy = engine.submit("abc", "BE", 6).result(60)
-    assert engine.submit("abc", "BE", 6, ignore_eos=False).result(60).token_ids == greedy.token_ids
+    greedy = threaded.submit("abc", "BE", 6).result(60)
+    assert (
+        threaded.submit("abc", "BE", 6, ignore_eos=False).result(60).token_ids == greedy.token_ids
+    )
 
 
-def test_most_tokens_come_from_either_place_but_agree(engine: QLLMEngine) -> None:
+def test_most_tokens_come_from_either_place_but_agree(threaded: QLLMEngine) -> None:
     three = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
-    assert len(engine.submit("abc", sampling=three).result(60).token_ids) == 3
-    assert len(engine.submit("abc", "LS", 3, sampling=three).result(60).token_ids) == 3
+    assert len(threaded.submit("abc", sampling=three).result(60).token_ids) == 3
+    assert len(threaded.submit("abc", "LS", 3, sampling=three).result(60).token_ids) == 3
     with pytest.raises(
         InvalidRequestError, match="max_tokens=4 and max_tokens=3 in SamplingParams"
     ):
-        engine.submit("abc", "LS", 4, sampling=three)
+        threaded.submit("abc", "LS", 4, sampling=three)
     with pytest.raises(InvalidRequestError, match="max_tokens=0 must be an integer >= 1"):
         SamplingParams(max_tokens=0)
 
 
-def test_submit_gives_one_answer(engine: QLLMEngine) -> None:
+def test_submit_gives_one_answer(threaded: QLLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match="n=2: a request has one answer; use generate"):
-        engine.submit("abc", n=2)
+        threaded.submit("abc", n=2)
 
 
-def test_a_wrong_option_leaves_nothing_behind(engine: QLLMEngine) -> None:
+def test_a_wrong_option_leaves_nothing_behind(threaded: QLLMEngine) -> None:
     for wrong in ({"temperature": -1}, {"stop": 5}, {"top_p": 0}):
         with pytest.raises(InvalidRequestError):
-            engine.submit("abc", **wrong)
-    assert engine.stats()["num_live"] == 0
+            threaded.submit("abc", **wrong)
+    assert threaded.stats()["num_live"] == 0
 
 
 # -- what is exported, and what prints
@@ -218,8 +220,8 @@ def test_public_names_are_exported() -> None:
         assert getattr(qllm, name).__name__ in (name, "QueueFullError")
 
 
-def test_metrics_print_as_five_lines(engine: QLLMEngine) -> None:
-    metrics = engine.submit("abc", "BE", 3, request_id="mine").result(60).metrics
+def test_metrics_print_as_five_lines(threaded: QLLMEngine) -> None:
+    metrics = threaded.submit("abc", "BE", 3, request_id="mine").result(60).metrics
     lines = str(metrics).splitlines()
     assert lines[0] in ("mine: length, BE", "mine: stop, BE")
     assert lines[1].startswith("tokens    3 in (3 computed, 0 cached), ")
@@ -230,7 +232,7 @@ def test_metrics_print_as_five_lines(engine: QLLMEngine) -> None:
         "preempted",
         "evicted",
     ]
-    cancelled = engine.submit(ids(300), "BE", 100)
+    cancelled = threaded.submit(ids(300), "BE", 100)
     cancelled.cancel()
     assert "TTFT" in str(cancelled.result(60).metrics)
 
@@ -242,12 +244,12 @@ def test_an_engine_says_what_it_serves() -> None:
     assert repr(engine) == f"QLLMEngine({engine.model_name!r}, closed)"
 
 
-def test_the_example_of_asyncio(engine: QLLMEngine) -> None:
+def test_the_example_of_asyncio(threaded: QLLMEngine) -> None:
     async def main() -> tuple[str, Result]:
-        batch = engine.submit("Summarise", priority="BE", max_tokens=4)
-        said = [piece.text async for piece in engine.submit(HI, max_tokens=4)]
+        batch = threaded.submit("Summarise", priority="BE", max_tokens=4)
+        said = [piece.text async for piece in threaded.submit(HI, max_tokens=4)]
         return "".join(said), await batch
 
     said, result = asyncio.run(main())
-    assert said == engine.chat(HI, max_tokens=4)[0].text
+    assert said == threaded.chat(HI, max_tokens=4)[0].text
     assert len(result.token_ids) <= 4

@@ -34,6 +34,7 @@ from tests.support.engines import (
     wait_for,
 )
 from tests.support.families import VOCAB
+from tests.support.forked import start_program
 
 LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
 
@@ -49,7 +50,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(model: str, socket_path: str) -> Iterator[QLLMEngine]:
+def owner(model: str, socket_path: str) -> Iterator[QLLMEngine]:
     with QLLMEngine.from_pretrained(model, record=True, listen=socket_path, **SETTINGS) as made:
         yield made
 
@@ -88,16 +89,16 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def test_answers_are_those_of_an_engine_on_a_thread(
-    engine: QLLMEngine, threaded: QLLMEngine
+    owner: QLLMEngine, threaded: QLLMEngine
 ) -> None:
     for request in REQUESTS:
         keywords = {"prompt": "q", "max_tokens": 12, "request_id": "r", **request}
         want = threaded.submit(**keywords).result(60)
-        assert visible(engine.submit(**keywords).result(60)) == visible(want)
+        assert visible(owner.submit(**keywords).result(60)) == visible(want)
 
 
 def test_stop_strings_end_an_answer_where_they_end_it_on_a_thread(
-    engine: QLLMEngine, threaded: QLLMEngine
+    owner: QLLMEngine, threaded: QLLMEngine
 ) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5, logit_bias=LETTERS)
     whole = threaded.submit("q", max_tokens=40, sampling=sampling).result(60)
@@ -105,17 +106,17 @@ def test_stop_strings_end_an_answer_where_they_end_it_on_a_thread(
         stop = whole.text[at : at + 2]
         keywords: dict[str, Any] = {"max_tokens": 40, "sampling": sampling, "stop": stop}
         want = threaded.submit("q", request_id="r", **keywords).result(60)
-        handle = engine.submit("q", request_id="r", **keywords)
+        handle = owner.submit("q", request_id="r", **keywords)
         pieces = "".join(piece.text for piece in handle)
         got = handle.result(60)
         assert want.finish_reason is FinishReason.STOP
         assert pieces == got.text == want.text
         assert visible(got)[:6] == visible(want)[:6]
         assert got.metrics.num_output_tokens == len(got.token_ids)
-    long = engine.submit("q", max_tokens=1500, sampling=sampling, stop=whole.text[:2])
+    long = owner.submit("q", max_tokens=1500, sampling=sampling, stop=whole.text[:2])
     assert long.result(60).text == ""
-    wait_for(lambda: engine.stats()["num_live"] == 0)
-    ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
+    wait_for(lambda: owner.stats()["num_live"] == 0)
+    ends = {e.request_id: e.reason for e in owner.trace.events if isinstance(e, Finished)}
     assert ends[long.number] is FinishReason.STOP, "the engine went on to the end"
 
 
@@ -142,21 +143,21 @@ def test_ls_overtakes_be_inside_a_pass(model: str) -> None:
     assert stats["kv_blocks_used"] == 0
 
 
-def test_every_way_to_wait(engine: QLLMEngine) -> None:
-    want = engine.submit("hello", max_tokens=9).result(60)
-    handle = engine.submit("hello", max_tokens=9)
+def test_every_way_to_wait(owner: QLLMEngine) -> None:
+    want = owner.submit("hello", max_tokens=9).result(60)
+    handle = owner.submit("hello", max_tokens=9)
     assert tuple(t for piece in handle for t in piece.token_ids) == want.token_ids
 
     async def both() -> tuple[tuple[int, ...], Result]:
-        a, b = engine.submit("hello", max_tokens=9), engine.submit("hello", max_tokens=9)
+        a, b = owner.submit("hello", max_tokens=9), owner.submit("hello", max_tokens=9)
         return tuple([t async for piece in a for t in piece.token_ids]), await b
 
     tokens, result = asyncio.run(both())
     assert len(tokens) == len(result.token_ids) == 9
 
 
-def test_cancel_timeout_and_long_text(engine: QLLMEngine) -> None:
-    handle = engine.submit("abc", max_tokens=1500, sampling=LONG)
+def test_cancel_timeout_and_long_text(owner: QLLMEngine) -> None:
+    handle = owner.submit("abc", max_tokens=1500, sampling=LONG)
     next(iter(handle))
     assert handle.status is RequestStatus.RUNNING
     handle.cancel()
@@ -164,22 +165,22 @@ def test_cancel_timeout_and_long_text(engine: QLLMEngine) -> None:
     result = handle.result(60)
     assert result.finish_reason is FinishReason.CANCELLED
     assert 0 < len(result.token_ids) < 1500
-    late = engine.submit("abc", "BE", max_tokens=1500, sampling=LONG, timeout_s=0.05)
+    late = owner.submit("abc", "BE", max_tokens=1500, sampling=LONG, timeout_s=0.05)
     assert late.result(60).finish_reason is FinishReason.TIMEOUT
-    wait_for(lambda: engine.stats()["num_live"] == 0)
-    assert engine.num_waiting == 0
+    wait_for(lambda: owner.stats()["num_live"] == 0)
+    assert owner.num_waiting == 0
 
 
-def test_many_threads_and_no_token_crossed(engine: QLLMEngine) -> None:
+def test_many_threads_and_no_token_crossed(owner: QLLMEngine) -> None:
     alone = {}
     for n in range(6):
-        alone[n] = engine.submit([n + 1], max_tokens=20, sampling=only(n)).result(60).token_ids
+        alone[n] = owner.submit([n + 1], max_tokens=20, sampling=only(n)).result(60).token_ids
         assert set(alone[n]) == {100 + n}
     wrong: list[int] = []
 
     def work(n: int) -> None:
         handles = [
-            engine.submit([n + 1], ["LS", "BE"][i % 2], 20, sampling=only(n)) for i in range(12)
+            owner.submit([n + 1], ["LS", "BE"][i % 2], 20, sampling=only(n)) for i in range(12)
         ]
         wrong.extend(n for handle in handles if handle.result(60).token_ids != alone[n])
 
@@ -195,43 +196,43 @@ def only(n: int) -> SamplingParams:
     return SamplingParams(temperature=1, seed=n, logit_bias={100 + n: 500.0}, ignore_eos=True)
 
 
-def test_bad_requests_are_refused_here(engine: QLLMEngine) -> None:
+def test_bad_requests_are_refused_here(owner: QLLMEngine) -> None:
     for wrong in ({"prompt": ""}, {"prompt": [VOCAB]}, {"max_tokens": 0}, {"priority": "XX"}):
         with pytest.raises(InvalidRequestError):
-            engine.submit(**{"prompt": "a", **wrong})
+            owner.submit(**{"prompt": "a", **wrong})
     with pytest.raises(InvalidRequestError, match="the request is too large: a record of"):
-        engine.submit("a", request_id="n" * (5 << 20))
-    assert engine.num_waiting == 0
-    assert engine.stats()["num_live"] == 0
+        owner.submit("a", request_id="n" * (5 << 20))
+    assert owner.num_waiting == 0
+    assert owner.stats()["num_live"] == 0
 
 
-def test_stats_trace_and_model(engine: QLLMEngine, threaded: QLLMEngine) -> None:
-    handle = engine.submit("abc", max_tokens=3, request_id="traced")
+def test_stats_trace_and_model(owner: QLLMEngine, threaded: QLLMEngine) -> None:
+    handle = owner.submit("abc", max_tokens=3, request_id="traced")
     handle.result(60)
-    assert engine.stats().keys() == threaded.stats().keys() | {"ring_use"}
-    ends = [e.request_id for e in engine.trace.events if isinstance(e, Finished)]
+    assert owner.stats().keys() == threaded.stats().keys() | {"ring_use"}
+    ends = [e.request_id for e in owner.trace.events if isinstance(e, Finished)]
     assert ends.count(handle.number) == 1
     assert len(ends) == len(set(ends))
-    assert len(engine.trace) == len(engine.trace.events)
-    assert engine.trace.meta == threaded.trace.meta
-    assert (engine.drivers, engine.kernels) == (threaded.drivers, threaded.kernels)
-    assert abs(engine.now_ns() - engine.trace.events[-1].at_ns) < 60e9
-    before = engine._client._control.heartbeat_ns  # type: ignore[attr-defined]
-    wait_for(lambda: engine._client._control.heartbeat_ns > before)  # type: ignore[attr-defined]
+    assert len(owner.trace) == len(owner.trace.events)
+    assert owner.trace.meta == threaded.trace.meta
+    assert (owner.drivers, owner.kernels) == (threaded.drivers, threaded.kernels)
+    assert abs(owner.now_ns() - owner.trace.events[-1].at_ns) < 60e9
+    before = owner._client._control.heartbeat_ns  # type: ignore[attr-defined]
+    wait_for(lambda: owner._client._control.heartbeat_ns > before)  # type: ignore[attr-defined]
 
 
-def test_a_call_runs_in_the_engine(engine: QLLMEngine) -> None:
-    assert engine.call(os.getpid) == pid_of(engine) != os.getpid()
+def test_a_call_runs_in_the_engine(owner: QLLMEngine) -> None:
+    assert owner.call(os.getpid) == pid_of(owner) != os.getpid()
     with pytest.raises(ConfigError, match=r"cannot be pickled .* pass run_in='thread'"):
-        engine.call(lambda: 1)
+        owner.call(lambda: 1)
     with pytest.raises(ConfigError, match="the answer of call cannot leave"):
-        engine.call(threading.Lock)
+        owner.call(threading.Lock)
     for broken in (_pointer, _nested):
         with pytest.raises(ConfigError, match="the answer of call cannot leave"):
-            engine.call(broken)
-        assert engine.call(os.getpid) == pid_of(engine)
+            owner.call(broken)
+        assert owner.call(os.getpid) == pid_of(owner)
     with pytest.raises(FileNotFoundError):
-        engine.call(_missing)
+        owner.call(_missing)
 
 
 def _pointer() -> Any:
@@ -250,11 +251,11 @@ def _missing() -> None:
 
 
 def test_checkpoints_go_from_engine_to_engine(
-    engine: QLLMEngine, threaded: QLLMEngine, tmp_path: Path
+    owner: QLLMEngine, threaded: QLLMEngine, tmp_path: Path
 ) -> None:
     keywords: dict[str, Any] = {"max_tokens": 300, "sampling": LONG, "request_id": "moved"}
     want = threaded.submit("abc", "BE", **keywords).result(60).token_ids
-    for source, target in ((engine, threaded), (threaded, engine), (engine, engine)):
+    for source, target in ((owner, threaded), (threaded, owner), (owner, owner)):
         handle = source.submit("abc", "BE", **keywords)
         next(iter(handle))
         assert source.checkpoint(tmp_path / "file") == 1
@@ -265,13 +266,13 @@ def test_checkpoints_go_from_engine_to_engine(
         assert result.token_ids == want
         assert result.text == "".join(piece.text for piece in restored)
     with pytest.raises(CheckpointError):
-        engine.restore(tmp_path / "none")
-    assert engine.submit("abc", max_tokens=2).result(60).token_ids == want[:2]
+        owner.restore(tmp_path / "none")
+    assert owner.submit("abc", max_tokens=2).result(60).token_ids == want[:2]
 
 
-def test_ctrl_c_is_not_for_the_engine(engine: QLLMEngine) -> None:
-    os.kill(pid_of(engine), signal.SIGINT)
-    assert len(engine.submit("abc", max_tokens=3).result(60).token_ids) == 3
+def test_ctrl_c_is_not_for_the_engine(owner: QLLMEngine) -> None:
+    os.kill(pid_of(owner), signal.SIGINT)
+    assert len(owner.submit("abc", max_tokens=3).result(60).token_ids) == 3
 
 
 def cpu_seconds(pid: int) -> float:
@@ -279,13 +280,13 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_idle_engine_sleeps(engine: QLLMEngine) -> None:
-    wait_for(lambda: engine.stats()["num_live"] == 0)
+def test_an_idle_engine_sleeps(owner: QLLMEngine) -> None:
+    wait_for(lambda: owner.stats()["num_live"] == 0)
 
     def sleeps() -> bool:
-        before, mine = cpu_seconds(pid_of(engine)), time.process_time()
+        before, mine = cpu_seconds(pid_of(owner)), time.process_time()
         time.sleep(2.0)
-        engines = cpu_seconds(pid_of(engine)) - before
+        engines = cpu_seconds(pid_of(owner)) - before
         return engines <= 0.03 and time.process_time() - mine < 0.05
 
     assert any(sleeps() for _ in range(10)), "once what was before is over, it would"
@@ -294,11 +295,11 @@ def test_an_idle_engine_sleeps(engine: QLLMEngine) -> None:
 # -- more than one front end
 
 
-def test_another_front_end_has_its_own_rings(engine: QLLMEngine, socket_path: str) -> None:
-    want = engine.submit("hello", max_tokens=9).result(60)
+def test_another_front_end_has_its_own_rings(owner: QLLMEngine, socket_path: str) -> None:
+    want = owner.submit("hello", max_tokens=9).result(60)
     with QLLMEngine.attach(socket_path) as other:
-        assert other.config == engine.config
-        handles = [e.submit("hello", max_tokens=9) for e in (engine, other)]
+        assert other.config == owner.config
+        handles = [e.submit("hello", max_tokens=9) for e in (owner, other)]
         assert [len(h.result(60).token_ids) for h in handles] == [9, 9]
         assert other.submit("hello", max_tokens=9).result(60).token_ids == want.token_ids
         assert handles[1].number >> NUMBER_BITS == 1
@@ -307,34 +308,31 @@ def test_another_front_end_has_its_own_rings(engine: QLLMEngine, socket_path: st
     assert left.result(1).finish_reason is FinishReason.CANCELLED
     with pytest.raises(EngineClosedError, match="closed"):
         other.submit("hello")
-    assert len(engine.submit("hello", max_tokens=9).result(60).token_ids) == 9
-    wait_for(lambda: engine.stats()["num_live"] == 0)
+    assert len(owner.submit("hello", max_tokens=9).result(60).token_ids) == 9
+    wait_for(lambda: owner.stats()["num_live"] == 0)
     with pytest.raises(ConfigError, match="no engine listens at"):
         QLLMEngine.attach(socket_path + "x")
 
 
-def test_a_killed_front_end_frees_its_requests(engine: QLLMEngine, socket_path: str) -> None:
-    command = [sys.executable, "-c", ATTACHED, socket_path]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
+def test_a_killed_front_end_frees_its_requests(owner: QLLMEngine, socket_path: str) -> None:
+    with start_program(ATTACHED, socket_path) as other:
         number = int(other.stdout.readline())
         assert number >> NUMBER_BITS > 0
-        mine = engine.submit("hello", max_tokens=400, sampling=LONG)
-        wait_for(lambda: engine.stats()["num_live"] == 4)
+        mine = owner.submit("hello", max_tokens=400, sampling=LONG)
+        wait_for(lambda: owner.stats()["num_live"] == 4)
         other.stdin.write("\n")
         other.stdin.flush()
         assert other.wait(60) == -signal.SIGKILL
-        wait_for(lambda: engine.stats()["num_live"] <= 1)
+        wait_for(lambda: owner.stats()["num_live"] <= 1)
         assert len(mine.result(60).token_ids) == 400
-    ends = {e.request_id: e.reason for e in engine.trace.events if isinstance(e, Finished)}
+    ends = {e.request_id: e.reason for e in owner.trace.events if isinstance(e, Finished)}
     assert ends[number] is FinishReason.CANCELLED
 
 
 def test_ids_of_a_restore_that_failed_are_not_given_again(
-    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+    owner: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client: Any = engine._client
+    client: Any = owner._client
     asked: list[int] = []
 
     def fail(op: str, path: str, first: int) -> Any:
@@ -344,37 +342,58 @@ def test_ids_of_a_restore_that_failed_are_not_given_again(
     with monkeypatch.context() as patch:
         patch.setattr(client, "_ask", fail)
         with pytest.raises(CheckpointError):
-            engine.restore("anywhere")
-    handle = engine.submit([1, 2, 3], "LS", 2)
+            owner.restore("anywhere")
+    handle = owner.submit([1, 2, 3], "LS", 2)
     assert handle.number >= asked[0] + 1000
     assert len(handle.result(60).token_ids) == 2
 
 
-def test_the_engine_starts_before_tokenizers_are_imported_and_collects_garbage_again() -> None:
-    code = (
-        "import gc, subprocess, sys\n"
-        "from qllm import QLLMEngine\n"
-        "late = ('transformers', 'huggingface_hub')\n"
-        "started, popen = [], subprocess.Popen\n"
-        "def spawn(*args, **how):\n"
-        "    started.append([x for x in late if x in sys.modules])\n"
-        "    return popen(*args, **how)\n"
-        "subprocess.Popen = spawn\n"
-        "with QLLMEngine.from_pretrained('tiny', threads=1) as engine:\n"
-        "    assert 'transformers' in sys.modules\n"
-        "    print(started, engine.call(gc.isenabled), engine.call(gc.get_freeze_count) > 100_000)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[[]] True True"
+IMPORTS = """
+import gc, subprocess, sys
+from qllm import QLLMEngine
+
+started, popen = [], subprocess.Popen
+
+def seen(*names):
+    return [name for name in names if name in sys.modules]
+
+def spawn(*args, **how):
+    started.append(seen("transformers", "huggingface_hub"))
+    return popen(*args, **how)
+
+subprocess.Popen = spawn
+with QLLMEngine.from_pretrained("tiny", threads=1) as engine:
+    assert "transformers" in sys.modules
+    print(started, engine.call(gc.isenabled), engine.call(gc.get_freeze_count) > 100_000)
+    assert engine.chat([{"role": "user", "content": "hi"}], max_tokens=2)[0].token_ids
+print(seen("torch", "transformers.modeling_utils"))
+"""
 
 
-def test_the_front_end_imports_neither_torch_nor_modelling_code() -> None:
-    code = (
-        "import sys\n"
-        "from qllm import QLLMEngine\n"
-        "with QLLMEngine.from_pretrained('tiny') as engine:\n"
-        "    assert engine.chat([{'role': 'user', 'content': 'hi'}], max_tokens=2)[0].token_ids\n"
-        "print([x for x in ('torch', 'transformers.modeling_utils') if x in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+IMPORTS = """
+import gc, subprocess, sys
+from qllm import QLLMEngine
+
+started, popen = [], subprocess.Popen
+
+def seen(*names):
+    return [name for name in names if name in sys.modules]
+
+def spawn(*args, **how):
+    started.append(seen("transformers", "huggingface_hub"))
+    return popen(*args, **how)
+
+subprocess.Popen = spawn
+with QLLMEngine.from_pretrained("tiny", threads=1) as engine:
+    assert "transformers" in sys.modules
+    print(started, engine.call(gc.isenabled), engine.call(gc.get_freeze_count) > 100_000)
+    assert engine.chat([{"role": "user", "content": "hi"}], max_tokens=2)[0].token_ids
+print(seen("torch", "transformers.modeling_utils"))
+"""
+
+
+def test_a_front_end_imports_no_torch_and_its_engine_starts_before_tokenizers() -> None:
+    """It imports no modelling code either, and the engine collects garbage again."""
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[[]] True True", "[]"]

@@ -4,8 +4,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -38,6 +36,7 @@ from tests.support.engines import (
     wait_for,
 )
 from tests.support.families import make_model
+from tests.support.forked import start_program
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +173,9 @@ def test_the_engine_ends_with_its_front_end(model: str) -> None:
         print(engine._client._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pid = int(done.stdout)
+    with start_program(textwrap.dedent(code)) as program:
+        pid = int(program.stdout.readline())
+        assert program.wait(60) == -signal.SIGKILL
     wait_for(lambda: not is_alive(pid))
 
 
@@ -299,11 +296,9 @@ def test_a_policy_that_the_engine_cannot_import_is_refused(model: str) -> None:
         except ConfigError as error:
             print(error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
-    assert "pass run_in='thread'" in done.stdout, done.stderr
-    assert done.returncode == 0
+    with start_program(textwrap.dedent(code)) as program:
+        assert "pass run_in='thread'" in program.stdout.read()
+        assert program.wait(60) == 0
 
 
 def test_a_cancel_and_a_close_end_requests_in_an_engine_that_runs_nothing(

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(model: str) -> Iterator[QLLMEngine]:
+def met(model: str) -> Iterator[QLLMEngine]:
     meeting = Meeting(Address("127.0.0.1", free_port()), "tcp", SECRET)
     with QLLMEngine.from_pretrained(model, meeting=meeting, **SETTINGS) as engine:
         engine.address = str(meeting.address)  # type: ignore[attr-defined]
@@ -59,14 +59,14 @@ def secret_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def far(engine: QLLMEngine, secret_file: Path) -> Iterator[QLLMEngine]:
-    with QLLMEngine.connect(engine.address, secret_file=secret_file) as far:  # type: ignore[attr-defined]
+def far(met: QLLMEngine, secret_file: Path) -> Iterator[QLLMEngine]:
+    with QLLMEngine.connect(met.address, secret_file=secret_file) as far:  # type: ignore[attr-defined]
         yield far
 
 
-def test_a_far_front_end_gets_the_same_tokens(engine: QLLMEngine, far: QLLMEngine) -> None:
+def test_a_far_front_end_gets_the_same_tokens(met: QLLMEngine, far: QLLMEngine) -> None:
     prompts = ["abc", "def f(", "x" * 300]
-    near = [engine.submit(p, max_tokens=20, sampling=GREEDY).result(60) for p in prompts]
+    near = [met.submit(p, max_tokens=20, sampling=GREEDY).result(60) for p in prompts]
     classes = ("LS", "BE", "LS")
     handles = [far.submit(p, c, 20, sampling=GREEDY) for p, c in zip(prompts, classes, strict=True)]
     for handle, same in zip(handles, near, strict=True):
@@ -75,12 +75,12 @@ def test_a_far_front_end_gets_the_same_tokens(engine: QLLMEngine, far: QLLMEngin
         ttft = result.metrics.ttft_ms
         assert ttft is not None
         assert 0 <= ttft <= result.metrics.e2e_ms
-    assert (far.model_name, far.config) == (engine.model_name, engine.config)
-    assert far.sampling_defaults == engine.sampling_defaults
+    assert (far.model_name, far.config) == (met.model_name, met.config)
+    assert far.sampling_defaults == met.sampling_defaults
     stats = far.stats()
-    assert stats["kv_blocks"] == engine.stats()["kv_blocks"]
+    assert stats["kv_blocks"] == met.stats()["kv_blocks"]
     error_ns = far._client.clock.error_ns  # type: ignore[attr-defined]
-    before_ns, far_ns, after_ns = engine.now_ns(), far.now_ns(), engine.now_ns()
+    before_ns, far_ns, after_ns = met.now_ns(), far.now_ns(), met.now_ns()
     assert before_ns - error_ns <= far_ns <= after_ns + error_ns
 
 
@@ -114,9 +114,9 @@ def test_what_needs_the_engines_host_is_refused(far: QLLMEngine, tmp_path: Path)
 
 
 def test_who_does_not_belong_is_turned_away(
-    engine: QLLMEngine, tmp_path: Path, secret_file: Path
+    met: QLLMEngine, tmp_path: Path, secret_file: Path
 ) -> None:
-    address: str = engine.address  # type: ignore[attr-defined]
+    address: str = met.address  # type: ignore[attr-defined]
     with pytest.raises(EngineClosedError, match="do both sides have the same secret_file"):
         QLLMEngine.connect(address)
     with pytest.raises(ConfigError, match="profile='shm' meets an engine with profile='tcp'"):
@@ -125,11 +125,11 @@ def test_who_does_not_belong_is_turned_away(
         QLLMEngine.connect(address, secret_file=secret_file, tokenizer="tiny")
     with pytest.raises(EngineClosedError, match="no engine answers at 127"):
         QLLMEngine.connect(f"127.0.0.1:{free_port()}")
-    assert engine.submit("abc", max_tokens=2).result(60)
+    assert met.submit("abc", max_tokens=2).result(60)
 
 
-def test_strangers_do_not_close_the_door(engine: QLLMEngine, secret_file: Path) -> None:
-    address: str = engine.address  # type: ignore[attr-defined]
+def test_strangers_do_not_close_the_door(met: QLLMEngine, secret_file: Path) -> None:
+    address: str = met.address  # type: ignore[attr-defined]
     host, _, port = address.rpartition(":")
     reset = struct.pack("ii", 1, 0)
     held = []
@@ -178,17 +178,15 @@ def front_end_of(address: str, secret: Path) -> str:
     return textwrap.dedent(FRONT_END.format(address=address, secret=str(secret)))
 
 
-def test_a_far_front_end_that_dies_frees_its_requests(
-    engine: QLLMEngine, secret_file: Path
-) -> None:
-    with start_program(front_end_of(engine.address, secret_file)) as process:  # type: ignore[attr-defined]
+def test_a_far_front_end_that_dies_frees_its_requests(met: QLLMEngine, secret_file: Path) -> None:
+    with start_program(front_end_of(met.address, secret_file)) as process:  # type: ignore[attr-defined]
         process.stdout.readline()
         assert process.stdout.readline() == "runs\n"
-        assert engine.stats()["num_live"] == 1
+        assert met.stats()["num_live"] == 1
         process.kill()
-        wait_for(lambda: engine.stats()["num_live"] == 0)
-    assert engine.stats()["kv_blocks_used"] == 0
-    assert engine.submit("abc", max_tokens=2).result(60)
+        wait_for(lambda: met.stats()["num_live"] == 0)
+    assert met.stats()["kv_blocks_used"] == 0
+    assert met.submit("abc", max_tokens=2).result(60)
 
 
 def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
@@ -250,6 +248,12 @@ def said(log: Path, process: Any, mark: str) -> str:
     return lines[-1].split()[-1].removeprefix("http://")
 
 
+def is_ready(url: str) -> bool:
+    with suppress(httpx.ConnectError):
+        return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+    return False
+
+
 def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
     with ExitStack() as stack:
         engine = start(
@@ -264,6 +268,7 @@ def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
         )  # fmt: skip
         url = "http://" + said(tmp_path / "front", front, "http://")
         body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
+        until(lambda: is_ready(url))  # the line is written before the server listens
         first = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert first["usage"]["completion_tokens"] == 8
         maps = Path(f"/proc/{front.pid}/task/{front.pid}/children").read_text()
@@ -332,9 +337,9 @@ def test_a_front_end_in_another_network(namespace: str, model: str, secret_file:
         process.kill()
 
 
-def test_what_an_engine_says_survives_json(engine: QLLMEngine) -> None:
+def test_what_an_engine_says_survives_json(met: QLLMEngine) -> None:
     from qllm.ingress.messages import EngineCard
 
-    card = EngineCard(engine._client.info, engine.config, {"policy": "p"}, "m")
+    card = EngineCard(met._client.info, met.config, {"policy": "p"}, "m")
     found = RemoteHello.from_json(json.loads(json.dumps(card.to_json())))
-    assert found == (engine._client.info, engine.config, {"policy": "p"}, "m")
+    assert found == (met._client.info, met.config, {"policy": "p"}, "m")

@@ -148,7 +148,3 @@ def main(model: str, folder: str) -> None:
             sys.stdout.flush()
     for engine in reversed(engines.values()):
         engine.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -36,7 +36,9 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     }
 
 
-ASKS: list[tuple[str, dict[str, Any]]] = [
+Asks = list[tuple[str, dict[str, Any]]]
+
+ASKS: Asks = [
     (COMPLETIONS, body(0, temperature=0, stream=True)),
     (COMPLETIONS, body(1, **SAMPLED, stream=True)),
     (COMPLETIONS, body(2, **SAMPLED, stream=True, service_tier="flex")),
@@ -110,11 +112,11 @@ def kill(served: Serving) -> None:
     os.kill(pid_of(served.front.engine), signal.SIGKILL)
 
 
-def ask_all(served: Serving) -> list[Client]:
-    return [Client(served, *ask) for ask in ASKS]
+def ask_all(served: Serving, asks: Asks = ASKS) -> list[Client]:
+    return [Client(served, *ask) for ask in asks]
 
 
-def ask_until_they_run(served: Serving) -> list[Client]:
-    clients = ask_all(served)
+def ask_until_they_run(served: Serving, asks: Asks = ASKS) -> list[Client]:
+    clients = ask_all(served, asks)
     until(lambda: all(client.has_begun for client in clients))
     return clients
