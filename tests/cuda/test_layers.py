@@ -17,6 +17,12 @@ from tests.support.captured import PROMPTS, Driver, Poll, captured_runner, sampl
 from tests.support.families import MAKERS, make_model
 
 
+@pytest.fixture(autouse=True)
+def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attention divide a sequence in two: each part is a program that is interpreted."""
+    monkeypatch.setattr("qllm.kernels.triton.attention.SPLITS", (2, 2))
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_captured_launches_of_kernels_give_the_tokens(family: str) -> None:

@@ -1,11 +1,9 @@
 """The native scheduler decides what the Python one decides, call by call, and serves as it does."""
 
 import random
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,9 @@ from qllm.sim.runner import SimCosts
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
 from qllm_policies.qllm2 import Qllm2
+from tests.support.counts import in_lane
 from tests.support.differential import DifferenceError, Twin, random_shape, random_world, run_trace
+from tests.support.forked import start_program
 from tests.support.native_scheduler import NativeScheduler
 from tests.support.on_device import DeviceCalls
 
@@ -43,9 +43,9 @@ def test_an_installed_policy_decides_the_same(name: str) -> None:
     assert seen["accept"] > 150
 
 
-def test_any_shape_decides_the_same() -> None:
+def test_any_shape_decides_the_same(request: pytest.FixtureRequest) -> None:
     seen: Counter[str] = Counter()
-    for number in range(60):
+    for number in range(in_lane(request, 25, 60)):
         policy = random_shape(random.Random(number))
         seen += run_trace(policy, f"any-{number}").seen
     assert all(seen[what] for what in ("resume", "slice", "evictkv", "kill", "drop")), seen
@@ -176,6 +176,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
 # -- alone
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["qllm2", "priority-layered", "edf", "chunked"])
 def test_a_run_has_the_same_events(name: str) -> None:
     runs = []
@@ -244,8 +245,6 @@ def test_numba_is_loaded_for_the_loop_on_the_device_alone() -> None:
     code = (
         "import sys, qllm.engine.build; print(sorted({'numba', 'qllm.device'} & set(sys.modules)))"
     )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    with start_program(code) as program:
+        assert program.stdout.read().strip() == "[]"
+        assert program.wait(60) == 0

@@ -31,6 +31,8 @@ from tests.support.families import make_model
 from tests.support.replay_schedule import Always
 
 BLOCK, PAGE = 4, 8
+LONGEST = 80
+"""Tokens of a request; the reference of attention computes on all of its pages."""
 BUCKETS = [Bucket(8, False), Bucket(96, True)]
 GREEDY = SamplingParams(temperature=0, seed=0)
 
@@ -192,7 +194,7 @@ class DeviceWorld(World):
     ) -> None:  # fmt: skip
         self.real = cuda_runner(
             make_model(family), num_pages=limits.num_blocks, page_size=BLOCK,
-            max_num_seqs=limits.max_num_seqs, max_total_tokens=128, buckets=BUCKETS,
+            max_num_seqs=limits.max_num_seqs, max_total_tokens=LONGEST, buckets=BUCKETS,
             layers_per_stage=1, graphs=False if stages is None else stages,
             spare=Spare(streams, 10**6, num_kept, PAGE, limits.num_swap_blocks),
         )  # fmt: skip
@@ -245,7 +247,7 @@ class DeviceWorld(World):
     def alone(self, request_id: int) -> list[int]:
         """The tokens of a request by itself, from its first token."""
         item, real = self.submitted[request_id], self.real
-        real.add(-1, item.token_ids, GREEDY, item.num_prompt_tokens, 128)
+        real.add(-1, item.token_ids, GREEDY, item.num_prompt_tokens, LONGEST)
         row, tokens = Row(-1, 0, item.num_prompt_tokens, 0, real.shape.num_layers), list[int]()
         table = list(range(-(-(row.hi + item.max_tokens) // BLOCK)))
         for _ in range(item.max_tokens):
