@@ -6,7 +6,8 @@ import openai
 import pytest
 
 from qllm import QLLMEngine
-from tests.support.serving import Serving, forget_all, serving
+from tests.support.engines import Holding, Holds, assert_idle
+from tests.support.serving import Serving, forget_all, serving, tiny_engine
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,40 @@ def client(served: Serving) -> Iterator[openai.OpenAI]:
     """Yield a client of the shared server."""
     with served.client() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def shared_invariant() -> Iterator[QLLMEngine]:
+    """Make an engine whose answers do not depend on what is computed beside them.
+
+    A fixture of wider scope than one test may use it, if it leaves the engine idle.
+    """
+    with tiny_engine(exactness="batch-invariant", conformance=False) as made:
+        yield made
+
+
+@pytest.fixture
+def invariant_engine(shared_invariant: QLLMEngine) -> Iterator[QLLMEngine]:
+    """Yield that engine. After the test it is idle and keeps nothing of prompts."""
+    yield shared_invariant
+    assert_idle(shared_invariant)
+    shared_invariant.reset_prefix_cache()
+
+
+@pytest.fixture(scope="session")
+def shared_holding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Holding]:
+    """Make an engine whose requests stop at their 20th token until a file exists."""
+    gate = tmp_path_factory.mktemp("holding") / "gate"
+    how = {"exactness": "batch-invariant", "conformance": False}
+    with tiny_engine(policy=Holds(str(gate)), **how) as made:
+        yield Holding(made, gate)
+
+
+@pytest.fixture
+def holding(shared_holding: Holding) -> Iterator[Holding]:
+    """Yield that engine, with its gate closed. After the test it is open, and the engine idle."""
+    shared_holding.gate.unlink(missing_ok=True)
+    yield shared_holding
+    shared_holding.gate.touch()
+    assert_idle(shared_holding.engine)
+    shared_holding.engine.reset_prefix_cache()

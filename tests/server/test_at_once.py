@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from qllm import QLLMEngine
 from qllm.errors import InvalidRequestError
 from qllm.frontend.prompts import to_sampling
 from qllm.models.tokenizer import ids_of, load_tokenizer
@@ -18,7 +19,7 @@ from qllm.server.ask import EACH, SHORT, Ask, Served
 from qllm.server.at_once import MOST_CHARS, MOST_HELD, AtOnce
 from qllm.server.connection import Presence
 from qllm.types import Priority, SamplingParams
-from tests.support.serving import serving, tiny_engine, until
+from tests.support.serving import Serving, until
 from tests.support.shm_rig import Rig
 
 TEXTS = ["a", "Hello, world", "<|endoftext|>x</s>", "  spaces\n\n", "ünïcödé 🙂 日本語", "x" * 3000]
@@ -155,26 +156,27 @@ def test_what_is_made_into_tokens_on_the_event_loop(fields: Any, takes: bool) ->
 
 
 def test_a_small_prompt_is_submitted_on_the_event_loop_and_answered(
+    served: Serving,
+    engine: QLLMEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with tiny_engine() as engine, serving(engine) as served:
-        names, submit = [], engine.submit
+    names, submit = [], engine.submit
 
-        def spy(*args: Any, **keywords: Any) -> Any:
-            names.append(threading.current_thread().name)
-            return submit(*args, **keywords)
+    def spy(*args: Any, **keywords: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return submit(*args, **keywords)
 
-        monkeypatch.setattr(engine, "submit", spy)
-        body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-        assert served.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 2
-        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-        assert served.post("/v1/chat/completions", chat).status_code == 200
-        wrong = served.post("/v1/completions", {**body, "prompt": ""})
-        assert wrong.status_code == 400
-        assert served.post("/v1/completions", body).status_code == 200
-        assert len(names) == 4
-        assert not any(name.startswith("qllm-") for name in names)
-        until(lambda: served.front._num_ls == 0)
+    monkeypatch.setattr(engine, "submit", spy)
+    body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    assert served.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 2
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    assert served.post("/v1/chat/completions", chat).status_code == 200
+    wrong = served.post("/v1/completions", {**body, "prompt": ""})
+    assert wrong.status_code == 400
+    assert served.post("/v1/completions", body).status_code == 200
+    assert len(names) == 4
+    assert not any(name.startswith("qllm-") for name in names)
+    until(lambda: served.front._num_ls == 0)
 
 
 @pytest.mark.parametrize("text", TEXTS)

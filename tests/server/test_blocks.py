@@ -1,6 +1,6 @@
 """The parts of an answer that `/v1/responses` and `/v1/messages` show."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +12,7 @@ from qllm.llm import QLLMEngine
 from qllm.server.blocks import Blocks, Kind
 from qllm.server.calls import HermesReader
 from qllm.types import Logprobs
-from tests.support.serving import serving, tiny_engine
+from tests.support.serving import serving
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 WORDS = ["Hm", "m", "</", "think>", "\n\n", "I", " say", "", "", "\N{SNOWMAN}", "<b", ">: "]
@@ -74,12 +74,6 @@ def test_the_part_in_which_an_answer_is_cut_off_is_not_whole() -> None:
     assert all(whole for *_, whole in shown(words, 3))
     in_call = words[: -len("1}}\n</tool_call>")]
     assert [whole for *_, whole in shown(in_call, 3)] == [True] * 4 + [False]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(conformance=False) as made:
-        yield made
 
 
 def test_a_streamed_item_that_was_cut_off_says_so(engine: QLLMEngine) -> None:

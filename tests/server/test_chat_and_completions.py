@@ -17,7 +17,8 @@ from qllm.server.ask import SHORT, Served
 from qllm.server.errors import ApiError, from_engine
 from qllm.server.open_answer import Answer
 from qllm.types import Priority, SamplingParams, Slo
-from tests.support.serving import Broken, Serving, serving, tiny_engine, until
+from tests.support.engines import Broken
+from tests.support.serving import Serving, serving, tiny_engine, until
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 GREEDY = SamplingParams(temperature=0)

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from qllm import QLLMEngine
 from qllm.frontend.waker import Waker
 from qllm.server.connection import MOST_HELD, Together
 from qllm.server.text_work import TextWork
-from tests.support.engines import Holds
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.engines import Holding
+from tests.support.serving import Serving, serving, until
+
+pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
 ASK = {"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 LONG = {"max_tokens": 40}
@@ -25,9 +28,10 @@ OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: 
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
-    with tiny_engine() as engine, serving(engine, max_header_bytes=MOST) as serving_:
-        yield serving_
+def small_heads(shared_engine: QLLMEngine) -> Iterator[Serving]:
+    """Serve with a small limit of the bytes of a head."""
+    with serving(shared_engine, max_header_bytes=MOST) as made:
+        yield made
 
 
 def asked(more: str = "", **fields: Any) -> bytes:
@@ -70,9 +74,11 @@ def text(body: Any) -> str:
     return str(body["choices"][0]["text"])
 
 
-def test_who_offers_another_protocol_keeps_its_body_and_its_connection(served: Serving) -> None:
-    want = text(served.post("/v1/completions", ASK).json())
-    with connected(served) as sock:
+def test_who_offers_another_protocol_keeps_its_body_and_its_connection(
+    small_heads: Serving,
+) -> None:
+    want = text(small_heads.post("/v1/completions", ASK).json())
+    with connected(small_heads) as sock:
         for request in (asked(OFFER), asked(), asked(OFFER)):
             sock.sendall(request)
             head, body = answer(sock)
@@ -80,8 +86,8 @@ def test_who_offers_another_protocol_keeps_its_body_and_its_connection(served: S
             assert text(body) == want
 
 
-def test_an_offer_behind_other_requests_on_a_connection(served: Serving) -> None:
-    with connected(served) as sock:
+def test_an_offer_behind_other_requests_on_a_connection(small_heads: Serving) -> None:
+    with connected(small_heads) as sock:
         sock.sendall(asked())
         assert answer(sock)[0].startswith(b"HTTP/1.1 200")
         half = len(asked(OFFER)) - 20
@@ -90,8 +96,10 @@ def test_an_offer_behind_other_requests_on_a_connection(served: Serving) -> None
         assert answer(sock)[0].startswith(b"HTTP/1.1 200")
 
 
-def test_an_offer_sent_before_an_answer_came_is_left_to_a_new_connection(served: Serving) -> None:
-    with connected(served) as sock:
+def test_an_offer_sent_before_an_answer_came_is_left_to_a_new_connection(
+    small_heads: Serving,
+) -> None:
+    with connected(small_heads) as sock:
         sock.sendall(asked() + asked(OFFER))
         found = to_the_end(sock)
     assert found.count(b"HTTP/1.1 200") == 1
@@ -101,11 +109,10 @@ def test_an_offer_sent_before_an_answer_came_is_left_to_a_new_connection(served:
 
 @pytest.mark.parametrize("more", [b"garbage\r\n\r\n", asked(OFFER), b"GET /health?" + b"a" * 5000])
 def test_what_follows_a_request_and_cannot_be_served_leaves_its_answer(
-    tmp_path: Path, more: bytes
+    holding: Holding, more: bytes
 ) -> None:
-    gate = tmp_path / "gate"
+    engine, gate = holding
     with (
-        tiny_engine(policy=Holds(str(gate))) as engine,
         serving(engine, max_header_bytes=MOST) as served,
         connected(served) as sock,
     ):
@@ -123,9 +130,8 @@ def test_what_follows_a_request_and_cannot_be_served_leaves_its_answer(
 
 
 @pytest.mark.parametrize("first", ["", OFFER])
-def test_each_head_has_its_time_not_only_the_first(first: str) -> None:
+def test_each_head_has_its_time_not_only_the_first(engine: QLLMEngine, first: str) -> None:
     with (
-        tiny_engine() as engine,
         serving(engine, header_timeout_s=2, keep_alive_s=600) as served,
         connected(served) as sock,
     ):
@@ -143,10 +149,9 @@ def test_each_head_has_its_time_not_only_the_first(first: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["", OFFER])
-def test_a_head_that_came_is_not_limited_by_its_time(tmp_path: Path, first: str) -> None:
-    gate = tmp_path / "gate"
+def test_a_head_that_came_is_not_limited_by_its_time(holding: Holding, first: str) -> None:
+    engine, gate = holding
     with (
-        tiny_engine(policy=Holds(str(gate))) as engine,
         serving(engine, header_timeout_s=3600) as served,
         connected(served) as sock,
     ):
@@ -166,11 +171,10 @@ def test_a_head_that_came_is_not_limited_by_its_time(tmp_path: Path, first: str)
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[tuple[Serving, Path]]:
-    """A server whose requests of `LONG` stop at their 20th token until a file is there."""
-    gate = tmp_path / "gate"
-    with tiny_engine(policy=Holds(str(gate))) as engine, serving(engine) as made:
-        yield made, gate
+def held(holding: Holding) -> Iterator[tuple[Serving, Path]]:
+    """Serve so that requests of `LONG` stop at their 20th token until a file is there."""
+    with serving(holding.engine) as made:
+        yield made, holding.gate
 
 
 def looks_for_client(served: Serving) -> bool:
@@ -265,8 +269,8 @@ def test_the_end_of_an_http_1_0_client_is_that_of_its_request(
         until(lambda: not served.front.answers)
 
 
-def test_requests_sent_at_once_are_answered_in_order(served: Serving) -> None:
-    with connected(served) as sock:
+def test_requests_sent_at_once_are_answered_in_order(small_heads: Serving) -> None:
+    with connected(small_heads) as sock:
         sock.sendall(
             asked("X-Request-Id: one\r\n") + asked("X-Request-Id: two\r\nConnection: close\r\n")
         )
@@ -284,16 +288,16 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def test_a_body_in_pieces(served: Serving) -> None:
+def test_a_body_in_pieces(small_heads: Serving) -> None:
     body = json.dumps(ASK).encode()
-    with connected(served) as sock:
+    with connected(small_heads) as sock:
         sock.sendall(CHUNKED + chunk(body[:7]))
         sock.sendall(chunk(body[7:]) + b"0\r\n\r\n")
         assert answer(sock)[0].startswith(b"HTTP/1.1 200")
 
 
-def test_what_follows_a_body_is_no_header(served: Serving) -> None:
-    with connected(served) as sock:
+def test_what_follows_a_body_is_no_header(small_heads: Serving) -> None:
+    with connected(small_heads) as sock:
         rest = b"0\r\nX-Qllm-Priority: BE\r\nX-Request-Id: late\r\n\r\n"
         sock.sendall(CHUNKED + chunk(json.dumps(ASK).encode()) + rest)
         head, _ = answer(sock)
@@ -310,8 +314,8 @@ def test_what_follows_a_body_is_no_header(served: Serving) -> None:
         CHUNKED + chunk(b"{") + b"1;",
     ],
 )
-def test_what_does_not_end_is_refused(served: Serving, start: bytes) -> None:
-    with connected(served) as sock:
+def test_what_does_not_end_is_refused(small_heads: Serving, start: bytes) -> None:
+    with connected(small_heads) as sock:
         sock.sendall(start)
         with suppress(ConnectionError):  # it may close while we still send
             while not select.select([sock], (), (), 0)[0]:
@@ -319,8 +323,8 @@ def test_what_does_not_end_is_refused(served: Serving, start: bytes) -> None:
             assert to_the_end(sock)[:12] in (b"", b"HTTP/1.1 400")
 
 
-def test_a_long_body_in_many_small_parts_is_no_head(served: Serving) -> None:
-    with connected(served) as sock:
+def test_a_long_body_in_many_small_parts_is_no_head(small_heads: Serving) -> None:
+    with connected(small_heads) as sock:
         sock.sendall(CHUNKED)
         for _ in range(3 * MOST // 6):
             sock.sendall(chunk(b" "))

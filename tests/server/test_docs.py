@@ -3,7 +3,7 @@ from pathlib import Path
 
 from qllm.server.config import ServerConfig
 from qllm.server.metrics import Metrics
-from tests.support.serving import serving, tiny_engine
+from tests.support.serving import Serving
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 
@@ -34,9 +34,8 @@ def test_the_page_names_the_defaults() -> None:
                 assert text == f"{default:g}" if isinstance(default, float) else str(default), name
 
 
-def test_the_page_names_the_routes_there_are(tmp_path: Path) -> None:
-    with tiny_engine() as engine, serving(engine, state_dir=tmp_path) as served:
-        paths = set(served.get("/openapi.json").json()["paths"]) | {"/ui", "/docs", "/openapi.json"}
+def test_the_page_names_the_routes_there_are(served: Serving) -> None:
+    paths = set(served.get("/openapi.json").json()["paths"]) | {"/ui", "/docs", "/openapi.json"}
     named = {n for row in table("Routes") for n in re.findall(r"(/[\w/.]+)`", row[0])}
     assert named == {path for path in paths if "{" not in path}
 

@@ -13,21 +13,17 @@ from qllm.llm import QLLMEngine
 from qllm.server.completions import CompletionWriter
 from qllm.server.config import load_config
 from qllm.types import SamplingParams
-from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.serving import Serving, serving
+
+pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
 TEXT = "What does json.dumps do?"
 NAMES = ["tiny", "gpt-3.5-turbo-instruct", "models/other"]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, served_model_name=NAMES) as serving_:
+def named(shared_engine: QLLMEngine) -> Iterator[Serving]:
+    with serving(shared_engine, served_model_name=NAMES) as serving_:
         yield serving_
 
 
@@ -40,11 +36,11 @@ def ask(served: Serving, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_an_echo_has_the_log_probabilities_of_the_prompt(
-    served: Serving, engine: QLLMEngine, num_top: int
+    named: Serving, engine: QLLMEngine, num_top: int
 ) -> None:
     params = SamplingParams(temperature=0, logprobs=num_top, prompt_logprobs=num_top)
     expected = engine.submit(TEXT, "LS", 4, sampling=params).result(60)
-    (choice,) = ask(served, logprobs=num_top)["choices"]
+    (choice,) = ask(named, logprobs=num_top)["choices"]
     ids, found = [*expected.prompt_token_ids, *expected.token_ids], choice["logprobs"]
     assert found["tokens"] == [engine.tokenizer.decode([i]) for i in ids]
     assert expected.prompt_logprobs is not None
@@ -67,11 +63,11 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(
     assert choice["text"] == TEXT + expected.text
 
 
-def test_a_stream_says_the_same(served: Serving) -> None:
+def test_a_stream_says_the_same(named: Serving) -> None:
     asked: dict[str, Any] = {"n": 2, "prompt": [TEXT, "def main():"], "logprobs": 2}
-    choices = ask(served, **asked)["choices"]
+    choices = ask(named, **asked)["choices"]
     streamed: list[dict[str, Any]] = [{} for _ in choices]
-    with served.client() as client:
+    with named.client() as client:
         for part in client.completions.create(
             model="tiny", echo=True, temperature=0, max_tokens=4, stream=True, **asked
         ):
@@ -85,10 +81,10 @@ def test_a_stream_says_the_same(served: Serving) -> None:
         assert parts == {"text": whole["text"], **whole["logprobs"]}
 
 
-def test_no_token_is_asked_for_and_none_is_shown(served: Serving, engine: QLLMEngine) -> None:
+def test_no_token_is_asked_for_and_none_is_shown(named: Serving, engine: QLLMEngine) -> None:
     ids = engine.tokenizer(TEXT)["input_ids"]
-    more = ask(served, prompt=[ids, ids[:1], ids[:5]], logprobs=1, max_tokens=1)
-    none = ask(served, prompt=[ids, ids[:1], ids[:5]], logprobs=1, max_tokens=0)
+    more = ask(named, prompt=[ids, ids[:1], ids[:5]], logprobs=1, max_tokens=1)
+    none = ask(named, prompt=[ids, ids[:1], ids[:5]], logprobs=1, max_tokens=0)
     for choice, longer, num in zip(none["choices"], more["choices"], (len(ids), 1, 5), strict=True):
         assert choice["text"] == engine.tokenizer.decode(ids[:num])
         assert choice["finish_reason"] == "length"
@@ -97,10 +93,10 @@ def test_no_token_is_asked_for_and_none_is_shown(served: Serving, engine: QLLMEn
             assert values == longer["logprobs"][name][:num]
     assert none["usage"]["completion_tokens"] == 0
     assert none["usage"]["prompt_tokens"] == more["usage"]["prompt_tokens"] == len(ids) + 6
-    plain = ask(served, max_tokens=0)
+    plain = ask(named, max_tokens=0)
     assert plain["choices"][0]["text"] == TEXT
     assert plain["choices"][0]["logprobs"] is None
-    with served.client() as client:
+    with named.client() as client:
         parts = list(
             client.completions.create(
                 model="tiny", prompt=TEXT, echo=True, max_tokens=0, logprobs=1, stream=True,
@@ -120,8 +116,8 @@ def test_the_loop_on_the_device_refuses_it_by_name() -> None:
 # -- names
 
 
-def test_every_name_is_listed_and_accepted(served: Serving) -> None:
-    with served.client() as client:
+def test_every_name_is_listed_and_accepted(named: Serving) -> None:
+    with named.client() as client:
         assert [model.id for model in client.models.list()] == NAMES
         for name in NAMES:
             assert client.models.retrieve(name).id == name
@@ -133,8 +129,8 @@ def test_every_name_is_listed_and_accepted(served: Serving) -> None:
             assert chat.model == "tiny"
         with pytest.raises(openai.NotFoundError, match=r"use 'tiny', 'gpt-3\.5-turbo-instruct'"):
             client.models.retrieve("gpt-4")
-    assert served.post("/tokenize", {"prompt": "a", "model": NAMES[2]}).status_code == 200
-    assert served.get("/metrics").text.count('model_name="tiny"')
+    assert named.post("/tokenize", {"prompt": "a", "model": NAMES[2]}).status_code == 200
+    assert named.get("/metrics").text.count('model_name="tiny"')
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,7 @@ def test_a_name_that_is_none_is_refused(given: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_whole_prompt_is_shown_off_the_event_loop(
-    served: Serving, monkeypatch: pytest.MonkeyPatch, stream: bool
+    named: Serving, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     threads: list[str] = []
     show = CompletionWriter._shown_prompt
@@ -169,6 +165,6 @@ def test_a_whole_prompt_is_shown_off_the_event_loop(
 
     monkeypatch.setattr(CompletionWriter, "_shown_prompt", seen)
     body = {"prompt": TEXT, "echo": True, "logprobs": 2, "max_tokens": 2, "stream": stream}
-    assert served.post("/v1/completions", body).status_code == 200
+    assert named.post("/v1/completions", body).status_code == 200
     assert threads
     assert all("text" in name for name in threads), threads

@@ -18,17 +18,13 @@ from qllm.llm import QLLMEngine
 from qllm.server.errors import ApiError
 from qllm.server.guard import Keys, Limits, _authorization
 from tests.support.engines import stand_still
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, until
+
+pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
 ASK = {"prompt": "a", "max_tokens": 1}
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 HASTE_S = 0.3
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -178,9 +174,9 @@ def test_a_flood_of_ls(engine: QLLMEngine, overflow: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(engine: QLLMEngine) -> Iterator[Serving]:
+def small(shared_engine: QLLMEngine) -> Iterator[Serving]:
     with serving(
-        engine,
+        shared_engine,
         max_body_bytes=2000,
         max_header_bytes=4000,
         cors_origins=("https://ours.example",),
@@ -189,8 +185,8 @@ def small(engine: QLLMEngine) -> Iterator[Serving]:
 
 
 @pytest.fixture(scope="module")
-def hasty(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, body_timeout_s=HASTE_S, header_timeout_s=HASTE_S) as served:
+def hasty(shared_engine: QLLMEngine) -> Iterator[Serving]:
+    with serving(shared_engine, body_timeout_s=HASTE_S, header_timeout_s=HASTE_S) as served:
         yield served
 
 

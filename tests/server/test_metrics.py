@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qllm.llm import QLLMEngine
 from qllm.server.metrics import Metrics
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, until
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana.json"
@@ -25,18 +24,6 @@ IDLE = {
     "expert_bytes": 0,
     "frames": [],
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(policy="qllm2") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine) as serving_:
-        yield serving_
 
 
 def samples(text: str) -> dict[str, Any]:

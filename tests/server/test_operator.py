@@ -26,15 +26,9 @@ from qllm.server.banner import banner, is_loopback, shown_bytes, warnings
 from qllm.server.config import ServerConfig, load_config
 from qllm.server.supervisor import Supervisor
 from qllm.server.tls import ssl_context
-from tests.support.serving import serving, tiny_engine, until
+from tests.support.serving import serving, until
 
 ASK = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
 
 
 # -- TLS

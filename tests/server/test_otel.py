@@ -6,17 +6,20 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.support.serving import serving, tiny_engine, until
+from qllm import QLLMEngine
+from tests.support.serving import serving, until
 
 
-def test_requests_are_spans_of_their_callers_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_spans_of_their_callers_trace(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
-    with tiny_engine() as engine, serving(engine) as served:
+    with serving(engine) as served:
         for stream in (False, True):
             body = {"prompt": "a", "max_tokens": 3, "stream": stream}
             served.post("/v1/completions", body, headers=headers)

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from qllm.llm import QLLMEngine
 from tests.support.serving import Serving, serving, tiny_engine
 
 CHATS, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -15,15 +14,10 @@ CHAT = [{"role": "user", "content": "What does json do?"}]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(max_kv_tokens=512) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine) as found:
-        yield found
+def small() -> Iterator[Serving]:
+    """Serve with room for 512 tokens."""
+    with tiny_engine(max_kv_tokens=512, conformance=False) as engine, serving(engine) as made:
+        yield made
 
 
 def complete(served: Serving, **more: Any) -> Any:
@@ -33,61 +27,62 @@ def complete(served: Serving, **more: Any) -> Any:
     return answer.json()
 
 
-def test_the_stop_string_can_stay(served: Serving) -> None:
-    text = complete(served)["choices"][0]["text"]
+def test_the_stop_string_can_stay(small: Serving) -> None:
+    text = complete(small)["choices"][0]["text"]
     stop = text[8:11]
     at = text.find(stop)
-    assert complete(served, stop=stop)["choices"][0]["text"] == text[:at]
-    kept = complete(served, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    assert complete(small, stop=stop)["choices"][0]["text"] == text[:at]
+    kept = complete(small, stop=stop, include_stop_str_in_output=True)["choices"][0]
     assert kept["text"] == text[: at + len(stop)]
     assert kept["finish_reason"] == "stop"
 
 
-def test_min_tokens_hold_for_stop_strings(served: Serving) -> None:
-    text = complete(served)["choices"][0]["text"]
-    cut = complete(served, stop=text[:2])
+def test_min_tokens_hold_for_stop_strings(small: Serving) -> None:
+    text = complete(small)["choices"][0]["text"]
+    cut = complete(small, stop=text[:2])
     assert cut["usage"]["completion_tokens"] < 6
-    later = complete(served, stop=text[:2], min_tokens=20)
+    later = complete(small, stop=text[:2], min_tokens=20)
     assert later["usage"]["completion_tokens"] >= 20
     assert later["choices"][0]["text"].startswith(text[:4])
 
 
-def test_a_prompt_is_cut_from_its_start(served: Serving, engine: QLLMEngine) -> None:
-    ids = engine.tokenizer("one two three four five")["input_ids"]
+def test_a_prompt_is_cut_from_its_start(small: Serving) -> None:
+    ids = small.front.engine.tokenizer("one two three four five")["input_ids"]
     found = complete(
-        served, prompt=["one two three four five"] * 2, truncate_prompt_tokens=3,
+        small, prompt=["one two three four five"] * 2, truncate_prompt_tokens=3,
         return_token_ids=True,
     )  # fmt: skip
     assert [c["prompt_token_ids"] for c in found["choices"]] == [ids[-3:]] * 2
     assert found["usage"]["prompt_tokens"] == 6
 
 
-def test_a_prompt_that_is_too_long_is_cut_to_what_leaves_room(
-    served: Serving, engine: QLLMEngine
-) -> None:
-    most = served.get("/v1/models").json()["data"][0]["max_model_len"]
-    assert served.get("/v1/models/tiny").json()["max_model_len"] == most
+def test_a_prompt_that_is_too_long_is_cut_to_what_leaves_room(small: Serving) -> None:
+    most = small.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert small.get("/v1/models/tiny").json()["max_model_len"] == most
     ids = [n % 200 for n in range(most + 50)]
     asked = {"prompt": ids, "ignore_eos": True, "return_token_ids": True}
-    assert "tokens" in served.post(COMPLETE, asked).json()["error"]["message"]
+    assert "tokens" in small.post(COMPLETE, asked).json()["error"]["message"]
     for num in (1, 7):
-        found = complete(served, **asked, max_tokens=num, truncate_prompt_tokens=-1)
+        found = complete(small, **asked, max_tokens=num, truncate_prompt_tokens=-1)
         assert found["choices"][0]["prompt_token_ids"] == ids[-(most - num) :]
         assert found["usage"] == {**found["usage"], "total_tokens": most, "completion_tokens": num}
-    short = complete(served, max_tokens=2, truncate_prompt_tokens=-1, return_token_ids=True)
-    assert short["choices"][0]["prompt_token_ids"] == engine.tokenizer("def f(x):")["input_ids"]
+    short = complete(small, max_tokens=2, truncate_prompt_tokens=-1, return_token_ids=True)
+    assert (
+        short["choices"][0]["prompt_token_ids"]
+        == small.front.engine.tokenizer("def f(x):")["input_ids"]
+    )
     for wrong in (0, -2):
-        answer = served.post(COMPLETE, {"prompt": "a", "truncate_prompt_tokens": wrong})
+        answer = small.post(COMPLETE, {"prompt": "a", "truncate_prompt_tokens": wrong})
         assert answer.status_code == 400
         assert "at least 1, or -1" in answer.json()["error"]["message"]
 
 
-def test_token_ids(served: Serving, engine: QLLMEngine) -> None:
-    found = complete(served, return_token_ids=True)["choices"][0]
+def test_token_ids(small: Serving) -> None:
+    found = complete(small, return_token_ids=True)["choices"][0]
     assert len(found["token_ids"]) == 24
-    assert engine.tokenizer.decode(found["token_ids"]) == found["text"]
-    assert found["prompt_token_ids"] == engine.tokenizer("def f(x):")["input_ids"]
-    chunks = served.client().completions.create(
+    assert small.front.engine.tokenizer.decode(found["token_ids"]) == found["text"]
+    assert found["prompt_token_ids"] == small.front.engine.tokenizer("def f(x):")["input_ids"]
+    chunks = small.client().completions.create(
         model="tiny", prompt="def f(x):", max_tokens=24, temperature=0, stream=True,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )  # fmt: skip
@@ -96,17 +91,17 @@ def test_token_ids(served: Serving, engine: QLLMEngine) -> None:
     assert [c["prompt_token_ids"] for c in choices if c.get("prompt_token_ids")] == [
         found["prompt_token_ids"]
     ]
-    assert "token_ids" not in complete(served)["choices"][0]
+    assert "token_ids" not in complete(small)["choices"][0]
 
 
-def test_a_chat_tells_the_ids_of_its_prompt_once_beside_its_choices(served: Serving) -> None:
+def test_a_chat_tells_the_ids_of_its_prompt_once_beside_its_choices(small: Serving) -> None:
     """As vLLM has it; `prompt_logprobs` too."""
     body = {"messages": CHAT, "max_tokens": 3, "n": 2, "return_token_ids": True, "seed": 1}
-    whole = served.post(CHATS, body | {"prompt_logprobs": 0}).json()
+    whole = small.post(CHATS, body | {"prompt_logprobs": 0}).json()
     ids = whole["prompt_token_ids"]
     assert len(whole["prompt_logprobs"]) == len(ids) == whole["usage"]["prompt_tokens"]
     assert not [c for c in whole["choices"] if {"prompt_token_ids", "prompt_logprobs"} & c.keys()]
-    text = served.post(CHATS, {**body, "stream": True}).text
+    text = small.post(CHATS, {**body, "stream": True}).text
     parts = [json.loads(x[6:]) for x in text.splitlines() if x.startswith("data: {")]
     assert [part.get("prompt_token_ids") for part in parts] == [ids, *[None] * (len(parts) - 1)]
     for choice in whole["choices"]:
@@ -114,22 +109,22 @@ def test_a_chat_tells_the_ids_of_its_prompt_once_beside_its_choices(served: Serv
         assert [i for c in mine for i in c.get("token_ids", ())] == choice["token_ids"]
 
 
-def test_the_token_that_max_tokens_0_does_not_show_has_no_id_either(served: Serving) -> None:
+def test_the_token_that_max_tokens_0_does_not_show_has_no_id_either(small: Serving) -> None:
     body = {"prompt": "def f(x):", "max_tokens": 0, "echo": True, "return_token_ids": True}
-    assert served.post(COMPLETE, body).json()["choices"][0]["token_ids"] == []
-    text = served.post(COMPLETE, {**body, "stream": True}).text
+    assert small.post(COMPLETE, body).json()["choices"][0]["token_ids"] == []
+    text = small.post(COMPLETE, {**body, "stream": True}).text
     parts = [json.loads(x[6:]) for x in text.splitlines() if x.startswith("data: {")]
     assert not [i for part in parts for c in part["choices"] for i in c.get("token_ids", ())]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_echo_of_a_prompt_that_was_cut_is_what_was_left(served: Serving, stream: bool) -> None:
+def test_the_echo_of_a_prompt_that_was_cut_is_what_was_left(small: Serving, stream: bool) -> None:
     body = {
         "prompt": "one two three four five", "truncate_prompt_tokens": 3, "echo": True,
         "max_tokens": 2, "temperature": 0,
     }  # fmt: skip
     for more in ({}, {"logprobs": 1}):
-        answer = served.post(COMPLETE, {**body, **more, "stream": stream})
+        answer = small.post(COMPLETE, {**body, **more, "stream": stream})
         found = [answer.json()] if not stream else [
             json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")
         ]  # fmt: skip
@@ -141,81 +136,81 @@ def test_the_echo_of_a_prompt_that_was_cut_is_what_was_left(served: Serving, str
             said = choice["logprobs"] or {"tokens": (), "text_offset": ()}
             for token, at in zip(said["tokens"], said["text_offset"], strict=True):
                 assert text[at:].startswith(token)
-    whole = complete(served, **{**body, "truncate_prompt_tokens": 100})["choices"][0]["text"]
+    whole = complete(small, **{**body, "truncate_prompt_tokens": 100})["choices"][0]["text"]
     assert whole.startswith("one two")
 
 
-def test_seeds_below_0(served: Serving) -> None:
+def test_seeds_below_0(small: Serving) -> None:
     """-1 is none, as vLLM has it; others are seeds, as OpenAI has it."""
     asked = {"temperature": 1.5, "max_tokens": 30}
-    text = complete(served, seed=-7, **asked)["choices"][0]["text"]
-    assert complete(served, seed=-7, **asked)["choices"][0]["text"] == text
-    assert complete(served, seed=-8, **asked)["choices"][0]["text"] != text
-    drawn = {complete(served, seed=-1, **asked)["choices"][0]["text"] for _ in range(4)}
+    text = complete(small, seed=-7, **asked)["choices"][0]["text"]
+    assert complete(small, seed=-7, **asked)["choices"][0]["text"] == text
+    assert complete(small, seed=-8, **asked)["choices"][0]["text"] != text
+    drawn = {complete(small, seed=-1, **asked)["choices"][0]["text"] for _ in range(4)}
     assert len(drawn) > 1
     for seed in (-(2**63) - 1, 2**63):
-        wrong = served.post(COMPLETE, {"prompt": "a", "seed": seed})
+        wrong = small.post(COMPLETE, {"prompt": "a", "seed": seed})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "seed")
 
 
-def test_the_last_message_goes_on(served: Serving, engine: QLLMEngine) -> None:
+def test_the_last_message_goes_on(small: Serving) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "It reads"}]
     how = {"add_generation_prompt": False, "continue_final_message": True}
     body = {"messages": chat, "max_tokens": 4, "return_token_ids": True, **how}
-    found = served.post(CHATS, body).json()
-    prompt = engine.tokenizer.decode(found["prompt_token_ids"])
+    found = small.post(CHATS, body).json()
+    prompt = small.front.engine.tokenizer.decode(found["prompt_token_ids"])
     assert prompt.endswith("<|im_start|>assistant\nIt reads")
     open_ended = {"messages": CHAT, "max_tokens": 4, "return_token_ids": True}
     open_ended["add_generation_prompt"] = False
-    ids = served.post(CHATS, open_ended).json()["prompt_token_ids"]
-    assert engine.tokenizer.decode(ids).endswith("do?<|im_end|>\n")
-    wrong = served.post(CHATS, {**body, "add_generation_prompt": True})
+    ids = small.post(CHATS, open_ended).json()["prompt_token_ids"]
+    assert small.front.engine.tokenizer.decode(ids).endswith("do?<|im_end|>\n")
+    wrong = small.post(CHATS, {**body, "add_generation_prompt": True})
     assert "needs add_generation_prompt=false" in wrong.json()["error"]["message"]
 
 
-def test_a_last_message_that_calls_tools_does_not_go_on(served: Serving) -> None:
+def test_a_last_message_that_calls_tools_does_not_go_on(small: Serving) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     last = {"role": "assistant", "content": "It reads", "tool_calls": [call]}
     how = {"add_generation_prompt": False, "continue_final_message": True}
-    wrong = served.post(CHATS, {"messages": [*CHAT, last], "max_tokens": 4, **how})
+    wrong = small.post(CHATS, {"messages": [*CHAT, last], "max_tokens": 4, **how})
     assert wrong.status_code == 400
     assert "leave tool_calls out" in wrong.json()["error"]["message"]
     no_calls = {**last, "tool_calls": []}
-    found = served.post(CHATS, {"messages": [*CHAT, no_calls], "max_tokens": 4, **how})
+    found = small.post(CHATS, {"messages": [*CHAT, no_calls], "max_tokens": 4, **how})
     assert found.status_code == 200, found.text
 
 
-def test_a_character_of_several_tokens_has_their_bytes(served: Serving) -> None:
+def test_a_character_of_several_tokens_has_their_bytes(small: Serving) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"const": "é🎉"}}
     chat_form = {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
     body = {"messages": CHAT, "logprobs": True, "response_format": chat_form}
-    (choice,) = served.post(CHATS, body).json()["choices"]
+    (choice,) = small.post(CHATS, body).json()["choices"]
     asked = {"input": "a", "top_logprobs": 1, "text": {"format": form}}
-    (item,) = served.post("/v1/responses", asked).json()["output"]
+    (item,) = small.post("/v1/responses", asked).json()["output"]
     for tokens in (choice["logprobs"]["content"], item["content"][0]["logprobs"]):
         assert len(tokens) > len('"é🎉"')
         joined = b"".join(bytes(token["bytes"]) for token in tokens)
         assert joined.decode().startswith('"é🎉"')
 
 
-def test_a_chat_without_a_limit_is_not_cut_at_256(served: Serving) -> None:
+def test_a_chat_without_a_limit_is_not_cut_at_256(small: Serving) -> None:
     body = {"messages": CHAT, "ignore_eos": True, "temperature": 0}
-    usage = served.post(CHATS, body).json()["usage"]
+    usage = small.post(CHATS, body).json()["usage"]
     assert usage["total_tokens"] == 512
 
 
-def test_what_asks_for_nothing_is_accepted(served: Serving) -> None:
+def test_what_asks_for_nothing_is_accepted(small: Serving) -> None:
     asked: dict[str, Any] = {
         "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True,
         "prompt_logprobs": None, "guided_decoding_backend": None,
     }  # fmt: skip
     body = {"messages": CHAT, "max_tokens": 2, "echo": False, "best_of": 1, **asked}
-    assert served.post(CHATS, body).status_code == 200
-    assert served.post(COMPLETE, {"prompt": "x", "max_tokens": 2, **asked}).status_code == 200
-    wrong = served.post(CHATS, {**body, "use_beam_search": True})
+    assert small.post(CHATS, body).status_code == 200
+    assert small.post(COMPLETE, {"prompt": "x", "max_tokens": 2, **asked}).status_code == 200
+    wrong = small.post(CHATS, {**body, "use_beam_search": True})
     assert wrong.status_code == 400
     assert "use_beam_search=True is not supported" in wrong.json()["error"]["message"]
-    unknown = served.post(CHATS, {**body, "use_beams": None}).json()["error"]
+    unknown = small.post(CHATS, {**body, "use_beams": None}).json()["error"]
     assert unknown["code"] == "unknown_field"
 
 
@@ -255,30 +250,30 @@ def test_what_asks_for_nothing_is_accepted(served: Serving) -> None:
     ],
 )  # fmt: skip
 def test_what_vllms_clients_send_by_default_is_accepted(
-    served: Serving, path: str, body: dict[str, Any], fields: dict[str, Any]
+    small: Serving, path: str, body: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     """The defaults of its own protocol, and null where a field has a default here."""
     for name, value in fields.items():
-        assert served.post(path, {**body, name: value}).status_code == 200, name
+        assert small.post(path, {**body, name: value}).status_code == 200, name
     for name in ("add_special_tokens", "logit_bias", "vllm_xargs", "cache_salt"):
         if name in fields:
-            wrong = served.post(path, {**body, name: {"a": "b"}})
+            wrong = small.post(path, {**body, name: {"a": "b"}})
             assert (wrong.status_code, name in wrong.text) == (400, True)
 
 
-def test_parts_that_clients_send_back_may_have_fields_that_are_null(served: Serving) -> None:
+def test_parts_that_clients_send_back_may_have_fields_that_are_null(small: Serving) -> None:
     """Anthropic's client has fields of its own in what it got, `toolset_name` for one."""
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     for more, status in (({"toolset_name": None}, 200), ({"toolset_name": "x"}, 400)):
         parts = [{"type": "text", "text": "So.", "parsed": None}, {**call, **more}]
         chat = [*CHAT, {"role": "assistant", "content": parts}, *CHAT]
         body = {"model": "tiny", "max_tokens": 1, "messages": chat}
-        assert served.post("/v1/messages", body).status_code == status
+        assert small.post("/v1/messages", body).status_code == status
 
 
-def test_too_long_a_context_has_its_code(served: Serving) -> None:
+def test_too_long_a_context_has_its_code(small: Serving) -> None:
     for body in ({"max_tokens": 600}, {"prompt": [5] * 600}):
-        error = served.post(COMPLETE, {"prompt": "x", **body}).json()["error"]
+        error = small.post(COMPLETE, {"prompt": "x", **body}).json()["error"]
         assert error["code"] == "context_length_exceeded"
         assert "512" in error["message"]
 
@@ -300,30 +295,30 @@ def test_too_long_a_context_has_its_code(served: Serving) -> None:
     ],
 )
 def test_a_body_that_is_no_json_says_where(
-    served: Serving, content: bytes, headers: dict[str, str], says: str
+    small: Serving, content: bytes, headers: dict[str, str], says: str
 ) -> None:
-    answer = httpx.post(f"{served.url}{COMPLETE}", content=content, headers=headers, timeout=60)
+    answer = httpx.post(f"{small.url}{COMPLETE}", content=content, headers=headers, timeout=60)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
 
 
-def test_the_id_of_a_request_comes_back(served: Serving) -> None:
+def test_the_id_of_a_request_comes_back(small: Serving) -> None:
     body = {"prompt": "x", "max_tokens": 1}
-    plain = served.post(COMPLETE, body)
+    plain = small.post(COMPLETE, body)
     assert plain.headers["x-request-id"] == plain.json()["id"]
-    named = served.post(COMPLETE, {**body, "request_id": "mine"})
+    named = small.post(COMPLETE, {**body, "request_id": "mine"})
     assert named.json()["id"] == named.headers["x-request-id"] == "cmpl-mine"
     for path, status in ((COMPLETE, 200), ("/nowhere", 404)):
-        answer = served.post(path, body, headers={"x-request-id": "theirs-1"})
+        answer = small.post(path, body, headers={"x-request-id": "theirs-1"})
         assert answer.status_code == status
         assert answer.headers["x-request-id"] == "theirs-1"
 
 
-def test_the_log_probabilities_of_the_prompt(served: Serving, engine: QLLMEngine) -> None:
+def test_the_log_probabilities_of_the_prompt(small: Serving) -> None:
     """Those of `echo` with `logprobs`, by token id."""
-    ids = engine.tokenizer("def f(x):")["input_ids"]
-    echo = complete(served, max_tokens=2, echo=True, logprobs=2)["choices"][0]["logprobs"]
-    found = complete(served, max_tokens=2, prompt_logprobs=2)["choices"][0]
+    ids = small.front.engine.tokenizer("def f(x):")["input_ids"]
+    echo = complete(small, max_tokens=2, echo=True, logprobs=2)["choices"][0]["logprobs"]
+    found = complete(small, max_tokens=2, prompt_logprobs=2)["choices"][0]
     first, *rest = found["prompt_logprobs"]
     assert first is None
     assert len(rest) == len(ids) - 1
@@ -335,10 +330,10 @@ def test_the_log_probabilities_of_the_prompt(served: Serving, engine: QLLMEngine
         best = max(of_token.values(), key=lambda x: x["logprob"])
         assert best["rank"] == 1
     assert found["logprobs"] is None
-    chat = served.post(CHATS, {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
+    chat = small.post(CHATS, {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}).json()
     said = chat["prompt_logprobs"]
     assert len(said) == chat["usage"]["prompt_tokens"]
     assert all(len(x) == 1 for x in said[1:])
     for more in ({"stream": True}, {"echo": True, "logprobs": 1}, {"n": 1, "logprobs": 99}):
-        wrong = served.post(COMPLETE, {"prompt": "x y", "prompt_logprobs": 2, **more})
+        wrong = small.post(COMPLETE, {"prompt": "x y", "prompt_logprobs": 2, **more})
         assert wrong.status_code == 400

@@ -13,15 +13,10 @@ from tests.support.serving import Serving, serving, tiny_engine
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(max_kv_tokens=4096, default_max_tokens=4, conformance=False) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, max_choices=8) as serving_:
-        yield serving_
+def narrow() -> Iterator[QLLMEngine]:
+    """Make an engine with little KV and short answers."""
+    with tiny_engine(max_kv_tokens=4096, default_max_tokens=4, conformance=False) as made:
+        yield made
 
 
 def assert_harmless(outcome: Outcome) -> None:
@@ -29,12 +24,13 @@ def assert_harmless(outcome: Outcome) -> None:
     assert outcome.poison // 5 < outcome.refused < outcome.poison, outcome
 
 
-def test_no_request_of_python_harms_another(engine: QLLMEngine) -> None:
-    assert_harmless(through_python(engine, 120, seed=1))
+def test_no_request_of_python_harms_another(narrow: QLLMEngine) -> None:
+    assert_harmless(through_python(narrow, 120, seed=1))
 
 
-def test_no_request_over_http_harms_another(served: Serving, engine: QLLMEngine) -> None:
-    assert_harmless(over_http(served, engine, 60, seed=1))
+def test_no_request_over_http_harms_another(narrow: QLLMEngine) -> None:
+    with serving(narrow, max_choices=8) as served:
+        assert_harmless(over_http(served, narrow, 60, seed=1))
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["python", "native"])

@@ -26,19 +26,15 @@ from tests.support.engines import pid_of
 from tests.support.prompts import ASK, NDJSON, PLAIN, Slow, lines, message, post
 from tests.support.serving import Serving, serving, tiny_engine, until
 
+pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
+
 ONE = {"prompt_idle_s": 3600, "max_ls": 1, "max_open_prompts": 1, "ls_overflow": "refuse"}
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def one(engine: QLLMEngine) -> Iterator[Serving]:
+def one(shared_engine: QLLMEngine) -> Iterator[Serving]:
     """A server with one seat, and one open prompt."""
-    with serving(engine, **ONE) as made:
+    with serving(shared_engine, **ONE) as made:
         yield made
 
 
@@ -328,7 +324,7 @@ def test_who_hangs_up_while_his_prompt_is_tokenised(
 
 
 def test_a_prompt_whose_engine_is_gone_gives_its_seat_back() -> None:
-    with tiny_engine() as mortal, serving(mortal, **ONE) as made:
+    with tiny_engine(conformance=False) as mortal, serving(mortal, **ONE) as made:
         name = opened(made)
         os.kill(pid_of(mortal), signal.SIGKILL)
         until(lambda: mortal.failure is not None)

@@ -20,26 +20,23 @@ from tests.support.engines import pid_of
 from tests.support.prompts import ASK, NDJSON, PLAIN, Slow, lines, message, post
 from tests.support.serving import Serving, serving, tiny_engine, until
 
+pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
+
 TEXT = "def add(a, b):\n    return a + b\n\n# Ünïcödé: 你好 🙂\n" * 6
 GREEDY = SamplingParams(temperature=0)
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, prompt_idle_s=3600) as made:
+def patient(shared_engine: QLLMEngine) -> Iterator[Serving]:
+    """Serve prompts that may be idle for long."""
+    with serving(shared_engine, prompt_idle_s=3600) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def want(engine: QLLMEngine) -> str:
-    return engine.submit(TEXT, "LS", 8, sampling=GREEDY).result(60).text
+def want(shared_engine: QLLMEngine) -> str:
+    return shared_engine.submit(TEXT, "LS", 8, sampling=GREEDY).result(60).text
 
 
 def pieces(size: int, text: str = TEXT) -> list[dict[str, Any]]:
@@ -50,52 +47,52 @@ def pieces(size: int, text: str = TEXT) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 30, 500])
-def test_a_body_that_streams_is_answered_as_usual(served: Serving, want: str, size: int) -> None:
+def test_a_body_that_streams_is_answered_as_usual(patient: Serving, want: str, size: int) -> None:
     body = iter([lines(ASK), *(lines(piece) for piece in pieces(size))])
-    answer = post(served, PLAIN, body)
+    answer = post(patient, PLAIN, body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == want
     assert answer.json()["usage"]["prompt_tokens"] > 100
 
 
-def test_bytes_are_cut_anywhere(served: Serving, want: str) -> None:
+def test_bytes_are_cut_anywhere(patient: Serving, want: str) -> None:
     """Also inside a character, an escape and a line."""
     whole = lines(ASK, *pieces(40))
     for size in (1, 7):
         parts = iter([whole[at : at + size] for at in range(0, len(whole), size)])
-        assert post(served, PLAIN, parts).json()["choices"][0]["text"] == want
+        assert post(patient, PLAIN, parts).json()["choices"][0]["text"] == want
 
 
-def test_a_stream_answers_a_stream(served: Serving, want: str) -> None:
+def test_a_stream_answers_a_stream(patient: Serving, want: str) -> None:
     body = lines({**ASK, "stream": True}, *pieces(50))
     how: dict[str, Any] = {"content": body, "headers": NDJSON, "timeout": 60}
-    with httpx.stream("POST", f"{served.url}{PLAIN}", **how) as answer:
+    with httpx.stream("POST", f"{patient.url}{PLAIN}", **how) as answer:
         events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1]) == want
 
 
-def test_a_replacement(served: Serving, want: str) -> None:
+def test_a_replacement(patient: Serving, want: str) -> None:
     body = lines({**ASK, "prompt": "Nobody "}, {"append": "wants this."},
                  {"replace": TEXT, "from": 0})  # fmt: skip
-    assert post(served, PLAIN, body).json()["choices"][0]["text"] == want
+    assert post(patient, PLAIN, body).json()["choices"][0]["text"] == want
 
 
-def test_the_last_message_of_a_chat(served: Serving) -> None:
+def test_the_last_message_of_a_chat(patient: Serving) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT}]
-    whole = served.post(CHAT, {**ASK, "messages": chat}).json()
+    whole = patient.post(CHAT, {**ASK, "messages": chat}).json()
     first = {**ASK, "messages": [chat[0], {"role": "user", "content": ""}]}
-    answer = post(served, CHAT, lines(first, *pieces(33))).json()
+    answer = post(patient, CHAT, lines(first, *pieces(33))).json()
     assert answer["choices"] == whole["choices"]
     assert answer["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
-def test_be_by_header_and_by_body(served: Serving) -> None:
-    answer = post(served, PLAIN, lines({**ASK, "service_tier": "flex"}, {"append": "x"}))
+def test_be_by_header_and_by_body(patient: Serving) -> None:
+    answer = post(patient, PLAIN, lines({**ASK, "service_tier": "flex"}, {"append": "x"}))
     assert (answer.json()["service_tier"], answer.headers["x-qllm-priority"]) == ("flex", "BE")
     headers = {**NDJSON, "x-qllm-priority": "BE"}
     body = lines(ASK, {"append": "x"})
-    answer = httpx.post(f"{served.url}{PLAIN}", content=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{patient.url}{PLAIN}", content=body, headers=headers, timeout=60)
     assert answer.headers["x-qllm-priority"] == "BE"
 
 
@@ -125,35 +122,35 @@ def test_be_by_header_and_by_body(served: Serving) -> None:
         (lines(ASK, {"append": "word " * 40_000}), "so far, and at most"),
     ],
 )
-def test_a_wrong_body_says_where(served: Serving, body: bytes, text: str) -> None:
-    assert text in message(post(served, PLAIN, body), 400)
-    until(lambda: served.metric("qllm:num_open_prompts") == 0)
+def test_a_wrong_body_says_where(patient: Serving, body: bytes, text: str) -> None:
+    assert text in message(post(patient, PLAIN, body), 400)
+    until(lambda: patient.metric("qllm:num_open_prompts") == 0)
 
 
-def test_another_model(served: Serving) -> None:
-    assert "not served" in message(post(served, PLAIN, lines({"model": "large"})), 404)
+def test_another_model(patient: Serving) -> None:
+    assert "not served" in message(post(patient, PLAIN, lines({"model": "large"})), 404)
 
 
-def test_the_engine_computes_while_the_body_comes(served: Serving, engine: QLLMEngine) -> None:
+def test_the_engine_computes_while_the_body_comes(patient: Serving, engine: QLLMEngine) -> None:
     before = engine.stats()["open_prompts"]["revisions"]
-    with Slow(served) as client:
+    with Slow(patient) as client:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
         until(lambda: engine.stats()["open_prompts"]["revisions"] > before)
-        assert served.metric("qllm:num_open_prompts") == 1
+        assert patient.metric("qllm:num_open_prompts") == 1
         client.send(lines({"append": "more"}))
         client.socket.sendall(b"0\r\n\r\n")
         assert b'"finish_reason"' in client.answer()
-    until(lambda: served.metric("qllm:num_open_prompts") == 0)
+    until(lambda: patient.metric("qllm:num_open_prompts") == 0)
 
 
-def test_who_hangs_up_cancels(served: Serving, engine: QLLMEngine) -> None:
-    with Slow(served) as client:
+def test_who_hangs_up_cancels(patient: Serving, engine: QLLMEngine) -> None:
+    with Slow(patient) as client:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
-        until(lambda: served.metric("qllm:num_open_prompts") == 1)
+        until(lambda: patient.metric("qllm:num_open_prompts") == 1)
         until(lambda: engine.stats()["num_live"] == 1)
-    until(lambda: served.metric("qllm:num_open_prompts") == 0 and engine.stats()["num_live"] == 0)
+    until(lambda: patient.metric("qllm:num_open_prompts") == 0 and engine.stats()["num_live"] == 0)
 
 
 def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
@@ -169,32 +166,32 @@ def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
 # -- /v1/prompts
 
 
-def test_a_prompt_by_its_id(served: Serving, want: str) -> None:
-    opened = served.post("/v1/prompts", {"prompt": TEXT[:20]}).json()
+def test_a_prompt_by_its_id(patient: Serving, want: str) -> None:
+    opened = patient.post("/v1/prompts", {"prompt": TEXT[:20]}).json()
     assert (opened["object"], opened["status"], opened["priority"]) == ("prompt", "open", "LS")
     path = f"/v1/prompts/{opened['id']}"
     for piece in pieces(60, TEXT[20:]):
-        grown = served.post(f"{path}/append", piece).json()
+        grown = patient.post(f"{path}/append", piece).json()
     assert grown["num_tokens"] > 100
-    assert served.get(path).json() == grown
-    assert [x["id"] for x in served.get("/v1/prompts").json()["data"]] == [opened["id"]]
-    with served.client() as client:
+    assert patient.get(path).json() == grown
+    assert [x["id"] for x in patient.get("/v1/prompts").json()["data"]] == [opened["id"]]
+    with patient.client() as client:
         answer = client.completions.create(
             model="tiny", prompt=openai.NOT_GIVEN, max_tokens=8, temperature=0,
             extra_body={"prompt_id": opened["id"]},
         )  # fmt: skip
     assert answer.choices[0].text == want
     for call in (
-        served.post(f"{path}/append", {"append": "x"}),
-        served.get(path),
-        served.post(PLAIN, {**ASK, "prompt_id": opened["id"]}),
+        patient.post(f"{path}/append", {"append": "x"}),
+        patient.get(path),
+        patient.post(PLAIN, {**ASK, "prompt_id": opened["id"]}),
     ):
         assert "was sent" in message(call, 409)
         assert call.json()["error"]["code"] == "prompt_closed"
 
 
 def test_a_long_one_that_is_sent_holds_up_no_short_prompt(
-    served: Serving, monkeypatch: pytest.MonkeyPatch
+    patient: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gate, plain = threading.Event(), threading.Event(), GrowingText.finish
 
@@ -203,56 +200,56 @@ def test_a_long_one_that_is_sent_holds_up_no_short_prompt(
         assert gate.wait(60)
         return plain(self)
 
-    name = served.post("/v1/prompts", {"prompt": "a" * SHORT}).json()["id"]
+    name = patient.post("/v1/prompts", {"prompt": "a" * SHORT}).json()["id"]
     monkeypatch.setattr(GrowingText, "finish", slow)
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(served.post, PLAIN, {**ASK, "prompt_id": name})
+        long = pool.submit(patient.post, PLAIN, {**ASK, "prompt_id": name})
         try:
             assert begun.wait(60)
-            assert served.post(PLAIN, {**ASK, "prompt": "x"}).status_code == 200
+            assert patient.post(PLAIN, {**ASK, "prompt": "x"}).status_code == 200
         finally:
             gate.set()
         assert long.result().status_code == 200
 
 
-def test_put_replaces_and_delete_gives_up(served: Serving, want: str) -> None:
-    name = served.post("/v1/prompts", {"prompt": "Something else"}).json()["id"]
-    url = f"{served.url}/v1/prompts/{name}"
+def test_put_replaces_and_delete_gives_up(patient: Serving, want: str) -> None:
+    name = patient.post("/v1/prompts", {"prompt": "Something else"}).json()["id"]
+    url = f"{patient.url}/v1/prompts/{name}"
     put = httpx.put(url, json={"replace": TEXT, "from": 0}, timeout=60)
     assert put.status_code == 200
     wrong = httpx.put(url, json={"replace": "x", "from": 10**6}, timeout=60)
     assert "must be an integer in" in message(wrong, 400)
-    answer = served.post(PLAIN, {**ASK, "prompt_id": name}).json()
+    answer = patient.post(PLAIN, {**ASK, "prompt_id": name}).json()
     assert answer["choices"][0]["text"] == want
-    name = served.post("/v1/prompts", {}).json()["id"]
-    gone = httpx.delete(f"{served.url}/v1/prompts/{name}", timeout=60)
+    name = patient.post("/v1/prompts", {}).json()["id"]
+    gone = httpx.delete(f"{patient.url}/v1/prompts/{name}", timeout=60)
     assert gone.json() == {"id": name, "object": "prompt", "deleted": True}
-    assert "was deleted" in message(served.get(f"/v1/prompts/{name}"), 409)
+    assert "was deleted" in message(patient.get(f"/v1/prompts/{name}"), 409)
 
 
-def test_a_chat_by_its_id(served: Serving) -> None:
+def test_a_chat_by_its_id(patient: Serving) -> None:
     chat = [{"role": "user", "content": TEXT}]
-    whole = served.post(CHAT, {**ASK, "messages": chat}).json()
+    whole = patient.post(CHAT, {**ASK, "messages": chat}).json()
     body = {"messages": [{"role": "user", "content": TEXT[:9]}], "service_tier": "flex"}
-    opened = served.post("/v1/prompts", body).json()
-    served.post(f"/v1/prompts/{opened['id']}/append", {"append": TEXT[9:]})
-    wrong = served.post(PLAIN, {**ASK, "prompt_id": opened["id"]})
+    opened = patient.post("/v1/prompts", body).json()
+    patient.post(f"/v1/prompts/{opened['id']}/append", {"append": TEXT[9:]})
+    wrong = patient.post(PLAIN, {**ASK, "prompt_id": opened["id"]})
     assert "opened with messages; send it to /v1/chat/completions" in message(wrong, 400)
-    answer = served.post(CHAT, {**ASK, "prompt_id": opened["id"]}).json()
+    answer = patient.post(CHAT, {**ASK, "prompt_id": opened["id"]}).json()
     assert answer["choices"] == whole["choices"]
     assert answer["service_tier"] == "flex"
 
 
-def test_what_is_refused_leaves_it_open(served: Serving, want: str) -> None:
-    name = served.post("/v1/prompts", {"prompt": TEXT}).json()["id"]
+def test_what_is_refused_leaves_it_open(patient: Serving, want: str) -> None:
+    name = patient.post("/v1/prompts", {"prompt": TEXT}).json()["id"]
     for wrong, text in (
         ({"max_tokens": 10**7}, "exceed"),
         ({"prompt": "another"}, "leave prompt out"),
         ({"n": 2}, "n=2 cannot be asked"),
         ({"temperature": -1}, "temperature"),
     ):
-        assert text in message(served.post(PLAIN, {**ASK, "prompt_id": name, **wrong}), 400)
-    answer = served.post(PLAIN, {**ASK, "prompt_id": name}).json()
+        assert text in message(patient.post(PLAIN, {**ASK, "prompt_id": name, **wrong}), 400)
+    answer = patient.post(PLAIN, {**ASK, "prompt_id": name}).json()
     assert answer["choices"][0]["text"] == want
 
 
@@ -268,9 +265,9 @@ def test_what_is_refused_leaves_it_open(served: Serving, want: str) -> None:
         ({"wrong": 1}, "unknown field"),
     ],
 )
-def test_what_cannot_be_opened(served: Serving, body: dict[str, Any], text: str) -> None:
-    assert text in message(served.post("/v1/prompts", body), 400)
-    assert served.metric("qllm:num_open_prompts") == 0
+def test_what_cannot_be_opened(patient: Serving, body: dict[str, Any], text: str) -> None:
+    assert text in message(patient.post("/v1/prompts", body), 400)
+    assert patient.metric("qllm:num_open_prompts") == 0
 
 
 def test_unknown_ids_and_those_of_other_keys(engine: QLLMEngine) -> None:
@@ -327,12 +324,12 @@ def test_a_batch_line_has_no_prompt_id() -> None:
         prepare(None, PLAIN, {"prompt_id": "prompt-1"})  # type: ignore[arg-type]
 
 
-def test_many_retrievers_write_one_prompt(served: Serving) -> None:
-    name = served.post("/v1/prompts", {"prompt": "Sources:\n"}).json()["id"]
+def test_many_retrievers_write_one_prompt(patient: Serving) -> None:
+    name = patient.post("/v1/prompts", {"prompt": "Sources:\n"}).json()["id"]
 
     def write(i: int) -> None:
         for j in range(5):
-            served.post(f"/v1/prompts/{name}/append", {"append": f"<{i}.{j}>"})
+            patient.post(f"/v1/prompts/{name}/append", {"append": f"<{i}.{j}>"})
 
     threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -340,9 +337,9 @@ def test_many_retrievers_write_one_prompt(served: Serving) -> None:
     for thread in threads:
         thread.join()
     body = {**ASK, "prompt_id": name, "return_token_ids": True}
-    answer = served.post(PLAIN, body).json()
+    answer = patient.post(PLAIN, body).json()
     ids = answer["choices"][0]["prompt_token_ids"]
-    text = served.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    text = patient.post("/detokenize", {"tokens": ids}).json()["prompt"]
     assert all(text.count(f"<{i}.{j}>") == 1 for i in range(4) for j in range(5))
     for i in range(4):  # each in its own order
         places = [text.index(f"<{i}.{j}>") for j in range(5)]

@@ -1,8 +1,6 @@
 import gzip
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,28 +19,10 @@ from qllm.server.protocol import ChatRequest, CompletionRequest
 from qllm.server.responses_protocol import ResponsesRequest
 from qllm.server.shortcut import LONG
 from qllm.server.tools import DetokenizeRequest, TokenizeRequest
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, until
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine) as serving_:
-        yield serving_
-
-
-@pytest.fixture(scope="module")
-def client(served: Serving) -> Iterator[openai.OpenAI]:
-    with served.client() as client:
-        yield client
 
 
 def is_idle(engine: QLLMEngine) -> bool:
@@ -182,7 +162,7 @@ def test_half_a_surrogate_pair_is_400_in_every_string(served: Serving, path: str
         assert "the body" in message
 
 
-def test_a_form_in_an_encoding_that_has_halves_is_400(tmp_path: Path) -> None:
+def test_a_form_in_an_encoding_that_has_halves_is_400(served: Serving) -> None:
     body = (
         b'--x\r\nContent-Disposition: form-data; name="\\ud800"\r\n\r\na\r\n'
         b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -190,8 +170,7 @@ def test_a_form_in_an_encoding_that_has_halves_is_400(tmp_path: Path) -> None:
         b"--x--\r\n"
     )
     kind = {"content-type": "multipart/form-data; boundary=x; charset=unicode_escape"}
-    with tiny_engine() as engine, serving(engine, state_dir=str(tmp_path)) as served:
-        answer = httpx.post(f"{served.url}/v1/files", content=body, headers=kind, timeout=60)
+    answer = httpx.post(f"{served.url}/v1/files", content=body, headers=kind, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "\\ud800")
 
 

@@ -15,8 +15,7 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ModelError
 from qllm.frontend.request_log import RequestLog
 from qllm.types import FinishReason
-from qllm_policies.qllm2 import Qllm2
-from tests.support.engines import POISON, Poisoned, freeze, pid_of
+from tests.support.engines import POISON, CrashOnce, Poisoned, freeze, pid_of
 from tests.support.replay import (
     COMPLETIONS,
     NUM,
@@ -33,20 +32,6 @@ from tests.support.serving import Serving, serving, tiny_engine, until
 
 make = partial(tiny_engine, **SETTINGS)
 HOUR_NS = 3600 * 10**9
-
-
-class CrashOnce(Qllm2):
-    """Ends the loop itself once the file is there, and takes the file away."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        object.__setattr__(self, "path", path)
-
-    def rank(self, *numbers: int) -> tuple[int, int]:
-        if os.path.exists(self.path):  # type: ignore[attr-defined]
-            os.unlink(self.path)  # type: ignore[attr-defined]
-            raise SystemExit("the device is lost")
-        return super().rank(*numbers)
 
 
 def is_ready(served: Serving) -> bool:

@@ -18,23 +18,20 @@ from qllm.server.ask import Served
 from qllm.server.config import ServerConfig
 from qllm.server.open_answer import STATUS_S, Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
-from tests.support.engines import Holds
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.engines import Holding
+from tests.support.serving import Serving, serving, until
 from tests.support.virtual import VirtualLoop
+
+pytestmark = pytest.mark.usefixtures("invariant_engine")  # each test leaves it idle
 
 COMPLETE = "/v1/completions"
 LONG = {"prompt": "def f(x):", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(exactness="batch-invariant") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, api_keys="alpha,beta", comment_s=0.05) as found:
+def commenting(shared_invariant: QLLMEngine) -> Iterator[Serving]:
+    """Serve two keys and comment soon on a stream that waits."""
+    with serving(shared_invariant, api_keys="alpha,beta", comment_s=0.05) as found:
         yield found
 
 
@@ -52,14 +49,11 @@ def see(served: Serving, name: str = "", key: str = "alpha") -> httpx.Response:
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[tuple[Serving, Path]]:
-    """A server whose requests stop at their 20th token until the file exists."""
-    gate = tmp_path / "gate"
-    with (
-        tiny_engine(policy=Holds(str(gate)), conformance=False) as engine,
-        serving(engine, api_keys="alpha,beta", comment_s=0.05, max_ls=1) as found,
-    ):
-        yield found, gate
+def held(holding: Holding) -> Iterator[tuple[Serving, Path]]:
+    """Serve so that requests stop at their 20th token until the file exists."""
+    settings: dict[str, Any] = {"api_keys": "alpha,beta", "comment_s": 0.05, "max_ls": 1}
+    with serving(holding.engine, **settings) as found:
+        yield found, holding.gate
 
 
 def test_a_request_is_paused_and_goes_on_with_the_same_answer(held: tuple[Serving, Path]) -> None:
@@ -180,8 +174,8 @@ def test_there_must_be_a_seat(held: tuple[Serving, Path]) -> None:
         ({"service_tier": "fast"}, "service_tier"),
     ],
 )
-def test_wrong_changes_are_refused(served: Serving, body: dict[str, Any], says: str) -> None:
-    answer = patch(served, "cmpl-x", **body)
+def test_wrong_changes_are_refused(commenting: Serving, body: dict[str, Any], says: str) -> None:
+    answer = patch(commenting, "cmpl-x", **body)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
 
@@ -202,10 +196,10 @@ def test_wrong_changes_are_refused(served: Serving, body: dict[str, Any], says: 
     ],
 )
 def test_gateways_say_the_class(
-    engine: QLLMEngine, headers: dict[str, str], body: dict[str, Any], want: str
+    invariant_engine: QLLMEngine, headers: dict[str, str], body: dict[str, Any], want: str
 ) -> None:
     objectives = {"sheddable": "BE", "realtime": "LS"}
-    with serving(engine, objectives=objectives) as served:
+    with serving(invariant_engine, objectives=objectives) as served:
         answer = served.post(COMPLETE, {"prompt": "x", "max_tokens": 1, **body}, headers=headers)
         assert answer.headers["x-qllm-priority"] == want
         wrong = {"x-dynamo-request-priority": "high"}
@@ -220,15 +214,15 @@ def _lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 
 
 def test_every_answer_has_an_id_that_the_log_has_too(
-    served: Serving, caplog: pytest.LogCaptureFixture
+    commenting: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("qllm").addHandler(caplog.handler)
     try:
-        plain = served.post(COMPLETE, {"prompt": "x", "max_tokens": 1}, headers=bearer("alpha"))
+        plain = commenting.post(COMPLETE, {"prompt": "x", "max_tokens": 1}, headers=bearer("alpha"))
         assert plain.headers["x-request-id"] == plain.json()["id"]
-        failed = served.get("/v1/models")
+        failed = commenting.get("/v1/models")
         assert failed.status_code == 401
-        lost = served.get("/a%0Ab", headers=bearer("alpha"))
+        lost = commenting.get("/a%0Ab", headers=bearer("alpha"))
         ids = [x.headers["x-request-id"] for x in (plain, failed, lost)]
         assert len(set(ids)) == 3
         begins = (f'"POST {COMPLETE}" 200', '"GET /v1/models" 401', '"GET /a%0Ab" 404')
@@ -240,9 +234,9 @@ def test_every_answer_has_an_id_that_the_log_has_too(
         logging.getLogger("qllm").removeHandler(caplog.handler)
 
 
-def test_the_rate_limit_is_said_as_openai_says_it(engine: QLLMEngine) -> None:
+def test_the_rate_limit_is_said_as_openai_says_it(invariant_engine: QLLMEngine) -> None:
     body = {"prompt": "x", "max_tokens": 1}
-    with serving(engine, rate_per_minute=2, api_keys="alpha,beta") as served:
+    with serving(invariant_engine, rate_per_minute=2, api_keys="alpha,beta") as served:
         answers = [served.post(COMPLETE, body, headers=bearer("alpha")) for _ in range(3)]
         left = [x.headers["x-ratelimit-remaining-requests"] for x in answers]
         assert left == ["1", "0", "0"]
@@ -252,7 +246,7 @@ def test_the_rate_limit_is_said_as_openai_says_it(engine: QLLMEngine) -> None:
         assert 0 < resets[0] <= 30 < resets[1] <= 60
         other = served.post(COMPLETE, body, headers=bearer("beta"))
         assert other.headers["x-ratelimit-remaining-requests"] == "1"
-    with serving(engine) as served:
+    with serving(invariant_engine) as served:
         found = served.post(COMPLETE, body).headers
         assert not [name for name in found if name.startswith("x-ratelimit")]
 

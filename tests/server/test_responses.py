@@ -43,35 +43,31 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(conformance=False) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def keyed(shared_engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Serve two keys."""
     state = tmp_path_factory.mktemp("state")
-    with serving(engine, state_dir=state, api_keys="none,other") as made:
+    with serving(shared_engine, state_dir=state, api_keys="none,other") as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def client(served: Serving) -> Iterator[openai.OpenAI]:
-    with served.client() as made:
+@pytest.fixture
+def responding(keyed: Serving, engine: QLLMEngine) -> Iterator[openai.OpenAI]:
+    """Yield a client with one of the keys."""
+    with keyed.client() as made:
         yield made
 
 
 # -- one response
 
 
-def test_a_response(client: openai.OpenAI) -> None:
-    found = client.responses.create(**GREEDY, instructions="Be brief.", metadata={"a": "b"})
+def test_a_response(responding: openai.OpenAI) -> None:
+    found = responding.responses.create(**GREEDY, instructions="Be brief.", metadata={"a": "b"})
     assert found.status in ("completed", "incomplete")
     assert found.output_text
     assert (found.instructions, found.metadata) == ("Be brief.", {"a": "b"})
     assert found.usage
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
-    assert client.responses.retrieve(found.id) == found
+    assert responding.responses.retrieve(found.id) == found
 
 
 @pytest.mark.parametrize(
@@ -84,25 +80,25 @@ def test_a_response(client: openai.OpenAI) -> None:
     ],
 )
 def test_input_tokens_are_those_of_the_response(
-    client: openai.OpenAI, more: dict[str, Any]
+    responding: openai.OpenAI, more: dict[str, Any]
 ) -> None:
     asked = {**ASKED, **more}
     greedy = {"temperature": 0, "max_output_tokens": 16}  # one that is drawn may be empty
-    counted = client.responses.input_tokens.count(**asked)
-    found = client.responses.create(**asked, **greedy)
+    counted = responding.responses.input_tokens.count(**asked)
+    found = responding.responses.create(**asked, **greedy)
     assert counted.object == "response.input_tokens"
     assert found.usage
     assert counted.input_tokens == found.usage.input_tokens
     more_asked = {"model": "tiny", "previous_response_id": found.id}
-    again = client.responses.input_tokens.count(**more_asked, input="And loads?")
-    next_found = client.responses.create(**more_asked, input="And loads?", **greedy)
+    again = responding.responses.input_tokens.count(**more_asked, input="And loads?")
+    next_found = responding.responses.create(**more_asked, input="And loads?", **greedy)
     assert next_found.usage
     assert again.input_tokens == next_found.usage.input_tokens > counted.input_tokens
-    without = client.responses.input_tokens.count(**more_asked)
+    without = responding.responses.input_tokens.count(**more_asked)
     assert counted.input_tokens < without.input_tokens < again.input_tokens
 
 
-def test_what_cannot_be_counted(client: openai.OpenAI) -> None:
+def test_what_cannot_be_counted(responding: openai.OpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"model": "tiny"}, "input is empty"),
         ({"model": "tiny", "input": "a", "extra_body": {"nonsense": 1}}, "nonsense"),
@@ -110,24 +106,24 @@ def test_what_cannot_be_counted(client: openai.OpenAI) -> None:
     ]
     for asked, says in wrong:
         with pytest.raises(openai.BadRequestError, match=says):
-            client.responses.input_tokens.count(**asked)
+            responding.responses.input_tokens.count(**asked)
     with pytest.raises(openai.BadRequestError, match="no response 'resp_none'"):
-        client.responses.input_tokens.count(model="tiny", previous_response_id="resp_none")
+        responding.responses.input_tokens.count(model="tiny", previous_response_id="resp_none")
     with pytest.raises(openai.NotFoundError):
-        client.responses.input_tokens.count(model="other", input="a")
+        responding.responses.input_tokens.count(model="other", input="a")
 
 
-def test_too_few_tokens_are_incomplete(client: openai.OpenAI) -> None:
-    found = client.responses.create(**{**GREEDY, "max_output_tokens": 2})
+def test_too_few_tokens_are_incomplete(responding: openai.OpenAI) -> None:
+    found = responding.responses.create(**{**GREEDY, "max_output_tokens": 2})
     assert found.status == "incomplete"
     assert found.incomplete_details
     assert found.incomplete_details.reason == "max_output_tokens"
     assert found.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
-def test_a_stream_has_the_events_of_the_api(client: openai.OpenAI) -> None:
-    whole = client.responses.create(**GREEDY)
-    events = list(client.responses.create(**GREEDY, stream=True))
+def test_a_stream_has_the_events_of_the_api(responding: openai.OpenAI) -> None:
+    whole = responding.responses.create(**GREEDY)
+    events = list(responding.responses.create(**GREEDY, stream=True))
     names = [event.type.removeprefix("response.") for event in events]
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     ends = ["output_text.done", "content_part.done", "output_item.done", whole.status]
@@ -138,12 +134,12 @@ def test_a_stream_has_the_events_of_the_api(client: openai.OpenAI) -> None:
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text  # type: ignore[union-attr]
 
 
-def test_every_event_is_of_their_types(served: Serving) -> None:
+def test_every_event_is_of_their_types(keyed: Serving) -> None:
     """Not read by the client, which takes anything, but held to its types."""
     judge: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     for more in ({}, {"tools": [TOOL], "tool_choice": "required"}):
         body = {**GREEDY, **more, "stream": True}
-        answer = served.post("/v1/responses", body, headers={"authorization": "Bearer none"})
+        answer = keyed.post("/v1/responses", body, headers={"authorization": "Bearer none"})
         blocks = [x for x in answer.text.split("\n\n") if x.startswith("event: ")]
         assert len(blocks) > 8
         for block in blocks:
@@ -153,11 +149,11 @@ def test_every_event_is_of_their_types(served: Serving) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_parse(client: openai.OpenAI, streamed: bool) -> None:
+def test_parse(responding: openai.OpenAI, streamed: bool) -> None:
     if not streamed:
-        found = client.responses.parse(**ASKED, text_format=Person)
+        found = responding.responses.parse(**ASKED, text_format=Person)
     else:
-        with client.responses.stream(**ASKED, text_format=Person) as stream:
+        with responding.responses.stream(**ASKED, text_format=Person) as stream:
             for _ in stream:
                 pass
             found = stream.get_final_response()
@@ -167,9 +163,9 @@ def test_parse(client: openai.OpenAI, streamed: bool) -> None:
     assert found.text.format.type == "json_schema"
 
 
-def test_a_call_and_its_result(client: openai.OpenAI) -> None:
+def test_a_call_and_its_result(responding: openai.OpenAI) -> None:
     how: dict[str, Any] = {**ASKED, "tools": [TOOL], "tool_choice": "required"}
-    with client.responses.stream(**how, parallel_tool_calls=False) as stream:
+    with responding.responses.stream(**how, parallel_tool_calls=False) as stream:
         names = [event.type for event in stream]
         found = stream.get_final_response()
     assert "response.function_call_arguments.delta" in names
@@ -178,26 +174,26 @@ def test_a_call_and_its_result(client: openai.OpenAI) -> None:
     assert call.parsed_arguments["zone"] in ("CET", "UTC")  # type: ignore[index]
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
     items: Any = [{"role": "user", "content": "What time is it?"}, *found.output, result]
-    assert client.responses.create(model="tiny", input=items, tools=[TOOL]).usage  # type: ignore[list-item]
-    more = client.responses.create(model="tiny", input=[result], previous_response_id=found.id)
+    assert responding.responses.create(model="tiny", input=items, tools=[TOOL]).usage  # type: ignore[list-item]
+    more = responding.responses.create(model="tiny", input=[result], previous_response_id=found.id)
     assert more.usage
     assert more.usage.input_tokens > 20
 
 
-def test_some_tools_are_allowed(client: openai.OpenAI) -> None:
+def test_some_tools_are_allowed(responding: openai.OpenAI) -> None:
     other = {**TOOL, "name": "other"}
     allowed: Any = {
         "type": "allowed_tools", "mode": "required",
         "tools": [{"type": "function", "name": "other"}],
     }  # fmt: skip
-    found = client.responses.create(
+    found = responding.responses.create(
         **ASKED, tools=[TOOL, other], tool_choice=allowed, max_output_tokens=300
     )
     assert {item.name for item in found.output if item.type == "function_call"} == {"other"}
 
 
-def test_log_probabilities(client: openai.OpenAI) -> None:
-    found = client.responses.create(
+def test_log_probabilities(responding: openai.OpenAI) -> None:
+    found = responding.responses.create(
         **GREEDY, include=["message.output_text.logprobs"], top_logprobs=2
     )
     (message,) = found.output
@@ -207,7 +203,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_tokens_keep_their_spaces(
-    client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+    responding: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.tokenizer, "clean_up_tokenization_spaces", True)
     name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -215,36 +211,36 @@ def test_tokens_keep_their_spaces(
     form = {"type": "json_schema", "name": "x", "schema": {"enum": [" ..."]}}
     asked = {"include": ["message.output_text.logprobs"], "text": {"format": form}}
     how: dict[str, Any] = {**GREEDY, **asked}
-    found = client.responses.create(**how)
+    found = responding.responses.create(**how)
     tokens = [x.token for x in found.output[0].content[0].logprobs]
     assert "".join(tokens).startswith(found.output_text)
 
 
 def test_reasoning_is_an_item_and_has_a_budget(
-    client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+    responding: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = engine.tokenizer.chat_template
     monkeypatch.setattr(engine.tokenizer, "chat_template", plain + "<think>")
     extra = {"reasoning": {"max_tokens": 5}, "seed": 3, "ignore_eos": True}
     how = {**ASKED, "max_output_tokens": 40}
-    found = client.responses.create(**how, extra_body=extra)
+    found = responding.responses.create(**how, extra_body=extra)
     assert [item.type for item in found.output] == ["reasoning", "message"]
     assert found.output[0].content[0].type == "reasoning_text"  # type: ignore[union-attr,index]
     assert found.usage
     thought = found.usage.output_tokens_details.reasoning_tokens
     end = len(engine.tokenizer("</think>", add_special_tokens=False)["input_ids"])
     assert 5 <= thought <= 5 + end
-    names = [x.type for x in client.responses.create(**how, stream=True, extra_body=extra)]
+    names = [x.type for x in responding.responses.create(**how, stream=True, extra_body=extra)]
     assert "response.reasoning_text.delta" in names
     how_chat: dict[str, Any] = {
         "model": "tiny", "messages": [{"role": "user", "content": ASKED["input"]}],
         "max_tokens": 40,
         "extra_body": {"thinking_token_budget": 5, "seed": 3, "ignore_eos": True},
     }  # fmt: skip
-    whole = client.chat.completions.create(**how_chat)
+    whole = responding.chat.completions.create(**how_chat)
     assert whole.usage.completion_tokens_details.reasoning_tokens == thought
     options = {"include_usage": True}
-    *_, last = client.chat.completions.create(**how_chat, stream=True, stream_options=options)
+    *_, last = responding.chat.completions.create(**how_chat, stream=True, stream_options=options)
     assert last.usage.completion_tokens_details.reasoning_tokens == thought
     chat = whole.choices[0].message
     text = found.output[0].content[0].text  # type: ignore[union-attr,index]
@@ -252,7 +248,7 @@ def test_reasoning_is_an_item_and_has_a_budget(
     body = {"model": "tiny", "max_tokens": 40, "messages": [{"role": "user", "content": "x"}]}
     body["thinking"] = {"type": "enabled", "budget_tokens": 5}
     answer = httpx.post(
-        f"{str(client.base_url).removesuffix('/v1/')}/v1/messages", json=body, timeout=60,
+        f"{str(responding.base_url).removesuffix('/v1/')}/v1/messages", json=body, timeout=60,
         headers={"x-api-key": "none"},
     ).json()  # fmt: skip
     assert answer["content"][0]["type"] == "thinking"
@@ -262,13 +258,13 @@ def test_reasoning_is_an_item_and_has_a_budget(
 # -- state
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    first = client.responses.create(**{**GREEDY, "input": LONG})
-    second = client.responses.create(**GREEDY, previous_response_id=first.id)
-    third = client.responses.create(**GREEDY, previous_response_id=second.id)
+def test_a_conversation_goes_on(responding: openai.OpenAI) -> None:
+    first = responding.responses.create(**{**GREEDY, "input": LONG})
+    second = responding.responses.create(**GREEDY, previous_response_id=first.id)
+    third = responding.responses.create(**GREEDY, previous_response_id=second.id)
     said = [{"role": "user", "content": LONG}, *first.output]
     said += [{"role": "user", "content": GREEDY["input"]}, *second.output]
-    by_hand = client.responses.create(
+    by_hand = responding.responses.create(
         **{**GREEDY, "input": [*said, {"role": "user", "content": GREEDY["input"]}]}, store=False
     )
     assert third.output_text == by_hand.output_text
@@ -276,15 +272,15 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     assert by_hand.usage
     assert third.usage.input_tokens == by_hand.usage.input_tokens
     assert third.usage.input_tokens_details.cached_tokens > 0
-    items = client.responses.input_items.list(second.id).data
+    items = responding.responses.input_items.list(second.id).data
     assert [item.role for item in items] == ["user"]  # type: ignore[union-attr]
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(by_hand.id)
+        responding.responses.retrieve(by_hand.id)
 
 
-def test_a_foreign_key_sees_nothing(served: Serving, client: openai.OpenAI) -> None:
-    mine = client.responses.create(**GREEDY)
-    with served.client("other") as other:
+def test_a_foreign_key_sees_nothing(keyed: Serving, responding: openai.OpenAI) -> None:
+    mine = responding.responses.create(**GREEDY)
+    with keyed.client("other") as other:
         for ask in (
             other.responses.retrieve,
             other.responses.delete,
@@ -295,17 +291,17 @@ def test_a_foreign_key_sees_nothing(served: Serving, client: openai.OpenAI) -> N
                 ask(mine.id)
         with pytest.raises(openai.BadRequestError, match="there is no response"):
             other.responses.create(**GREEDY, previous_response_id=mine.id)
-    assert client.responses.retrieve(mine.id) == mine
+    assert responding.responses.retrieve(mine.id) == mine
 
 
-def test_what_was_deleted_is_gone(client: openai.OpenAI) -> None:
-    first = client.responses.create(**GREEDY)
-    second = client.responses.create(**GREEDY, previous_response_id=first.id)
-    client.responses.delete(first.id)
+def test_what_was_deleted_is_gone(responding: openai.OpenAI) -> None:
+    first = responding.responses.create(**GREEDY)
+    second = responding.responses.create(**GREEDY, previous_response_id=first.id)
+    responding.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="there is no response"):
-        client.responses.retrieve(first.id)
+        responding.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError, match="is gone"):
-        client.responses.create(**GREEDY, previous_response_id=second.id)
+        responding.responses.create(**GREEDY, previous_response_id=second.id)
 
 
 # -- the background
@@ -316,41 +312,41 @@ def ended(client: openai.OpenAI, response_id: str) -> Response:
     return client.responses.retrieve(response_id)
 
 
-def test_a_response_in_the_background(client: openai.OpenAI) -> None:
-    want = client.responses.create(**GREEDY)
-    begun = client.responses.create(**GREEDY, background=True)
+def test_a_response_in_the_background(responding: openai.OpenAI) -> None:
+    want = responding.responses.create(**GREEDY)
+    begun = responding.responses.create(**GREEDY, background=True)
     assert (begun.status, begun.output, begun.service_tier) == ("queued", [], "flex")
-    found = ended(client, begun.id)
+    found = ended(responding, begun.id)
     assert (found.status, found.output_text) == (want.status, want.output_text)
     assert found.service_tier == "flex", "the class that it was served with"
-    assert client.responses.create(**GREEDY, previous_response_id=begun.id).output
+    assert responding.responses.create(**GREEDY, previous_response_id=begun.id).output
 
 
 def test_a_response_in_the_background_that_cannot_be_written_has_failed(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    responding: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks for it for ever."""
     monkeypatch.setattr(ResponseWriter, "body", lambda *_: {}["no"])
-    found = ended(client, client.responses.create(**GREEDY, background=True).id)
+    found = ended(responding, responding.responses.create(**GREEDY, background=True).id)
     assert found.status == "failed"
     assert found.error is not None
     assert "KeyError" in found.error.message
 
 
-def test_cancel(client: openai.OpenAI, engine: QLLMEngine) -> None:
+def test_cancel(responding: openai.OpenAI, engine: QLLMEngine) -> None:
     how: dict[str, Any] = {**ASKED, "background": True, "max_output_tokens": 3000}
-    begun = client.responses.create(**how, extra_body={"min_tokens": 2900})
-    found = client.responses.cancel(begun.id)
+    begun = responding.responses.create(**how, extra_body={"min_tokens": 2900})
+    found = responding.responses.cancel(begun.id)
     assert found.status == "cancelled"
     until(lambda: engine.stats()["num_live"] == 0)
-    assert client.responses.retrieve(begun.id).status == "cancelled"
+    assert responding.responses.retrieve(begun.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="is cancelled; go on from the response be"):
-        client.responses.create(**GREEDY, previous_response_id=begun.id)
-    plain = client.responses.create(**GREEDY)
+        responding.responses.create(**GREEDY, previous_response_id=begun.id)
+    plain = responding.responses.create(**GREEDY)
     with pytest.raises(openai.BadRequestError, match="background=true"):
-        client.responses.cancel(plain.id)
-    deleted = client.responses.create(**how, extra_body={"min_tokens": 2900})
-    client.responses.delete(deleted.id)
+        responding.responses.cancel(plain.id)
+    deleted = responding.responses.create(**how, extra_body={"min_tokens": 2900})
+    responding.responses.delete(deleted.id)
     until(lambda: engine.stats()["num_live"] == 0)
 
 
@@ -437,9 +433,9 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
         ({"max_output_tokens": 0}, "greater than or equal to 1", "max_output_tokens"),
     ],
 )
-def test_refusals(served: Serving, more: dict[str, Any], says: str, param: str | None) -> None:
+def test_refusals(keyed: Serving, more: dict[str, Any], says: str, param: str | None) -> None:
     headers = {"authorization": "Bearer none"}
-    answer = served.post("/v1/responses", {**ASKED, **more}, headers=headers)
+    answer = keyed.post("/v1/responses", {**ASKED, **more}, headers=headers)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert says in error["message"]

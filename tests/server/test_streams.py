@@ -19,8 +19,10 @@ from qllm.llm import QLLMEngine
 from qllm.server.background import Background
 from qllm.server.response_store import ResponseStore
 from qllm.server.store import Store
-from tests.support.engines import FileGate, Holds, pid_of
+from tests.support.engines import FileGate, Holding, Holds, pid_of
 from tests.support.serving import Serving, serving, tiny_engine, until
+
+pytestmark = pytest.mark.usefixtures("invariant_engine")  # each test leaves it idle
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "What does json.dumps do?"}
 LONG: dict[str, Any] = {
@@ -31,28 +33,23 @@ SETTINGS: dict[str, Any] = {"conformance": False, "exactness": "batch-invariant"
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine(**SETTINGS) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def streaming(
+    shared_invariant: QLLMEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    """Yield a client of a server whose answers do not depend on what is computed beside them."""
     folder = tmp_path_factory.mktemp("state")
-    with serving(engine, state_dir=folder) as served, served.client() as client:
+    with serving(shared_invariant, state_dir=folder) as served, served.client() as client:
         yield client
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[tuple[Serving, openai.OpenAI, Path]]:
-    """A server whose requests stop at their 20th token until the file exists."""
-    gate = tmp_path / "gate"
+def held(holding: Holding, tmp_path: Path) -> Iterator[tuple[Serving, openai.OpenAI, Path]]:
+    """Serve so that requests stop at their 20th token until the file exists."""
     with (
-        tiny_engine(policy=Holds(str(gate)), **SETTINGS) as engine,
-        serving(engine, state_dir=tmp_path, comment_s=0.05) as served,
+        serving(holding.engine, state_dir=tmp_path, comment_s=0.05) as served,
         served.client() as client,
     ):
-        yield served, client, gate
+        yield served, client, holding.gate
 
 
 def whole(events: list[ResponseStreamEvent]) -> str:
@@ -79,17 +76,17 @@ def until_it_speaks(stream: Iterator[Any]) -> list[Any]:
     return events
 
 
-def test_a_stream_in_the_background_is_that_of_the_foreground(client: openai.OpenAI) -> None:
-    want = client.responses.create(**LONG)
-    events = list(client.responses.create(**STREAM))
+def test_a_stream_in_the_background_is_that_of_the_foreground(streaming: openai.OpenAI) -> None:
+    want = streaming.responses.create(**LONG)
+    events = list(streaming.responses.create(**STREAM))
     assert whole(events) == want.output_text
     found = events[-1].response  # type: ignore[union-attr]
     assert (found.background, found.service_tier) == (True, "flex")
-    assert client.responses.retrieve(found.id) == found
-    again = list(client.responses.retrieve(found.id, stream=True))
+    assert streaming.responses.retrieve(found.id) == found
+    again = list(streaming.responses.retrieve(found.id, stream=True))
     assert again == events, "also when all is over"
     for number in (0, 2, len(events) - 2, len(events) - 1):
-        rest = list(client.responses.retrieve(found.id, stream=True, starting_after=number))
+        rest = list(streaming.responses.retrieve(found.id, stream=True, starting_after=number))
         assert rest == events[number + 1 :]
 
 
@@ -156,19 +153,19 @@ def test_a_stream_goes_on_with_the_next_engine(tmp_path: Path) -> None:
         served.front.engine.close()
 
 
-def test_after_a_restart_of_the_server(engine: QLLMEngine, tmp_path: Path) -> None:
+def test_after_a_restart_of_the_server(
+    invariant_engine: QLLMEngine, holding: Holding, tmp_path: Path
+) -> None:
     """What has not begun is answered; what was cut off has failed, and its last event says so."""
-    gate = tmp_path / "gate"
     how: dict[str, Any] = {"state_dir": tmp_path, "drain_s": 0, "batch_concurrency": 1}
     with (
-        tiny_engine(policy=Holds(str(gate)), **SETTINGS) as slow,
-        serving(slow, **how) as served,
+        serving(holding.engine, **how) as served,
         served.client() as client,
     ):
         want = until_it_speaks(stream := client.responses.create(**STREAM))
         queued = first(client.responses.create(**STREAM), 2)
         stream.close()
-    with serving(engine, **how) as served, served.client() as client:
+    with serving(invariant_engine, **how) as served, served.client() as client:
         cut, other = (x[0].response.id for x in (want, queued))
         events = list(client.responses.retrieve(cut, stream=True))
         assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -181,19 +178,19 @@ def test_after_a_restart_of_the_server(engine: QLLMEngine, tmp_path: Path) -> No
 
 
 def test_a_failure_is_the_last_event(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    streaming: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qllm.server.response_writer.changes", lambda *_: {}["no"])
-    events = list(client.responses.create(**STREAM))
+    events = list(streaming.responses.create(**STREAM))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.failed"
     assert "KeyError" in str(events[-1].response.error)
-    assert client.responses.retrieve(events[0].response.id).status == "failed"  # type: ignore[union-attr]
+    assert streaming.responses.retrieve(events[0].response.id).status == "failed"  # type: ignore[union-attr]
 
 
-def test_wrong_ways_to_read(client: openai.OpenAI) -> None:
-    plain = client.responses.create(**LONG)
-    events = list(client.responses.create(**STREAM))
+def test_wrong_ways_to_read(streaming: openai.OpenAI) -> None:
+    plain = streaming.responses.create(**LONG)
+    events = list(streaming.responses.create(**STREAM))
     name = events[0].response.id  # type: ignore[union-attr]
     wrong: list[tuple[str, dict[str, Any], str]] = [
         (plain.id, {"stream": True}, "this response has no events"),
@@ -204,12 +201,12 @@ def test_wrong_ways_to_read(client: openai.OpenAI) -> None:
     ]
     for response_id, how, says in wrong:
         with pytest.raises(openai.BadRequestError, match=says) as caught:
-            client.responses.retrieve(response_id, **how)
+            streaming.responses.retrieve(response_id, **how)
         assert caught.value.param in ("stream", "starting_after")
-    whole = client.responses.retrieve(name, extra_query={"stream": False, "starting_after": 1})
+    whole = streaming.responses.retrieve(name, extra_query={"stream": False, "starting_after": 1})
     assert whole.id == name
     with pytest.raises(openai.BadRequestError, match="compaction is not served") as refused:
-        client.responses.compact(model="tiny", input="x")
+        streaming.responses.compact(model="tiny", input="x")
     assert refused.value.status_code == 400
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -11,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from qllm.errors import DeadEndError
 from qllm.types import StructuredOutputs
-from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.serving import Serving
 
 CHAT = [{"role": "user", "content": "A person, please."}]
 PATTERN = "[0-9]{3}-[a-c]"
@@ -22,12 +21,6 @@ DEAD_END = 'start: ("a" | "b") DEAD\nDEAD: /[^\\s\\S]/'
 class Person(BaseModel):
     name: str = Field(max_length=5)
     kind: Literal["cat", "dog"]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
-    with tiny_engine() as engine, serving(engine) as found:
-        yield found
 
 
 def chat(served: Serving, **more: Any) -> Any:

@@ -1,7 +1,6 @@
 """Tools and reasoning, as agents' clients use them."""
 
 import json
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +13,7 @@ from qllm.llm import QLLMEngine
 from qllm.models.tokenizer import load_tokenizer
 from qllm.server.calls import HermesReader, PlainReader, TemplateReader, make_reader, merged
 from qllm.server.tool_choice import Choice
-from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.serving import Serving
 
 CHAT: list[Any] = [{"role": "user", "content": "What is the weather in Bonn?"}]
 WEATHER: dict[str, Any] = {
@@ -35,23 +34,6 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "x", "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(served: Serving) -> openai.OpenAI:
-    return served.client()
 
 
 def check(call: Any) -> None:

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,13 +5,7 @@ from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.cli.top import Sample, Scrape, head, quantile, table
-from tests.support.serving import Serving, serving, tiny_engine, until
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
-    with tiny_engine() as engine, serving(engine) as serving_:
-        yield serving_
+from tests.support.serving import Serving, until
 
 
 def test_top_shows_a_running_server(served: Serving) -> None:

@@ -16,22 +16,10 @@ from qllm.llm import QLLMEngine
 from qllm.server.feed import Feed
 from qllm.server.front import Front
 from qllm.server.ui import TYPES
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, until
 
 STATIC = files("qllm.server") / "static"
 VOID = {"meta", "link", "input", "br", "img"}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(engine, state_dir=tmp_path_factory.mktemp("state")) as serving_:
-        yield serving_
 
 
 class Page(HTMLParser):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.plan import Plan
@@ -17,8 +17,6 @@ from qllm.policy import View, next_row
 from qllm.scheduler import decision
 from qllm.types import NS_PER_S, Cap
 from qllm_policies.qllm2 import Qllm2
-from tests.support.byte_models import byte_tokenizer
-from tests.support.families import make_model
 
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
 LONG = SamplingParams(temperature=0, ignore_eos=True)
@@ -79,13 +77,49 @@ class Poisoned(Qllm2):
         return super().rank(arrival_ns, priority, deadline_ns, prompt_tokens, *more)
 
 
+class CrashOnce(Qllm2):
+    """Ends the loop itself once the file is there, and takes the file away."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "path", path)
+
+    def rank(self, *numbers: int) -> tuple[int, int]:
+        if os.path.exists(self.path):  # type: ignore[attr-defined]
+            os.unlink(self.path)  # type: ignore[attr-defined]
+            raise SystemExit("the device is lost")
+        return super().rank(*numbers)
+
+
+class Broken:
+    """A policy that fails every request."""
+
+    needs = Cap.NONE
+
+    def plan(self, view: View) -> Plan:
+        if view.requests:
+            raise KeyError("no such request")
+        return Plan(wait_until_ns=view.now_ns + 10_000_000)
+
+
 class Unpicklable(FileGate):
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
 
+class Holding(NamedTuple):
+    """An engine with the policy `Holds`."""
+
+    engine: QLLMEngine
+    gate: Path
+    """The file that lets requests go beyond their 20th token."""
+
+
 def save_model(folder: Path, num_layers: int | None = None) -> str:
     """A tiny model with room for long answers, and a tokenizer."""
+    from tests.support.byte_models import byte_tokenizer  # an engine that has a policy of this
+    from tests.support.families import make_model  # file does not import all families
+
     made = make_model("mixtral", num_layers=num_layers)
     made.config.max_position_embeddings = 2048
     made.save_pretrained(folder)

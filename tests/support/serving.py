@@ -13,14 +13,11 @@ import httpx
 import openai
 
 from qllm.llm import QLLMEngine
-from qllm.plan import Plan
-from qllm.policy import View
 from qllm.server.app import create_app
 from qllm.server.config import load_config
 from qllm.server.front import Front
 from qllm.server.run import Server, make_server
 from qllm.server.serve import bound_socket
-from qllm.types import Cap
 
 OVER = ("completed", "failed", "cancelled", "expired")
 """States that a batch does not leave."""
@@ -49,17 +46,6 @@ class Serving(NamedTuple):
         self.get("/metrics")
         registry = self.front.metrics.registry
         return registry.get_sample_value(name, {"model_name": "tiny", **labels}) or 0.0
-
-
-class Broken:
-    """A policy that fails every request."""
-
-    needs = Cap.NONE
-
-    def plan(self, view: View) -> Plan:
-        if view.requests:
-            raise KeyError("no such request")
-        return Plan(wait_until_ns=view.now_ns + 10_000_000)
 
 
 def tiny_engine(**settings: Any) -> QLLMEngine:
