@@ -61,7 +61,7 @@ def _has_mask(args: Any) -> bool:
 
 @contextmanager
 def _launches(graph: "FakeGraph") -> Iterator[None]:
-    """Record launches of Triton kernels. A kernel does not run while it is captured."""
+    """Record launches of Triton kernels, and nothing of what interprets them."""
     real = GridExecutor.__call__
 
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,6 +69,7 @@ def _launches(graph: "FakeGraph") -> Iterator[None]:
             with _disable_current_modes():
                 real(executor, *again, **kwargs)
 
+        run(*args)
         graph.record(executor.fn.__name__, run, args, {}, None)
 
     GridExecutor.__call__ = launch  # type: ignore[method-assign]
