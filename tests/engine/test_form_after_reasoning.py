@@ -28,39 +28,39 @@ def sampling(**more: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
+def exact() -> Iterator[QLLMEngine]:
     with tiny_engine(**SETTINGS) as made:
         yield made
 
 
-def test_the_form_begins_behind_the_reasoning(engine: QLLMEngine) -> None:
-    result = engine.submit(PROMPT, max_tokens=400, sampling=sampling()).result(120)
+def test_the_form_begins_behind_the_reasoning(exact: QLLMEngine) -> None:
+    result = exact.submit(PROMPT, max_tokens=400, sampling=sampling()).result(120)
     assert result.finish_reason is FinishReason.STOP
     found = WHOLE.fullmatch(result.text)
     assert found, result.text
     free = sampling(structured_outputs=None, min_tokens=BUDGET)
-    want = engine.submit(PROMPT, max_tokens=BUDGET, sampling=free).result(120)
+    want = exact.submit(PROMPT, max_tokens=BUDGET, sampling=free).result(120)
     assert result.token_ids[:BUDGET] == want.token_ids, "it reasons as it would without a form"
-    none = engine.submit(PROMPT, max_tokens=400, sampling=sampling(thinking_token_budget=0))
+    none = exact.submit(PROMPT, max_tokens=400, sampling=sampling(thinking_token_budget=0))
     assert (found := WHOLE.fullmatch(none.result(120).text))
     assert found[1] == ""
 
 
-def test_without_reasoning_it_begins_with_the_first_token(engine: QLLMEngine) -> None:
+def test_without_reasoning_it_begins_with_the_first_token(exact: QLLMEngine) -> None:
     """The budget counts nothing in a form, whatever words it has."""
     asked = sampling(thinking_token_budget=3)
-    result = engine.submit("json.dumps", max_tokens=400, sampling=asked).result(120)
+    result = exact.submit("json.dumps", max_tokens=400, sampling=asked).result(120)
     assert re.fullmatch(FORM["regex"], result.text)
 
 
-def test_reasoning_without_a_budget_does_not_end_the_answer(engine: QLLMEngine) -> None:
+def test_reasoning_without_a_budget_does_not_end_the_answer(exact: QLLMEngine) -> None:
     """EOS would end an answer that has not got its form."""
-    bias = {i: 100.0 for i in engine.vocabulary.eos_token_ids}
+    bias = {i: 100.0 for i in exact.vocabulary.eos_token_ids}
     asked = sampling(thinking_token_budget=None, logit_bias=bias)
-    result = engine.submit(PROMPT, max_tokens=30, sampling=asked).result(120)
+    result = exact.submit(PROMPT, max_tokens=30, sampling=asked).result(120)
     assert result.finish_reason is FinishReason.LENGTH
     assert len(result.token_ids) == 30
-    assert not set(result.token_ids) & set(engine.vocabulary.eos_token_ids)
+    assert not set(result.token_ids) & set(exact.vocabulary.eos_token_ids)
 
 
 @pytest.mark.parametrize("swap", [0, 2048])
@@ -80,8 +80,8 @@ def test_it_survives_an_eviction_and_a_swap(swap: int) -> None:
             assert handle.result(120).token_ids == want.token_ids
 
 
-def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path) -> None:
-    want = engine.submit(PROMPT, "BE", 400, sampling=sampling()).result(120)
+def test_a_checkpoint_keeps_the_state(exact: QLLMEngine, tmp_path: Path) -> None:
+    want = exact.submit(PROMPT, "BE", 400, sampling=sampling()).result(120)
     with tiny_engine(**SETTINGS) as other:
         handle = other.submit(PROMPT, "BE", 400, sampling=sampling())
         for _ in handle:
@@ -90,7 +90,7 @@ def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path) -> Non
         handle.pause()
         assert other.checkpoint(tmp_path / "file") == 1
         handle.cancel()
-    (restored,) = engine.restore(tmp_path / "file")
+    (restored,) = exact.restore(tmp_path / "file")
     restored.resume()
     assert restored.result(120).token_ids == want.token_ids
 
@@ -110,10 +110,10 @@ CHAT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_over_http_streamed_and_not(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = engine.tokenizer.chat_template
-    monkeypatch.setattr(engine.tokenizer, "chat_template", plain + "<think>")
-    with serving(engine) as served, served.client() as client:
+def test_over_http_streamed_and_not(exact: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = exact.tokenizer.chat_template
+    monkeypatch.setattr(exact.tokenizer, "chat_template", plain + "<think>")
+    with serving(exact) as served, served.client() as client:
         whole = served.post("/v1/chat/completions", CHAT).json()["choices"][0]
         said = whole["message"]
         assert whole["finish_reason"] == "stop"

@@ -323,8 +323,8 @@ def test_log_probabilities_of_a_prompt_survive_their_records(num: int, num_top: 
     assert len(list(found.tokens())) == num
 
 
-def test_an_engine_that_takes_over_begins_again(engine: QLLMEngine) -> None:
-    handle = engine._handle(1 << 50, None, (1, 2, 3), GREEDY)
+def test_an_engine_that_takes_over_begins_again(scoring: QLLMEngine) -> None:
+    handle = scoring._handle(1 << 50, None, (1, 2, 3), GREEDY)
     parts = prompt_logprobs(6, 2)
     handle.on_prompt(0, parts.part(0, 2))
     handle.on_prompt(2, parts.part(2, 4))
@@ -334,15 +334,15 @@ def test_an_engine_that_takes_over_begins_again(engine: QLLMEngine) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
+def scoring() -> Any:
     with QLLMEngine.from_pretrained("tiny", threads=1, max_step_tokens=64) as made:
         yield made
 
 
-def test_through_rings_a_prompt_comes_whole_and_in_parts(engine: QLLMEngine) -> None:
+def test_through_rings_a_prompt_comes_whole_and_in_parts(scoring: QLLMEngine) -> None:
     ids = [i % 200 + 3 for i in range(700)]
     asked = SamplingParams(temperature=0, prompt_logprobs=20)
-    result = engine.submit(ids, "BE", 1, sampling=asked).result(60)
+    result = scoring.submit(ids, "BE", 1, sampling=asked).result(60)
     assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[0] is None
     assert len(result.prompt_logprobs) == len(ids)
@@ -351,11 +351,11 @@ def test_through_rings_a_prompt_comes_whole_and_in_parts(engine: QLLMEngine) -> 
         assert found is not None
         assert len(found.top) == 20
         assert found.chosen <= found.top[0][1]
-    again = engine.submit(ids, "LS", 3, sampling=asked)
+    again = scoring.submit(ids, "LS", 3, sampling=asked)
     pieces = list(again)
     assert [piece.prompt is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert again.result(60).prompt_logprobs == result.prompt_logprobs
-    assert engine.submit(ids[:9], max_tokens=2).result(60).prompt_logprobs is None
+    assert scoring.submit(ids[:9], max_tokens=2).result(60).prompt_logprobs is None
 
 
 def test_a_broken_prompt_fails_alone() -> None:

@@ -35,7 +35,7 @@ def form(**what: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
+def in_thread() -> Any:
     with QLLMEngine.from_pretrained("tiny", threads=1, run_in="thread") as engine:
         yield engine
 
@@ -45,10 +45,10 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(load_tokenizer("tiny"), 3072, frozenset({2, 0}))
 
 
-def test_every_seed_gives_json_of_the_schema(engine: QLLMEngine) -> None:
+def test_every_seed_gives_json_of_the_schema(in_thread: QLLMEngine) -> None:
     asked = StructuredOutputs(json=PERSON)
     handles = [
-        engine.submit(
+        in_thread.submit(
             "A person:",
             max_tokens=120,
             sampling=SamplingParams(temperature=1.0, seed=seed, structured_outputs=asked),
@@ -64,36 +64,36 @@ def test_every_seed_gives_json_of_the_schema(engine: QLLMEngine) -> None:
     assert len({r.text for r in done}) > 1
 
 
-def test_greedy_is_held_too(engine: QLLMEngine) -> None:
+def test_greedy_is_held_too(in_thread: QLLMEngine) -> None:
     sampling = SamplingParams(temperature=0, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
-    assert re.fullmatch("[0-9]{4}", engine.submit("x", sampling=sampling).result(60).text)
+    assert re.fullmatch("[0-9]{4}", in_thread.submit("x", sampling=sampling).result(60).text)
 
 
-def test_choices_and_grammars(engine: QLLMEngine) -> None:
-    one = engine.submit("x", sampling=form(choice=["red", "green", "blue sky"])).result(60)
+def test_choices_and_grammars(in_thread: QLLMEngine) -> None:
+    one = in_thread.submit("x", sampling=form(choice=["red", "green", "blue sky"])).result(60)
     assert one.text in ("red", "green", "blue sky")
     assert one.finish_reason is FinishReason.STOP
     lark = 'start: "<" WORD ">"\nWORD: /[a-c]{2,3}/'
     assert re.fullmatch(
-        "<[a-c]{2,3}>", engine.submit("x", sampling=form(grammar=lark)).result().text
+        "<[a-c]{2,3}>", in_thread.submit("x", sampling=form(grammar=lark)).result().text
     )
     gbnf = 'root ::= "yes" | "no" digit\ndigit ::= [0-9]'
     assert re.fullmatch(
-        "yes|no[0-9]", engine.submit("x", sampling=form(grammar=gbnf)).result().text
+        "yes|no[0-9]", in_thread.submit("x", sampling=form(grammar=gbnf)).result().text
     )
 
 
-def test_the_schema_true_is_any_json(engine: QLLMEngine) -> None:
+def test_the_schema_true_is_any_json(in_thread: QLLMEngine) -> None:
     sampling = SamplingParams(
         seed=3, logit_bias={2: 9.0}, structured_outputs=StructuredOutputs(json="true")
     )
-    result = engine.submit("x", max_tokens=200, sampling=sampling).result(60)
+    result = in_thread.submit("x", max_tokens=200, sampling=sampling).result(60)
     assert result.finish_reason is FinishReason.STOP
     json.loads(result.text)
 
 
-def test_too_few_tokens_end_with_length(engine: QLLMEngine) -> None:
-    result = engine.submit("x", max_tokens=2, sampling=form(regex="[0-9]{40}")).result(60)
+def test_too_few_tokens_end_with_length(in_thread: QLLMEngine) -> None:
+    result = in_thread.submit("x", max_tokens=2, sampling=form(regex="[0-9]{40}")).result(60)
     assert result.finish_reason is FinishReason.LENGTH
     assert re.fullmatch("[0-9]{1,8}", result.text)
 
@@ -217,9 +217,9 @@ def test_a_token_that_the_grammar_forbids_breaks_the_matcher(vocabulary: Vocabul
         ),
     ],
 )
-def test_what_is_refused_says_where(engine: QLLMEngine, what: dict[str, Any], says: str) -> None:
+def test_what_is_refused_says_where(in_thread: QLLMEngine, what: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.compile(says, re.DOTALL)):
-        engine.submit("x", sampling=form(**what))
+        in_thread.submit("x", sampling=form(**what))
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_what_is_refused_says_where(engine: QLLMEngine, what: dict[str, Any], sa
         {"choice": ["only"]},
     ],
 )
-def test_what_an_answer_can_be_of_is_taken(engine: QLLMEngine, what: dict[str, Any]) -> None:
-    engine.vocabulary.check(StructuredOutputs(**what))
+def test_what_an_answer_can_be_of_is_taken(in_thread: QLLMEngine, what: dict[str, Any]) -> None:
+    in_thread.vocabulary.check(StructuredOutputs(**what))
 
 
 @pytest.mark.parametrize(
@@ -279,19 +279,19 @@ def test_limits_that_may_leave_no_token_are_refused(names: tuple[str, str]) -> N
 
 
 def test_a_refused_grammar_of_another_front_end_harms_nobody(
-    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+    in_thread: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A front end that checks nothing: the engine says it, and goes on."""
+    """A front end that checks nothing: the in_thread says it, and goes on."""
     monkeypatch.setattr("qllm.frontend.prompts.check_limits", lambda *_: None)
-    other = engine.submit("y", max_tokens=8, sampling=SamplingParams(temperature=0))
-    bad = engine.submit("x", sampling=form(regex="(abc"))
+    other = in_thread.submit("y", max_tokens=8, sampling=SamplingParams(temperature=0))
+    bad = in_thread.submit("x", sampling=form(regex="(abc"))
     with pytest.raises(Exception, match="unclosed group"):
         bad.result(60)
     assert len(other.result(60).token_ids) == 8
 
 
 def test_building_a_grammar_does_not_hold_the_loop(
-    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+    in_thread: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one is built, others run, and the one that waits can be cancelled."""
     monkeypatch.setattr("qllm.frontend.prompts.check_limits", lambda *_: None)
@@ -303,9 +303,9 @@ def test_building_a_grammar_does_not_hold_the_loop(
 
     monkeypatch.setattr(Vocabulary, "matcher", slow)
     try:
-        held = engine.submit("x", sampling=form(choice=["red"]))
-        gone = engine.submit("x", sampling=form(choice=["red"]))
-        assert len(engine.submit("y", max_tokens=3).result(60).token_ids) == 3
+        held = in_thread.submit("x", sampling=form(choice=["red"]))
+        gone = in_thread.submit("x", sampling=form(choice=["red"]))
+        assert len(in_thread.submit("y", max_tokens=3).result(60).token_ids) == 3
         gone.cancel()
         assert gone.result(60).finish_reason is FinishReason.CANCELLED
         assert held.finish_reason is None
@@ -333,16 +333,16 @@ WORDS = "([a-z]{1,6} ){30,90}"
 
 
 @pytest.mark.parametrize("source", ["process", "thread"])
-def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path, source: str) -> None:
+def test_a_checkpoint_keeps_the_state(in_thread: QLLMEngine, tmp_path: Path, source: str) -> None:
     keywords: dict[str, Any] = {"max_tokens": 90, "sampling": form(regex=WORDS)}
-    want = engine.submit("abc", "BE", **keywords).result(60)
+    want = in_thread.submit("abc", "BE", **keywords).result(60)
     assert re.match("([a-z]{1,6} ){10,}", want.text)
     with QLLMEngine.from_pretrained("tiny", threads=1, run_in=source, conformance=False) as other:
         handle = other.submit("abc", "BE", **keywords)
         next(iter(handle))
         assert other.checkpoint(tmp_path / "file") == 1
         handle.cancel()
-    (restored,) = engine.restore(tmp_path / "file")
+    (restored,) = in_thread.restore(tmp_path / "file")
     assert restored.result(60).token_ids == want.token_ids
 
 
@@ -385,40 +385,42 @@ def test_a_request_that_is_parked_keeps_its_state() -> None:
     pytest.fail("nothing was ever parked")
 
 
-def test_min_tokens_hold_back_the_end(engine: QLLMEngine) -> None:
+def test_min_tokens_hold_back_the_end(in_thread: QLLMEngine) -> None:
     favoured = {2: 100.0}
     short = SamplingParams(temperature=0, logit_bias=favoured)
-    assert engine.submit("x", sampling=short).result(60).token_ids == (2,)
+    assert in_thread.submit("x", sampling=short).result(60).token_ids == (2,)
     longer = SamplingParams(temperature=0, logit_bias=favoured, min_tokens=5)
-    result = engine.submit("x", sampling=longer).result(60)
+    result = in_thread.submit("x", sampling=longer).result(60)
     assert len(result.token_ids) == 6
     assert result.token_ids[-1] == 2
     form = StructuredOutputs(regex="[a-z]{1,40}")
     held = replace(longer, structured_outputs=form)
-    assert len(engine.submit("x", sampling=replace(held, min_tokens=0)).result(60).token_ids) == 2
-    assert len(engine.submit("x", sampling=held).result(60).token_ids) == 6
+    assert (
+        len(in_thread.submit("x", sampling=replace(held, min_tokens=0)).result(60).token_ids) == 2
+    )
+    assert len(in_thread.submit("x", sampling=held).result(60).token_ids) == 6
     only = SamplingParams(temperature=0, allowed_token_ids=[2], min_tokens=5)
-    assert engine.submit("x", sampling=only).result(60).token_ids == (2,)
+    assert in_thread.submit("x", sampling=only).result(60).token_ids == (2,)
     with pytest.raises(
         InvalidRequestError, match="min_tokens=5 must be at most max_tokens, here 4"
     ):
-        engine.submit("x", max_tokens=4, sampling=longer)
+        in_thread.submit("x", max_tokens=4, sampling=longer)
 
 
-def test_allowed_ids_and_bad_words(engine: QLLMEngine) -> None:
+def test_allowed_ids_and_bad_words(in_thread: QLLMEngine) -> None:
     three = SamplingParams(temperature=1.0, seed=1, allowed_token_ids=[40, 50, 60])
-    assert set(engine.submit("x", max_tokens=30, sampling=three).result(60).token_ids) == {
+    assert set(in_thread.submit("x", max_tokens=30, sampling=three).result(60).token_ids) == {
         40,
         50,
         60,
     }
     plain = SamplingParams(temperature=0, ignore_eos=True)
-    text = engine.submit("def f(", max_tokens=24, sampling=plain).result(60).text
+    text = in_thread.submit("def f(", max_tokens=24, sampling=plain).result(60).text
     word = max(re.findall("[a-z]+", text), key=len)
     without = SamplingParams(temperature=0, ignore_eos=True, bad_words=[word])
-    found = engine.submit("def f(", max_tokens=24, sampling=without).result(60)
-    ids = engine.tokenizer(word, add_special_tokens=False)["input_ids"]
-    spaced = engine.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
+    found = in_thread.submit("def f(", max_tokens=24, sampling=without).result(60)
+    ids = in_thread.tokenizer(word, add_special_tokens=False)["input_ids"]
+    spaced = in_thread.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
     for bad in (ids, spaced):
         runs = [list(found.token_ids[i : i + len(bad)]) for i in range(len(found.token_ids))]
         assert bad not in runs

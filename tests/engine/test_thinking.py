@@ -1,6 +1,5 @@
 """The reasoning budget: `</think>` comes when it is spent, whatever happens to the request."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ def sampling(**more: Any) -> SamplingParams:
     return SamplingParams(
         **{"seed": 4, "ignore_eos": True, "thinking_token_budget": BUDGET, **more}
     )
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with QLLMEngine.from_pretrained("tiny", threads=1, conformance=False) as made:
-        yield made
 
 
 def end_of(engine: QLLMEngine) -> list[int]:

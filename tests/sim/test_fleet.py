@@ -23,7 +23,7 @@ from qllm.workloads.spec import PieceSpec, RequestSpec
 
 COSTS = preset("cpu", "300m", "auto")
 CONFIG = EngineConfig(max_kv_tokens=65536)
-SECONDS = 6.0
+SECONDS = 3.0
 
 
 def specs(seed: int = 0) -> list[RequestSpec]:
@@ -171,6 +171,7 @@ def beside_ls(**how: Any) -> Any:
 HANDS = EngineConfig(max_kv_tokens=65536, handover_gib=1.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["qllm2", "ls-first"])
 def test_be_that_ls_keeps_waiting_moves_to_an_idle_engine_and_ends_sooner(policy: str) -> None:
     stays = beside_ls(policy=policy)
