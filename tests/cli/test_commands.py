@@ -21,6 +21,7 @@ from qllm.record.trace import Arrived, Event, Finished, Planned, Ran, Token, Tra
 from qllm.types import FinishReason, Grain, Priority
 from qllm.workloads.mix import Mix, Waits, compare, make_workload, only, send, solo_tokens
 from tests.support.files import ROOT
+from tests.support.forked import start_program
 
 runner = CliRunner()
 CORPUS = range(3, 250)
@@ -187,17 +188,14 @@ def test_a_pipe_that_is_wrong_says_so(model: Path, data: bytes, said: str) -> No
 
 def test_run_reads_while_the_pipe_is_open() -> None:
     """The engine has computed what came before the pipe ends."""
-    command = [sys.executable, "-m", "qllm.cli", "run", "tiny", "--stdin", "--max-tokens", "3"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as child:
-        assert child.stdin is not None
+    code = "from qllm.cli import main\nmain()"
+    with start_program(code, "run", "tiny", "--stdin", "--max-tokens", "3") as child:
         for i in range(20):
-            child.stdin.write(f"line {i} of what is retrieved\n".encode())
+            child.stdin.write(f"line {i} of what is retrieved\n")
             child.stdin.flush()
-        out, err = child.communicate(timeout=120)
-    assert child.returncode == 0, err
-    assert out.strip()
+        child.stdin.close()
+        assert child.stdout.read().strip()
+        assert child.wait(120) == 0
 
 
 def test_ctrl_c_leaves_a_pipe_that_is_still_open(
