@@ -7,11 +7,11 @@ import sys
 
 import torch
 
-from qllm.engine import pulling
 from qllm.engine.parcel import seal
+from qllm.engine.pulling import give
 from qllm.errors import QllmError
 from qllm.ingress.remote.meeting import Wire
-from qllm.ingress.remote.nixl import check_profile
+from qllm.ingress.remote.nixl import Link, check_profile
 
 PARCEL = seal({"of": "this"}, {"k": [torch.arange(1 << 20)], "v": [torch.arange(100)]})
 
@@ -47,13 +47,17 @@ def answer(wire: Wire, secret: bytes) -> None:
     how, profile = asked["ticket"], asked["profile"]
     if how == "silent":
         say(f"{os.getpid()}")
-        pulling.Link.drive = lambda _: None  # type: ignore[method-assign]
+        Link.drive = stand_still  # type: ignore[method-assign]
     if how == "refusing":
         wire.send({"error": "no KV is kept under this ticket"})
     elif how == "mad":
         wire.send({"bytes": -5, "kind": "DRAM"})
     else:
-        pulling.give(wire, profile, PARCEL)
+        give(wire, profile, PARCEL)
+
+
+def stand_still(link: Link) -> None:
+    """Do nothing where a link is to be driven."""
 
 
 def say(line: str) -> None:
