@@ -252,7 +252,7 @@ def from_checkpoint(case: Case, path: Path, **room: Any) -> Seen:
 CASES = [*(f"{family} bf16" for family in NATIVE), *HYBRIDS, *MIXES]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_decodes_beside_a_long_prompt_survive_a_storm_swaps_and_a_restart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
