@@ -17,7 +17,7 @@ from qllm.models.fingerprints import FAMILIES
 from qllm.server.app import create_app
 from qllm.server.config import load_config
 from tests.support.files import ROOT
-from tests.support.lanes import SELECTION, Selection, sample, select, shuffled
+from tests.support.lanes import SELECTION, Selection, named_in, sample, select, shuffled
 
 
 class Case(NamedTuple):
@@ -92,6 +92,15 @@ def test_marks_say_in_which_lane_a_test_is() -> None:
         "tests marked gpu: make gpu-check": 1,
         "tests of other packages: make test-outside": 2,
     }
+
+
+def test_a_test_that_is_named_runs_with_all_its_cases() -> None:
+    cases, slow = cases_of(2), marked("slow", "slow")
+    found = select([*cases, slow, marked("other", "slow")], "short", named=[slow.nodeid])
+    assert len(found.kept) == 3
+    assert slow in found.kept
+    assert select(cases, "short", named=["tests/a.py::test_a"]).kept == cases
+    assert named_in(["tests", "tests/a.py::test_a[0-1]"]) == ("tests/a.py::test_a[0-1]",)
 
 
 def test_a_seed_changes_the_order_and_keeps_cases_of_a_test_together() -> None:

@@ -69,15 +69,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "outside" in item.path.relative_to(ROOT).parts and item.path not in files:
             item.add_marker("outside")
-    lane = "all" if any("::" in name for name in config.args) else config.getoption("--lane")
-    found = select(items, lane, config.getoption("--seed"), by_mark=bool(config.option.markexpr))
+    lane, seed = config.getoption("--lane"), config.getoption("--seed")
+    by_mark = bool(config.option.markexpr)
+    found = select(items, lane, seed, by_mark=by_mark, named=named_in(config.args))
     config.stash[SELECTION] = found
     config.hook.pytest_deselected(items=[i for left in found.left_out.values() for i in left])
     items[:] = found.kept
 
 
+def named_in(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of the tests that a command line names, such as `tests/test_a.py::test_b`."""
+    parts = [argument.partition("::") for argument in arguments if "::" in argument]
+    return tuple(f"{Path(path).resolve().relative_to(ROOT)}::{name}" for path, _, name in parts)
+
+
 def select(
-    items: Sequence[pytest.Item], lane: str, seed: int | None = None, *, by_mark: bool = False
+    items: Sequence[pytest.Item],
+    lane: str,
+    seed: int | None = None,
+    *,
+    by_mark: bool = False,
+    named: Sequence[str] = (),
 ) -> Selection:
     """Choose the tests of a lane.
 
@@ -87,13 +99,17 @@ def select(
         seed: Number that samples and order are drawn from. Without one, samples are the same in
             every run and the order is that of the collection.
         by_mark: True if `-m` chooses tests: no test is left out for its marks, cases are sampled.
+        named: Ids of tests that run with all their cases, whatever their marks are.
     """
     left: dict[str, list[pytest.Item]] = defaultdict(list)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     kept = set()
     for item in items:
-        why = None if by_mark else reason_to_leave(item, lane)
-        if why:
+        is_named = bool({item.nodeid, item.nodeid.partition("[")[0]} & set(named))
+        why = None if by_mark or is_named else reason_to_leave(item, lane)
+        if is_named:
+            kept.add(item)
+        elif why:
             left[why].append(item)
         elif lane == "short" and item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
