@@ -19,12 +19,12 @@ POSTS += ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Serve short sequences, so that no generated request runs for long."""
+    """Serve short sequences, so that no generated request runs for long, and no prompt waits."""
     state = tmp_path_factory.mktemp("state")
     settings: dict[str, Any] = {"max_kv_tokens": 256, "default_max_tokens": 4}
     with (
         tiny_engine(conformance=False, **settings) as made,
-        serving(made, state_dir=state, max_choices=8) as serving_,
+        serving(made, state_dir=state, max_choices=8, prompt_idle_s=1) as serving_,
     ):
         yield serving_
 

@@ -97,7 +97,7 @@ def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path)
                 if num_deaths == 1:
                     until(lambda log=served.front.log: not log._waiting and log._trial is None)
         assert [client.answer() for theirs in clients for client in theirs] == expected * 2
-        assert [s.metric("qllm:requests_replayed_total") for s in both] == [16, 16]
+        assert [s.metric("qllm:requests_replayed_total") for s in both] == [18, 18]
         assert lost.finish_reason is FinishReason.ERROR
         for served in both[::-1]:
             assert served.front.engine.stats()["num_live"] == 0
