@@ -11,7 +11,7 @@ import pytest
 from tests.support.serving import Serving, serving, tiny_engine
 
 CLIENTS = Path(sys.prefix) / "clients" / "bin" / "python"
-"""Has LangChain, LiteLLM and Anthropic's client; `make test` puts them there."""
+"""Has LangChain, LiteLLM and Anthropic's client; `make test-outside` puts them there."""
 FOLDER = Path(__file__).parent / "clients"
 FILES = sorted(path.name for path in FOLDER.glob("with_*.py"))
 
@@ -23,6 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield made
 
 
+@pytest.mark.skipif(not CLIENTS.exists(), reason=f"no {CLIENTS}: `make test-outside` makes it")
 @pytest.mark.parametrize("file", FILES)
 def test_client(served: Serving, file: str) -> None:
     options = ["-c", os.devnull, "-p", "no:cacheprovider", "--confcutdir", str(FOLDER), "-q"]

@@ -14,7 +14,7 @@ from qllm.measure.random_moe import cache_dir
 from tests.support.serving import Serving, serving, tiny_engine
 
 CLIENTS = Path(sys.prefix) / "clients" / "bin" / "python"
-"""Has guidellm; `make test` puts it there."""
+"""Has guidellm; `make test-outside` puts it there."""
 VLLM = next(
     cache_dir().glob("peers/vllm*/bin/vllm"), cache_dir() / "peers" / "vllm" / "bin" / "vllm"
 )
@@ -41,6 +41,7 @@ def run(*command: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
+@pytest.mark.skipif(not CLIENTS.exists(), reason=f"no {CLIENTS}: `make test-outside` makes it")
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_guidellm(served: Serving, tokenizer: str, tmp_path: Path, route: str) -> None:
     run(

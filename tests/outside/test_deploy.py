@@ -1,7 +1,7 @@
 """What `deploy/` holds: checked by linters, schemas and the programs that read it, where they are.
 
-Linters and schemas are in an environment of their own (`make test` makes it). Images are built
-nowhere here: no test machine has a builder.
+Linters and schemas are in an environment of their own (`make test-outside` makes it). Images
+are built nowhere here: no test machine has a builder.
 """
 
 import json
@@ -34,7 +34,7 @@ GRACE_S = (
 """What a server takes to end, from SIGTERM on."""
 
 needs_tools = pytest.mark.skipif(
-    not TOOLS.exists(), reason=f"no linters in {TOOLS}: `make test` installs them"
+    not TOOLS.exists(), reason=f"no linters in {TOOLS}: `make test-outside` installs them"
 )
 
 

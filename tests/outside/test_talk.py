@@ -23,14 +23,14 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
+def talking() -> Iterator[QLLMEngine]:
     with QLLMEngine.from_pretrained("talk", threads=1) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def served(engine: QLLMEngine) -> Iterator[Serving]:
-    with serving(engine, model="talk") as made:
+def served(talking: QLLMEngine) -> Iterator[Serving]:
+    with serving(talking, model="talk") as made:
         yield made
 
 
@@ -49,7 +49,7 @@ def test_the_shell_gets_an_answer() -> None:
 
 
 def test_the_openai_client_gets_an_answer_behind_the_system_prompt(
-    engine: QLLMEngine, served: Serving
+    talking: QLLMEngine, served: Serving
 ) -> None:
     asked: Any = [{"role": "user", "content": QUESTION}]
     answer = served.client().chat.completions.create(
@@ -57,7 +57,7 @@ def test_the_openai_client_gets_an_answer_behind_the_system_prompt(
     )
     assert "Paris" in str(answer.choices[0].message.content)
     assert answer.choices[0].finish_reason == "stop"
-    tokenizer: Any = engine.tokenizer
+    tokenizer: Any = talking.tokenizer
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert prompt.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
     assert answer.usage is not None

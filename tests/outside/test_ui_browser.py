@@ -14,11 +14,8 @@ from tests.support.browsing import axe_source, browser_path, loaded
 from tests.support.serving import Serving, serving, tiny_engine, until
 
 BROWSER, AXE = browser_path(), axe_source()
-WHY = "scripts/browser could not install a browser, or axe-core, from npm here"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None or AXE is None, reason=WHY),
-]
+WHY = "scripts/browser (of `make test-outside`) found no browser, or no axe-core, on npm"
+pytestmark = pytest.mark.skipif(BROWSER is None or AXE is None, reason=WHY)
 PATIENCE_MS = 60_000
 SIZES = {"desktop": (1400, 1000), "phone": (390, 844)}
 STILL = """() => { const c = document.getElementById("timeline");
@@ -43,14 +40,10 @@ COVERED = """() => [...document.querySelectorAll("button, input, select, dfn")].
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[QLLMEngine]:
-    with tiny_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def served(engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(engine, state_dir=tmp_path_factory.mktemp("state")) as serving_:
+def served(
+    shared_engine: QLLMEngine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    with serving(shared_engine, state_dir=tmp_path_factory.mktemp("state")) as serving_:
         yield serving_
 
 

@@ -66,10 +66,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the lane. A test that the command line names always runs."""
     files = {Path(name).resolve() for name in config.args}
-    for item in items:
-        if "outside" in item.path.relative_to(ROOT).parts and item.path not in files:
-            item.add_marker("outside")
     lane, seed = config.getoption("--lane"), config.getoption("--seed")
+    for item in items:
+        is_named = item.path in files and lane != "outside"
+        if "outside" in item.path.relative_to(ROOT).parts and not is_named:
+            item.add_marker("outside")
     by_mark = bool(config.option.markexpr)
     found = select(items, lane, seed, by_mark=by_mark, named=named_in(config.args))
     config.stash[SELECTION] = found
