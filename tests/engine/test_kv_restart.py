@@ -32,7 +32,7 @@ class Plain(NamedTuple):
     results: dict[str, Result]
     """By the class of priority."""
     answers: list[Any]
-    """Of a server, to each of `ASKS`."""
+    """The answers of a server to each of `ASKS`."""
 
 
 @pytest.fixture(scope="module")

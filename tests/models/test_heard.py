@@ -30,17 +30,17 @@ PARTS = [
 ]
 
 
-def halve(module: Any, args: Any, out: Any) -> Any:
-    """A hook that changes what a module gives: of a router the weights."""
+def distort(module: Any, args: Any, out: Any) -> Any:
+    """Change the output of a module, of a router the weights, so much that tokens change."""
     if isinstance(out, Tensor):
-        return out * 0.5
+        return out * -20.0
     at = 1 if len(out) == 3 else 0
-    return (*out[:at], out[at] * 0.5, *out[at + 1 :])
+    return (*out[:at], out[at] * -20.0, *out[at + 1 :])
 
 
 def hooked(family: str, path: str) -> Any:
     model = make_model(family)
-    model.get_submodule(f"{LAYER}.{path}").register_forward_hook(halve)
+    model.get_submodule(f"{LAYER}.{path}").register_forward_hook(distort)
     return model
 
 
@@ -91,7 +91,7 @@ def test_our_kernels_leave_a_part_with_a_hook_to_its_modules(
 def test_hooks_that_nothing_calls_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("mixtral")
     for path in ("", "lm_head", LAYER, f"{LAYER}.mlp", f"{LAYER}.mlp.experts", "model.norm"):
-        model.get_submodule(path).register_forward_hook(halve)
+        model.get_submodule(path).register_forward_hook(distort)
     with caplog.at_level(logging.WARNING):
         cpu_runner(model, max_segment_ms=float("inf"), kernels="reference").close()
     said = [record.getMessage() for record in caplog.records]
@@ -102,6 +102,6 @@ def test_hooks_that_nothing_calls_are_named(caplog: pytest.LogCaptureFixture) ->
 def test_a_hook_that_no_device_kernel_can_call_is_refused() -> None:
     model = make_model("deepseek_v3")
     attn: Any = discover(model).layers[2].self_attn
-    attn.kv_b_proj.register_forward_hook(halve)
+    attn.kv_b_proj.register_forward_hook(distort)
     with pytest.raises(ModelError, match="layer 2: a hook listens to kv_b_proj"), torch.no_grad():
         on_device(model)

@@ -29,7 +29,7 @@ from qllm.runner.cpu import cpu_runner
 from qllm.sim.presets import model_spec, preset, spec_of
 from tests.support import published
 from tests.support.families import make_model
-from tests.support.loads import _Live, bytes_of_layer
+from tests.support.loads import Live, bytes_of_layer
 from tests.support.programs import forward, logits_of, prompt_of
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -299,7 +299,7 @@ def test_a_missing_expert_is_refused(folders: Folders, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["mxfp4", "fp8", "awq", "packed"])
 def test_no_more_is_in_memory_than_the_packed_model_and_a_layer(
-    folders: Folders, live: _Live, form: str
+    folders: Folders, live: Live, form: str
 ) -> None:
     folder = folders(form)[0]  # made before anything is counted
     with live:

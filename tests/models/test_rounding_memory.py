@@ -11,9 +11,7 @@ from qllm.models.loader import load
 from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import weight_bytes
 from tests.support.families import make_model
-from tests.support.loads import bytes_of_layer, live
-
-__all__ = ["live"]
+from tests.support.loads import bytes_of_layer
 
 
 @pytest.mark.parametrize("how", ["int4", "mxfp4"])

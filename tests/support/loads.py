@@ -3,12 +3,11 @@
 import weakref
 from typing import Any
 
-import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, and the most that there were."""
 
     def __init__(self) -> None:
@@ -35,12 +34,6 @@ class _Live(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
-
-
-@pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> _Live:
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a mode sees the operators of its thread
-    return _Live()
 
 
 def bytes_of_layer(model: Any) -> int:
