@@ -27,6 +27,7 @@ from tests.support.engines import wait_for
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_streams import FakeStreams, install
 from tests.support.families import VOCAB, make_model
+from tests.support.inside import runner_of
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 BUCKETS = [Bucket(8, False), Bucket(64, True)]
@@ -239,7 +240,7 @@ def test_be_swapped_out_at_any_boundary_keeps_its_tokens(device: Device, at: int
             if count == at:
                 handles.append(engine.submit(prompt_of(SMALL, 2), "LS", 2, sampling=GREEDY))
 
-        runner = engine._client.runner  # type: ignore[attr-defined]
+        runner = runner_of(engine)
         runner.on_segment = disturb
         found = run(engine, ids, 8, "BE")
         runner.on_segment = None

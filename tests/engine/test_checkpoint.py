@@ -22,6 +22,7 @@ from qllm.ingress import CONTROL
 from qllm.scheduler.program import Index, OpKind, Program
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.files import ROOT
+from tests.support.inside import loop_of, runner_of
 
 SETTINGS: dict[str, Any] = {
     "conformance": False,
@@ -62,7 +63,7 @@ def prompt_of(n: int, seed: int) -> list[int]:
 
 def engine_of(family: str, dtype: str, **settings: Any) -> QLLMEngine:
     made = QLLMEngine.from_model(make_model(family, DTYPES[dtype]), **{**SETTINGS, **settings})
-    object.__setattr__(made._client.runner.backend.costs, "range_ns", 0.5)
+    object.__setattr__(runner_of(made).backend.costs, "range_ns", 0.5)
     return made
 
 
@@ -109,14 +110,14 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
 
     thread = threading.Thread(target=save)
     thread.start()
-    engine.call(lambda: setattr(engine._client.runner, "on_segment", watch))
+    engine.call(lambda: setattr(runner_of(engine), "on_segment", watch))
     handles = flood(engine)
     thread.join(60)
     assert numbers, "no checkpoint was written"
     for handle in handles:  # the requests go on
         handle.cancel()
         handle.result(60)
-    engine.call(lambda: setattr(engine._client.runner, "on_segment", None))
+    engine.call(lambda: setattr(runner_of(engine), "on_segment", None))
     return Saved(path, numbers[0], found[0])
 
 
@@ -196,10 +197,10 @@ def assert_untouched(engine: QLLMEngine) -> None:
     stats = engine.stats()
     assert (stats["num_live"], stats["num_waiting"]) == (0, 0)
     assert not engine._client.handles
-    assert not engine._client.runner.requests
-    assert not engine._client.runner.frames
-    assert engine._client.loop.scheduler.pool.num_free == engine.config.num_blocks
-    engine.call(engine._client.loop.scheduler.check)
+    assert not runner_of(engine).requests
+    assert not runner_of(engine).frames
+    assert loop_of(engine).scheduler.pool.num_free == engine.config.num_blocks
+    engine.call(loop_of(engine).scheduler.check)
     assert len(engine.submit(prompt_of(5, 5), "LS", 3, sampling=GREEDY).result(60).token_ids) == 3
 
 
@@ -239,7 +240,7 @@ def test_truncated_and_foreign_files_are_refused(
             saver.restore(bad)
     with pytest.raises(CheckpointError):
         saver.restore(tmp_path / "missing.qllm")
-    save_file({"a": saver._client.runner.parts.lm_head.weight.detach().clone()}, bad)
+    save_file({"a": runner_of(saver).parts.lm_head.weight.detach().clone()}, bad)
     with pytest.raises(CheckpointError, match="not a qllm-checkpoint"):
         saver.restore(bad)
     with pytest.raises(CheckpointError, match="cannot write"):
@@ -281,7 +282,7 @@ def test_a_parked_prefill_comes_back_with_the_blocks_that_it_writes_to(tmp_path:
         saved = save_at(engine, lambda program, index, count: count >= 5, tmp_path / "saved")
     found: list[tuple[int, int]] = []
     with engine_of("mixtral", "fp32", block_size=4) as engine:
-        loop: Any = engine._client.loop
+        loop: Any = loop_of(engine)
         take_over = loop.restored_frame
 
         def look(program: Program, *rest: Any) -> None:
@@ -359,10 +360,10 @@ def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> No
     path = tmp_path / "timed"
 
     def save(engine: QLLMEngine) -> int:
-        loop: Any = engine._client.loop
+        loop: Any = loop_of(engine)
         (live,) = loop.live.values()
         assert live.request.num_output_tokens
-        return checkpoint.save(loop, engine._client.runner, path)
+        return checkpoint.save(loop, runner_of(engine), path)
 
     with engine_of("mixtral", "fp32") as engine:
         handle = engine.submit(prompt_of(9, 1), "BE", 400, sampling=asked, timeout_s=50.0)
@@ -370,7 +371,7 @@ def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> No
         assert engine.call(lambda: save(engine)) == 1
         handle.cancel()
     with engine_of("mixtral", "fp32") as engine:
-        loop: Any = engine._client.loop
+        loop: Any = loop_of(engine)
         (handle,) = engine.restore(path)
         left_ns = [live.submission.deadline_ns - engine.now_ns() for live in loop.live.values()]
         assert all(0 < ns <= 50e9 for ns in left_ns)

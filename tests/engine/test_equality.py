@@ -22,6 +22,7 @@ from qllm.scheduler.program import Index, Program
 from qllm.types import Cap, FinishReason, Grain
 from tests.support.families import DTYPES, FAMILIES, make_model
 from tests.support.files import ROOT
+from tests.support.inside import runner_of
 from tests.support.replay_schedule import replay
 from tests.support.storms import (
     Chaos,
@@ -252,7 +253,7 @@ def test_who_left_the_sweep_loses_nothing_when_the_others_die_inside_a_layer() -
                 handles[0].cancel()
                 handles.append(engine.submit(PROMPTS[2], "LS", 3, sampling=GREEDY))
 
-        engine._client.runner.on_segment = disturb
+        runner_of(engine).on_segment = disturb
         engine.call(
             lambda: handles.extend(
                 engine.submit(ids, "BE", 4, sampling=GREEDY) for ids in PROMPTS[:2]

@@ -32,6 +32,7 @@ from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, Grain, Priority, 
 from tests.support.byte_models import byte_tokenizer
 from tests.support.families import VOCAB, make_model
 from tests.support.files import ROOT
+from tests.support.inside import loop_of, runner_of
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 POISON = 13
@@ -83,7 +84,7 @@ def assert_clean(engine: QLLMEngine) -> None:
     deadline = time.monotonic() + 60
     while engine.stats()["num_live"] and time.monotonic() < deadline:
         time.sleep(0.01)
-    scheduler, runner = engine._client.loop.scheduler, engine._client.runner
+    scheduler, runner = loop_of(engine).scheduler, runner_of(engine)
     engine.call(scheduler.check)
     assert scheduler.pool.num_free == engine.config.num_blocks
     assert not scheduler.requests
@@ -92,8 +93,8 @@ def assert_clean(engine: QLLMEngine) -> None:
     assert not runner.frames
     assert not runner.sampler._requests
     assert not engine._client.handles
-    assert not engine._client.loop.metrics._meters
-    assert not engine._client.loop.metrics._frames
+    assert not loop_of(engine).metrics._meters
+    assert not loop_of(engine).metrics._frames
 
 
 class LayerError(RuntimeError):
@@ -105,7 +106,7 @@ class LayerError(RuntimeError):
 
 def _poisoned_rows(engine: QLLMEngine, do: Callable[[Any], Any]) -> Callable[[], None]:
     """Call `do` with the output of layer 1's norm, if a poisoned token passed the embedding."""
-    model = engine._client.runner.model
+    model = runner_of(engine).model
     seen = {"poison": False}
 
     def embedded(module: Any, args: Any, out: Any) -> None:
@@ -157,7 +158,7 @@ def test_an_exception_that_passes_costs_nobody_a_token() -> None:
             if count in (2, 9):
                 raise LayerError(f"call {count}")
 
-        hook = engine._client.runner.model.model.layers[2].self_attn.register_forward_pre_hook(nth)
+        hook = runner_of(engine).model.model.layers[2].self_attn.register_forward_pre_hook(nth)
         got = [h.result(60) for h in submit_all(engine, prompts)]
         hook.remove()
         assert count > 11
@@ -173,13 +174,13 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
         clean = [ids(9, 1), ids(12, 2)]
         want = [h.result(60) for h in submit_all(engine, clean)]
         marker = ids(7, 3)
-        model = engine._client.runner.model
+        model = runner_of(engine).model
 
         class Spoil:
             """The norm before the head: one request's last row turns into NaN."""
 
             def __call__(self, module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-                runner = engine._client.runner
+                runner = runner_of(engine)
                 out = out.clone()
                 for frame in runner.frames.values():
                     program = frame.program
@@ -364,7 +365,7 @@ def test_a_hook_that_raises_is_named(hook: str) -> None:
         assert errors
         assert all(told in text for text in errors)
         delattr(policy, hook)
-        engine.call(lambda: setattr(engine._client.loop.scheduler, "hook_errors", deque()))
+        engine.call(lambda: setattr(loop_of(engine).scheduler, "hook_errors", deque()))
         assert_serves(engine)
 
 
@@ -496,10 +497,10 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
             if program.layer_at(index) == 1 and len(program.rows) == 2 and not third:
                 third.append(engine.submit(ids(3), -9, 4, sampling=GREEDY))  # stops it
 
-        engine.call(lambda: setattr(engine._client.runner, "on_segment", look))
+        engine.call(lambda: setattr(runner_of(engine), "on_segment", look))
         handles = submit_all(engine, [ids(9), ids(12)], 4)
         got = [h.result(60) for h in handles]
-        engine.call(lambda: setattr(engine._client.runner, "on_segment", None))
+        engine.call(lambda: setattr(runner_of(engine), "on_segment", None))
         assert third
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         third[0].result(60)
@@ -510,9 +511,9 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
 
 def _crash_points(engine: QLLMEngine) -> dict[str, tuple[Any, str]]:
-    loop = engine._client.loop
+    loop = loop_of(engine)
     return {
-        "remove": (engine._client.runner, "remove"),
+        "remove": (runner_of(engine), "remove"),
         "decide": (loop.scheduler, "decide"),
         "done": (loop.scheduler, "done"),
         "count": (loop, "_done"),
@@ -526,7 +527,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of() as engine:
-        real = engine._client.runner.accept
+        real = runner_of(engine).accept
         left = [times]
 
         def accept(program: Any, tables: Any) -> None:
@@ -535,7 +536,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
                 raise MemoryError("no room for a frame")
             real(program, tables)
 
-        monkeypatch.setattr(engine._client.runner, "accept", accept)
+        monkeypatch.setattr(runner_of(engine), "accept", accept)
         handles = submit_all(engine, [ids(5), ids(6)])
         for handle in handles:
             if times == 1:
@@ -550,7 +551,7 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_request_that_cannot_be_admitted_ends_alone(after: int) -> None:
     engine = engine_of()
-    runner: Any = engine._client.runner
+    runner: Any = runner_of(engine)
     real, seen = runner.add, itertools.count()
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -615,7 +616,7 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
 def test_a_lost_device_ends_the_engine_not_its_requests_one_by_one(where: str) -> None:
     """CUDA's faults stay: an engine that lived on would fail every later request."""
     engine = engine_of()
-    runner: Any = engine._client.runner
+    runner: Any = runner_of(engine)
 
     def lost(*args: Any, **kwargs: Any) -> Any:
         raise LayerError("an illegal memory access was encountered")
@@ -642,7 +643,7 @@ def test_a_system_exit_in_the_loop_ends_every_handle() -> None:
 
     def start() -> Handle:
         handle = engine.submit(ids(5), "BE", 50)
-        engine._client.runner.run = lambda *_: leave()  # type: ignore[method-assign]
+        runner_of(engine).run = lambda *_: leave()
         return handle
 
     handle = engine.call(start)
@@ -788,9 +789,7 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
         assert result.token_ids == ()
         held.set()
         running = engine.submit(ids(5), "BE", 500, timeout_s=LATER_S)
-        engine.call(
-            lambda: setattr(engine._client.runner, "on_segment", once_seen(engine, running))
-        )
+        engine.call(lambda: setattr(runner_of(engine), "on_segment", once_seen(engine, running)))
         result = running.result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert 0 < len(result.token_ids) < 500
@@ -799,7 +798,7 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
 
 def test_a_parked_request_times_out() -> None:
     with engine_of(policy_settings={"ride_frac": 0.0, "max_be_stall_ms": None}) as engine:
-        object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
+        object.__setattr__(runner_of(engine).backend.costs, "range_ns", 0.5)
         hits: list[Handle] = []
         later: list[Callable[..., None]] = []
 
@@ -810,14 +809,14 @@ def test_a_parked_request_times_out() -> None:
             for pass_time in later:
                 pass_time(program, index, *rest)
 
-        engine.call(lambda: setattr(engine._client.runner, "on_segment", look))
+        engine.call(lambda: setattr(runner_of(engine), "on_segment", look))
         parked = engine.submit(ids(60), "BE", 10, timeout_s=LATER_S)
         result = parked.result(60)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.metrics.preemptions == 1
         assert result.metrics.parked_ms > 0
         assert len(hits[0].result(60).token_ids) == 300
-        engine.call(lambda: setattr(engine._client.runner, "on_segment", None))
+        engine.call(lambda: setattr(runner_of(engine), "on_segment", None))
         assert_serves(engine)
 
 

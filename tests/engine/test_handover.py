@@ -31,6 +31,7 @@ from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support.families import DTYPES, VOCAB, make_model
+from tests.support.inside import runner_of
 from tests.support.serving import until
 
 SETTINGS: dict[str, Any] = {
@@ -65,7 +66,7 @@ def engine_of(family: str, dtype: str = "bf16", **settings: Any) -> QLLMEngine:
 
 def in_pieces(engine: QLLMEngine) -> QLLMEngine:
     """Cut every operator as finely as can be, however fast the machine is."""
-    object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
+    object.__setattr__(runner_of(engine).backend.costs, "range_ns", 0.5)
     return engine
 
 

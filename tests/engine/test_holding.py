@@ -19,6 +19,7 @@ from qllm.ingress.inproc import InprocIngress
 from qllm.types import Priority, RequestStatus, Slo
 from tests.support.engines import wait_for
 from tests.support.families import make_model
+from tests.support.inside import loop_of, runner_of
 from tests.support.kv_tier import GREEDY, engine_of, held_back, no_load_is_late, prompt_of, run
 from tests.support.serving import tiny_engine
 
@@ -190,7 +191,7 @@ def test_a_checkpoint_has_what_arrives_beside_it(exact: QLLMEngine, tmp_path: Pa
     """Over rings the call may be seen before a request that was submitted before it."""
     gate, stands, counts = threading.Event(), threading.Event(), []
     ingress = exact._client.ingress  # type: ignore[attr-defined]
-    loop = exact._client.loop  # type: ignore[attr-defined]
+    loop = loop_of(exact)
 
     def stand() -> None:
         stands.set()
@@ -198,7 +199,7 @@ def test_a_checkpoint_has_what_arrives_beside_it(exact: QLLMEngine, tmp_path: Pa
 
     ingress.put(Call(stand, lambda *_: None))
     assert stands.wait(120)
-    save = partial(checkpoint.save, loop, exact._client.runner, tmp_path / "file")  # type: ignore[attr-defined]
+    save = partial(checkpoint.save, loop, runner_of(exact), tmp_path / "file")
     ingress.put(Call(save, lambda count, _: counts.append(count)))
     handle = exact.submit("x", "BE", 5)
     gate.set()

@@ -17,13 +17,14 @@ from qllm.scheduler.prefix import Name
 from qllm.types import Evict
 from tests.support.hybrid_prefix import GREEDY, engine_of, prompt_of, run
 from tests.support.hybrids import NATIVE, make_hybrid
+from tests.support.inside import loop_of
 
 PAGE = 64
 States = dict[Name, dict[str, torch.Tensor]]
 
 
 def states_of(engine: QLLMEngine) -> KeptStates:
-    found = engine._client.loop.prefix.states  # type: ignore[attr-defined]
+    found = loop_of(engine).prefix.states
     assert isinstance(found, KeptStates)
     return found
 
@@ -35,7 +36,7 @@ def flat(states: Mapping[int, Any]) -> dict[str, torch.Tensor]:
 
 def kept(engine: QLLMEngine) -> tuple[dict[Name, Any], States]:
     """Pages and states of an engine on a thread, by name; all its books are checked."""
-    loop = engine._client.loop  # type: ignore[attr-defined]
+    loop = loop_of(engine)
 
     def look() -> tuple[dict[Name, Any], States]:
         loop.prefix.check()
@@ -165,7 +166,7 @@ def test_an_eviction_goes_back_to_the_states_of_its_own_answer(qwen: Any) -> Non
         for _ in range(40):  # position 128 was passed
             next(stream)
         handle.update(paused=True)
-        loop = engine._client.loop  # type: ignore[attr-defined]
+        loop = loop_of(engine)
 
         def evict() -> int:
             (number,) = loop.live
@@ -209,7 +210,7 @@ def test_no_more_states_are_kept_than_the_budget_holds(qwen: Any) -> None:
 
 def test_a_request_never_holds_more_states_than_it_is_charged(qwen: Any) -> None:
     with engine_of(qwen, max_step_tokens=50, policy="chunked") as engine:
-        loop, each = engine._client.loop, states_of(engine).state_bytes  # type: ignore[attr-defined]
+        loop, each = loop_of(engine), states_of(engine).state_bytes
         runner, seen = loop.runner, []
 
         def look(*_: object) -> None:

@@ -30,6 +30,7 @@ from qllm.scheduler import decision
 from qllm.types import Cap, Grain
 from tests.support.all_families import MOE
 from tests.support.hybrids import NATIVE, make_hybrid
+from tests.support.inside import loop_of, runner_of
 from tests.support.storms import CUTS, show
 
 HYBRIDS = [
@@ -160,14 +161,14 @@ def prompts_of(vocab: int) -> list[list[int]]:
 def engine_of(case: Case, **more: Any) -> QLLMEngine:
     """Its passes have many boundaries, at the same places in every run."""
     engine = QLLMEngine.from_model(copy.deepcopy(case.model), **case.settings, **more)
-    runner, cuts = engine._client.runner, ROWS  # type: ignore[attr-defined]
+    runner, cuts = runner_of(engine), ROWS
     around = runner.parts.around
     if around is not None:
         never = 1 << 30
         cuts = cuts._replace(glue_block=never, dense_block=never)
         if not around.goes_on:
             cuts = cuts._replace(max_cost=float("inf"), min_block=never, max_block=never)
-    runner.backend.cuts = engine._client.loop.scheduler.cuts = cuts  # type: ignore[attr-defined]
+    runner.backend.cuts = loop_of(engine).scheduler.cuts = cuts
     object.__setattr__(runner.backend.costs, "range_ns", 0.5)
     return engine
 
@@ -182,7 +183,7 @@ class Peaks(dict[int, list[float]]):
     """Largest log-probability of every token that an engine samples, by number of its request."""
 
     def watch(self, engine: QLLMEngine) -> None:
-        runner = engine._client.runner  # type: ignore[attr-defined]
+        runner = runner_of(engine)
         engine.call(lambda: setattr(runner, "on_logits", self._take))
 
     def _take(self, number: int, _: int, logits_V: torch.Tensor) -> None:

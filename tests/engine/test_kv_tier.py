@@ -22,6 +22,7 @@ from qllm.scheduler.prefix import tag_of
 from qllm.types import NS_PER_S, RequestStatus, StructuredOutputs
 from tests.support.engines import wait_for
 from tests.support.families import FAMILIES, make_model
+from tests.support.inside import loop_of
 from tests.support.kv_tier import GREEDY, engine_of, held_back, prompt_of, run
 from tests.support.serving import tiny_engine
 
@@ -30,11 +31,11 @@ KINDS = cpu.native.available() if cpu.native is not None else []
 
 def look(engine: QLLMEngine) -> dict[bytes, Any]:
     """The pages in RAM, after a check of everything."""
-    prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+    prefix = loop_of(engine).prefix
 
     def look_() -> dict[bytes, Any]:
         prefix.check()
-        engine._client.loop.scheduler.check()  # type: ignore[attr-defined]
+        loop_of(engine).scheduler.check()
         return {name: prefix.store.read(name) for name in prefix.store.names()}
 
     return dict(engine.call(look_))
@@ -136,7 +137,7 @@ def test_what_is_deleted_is_in_neither_place(model: Any, tmp_path: Path) -> None
         stored(engine)
     data = (tmp_path / kv_file.FILE).read_bytes()
     with engine_of(model, tmp_path) as engine:
-        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        prefix = loop_of(engine).prefix
         assert len(prefix.tier.index) == 6
         assert cached(engine) == [128, 0, 128, 128]
         there = look(engine)
@@ -220,7 +221,7 @@ def test_kv_that_nobody_uses_is_deleted(model: Any, tmp_path: Path) -> None:
     with engine_of(model, tmp_path, kv_ttl_s=1000) as engine:
         run(engine, prompt_of(150))
         stored(engine)
-        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        prefix = loop_of(engine).prefix
         now, moved = prefix.now_ns, [0]
         engine.call(lambda: setattr(prefix, "now_ns", lambda: now() + moved[0]))
         moved[0] = 900 * NS_PER_S
@@ -246,7 +247,7 @@ def test_the_next_engine_knows_classes_hints_and_ages(model: Any, tmp_path: Path
             run(engine, prompt_of(70, i), 2, to, cache_ttl_s=ttl_s)
         stored(engine)
     with engine_of(model, tmp_path, kv_ttl_s=5000) as engine:
-        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        prefix = loop_of(engine).prefix
         index, now = prefix.tier.index, prefix.now_ns
         chat, batch, hinted = engine.call(index.names)
         assert [index.is_ls(name) for name in (chat, batch, hinted)] == [True, False, False]
@@ -465,7 +466,7 @@ def test_kv_that_has_no_room_is_computed(
         monkeypatch.setattr(pages.SlabTarget, "put", put)
         assert run(engine, ids, 20).token_ids == want
         monkeypatch.setattr(pages.SlabTarget, "put", real)
-        engine.call(engine._client.loop.prefix.store.reset)  # type: ignore[attr-defined]
+        engine.call(loop_of(engine).prefix.store.reset)
         assert run(engine, ids, 20).metrics.num_cached_tokens == 192
         assert stored(engine)["off"] is None
 

@@ -18,6 +18,7 @@ from qllm.runner.rope_tables import Switch
 from qllm.scheduler.prefix import Chain, PageStore
 from qllm.types import NS_PER_S, Evict, Priority, RequestStatus
 from tests.support.families import FAMILIES, VOCAB, make_model
+from tests.support.inside import loop_of
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
@@ -38,11 +39,11 @@ def run(engine: QLLMEngine, ids: list[int], n: int = 8, **how: Any) -> Result:
 
 def kept(engine: QLLMEngine) -> dict[bytes, tuple[torch.Tensor, torch.Tensor]]:
     """The pages of an engine on a thread, by name."""
-    prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+    prefix = loop_of(engine).prefix
 
     def look() -> dict[bytes, tuple[torch.Tensor, torch.Tensor]]:
         prefix.check()
-        engine._client.loop.scheduler.check()  # type: ignore[attr-defined]
+        loop_of(engine).scheduler.check()
         return {name: page.data for name, page in prefix.store._pages.items()}
 
     return dict(engine.call(look))
@@ -329,7 +330,7 @@ def test_what_is_copied_for_be_is_bounded(most: int) -> None:
     ids = prompt_of(64 * 5 + 3)
     with engine_of(model) as engine:
         wanted = run(engine, ids, 12)
-        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        prefix = loop_of(engine).prefix
         engine.call(lambda: setattr(prefix, "_copy_bytes", most * prefix._page_bytes))
         engine.reset_prefix_cache()
         run(engine, ids, 12)  # its pages are kept a few per step
@@ -350,7 +351,7 @@ def test_a_paused_request_keeps_no_pages_from_others() -> None:
     ids = prompt_of(64 * 5 + 3)
     with engine_of(model) as engine:
         wanted = run(engine, ids, 12)
-        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        prefix = loop_of(engine).prefix
         engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
 
         def paused_at_once() -> Any:
@@ -380,7 +381,7 @@ def test_who_moved_out_before_its_pages_were_copied_finds_no_more(forget: bool) 
     ids = prompt_of(64 * 5 + 3)
     with engine_of(model, swap_kv_tokens=1024) as engine:
         wanted = run(engine, ids, 12)
-        loop = engine._client.loop  # type: ignore[attr-defined]
+        loop = loop_of(engine)
         prefix, scheduler = loop.prefix, loop.scheduler
         engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
 
@@ -416,7 +417,7 @@ def test_pages_of_a_long_step_are_kept_a_few_at_a_time() -> None:
     model = make_model("mixtral", torch.bfloat16)
     with engine_of(model) as engine:
         run(engine, prompt_of(70, 1), 2)
-        prefix = engine._client.loop.prefix  # type: ignore[attr-defined]
+        prefix = loop_of(engine).prefix
         engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
         engine.reset_prefix_cache()
         run(engine, prompt_of(64 * 6 + 1, 2), 1)

@@ -17,6 +17,7 @@ from qllm.types import Cap, FinishReason
 from qllm.workloads.spec import RequestSpec
 from tests.support.hybrid_prefix import GREEDY, engine_of, prompt_of, run
 from tests.support.hybrids import make_hybrid
+from tests.support.inside import loop_of
 
 STATES = 1000
 POLICIES = ("fcfs", "qllm2", "chunked", "qllm")
@@ -103,7 +104,7 @@ def test_keys_in_states_take_no_more_than_is_charged(family: str) -> None:
     """At any moment of a prompt in chunks and of decoding."""
     model = tiny_configs.tiny_model(family)
     with engine_of(model, policy="chunked", max_step_tokens=40) as engine:
-        stats, loop = engine.stats()["states"], engine._client.loop  # type: ignore[attr-defined]
+        stats, loop = engine.stats()["states"], loop_of(engine)
         each, token = stats["bytes_per_request"], stats["bytes_per_token"]
         seen: list[float] = []
         behind = {0}
@@ -138,7 +139,7 @@ def test_they_are_admitted_as_there_is_room_for_their_states(family: str) -> Non
         engine_of(model, max_kv_tokens=4, block_size=4)
     most, room = 0, 2 * (-(-(32 + each) // 4) * 4)
     with engine_of(model, max_kv_tokens=room, block_size=4, policy="fcfs") as engine:
-        loop = engine._client.loop  # type: ignore[attr-defined]
+        loop = loop_of(engine)
 
         def look(*_: object) -> None:
             nonlocal most

@@ -21,6 +21,7 @@ from qllm.types import NS_PER_MS, Cap, Grain, Priority, Sampled, Slo
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.rota import Rota
 from tests.support.families import FAMILIES, make_model
+from tests.support.inside import runner_of
 from tests.support.replay_schedule import Always, replay
 from tests.support.scheduling import events, finished_well
 from tests.support.serving import until
@@ -139,9 +140,9 @@ def test_swapping_at_every_boundary_changes_no_token(family: str, part: int) -> 
                 if count == at:
                     handles.append(engine.submit(prompt_of(40, 2), "LS", 2, sampling=GREEDY))
 
-            engine._client.runner.on_segment = disturb
+            runner_of(engine).on_segment = disturb
             found = engine.submit(ids, "BE", new, sampling=GREEDY).result(120)
-            engine._client.runner.on_segment = None
+            runner_of(engine).on_segment = None
             for handle in handles:
                 handle.result(120)
             assert found.token_ids == alone.token_ids

@@ -22,6 +22,7 @@ from qllm.policy import View
 from qllm.types import Cap, FinishReason, RequestStatus
 from tests.support.byte_models import engine_of, ids
 from tests.support.families import VOCAB, make_model
+from tests.support.inside import loop_of, runner_of
 
 GREEDY = SamplingParams(temperature=0, logprobs=0)
 LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
@@ -166,7 +167,7 @@ def test_cancel_before_the_start_in_the_middle_and_after_the_end() -> None:
 
 def _watched(engine: QLLMEngine, look: Any, handle: Handle) -> Handle:
     """Called on the engine's thread, so that nothing runs before it watches."""
-    engine._client.runner.on_segment = lambda *args: look(handle, *args)
+    runner_of(engine).on_segment = lambda *args: look(handle, *args)
     return handle
 
 
@@ -184,10 +185,10 @@ def test_status_passes_through_its_states() -> None:
             elif hits:
                 states.append(handle.status)
 
-        object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
+        object.__setattr__(runner_of(engine).backend.costs, "range_ns", 0.5)
         handle = engine.call(lambda: _watched(engine, look, engine.submit(ids(64), "BE", 2)))
         handle.result(60)
-        engine._client.runner.on_segment = None
+        runner_of(engine).on_segment = None
         assert seen == {RequestStatus.RUNNING}
         assert set(states) == {RequestStatus.PARKED}
         assert handle.status is RequestStatus.FINISHED
@@ -399,7 +400,7 @@ def test_submit_after_close_is_refused() -> None:
 
 
 def test_unknown_names_list_the_known_ones(recorded: QLLMEngine) -> None:
-    model, threads = recorded._client.runner.model, set(threading.enumerate())
+    model, threads = runner_of(recorded).model, set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"'max_num_seq'.*did you mean max_num_seqs.*block_size"):
         QLLMEngine.from_model(model, max_num_seq=3)
     with pytest.raises(ConfigError, match=r"unknown policy 'qllm3'; installed: .*fcfs.*qllm2"):
@@ -557,7 +558,7 @@ def test_defaults_of_the_generation_config_are_honoured() -> None:
     model.generation_config.top_k = 1
     with QLLMEngine.from_model(model, conformance=False, threads=1) as engine:
         handle = engine.submit(ids(8), max_tokens=5)
-        live = engine._client.loop.live.get(handle.number)
+        live = loop_of(engine).live.get(handle.number)
         greedy = SamplingParams(temperature=0)
         want = engine.submit(ids(8), max_tokens=5, sampling=greedy).result(60).token_ids
         assert handle.result(60).token_ids == want

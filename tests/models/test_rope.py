@@ -23,6 +23,7 @@ from qllm.runner.rope import switch_of
 from qllm.runner.rope_tables import RopeTable, Switch
 from qllm.types import Priority, Slo
 from tests.support.families import VOCAB
+from tests.support.inside import runner_of
 from tests.support.rope import KINDS, ORIGINAL, model_of
 from tests.support.storms import Chaos
 
@@ -147,14 +148,14 @@ def test_kernels_in_chunks_are_close_to_one_pass_of_the_model(kind: str) -> None
         expected = model(torch.tensor([ids])).logits[0, -1].float()
     found: list[Tensor] = []
     with engine_of(model, kernels="fast", max_step_tokens=32) as engine:
-        engine._client.runner.on_logits = lambda request, position, x: found.append(x.float())
+        runner_of(engine).on_logits = lambda request, position, x: found.append(x.float())
         engine.submit(ids, "LS", 1, sampling=GREEDY).result(60)
     assert (found[-1] - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def slow_down(engine: QLLMEngine) -> None:
     """Every program takes a tenth of a second more."""
-    runner: Any = engine._client.runner  # type: ignore[attr-defined]
+    runner: Any = runner_of(engine)
     run = runner.run
 
     def slow(*args: Any) -> Any:

@@ -17,6 +17,7 @@ from qllm.runner.layers import attention, experts
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from tests.support.families import DTYPES, TOP_K, VOCAB, make_model
+from tests.support.inside import loop_of, runner_of
 
 CUTS = CutRule(
     max_cost=16.0,
@@ -51,8 +52,8 @@ def run(*, disturbed: bool) -> Streams:
     with QLLMEngine.from_model(
         model, conformance=False, threads=1, policy_settings={"ride_frac": 0.0}
     ) as engine:
-        runner = engine._client.runner
-        runner.backend.cuts = engine._client.loop.scheduler.cuts = CUTS
+        runner = runner_of(engine)
+        runner.backend.cuts = loop_of(engine).scheduler.cuts = CUTS
         object.__setattr__(runner.backend.costs, "range_ns", 0.5)
         handles = []
         count = 0

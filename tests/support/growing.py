@@ -11,6 +11,7 @@ from qllm.frontend.handle import Result
 from qllm.types import RequestStatus
 from tests.support.engines import wait_for
 from tests.support.families import VOCAB
+from tests.support.inside import loop_of
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
@@ -27,7 +28,7 @@ class Engine:
 
     def __init__(self, model: Any, **how: Any) -> None:
         self.engine = QLLMEngine.from_model(model, **{**SETTINGS, **how})
-        self.loop = self.engine._client.loop  # type: ignore[attr-defined]
+        self.loop = loop_of(self.engine)
         self.runner = self.loop.runner
         self.kv: dict[int, Kv] = {}
         remove = self.runner.remove

@@ -15,6 +15,7 @@ from qllm.record import trace
 from qllm.runner.runner import TorchRunner
 from qllm.types import Cap, FinishReason, Grain
 from tests.support.families import DTYPES, VOCAB, make_model
+from tests.support.inside import loop_of, runner_of
 from tests.support.replay_schedule import replay
 
 CUTS = CutRule(
@@ -95,13 +96,13 @@ class Storm:
                     self.rng.choice(live).cancel()
 
         engine.call(lambda: [self.submit("BE") for _ in range(self.num_be)])
-        engine._client.runner.on_segment = disturb
+        runner_of(engine).on_segment = disturb
         results = [h.result(120) for h, _ in self.handles]
         while len(results) < len(self.handles):
             results = [h.result(120) for h, _ in self.handles]
-        engine._client.runner.on_segment = None
-        engine.call(engine._client.loop.scheduler.check)
-        assert engine._client.loop.scheduler.pool.num_free == engine.config.num_blocks
+        runner_of(engine).on_segment = None
+        engine.call(loop_of(engine).scheduler.check)
+        assert loop_of(engine).scheduler.pool.num_free == engine.config.num_blocks
         return results
 
 
@@ -165,9 +166,9 @@ def cuts_of(runner: TorchRunner) -> CutRule:
 
 def fine(engine: QLLMEngine) -> None:
     """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    cuts = cuts_of(engine._client.runner)
-    engine._client.runner.backend.cuts = engine._client.loop.scheduler.cuts = cuts
-    object.__setattr__(engine._client.runner.backend.costs, "range_ns", 0.5)
+    cuts = cuts_of(runner_of(engine))
+    runner_of(engine).backend.cuts = loop_of(engine).scheduler.cuts = cuts
+    object.__setattr__(runner_of(engine).backend.costs, "range_ns", 0.5)
 
 
 def same(result: Result, solo: Result) -> bool:
