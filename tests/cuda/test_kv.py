@@ -23,11 +23,11 @@ from qllm.policy import View, next_row
 from qllm.record import trace
 from qllm.runner.runner import TorchRunner
 from qllm.types import Cap
-from tests.support.engines import wait_for
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_streams import FakeStreams, install
 from tests.support.families import VOCAB, make_model
 from tests.support.inside import runner_of
+from tests.support.waiting import wait_for
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 BUCKETS = [Bucket(8, False), Bucket(64, True)]

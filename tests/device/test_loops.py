@@ -16,14 +16,14 @@ from qllm.ingress.remote.meeting import Address, Meeting
 from qllm.ingress.remote.pull import PullingFrontEnd
 from qllm.types import FinishReason
 from tests.support.device_loops import GPU, serves_an_engine
-from tests.support.engines import LONG, SETTINGS, free_port, save_model, wait_for
+from tests.support.engines import LONG, SETTINGS, free_port, save_model
 from tests.support.fake_gpu import BOOT, FAULT, HANG, FakeNursery
 from tests.support.families import make_model
 from tests.support.files import ROOT
 from tests.support.hosts import SECRET
 from tests.support.replay import Client
 from tests.support.serving import serving as served_over_http
-from tests.support.serving import until
+from tests.support.waiting import wait_for
 
 ON_DEVICE: dict[str, Any] = {**GPU, "loop": "conditional", "device": "cuda"}
 
@@ -194,7 +194,7 @@ def test_after_a_fault_of_the_device_every_stream_goes_on(model: str) -> None:
     with served_over_http(make(), make, restart_backoff_s=0.1) as served:
         calm = [Client(served, "/v1/completions", ask).answer() for ask in asks]
         clients = [Client(served, "/v1/completions", ask) for ask in asks]
-        until(lambda: all(client.has_begun for client in clients))
+        wait_for(lambda: all(client.has_begun for client in clients))
         poison = Client(served, "/v1/completions", {"prompt": [3] * FAULT, "max_tokens": 4})
         assert "2 engines died while they had this request" in poison.error()["message"]
         assert [client.answer() for client in clients] == calm

@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from qllm.scheduler.program import Index, OpKind, Program
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.files import ROOT
 from tests.support.inside import loop_of, runner_of
+from tests.support.waiting import wait_for
 
 SETTINGS: dict[str, Any] = {
     "conformance": False,
@@ -98,9 +98,7 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
         if not found and wanted(program, index, count):
             found.append(f"{program.ops[index.op].kind.name} {index}")
             reached.set()
-            deadline = time.monotonic() + 60
-            while engine._client.ingress.stop.word != CONTROL and time.monotonic() < deadline:
-                time.sleep(0.0005)  # until the call has lowered the stop word
+            wait_for(lambda: engine._client.ingress.stop.word == CONTROL)  # the call lowers it
 
     numbers = []
 

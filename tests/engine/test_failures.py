@@ -33,6 +33,7 @@ from tests.support.byte_models import byte_tokenizer
 from tests.support.families import VOCAB, make_model
 from tests.support.files import ROOT
 from tests.support.inside import loop_of, runner_of
+from tests.support.waiting import wait_for
 
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)
 POISON = 13
@@ -60,10 +61,7 @@ def engine_of(**settings: Any) -> QLLMEngine:
 def _no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and set(threading.enumerate()) - before:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - before
+    wait_for(lambda: not set(threading.enumerate()) - before, what="a thread is left")
 
 
 def submit_all(engine: QLLMEngine, prompts: list[list[int]], n: int = 8) -> list[Handle]:
@@ -81,9 +79,7 @@ def assert_serves(engine: QLLMEngine) -> None:
 
 def assert_clean(engine: QLLMEngine) -> None:
     """Nothing is live, and nothing is left of what was."""
-    deadline = time.monotonic() + 60
-    while engine.stats()["num_live"] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: not engine.stats()["num_live"])
     scheduler, runner = loop_of(engine).scheduler, runner_of(engine)
     engine.call(scheduler.check)
     assert scheduler.pool.num_free == engine.config.num_blocks

@@ -15,10 +15,10 @@ from qllm import SamplingParams
 from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt
 from qllm.frontend.handle import Handle
 from qllm.record import trace
-from tests.support.engines import wait_for
 from tests.support.families import FAMILIES, make_model
 from tests.support.growing import GREEDY, Engine, equal, ids_of
 from tests.support.rope import model_of as rope_model
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from bench.models import tiny_configs
 from qllm.errors import QueueFullError
 from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.frontend.handle import Handle
-from tests.support.engines import wait_for
 from tests.support.growing import GREEDY, Engine, equal
 from tests.support.growing import ids_of as ids_below
+from tests.support.waiting import wait_for
 
 FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
 

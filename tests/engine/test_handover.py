@@ -7,7 +7,6 @@ import mmap
 import random
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +31,7 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.inside import runner_of
-from tests.support.serving import until
+from tests.support.waiting import wait_for
 
 SETTINGS: dict[str, Any] = {
     "conformance": False,
@@ -143,9 +142,7 @@ def leave(engine: QLLMEngine, wanted: Wanted, beside: int = 0, **spec: Any) -> L
         if wanted(program, index, count):
             found.append(f"{program.ops[index.op].kind.name} {index} of {len(program.rows)} rows")
             reached.set()
-            deadline = time.monotonic() + 60
-            while client.ingress.stop.word != CONTROL and time.monotonic() < deadline:
-                time.sleep(0.0005)
+            wait_for(lambda: client.ingress.stop.word == CONTROL)
 
     def submit() -> list[Handle]:
         client.runner.on_segment = watch
@@ -177,7 +174,7 @@ def leave(engine: QLLMEngine, wanted: Wanted, beside: int = 0, **spec: Any) -> L
     for other in others:
         other.result(60)
     engine.call(core.loop.scheduler.check)
-    until(lambda: handle.has_ended)
+    wait_for(lambda: handle.has_ended)
     assert handle.finish_reason is FinishReason.ERROR
     return Left(handle, box["submission"], ticket, found[0], box["kv"])
 
@@ -575,7 +572,7 @@ def test_kv_that_is_late_is_not_waited_for(
 
     def stands_still(source: Source, allow: Any, choose: Any, wanted: Callable[[], bool]) -> Any:
         begun.set()
-        until(lambda: not wanted())
+        wait_for(lambda: not wanted())
         over.set()
         raise CheckpointError("nobody wants it")
 
@@ -594,7 +591,7 @@ def test_a_request_that_is_cancelled_before_its_kv_is_there(
 
     def stands_still(source: Source, allow: Any, choose: Any, wanted: Callable[[], bool]) -> Any:
         held.set()
-        until(lambda: not wanted())
+        wait_for(lambda: not wanted())
         raise CheckpointError("nobody wants it")
 
     core_of(b).handover._pull = stands_still
@@ -628,7 +625,7 @@ def test_where_blocks_are_short_it_waits_swapped_out_or_is_computed(swap: int) -
             """Once blocks are short, nothing goes on before the other request is there."""
             if core.loop.scheduler.pool.num_free < 3 and not seen.is_set():
                 full.set()
-                until(lambda: core.loop.ingress.stop.word < 10)
+                wait_for(lambda: core.loop.ingress.stop.word < 10)
                 seen.set()
             for _, coming in core.handed._held.values():
                 coming.work.exception(60)
@@ -703,7 +700,7 @@ def test_a_prefill_engine_hands_over_after_the_first_token() -> None:
         events = list[Event]()
         core.loop.listeners += (events.append,)
         handle = a.submit(priority="LS", **SPEC)
-        until(lambda: handle.has_ended)
+        wait_for(lambda: handle.has_ended)
         assert len(handle.token_ids) == 1
         error = handle._error
         assert error is not None
@@ -730,7 +727,7 @@ def test_what_cannot_leave_stays(pair: tuple[QLLMEngine, QLLMEngine], way: Way) 
     give = core_of(a).handover.give
     assert a.call(lambda: give(1 << 40)) is None
     opened = a.open("BE", prompt_of(70))
-    until(lambda: core_of(a).loop.live)
+    wait_for(lambda: core_of(a).loop.live)
     assert a.call(lambda: [give(number) for number in core_of(a).loop.live]) == [None]
     assert opened.send(max_tokens=3, sampling=GREEDY).result(60).finish_reason == "length"
 

@@ -26,7 +26,7 @@ from tests.support.engines import free_port, freeze, is_alive, pid_of, save_mode
 from tests.support.forked import start_program
 from tests.support.handover import SAMPLED, SECRET, SETTINGS, TEXT, same
 from tests.support.parcels import PARCEL
-from tests.support.serving import until
+from tests.support.waiting import wait_for
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=1)
 NUM = 300
@@ -92,7 +92,7 @@ class Engines:
         """Check that no engine has a request."""
         for made in self._made.values():
             if is_alive(pid_of(made.owner)):
-                until(lambda one=made: one.owner.stats()["num_live"] == 0)
+                wait_for(lambda one=made: one.owner.stats()["num_live"] == 0)
 
     def close(self) -> None:
         """Close all of them."""
@@ -114,7 +114,7 @@ class Pair:
     def submit(self, sampling: SamplingParams, at_least: int = 5) -> Handle:
         handle = self.a.far.submit(TEXT, "BE", NUM, sampling=sampling)
         self.log.keep(handle)
-        until(lambda: len(handle.token_ids) >= at_least)
+        wait_for(lambda: len(handle.token_ids) >= at_least)
         return handle
 
 
@@ -179,7 +179,7 @@ def test_a_stream_goes_on_at_another_engine(
     assert after["taken"] + after["missed"] == before["taken"] + before["missed"] + 1
     assert after["taken"] == before["taken"] + 1
     assert after["taken_tokens"] - before["taken_tokens"] >= len(result.prompt_token_ids)
-    until(lambda: pair.a.moved["waiting_bytes"] == 0)
+    wait_for(lambda: pair.a.moved["waiting_bytes"] == 0)
     assert pair.a.far.stats()["num_live"] == 0
     assert result.metrics.queue_ms is None
     assert result.metrics.ttft_ms is not None
@@ -192,8 +192,8 @@ def test_a_paused_request_moves_and_stays_paused(pair: Pair, stayed: dict[str, R
     handle.pause()
     client: Any = pair.a.far._client
     client.give_away(handle.number)
-    until(lambda: pair.b.moved["taken"] == before + 1)
-    until(lambda: handle.status == "paused")
+    wait_for(lambda: pair.b.moved["taken"] == before + 1)
+    wait_for(lambda: handle.status == "paused")
     handle.resume()
     assert same(handle.result(120), stayed["greedy"])
 
@@ -210,7 +210,7 @@ def test_without_another_engine_it_goes_on_where_it_was(
     pair: Pair, stayed: dict[str, Result]
 ) -> None:
     handle = pair.a.far.submit(TEXT, "BE", NUM, sampling=GREEDY)  # no log keeps it
-    until(lambda: len(handle.token_ids) >= 5)
+    wait_for(lambda: len(handle.token_ids) >= 5)
     client: Any = pair.a.far._client
     client.give_away(handle.number)
     assert same(handle.result(120), stayed["greedy"])
@@ -259,7 +259,7 @@ def test_either_side_dies_before_the_kv_is_there(
     else:
         os.kill(b, signal.SIGKILL)
         os.kill(a, signal.SIGCONT)
-        until(lambda: pair.log.holds(handle))
+        wait_for(lambda: pair.log.holds(handle))
         pair.go_to(pair.a.far.replay)
     assert same(handle.result(120), stayed["sampled"])
     giving.join()

@@ -12,7 +12,7 @@ from qllm.frontend.routes import least
 from qllm.ingress.remote.meeting import Address, Meeting
 from tests.support.engines import free_port, save_model
 from tests.support.handover import SAMPLED, SECRET, SETTINGS, TEXT, same
-from tests.support.serving import until
+from tests.support.waiting import wait_for
 
 
 def test_new_prompts_go_to_who_prefills_and_begun_ones_to_who_decodes() -> None:
@@ -64,4 +64,4 @@ def test_a_fleet_of_prefill_and_decode(stack: ExitStack, tmp_path: Path) -> None
     assert prefill["given"] == 3
     assert decode["taken"] + decode["missed"] == 3
     assert decode["taken"] >= 1
-    until(lambda: door._client._routing.router.num_open == 0)  # type: ignore[attr-defined]
+    wait_for(lambda: door._client._routing.router.num_open == 0)  # type: ignore[attr-defined]

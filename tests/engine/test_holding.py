@@ -17,11 +17,11 @@ from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Cancel, Submission, Update
 from qllm.ingress.inproc import InprocIngress
 from qllm.types import Priority, RequestStatus, Slo
-from tests.support.engines import wait_for
 from tests.support.families import make_model
 from tests.support.inside import loop_of, runner_of
 from tests.support.kv_tier import GREEDY, engine_of, held_back, no_load_is_late, prompt_of, run
 from tests.support.serving import tiny_engine
+from tests.support.waiting import wait_for
 
 FORM: dict[str, Any] = {
     "structured_outputs": {"regex": "[a-c]{30}"},

@@ -21,8 +21,8 @@ from qllm.scheduler.prefix import PageStore
 from qllm.sim.check import overload, watch
 from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Priority
-from tests.support.engines import wait_for
 from tests.support.scheduling import finished_well
+from tests.support.waiting import wait_for
 
 LS, BE = Priority.LS, Priority.BE
 

@@ -13,7 +13,8 @@ from qllm.frontend.handle import Result
 from qllm.frontend.request_log import RequestLog
 from tests.support.engines import pid_of
 from tests.support.replay import COMPLETIONS, Client, kill
-from tests.support.serving import serving, tiny_engine, until
+from tests.support.serving import serving, tiny_engine
+from tests.support.waiting import wait_for
 
 SETTINGS: dict[str, Any] = {"max_kv_tokens": 16384, "conformance": False, "kv_dir_gib": 0.05}
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -73,12 +74,12 @@ def test_prompt_and_output_of_a_killed_engine_are_loaded(
     with make() as first:
         slow = first.submit(TEXT, priority, NUM, sampling=GREEDY)
         log.keep(slow)
-        until(lambda: len(slow.token_ids) >= 140)
+        wait_for(lambda: len(slow.token_ids) >= 140)
         slow.update(paused=True)  # it stays open however long the file takes
-        until(lambda: pages_in_file(first) >= (num_prompt + 128) // 64)
+        wait_for(lambda: pages_in_file(first) >= (num_prompt + 128) // 64)
         assert slow.finish_reason is None, "it is open while its engine is killed"
         os.kill(pid_of(first), signal.SIGKILL)
-        until(lambda: log.holds(slow))
+        wait_for(lambda: log.holds(slow))
     with make() as second:
         log.go_on(second.replay)
         slow.update(paused=False)
@@ -94,11 +95,11 @@ def test_a_supervised_server_goes_on_from_the_file(tmp_path: Path, plain: Plain)
             served.front.engine.reset_prefix_cache()
             engine = served.front.engine
             clients = [Client(served, COMPLETIONS, ask) for ask in ASKS]
-            until(lambda clients=clients: all(client.has_begun for client in clients))
-            until(lambda engine=engine: pages_in_file(engine) >= 3 * 16)
+            wait_for(lambda clients=clients: all(client.has_begun for client in clients))
+            wait_for(lambda engine=engine: pages_in_file(engine) >= 3 * 16)
             assert all(client.is_alive() for client in clients)
             kill(served)
-            until(lambda engine=engine: served.front.engine is not engine)
+            wait_for(lambda engine=engine: served.front.engine is not engine)
             assert [client.answer()[1:3] for client in clients] == plain.answers
             # BE loads keep pace while LS is there, so what of them is computed is the machine's
             assert came_back(served.front.engine, 16 * 64)

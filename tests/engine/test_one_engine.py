@@ -17,8 +17,8 @@ from qllm.ingress import Call
 from qllm.plan import Plan
 from qllm.policy import View
 from qllm.types import Cap
-from tests.support.engines import wait_for
 from tests.support.families import make_model
+from tests.support.waiting import wait_for
 
 PROMPT = list(range(5, 45))
 GREEDY = SamplingParams(temperature=0, logprobs=0, ignore_eos=True)

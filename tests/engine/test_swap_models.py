@@ -24,10 +24,10 @@ from tests.support.families import FAMILIES, make_model
 from tests.support.inside import runner_of
 from tests.support.replay_schedule import Always, replay
 from tests.support.scheduling import events, finished_well
-from tests.support.serving import until
 from tests.support.storms import CUTS, DTYPES, Chaos, Storm, engine_of, fine, prompt_of, same
 from tests.support.swap import short_of_kv
 from tests.support.swap_models import finished, one_pass
+from tests.support.waiting import wait_for
 
 LS, BE = Priority.LS, Priority.BE
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -243,7 +243,7 @@ def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Path) -> None:
     with QLLMEngine.from_model(model, policy=Holds(), **settings) as engine:
         for ids in prompts:
             engine.submit(ids, "BE", 30, sampling=GREEDY)
-        until(lambda: engine.stats()["swap"]["blocks_used"] == 8)
+        wait_for(lambda: engine.stats()["swap"]["blocks_used"] == 8)
         assert engine.checkpoint(tmp_path / "parked") == 2
     with QLLMEngine.from_model(model, record=True, **settings) as engine:
         handles = engine.restore(tmp_path / "parked")

@@ -4,7 +4,6 @@
 import asyncio
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from qllm.types import Cap, FinishReason, RequestStatus
 from tests.support.byte_models import engine_of, ids
 from tests.support.families import VOCAB, make_model
 from tests.support.inside import loop_of, runner_of
+from tests.support.waiting import wait_for
 
 GREEDY = SamplingParams(temperature=0, logprobs=0)
 LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
@@ -606,10 +606,7 @@ def test_generate_keeps_the_order(recorded: QLLMEngine) -> None:
 def test_generate_leaves_nothing_behind_when_a_prompt_is_refused(recorded: QLLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         recorded.generate([ids(9), ids(7), ""], max_tokens=200, progress=False)
-    deadline = time.monotonic() + 60
-    while recorded.stats()["num_live"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert recorded.stats()["num_live"] == 0
+    wait_for(lambda: recorded.stats()["num_live"] == 0)
 
 
 def test_metrics_are_present(recorded: QLLMEngine) -> None:

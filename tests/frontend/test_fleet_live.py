@@ -20,7 +20,8 @@ from qllm.ingress.remote import meeting
 from qllm.ingress.remote.meeting import Address, Meeting
 from tests.support.engines import free_port, freeze, pid_of
 from tests.support.replay import ASKS, COMPLETIONS, SETTINGS, Client, ask_all, ask_until_they_run
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 REPLAYED = "qllm:requests_replayed_total"
 QUICK = Backoff(first_s=0.2, cap_s=0.2)
@@ -44,7 +45,7 @@ class Two:
 
     def kill(self, index: int) -> None:
         os.kill(pid_of(self.engines[index]), signal.SIGKILL)
-        until(lambda: self.engines[index].failure is not None)
+        wait_for(lambda: self.engines[index].failure is not None)
         self.engines[index].close()
 
     def bring_back(self, index: int) -> None:
@@ -78,7 +79,7 @@ def kill_under_load(
     two.kill(dies)
     assert [client.answer() for client in clients] == expected
     two.bring_back(dies)
-    until(lambda: is_up(served, dies))
+    wait_for(lambda: is_up(served, dies))
 
 
 def test_kill_9_of_either_engine_changes_no_answer(two: Two) -> None:
@@ -102,7 +103,7 @@ def test_kill_9_of_either_engine_changes_no_answer(two: Two) -> None:
         taken = [served.metric("qllm:fleet_requests_taken_total", engine=n) for n in two.names]
         assert served.metric(REPLAYED) <= sum(taken)
         assert [served.metric("qllm:fleet_engine_up", engine=n) for n in two.names] == [1, 1]
-        until(lambda: fleet.stats()["num_live"] == 0)
+        wait_for(lambda: fleet.stats()["num_live"] == 0)
     choices = replayed(entries, load_route("prefix"))
     assert len(choices) > 5 * len(FEW)
     assert [now for _, now in choices] == [then for then, _ in choices], "as in a simulation"
@@ -120,7 +121,7 @@ def test_an_engine_that_is_closed_under_load_loses_no_answer(two: Two) -> None:
             two.engines[index].close()
             assert [client.answer() for client in clients] == expected
             two.bring_back(index)
-            until(lambda index=index: is_up(served, index))
+            wait_for(lambda index=index: is_up(served, index))
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["over NIXL", "over shared memory"])
@@ -139,14 +140,14 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
         monkeypatch.setattr(meeting, "HANDSHAKE_S", 2.0)
         freeze(pid)
         try:
-            until(lambda: not is_up(served, index))
+            wait_for(lambda: not is_up(served, index))
             assert [client.answer() for client in clients] == expected
             with QLLMEngine.connect(two.address) as another:
                 assert another.submit("abc", max_tokens=2).result(60).token_ids
         finally:
             os.kill(pid, signal.SIGCONT)
             monkeypatch.undo()
-        until(lambda: is_up(served, index))
+        wait_for(lambda: is_up(served, index))
         assert [client.answer() for client in ask_few(served)] == expected
 
 
@@ -159,10 +160,10 @@ def test_without_an_engine_503_says_when_to_come_back(two: Two) -> None:
         (expected,) = served.post(COMPLETIONS, asked).json()["choices"]
         assert served.metric("qllm:fleet_route_errors_total") == 1, "and it was answered"
         client = Client(served, COMPLETIONS, {**asked, "max_tokens": 1500, "stream": True})
-        until(lambda: client.has_begun)
+        wait_for(lambda: client.has_begun)
         for index in (0, 1):
             two.kill(index)
-        until(lambda: served.get("/ready").status_code == 503)
+        wait_for(lambda: served.get("/ready").status_code == 503)
         refused = served.post(COMPLETIONS, asked)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_restarting"
@@ -170,7 +171,7 @@ def test_without_an_engine_503_says_when_to_come_back(two: Two) -> None:
         assert served.get("/health").json()["status"] == "restarting"
         assert client.is_alive(), "it waits"
         two.bring_back(1)
-        until(lambda: served.get("/ready").status_code == 200)
+        wait_for(lambda: served.get("/ready").status_code == 200)
         assert served.post(COMPLETIONS, asked).json()["choices"] == [expected]
         usage, *_ = client.answer()
         assert usage["completion_tokens"] == 1500

@@ -25,9 +25,9 @@ from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt, common_pre
 from qllm.frontend.handle import Result
 from qllm.ingress import Revision
 from qllm.types import FinishReason, RequestStatus, StructuredOutputs
-from tests.support.engines import wait_for
 from tests.support.families import VOCAB, make_model
 from tests.support.growing import Engine, ids_of
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

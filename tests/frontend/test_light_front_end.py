@@ -14,7 +14,8 @@ import httpx
 
 from qllm.ingress.remote.meeting import Address, Meeting
 from tests.support.engines import free_port
-from tests.support.serving import tiny_engine, until
+from tests.support.serving import tiny_engine
+from tests.support.waiting import wait_for
 
 MOST_KB = 150 << 10
 MARK = " at http://"
@@ -56,11 +57,11 @@ def serve(log: Path, *arguments: str) -> Iterator[tuple["subprocess.Popen[str]",
         ) as process,
     ):
         try:
-            until(lambda: MARK in log.read_text() or process.poll() is not None)
+            wait_for(lambda: MARK in log.read_text() or process.poll() is not None)
             lines = [line for line in log.read_text().splitlines() if MARK in line]
             assert lines, log.read_text()
             url = lines[-1].split()[-1]
-            until(lambda: answers_at(url))  # the line is written before the server listens
+            wait_for(lambda: answers_at(url))  # the line is written before the server listens
             yield process, url
         finally:
             process.send_signal(signal.SIGTERM)

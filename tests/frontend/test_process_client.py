@@ -26,15 +26,10 @@ from qllm.ingress.layout import NUMBER_BITS
 from qllm.record.trace import Finished
 from qllm.types import FinishReason, RequestStatus, Slo
 from tests.support.attached import ATTACHED
-from tests.support.engines import (
-    LONG,
-    SETTINGS,
-    pid_of,
-    save_model,
-    wait_for,
-)
+from tests.support.engines import LONG, SETTINGS, pid_of, save_model
 from tests.support.families import VOCAB
 from tests.support.forked import start_program
+from tests.support.waiting import wait_for
 
 LETTERS = dict.fromkeys((ord(c) for c in "abcdefgh"), 60.0)
 

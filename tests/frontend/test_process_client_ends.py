@@ -33,10 +33,10 @@ from tests.support.engines import (
     open_files,
     pid_of,
     save_model,
-    wait_for,
 )
 from tests.support.families import make_model
 from tests.support.forked import start_program
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from qllm.frontend.rebalance import MoveCosts, Standing, choose_move
 from qllm.frontend.routes import Backlog, Costs, EngineView, by_class
 from qllm.types import FinishReason
 from tests.support.fake_fleet import FakeClient, FakeFleet, answer
+from tests.support.waiting import wait_for
 
 AFTER_S = 5.0
 SECOND_NS = 10**9
@@ -192,10 +193,7 @@ def made(monkeypatch: pytest.MonkeyPatch, num: int) -> Iterator[FakeFleet]:
 
 
 def until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.001)
+    wait_for(condition)
 
 
 def at(fleet: FakeFleet, handle: Handle) -> int:

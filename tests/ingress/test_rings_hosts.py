@@ -26,10 +26,10 @@ from qllm.ingress.remote.meeting import (
     Meeting,
 )
 from qllm.types import FinishReason, RequestStatus
-from tests.support.engines import LONG, SETTINGS, free_port, freeze, pid_of, save_model, wait_for
+from tests.support.engines import LONG, SETTINGS, free_port, freeze, pid_of, save_model
 from tests.support.forked import start_program
 from tests.support.hosts import SECRET
-from tests.support.serving import until
+from tests.support.waiting import wait_for
 
 GREEDY = SamplingParams(temperature=0)
 LOOPBACK = Address("127.0.0.1", 0)
@@ -242,7 +242,7 @@ main()
 
 
 def said(log: Path, process: Any, mark: str) -> str:
-    until(lambda: mark in log.read_text() or process.poll() is not None, 120)
+    wait_for(lambda: mark in log.read_text() or process.poll() is not None, 120)
     lines = [line for line in log.read_text().splitlines() if mark in line]
     assert lines, log.read_text()
     return lines[-1].split()[-1].removeprefix("http://")
@@ -268,20 +268,20 @@ def test_the_two_roles_serve_and_come_back(tmp_path: Path, model: str) -> None:
         )  # fmt: skip
         url = "http://" + said(tmp_path / "front", front, "http://")
         body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
-        until(lambda: is_ready(url))  # the line is written before the server listens
+        wait_for(lambda: is_ready(url))  # the line is written before the server listens
         first = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert first["usage"]["completion_tokens"] == 8
         maps = Path(f"/proc/{front.pid}/task/{front.pid}/children").read_text()
         assert maps.split() == [], "a front end has no engine of its own"
         engine.send_signal(signal.SIGTERM)
         assert engine.wait(60) == 0
-        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503)
+        wait_for(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503)
         host, _, port = address.rpartition(":")
         start(
             stack, tmp_path / "again", model, "--role", "engine", "--listen", f"{host}:{port}",
             "--threads", "1", "--set", "conformance=false", "--set", "max_kv_tokens=2048",
         )  # fmt: skip
-        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, 240)
+        wait_for(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, 240)
         again = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert again["choices"] == first["choices"]
         front.send_signal(signal.SIGTERM)

@@ -27,6 +27,7 @@ from qllm.types import FinishReason, RequestId, RequestStatus
 from tests.support.forked import start_program
 from tests.support.pull_load import Load
 from tests.support.pulled import Answerer, Met, block_of, submission, tokens_of
+from tests.support.waiting import wait_for
 
 RING = 1 << 14
 
@@ -250,9 +251,7 @@ def test_a_driver_drives_until_a_link_fails_and_closes_what_leaves() -> None:
         raise NixlError("gone")
 
     pair.far.drive = fail  # type: ignore[method-assign]
-    deadline = time.monotonic() + 60
-    while not broken and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_for(lambda: broken)
     assert broken == [(7, "gone")]
     assert pair.far._memory is None
     links.remove(7)

@@ -29,9 +29,10 @@ from qllm.models.identity import identity
 from qllm.models.loader import load, wrap
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
 from qllm.models.quantised_weights import Weights
-from tests.support.engines import open_files, wait_for
+from tests.support.engines import open_files
 from tests.support.families import make_model
 from tests.support.streaming import STEM, change, made
+from tests.support.waiting import wait_for
 
 PARTS = 2
 """Weights that are read for a packed one, at most: gate and up are stored apart."""

@@ -11,7 +11,8 @@ import pytest
 from qllm.errors import EngineClosedError
 from qllm.llm import QLLMEngine
 from tests.support.browsing import axe_source, browser_path, loaded
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 BROWSER, AXE = browser_path(), axe_source()
 WHY = "scripts/browser (of `make test-outside`) found no browser, or no axe-core, on npm"
@@ -127,9 +128,9 @@ def test_the_page_moves_fits_and_can_be_read(
         for _ in range(3):
             page.wait_for_function(f"(before) => ({STILL})() !== before", arg=page.evaluate(STILL))
         page.click("#hold")
-        until(lambda: not moves(page))  # once the passes that ran then have ended
+        wait_for(lambda: not moves(page))  # once the passes that ran then have ended
         page.click("#hold")
-        until(lambda: moves(page))
+        wait_for(lambda: moves(page))
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.evaluate(OUTSIDE) == []
         assert page.evaluate(COVERED) == []
@@ -174,10 +175,10 @@ def test_numbers_are_those_of_the_engine(
             assert cells.nth(2).inner_text() in ("running", "parked")
             assert cells.nth(5).inner_text() == "1 min 30 s met"
             assert int(cells.nth(7).inner_text()) > 0
-            until(lambda: float(page.inner_text("#rate-BE")) > 0)
+            wait_for(lambda: float(page.inner_text("#rate-BE")) > 0)
             assert "1 running" in page.inner_text("#count-BE")
             assert "p99" in page.inner_text("#ttft-LS-more")
-            until(lambda: "0 LS and" in page.inner_text("#timeline-now"))
+            wait_for(lambda: "0 LS and" in page.inner_text("#timeline-now"))
             assert opened.wrong == []
         texts.close()
 
@@ -200,7 +201,7 @@ def test_the_keyboard_reaches_words_and_preemptions(served: Serving, chromium: A
         page.keyboard.press("Enter")
         assert page.get_attribute("#hold", "aria-pressed") == "true"
         assert page.get_attribute('[data-span="1000"]', "aria-pressed") == "true"
-        until(lambda: not moves(page))
+        wait_for(lambda: not moves(page))
         assert page.is_hidden("#tip")
         page.focus('#timeline-section dfn[data-word="park"]')
         assert "same bits" in page.inner_text("#tip")
@@ -291,10 +292,10 @@ def test_a_page_that_nobody_sees_asks_for_nothing(
             threading.Event().wait(1.5)
             return len(asked) == before
 
-        until(is_still)
+        wait_for(is_still)
         before = len(asked)
         opened.page.evaluate(hide, False)
-        until(lambda: len(asked) > before)
+        wait_for(lambda: len(asked) > before)
         assert opened.wrong == []
 
 

@@ -35,6 +35,7 @@ from qllm.ray.replica import EngineReplica
 from qllm.ray.wire import Seen
 from qllm.server.config import ServerConfig
 from qllm.types import FinishReason, Priority, RequestStatus, Sampled, SamplingParams, Slo
+from tests.support.waiting import wait_for
 
 VOCABULARY = 997
 
@@ -268,12 +269,7 @@ def front(cluster: Cluster) -> Iterator[RayClient]:
 
 
 def until(condition: Callable[[], Any], cluster: Cluster | None = None) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        if cluster is not None:
-            cluster.step()
-        time.sleep(0.002)
+    wait_for(condition, meanwhile=cluster.step if cluster else lambda: None)
 
 
 def submit(front: RayClient, *prompt: int, most: int = 12, **more: Any) -> Handle:

@@ -1,7 +1,7 @@
 """What a live page sees of the passes, and that a loop keeps events only while somebody looks."""
 
 import json
-import time
+from collections.abc import Callable
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from qllm.record.trace import (
 )
 from qllm.scheduler.program import Index
 from qllm.types import NS_PER_MS, FinishReason, Grain, Slo
+from tests.support.waiting import wait_for
 
 LAYERS = 8
 ZERO = Index(0, 0)
@@ -87,6 +88,18 @@ PREEMPTED: tuple[Event, ...] = (
     parked(10, 22, 1, layer=3, inside=True, since=20), planned(11, 22, 2), ran(11, 22, 30),
     token(2, 30), Resumed(at_ns=ms(31), frame_id=10), ran(10, 31, 60), token(1, 60),
 )  # fmt: skip
+
+
+def watch_until(engine: QLLMEngine, condition: Callable[[Any], Any], told: Any = None) -> Any:
+    """Watch an engine, from a look on, until a look fulfils a condition; return that look."""
+    looks = [told or engine.watch()]
+
+    def is_seen() -> bool:
+        looks.append(engine.watch(looks[-1]["seq"]))
+        return bool(condition(looks[-1]))
+
+    wait_for(is_seen)
+    return looks[-1]
 
 
 def test_a_preemption_says_who_stopped_for_whom_and_when_it_went_on() -> None:
@@ -293,9 +306,7 @@ def test_a_look_knows_what_was_there_before_it() -> None:
         assert row["output_tokens"] > 0
         assert told["counts"] == [["BE", row["status"], 1]]
         assert "requests" not in engine.watch(told["seq"], whole=False)
-        end = time.monotonic() + 60
-        while not (told := engine.watch(told["seq"]))["output_tokens"]["BE"]:
-            assert time.monotonic() < end
+        told = watch_until(engine, lambda told: told["output_tokens"]["BE"], told)
         assert not [entry for entry in told["entries"] if entry[0] == "first"]
         assert told["kv_blocks_used"] > 0
         handle.cancel()
@@ -370,11 +381,7 @@ def test_listed_requests_are_bounded() -> None:
             engine.submit([1] * 50, "BE", 3000, ignore_eos=True) for _ in range(MAX_LISTED + 20)
         ]
         late = engine.submit([1] * 50, "LS", 3000, ignore_eos=True)
-        end = time.monotonic() + 60
-        told = engine.watch()
-        while sum(n for *_, n in told["counts"]) < len(handles) + 1:
-            assert time.monotonic() < end
-            told = engine.watch(told["seq"])
+        told = watch_until(engine, lambda told: sum(n for *_, n in told["counts"]) > len(handles))
         assert len(told["requests"]) == MAX_LISTED
         assert told["requests"][0]["number"] == late.number  # LS first
         for handle in (*handles, late):

@@ -24,9 +24,10 @@ from qllm.record import trace
 from qllm.scheduler.decision import Parked
 from qllm.sim.world import World
 from qllm.types import NS_PER_MS, FinishReason, Priority, RequestStatus
-from tests.support.engines import SETTINGS, pid_of, wait_for
+from tests.support.engines import SETTINGS, pid_of
 from tests.support.scheduling import BY_CLASS, Fuzz, events, finished_well, work_is_exact
 from tests.support.swap import SwapFuzz, metrics_of, short_of_kv
+from tests.support.waiting import wait_for
 
 LS, BE = Priority.LS, Priority.BE
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

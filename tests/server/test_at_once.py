@@ -19,8 +19,9 @@ from qllm.server.ask import EACH, SHORT, Ask, Served
 from qllm.server.at_once import MOST_CHARS, MOST_HELD, AtOnce
 from qllm.server.connection import Presence
 from qllm.types import Priority, SamplingParams
-from tests.support.serving import Serving, until
+from tests.support.serving import Serving
 from tests.support.shm_rig import Rig
+from tests.support.waiting import wait_for
 
 TEXTS = ["a", "Hello, world", "<|endoftext|>x</s>", "  spaces\n\n", "ünïcödé 🙂 日本語", "x" * 3000]
 
@@ -176,7 +177,7 @@ def test_a_small_prompt_is_submitted_on_the_event_loop_and_answered(
     assert served.post("/v1/completions", body).status_code == 200
     assert len(names) == 4
     assert not any(name.startswith("qllm-") for name in names)
-    until(lambda: served.front._num_ls == 0)
+    wait_for(lambda: served.front._num_ls == 0)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -21,7 +21,8 @@ from qllm.server.response_store import ResponseStore
 from qllm.server.store import TABLES, Store
 from qllm.server.worker import problems
 from tests.support.batches import COMPLETIONS, RESPONSES, ended, line, records, start
-from tests.support.serving import Serving, serving, until
+from tests.support.serving import Serving, serving
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, "/v1/chat/completions", RESPONSES])
@@ -145,7 +146,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(
     lines = [line(0, max_tokens=1)]
     lines += [line(n, max_tokens=3000, ignore_eos=True) for n in range(1, 30)]
     batch = start(client, lines)
-    until(lambda: client.batches.retrieve(batch.id).request_counts.completed)
+    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed)
     assert client.batches.cancel(batch.id).status == "cancelling"
     batch = ended(client, batch.id)
     assert batch.status == "cancelled"
@@ -153,7 +154,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(
     found = records(client, batch.output_file_id)
     assert len(found) == batch.request_counts.completed < 30
     assert found[0]["custom_id"] == "line-0"
-    until(lambda: engine.stats()["num_live"] == 0)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
     assert client.batches.cancel(batch.id).status == "cancelled"
     done = ended(client, start(client, [line(0)]).id)
     with pytest.raises(openai.ConflictError, match="completed"):
@@ -178,7 +179,7 @@ def test_a_batch_over_its_time_expires(
 def test_ls_does_not_wait_for_a_batch(client: openai.OpenAI, served: Serving) -> None:
     lines = [line(n, max_tokens=400, ignore_eos=True) for n in range(40)]
     batch = start(client, lines)
-    until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+    wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress")
     answer = served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
     assert answer.status_code == 200
     assert client.batches.retrieve(batch.id).status == "in_progress"
@@ -348,7 +349,7 @@ class Process:
                  "--state-dir", str(state), "--set", "conformance=false"],
                 stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        until(lambda: self.process.poll() is not None or "http://" in log.read_text(), 120)
+        wait_for(lambda: self.process.poll() is not None or "http://" in log.read_text(), 120)
         url = re.search(r"http://\S+", log.read_text())
         assert url, log.read_text()
         self.client = openai.OpenAI(base_url=f"{url[0]}/v1", api_key="none", max_retries=20)
@@ -373,12 +374,12 @@ def test_batches_go_on_after_a_server_that_was_killed_and_one_that_was_drained(
     lines = [line(n, max_tokens=40, ignore_eos=True) for n in range(num_lines)]
     server = Process(tmp_path, most=8)
     batch_id = start(server.client, lines).id
-    until(lambda: num_completed(server, batch_id) == 8)
+    wait_for(lambda: num_completed(server, batch_id) == 8)
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
 
     server = Process(tmp_path, most=16)
     assert num_completed(server, batch_id) >= 8
-    until(lambda: num_completed(server, batch_id) == 24)
+    wait_for(lambda: num_completed(server, batch_id) == 24)
     stream = server.client.completions.create(
         model="tiny", prompt="x", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
     )

@@ -18,7 +18,8 @@ from qllm.server.errors import ApiError, from_engine
 from qllm.server.open_answer import Answer
 from qllm.types import Priority, SamplingParams, Slo
 from tests.support.engines import Broken
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 GREEDY = SamplingParams(temperature=0)
@@ -292,7 +293,7 @@ def test_the_class_is_chosen_and_told(
     answer = served.post("/v1/chat/completions", body, headers=headers)
     assert answer.headers["x-qllm-priority"] == served_as
     assert f'"service_tier":"{tier}"' in answer.text
-    until(lambda: served.front._num_ls == 0)
+    wait_for(lambda: served.front._num_ls == 0)
 
 
 def test_the_engine_is_told_the_class(served: Serving, client: openai.OpenAI) -> None:
@@ -300,12 +301,12 @@ def test_the_engine_is_told_the_class(served: Serving, client: openai.OpenAI) ->
         name = "qllm:request_success_total"
         return served.metric(name, **{"class": label, "finished_reason": "length"})
 
-    until(lambda: not served.front._settling)
+    wait_for(lambda: not served.front._settling)
     before = {label: num_done(label) for label in ("LS", "BE")}
     client.completions.create(
         model="tiny", prompt="a", max_tokens=1, extra_body={"service_tier": "flex"}
     )
-    until(lambda: not served.front._settling)
+    wait_for(lambda: not served.front._settling)
     assert (num_done("LS"), num_done("BE")) == (before["LS"], before["BE"] + 1)
 
 
@@ -366,7 +367,7 @@ def test_a_request_that_fails_in_the_engine() -> None:
         with pytest.raises(openai.APIError, match="no such request"):
             list(client.completions.create(model="tiny", prompt="a", stream=True))
         labels = {"class": "LS", "finished_reason": "error"}
-        until(lambda: served.metric("qllm:request_success_total", **labels) == 2)
+        wait_for(lambda: served.metric("qllm:request_success_total", **labels) == 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -382,10 +383,10 @@ def test_a_client_that_leaves_cancels(served: Serving, engine: QLLMEngine, strea
     )
     if stream:
         assert client.getresponse().read(1)
-    until(lambda: served.front.answers)
+    wait_for(lambda: served.front.answers)
     client.close()
-    until(lambda: is_idle(engine))
-    until(lambda: num_cancelled() == before + 2)
+    wait_for(lambda: is_idle(engine))
+    wait_for(lambda: num_cancelled() == before + 2)
     assert not served.front.answers
 
 
@@ -403,11 +404,11 @@ def test_a_client_that_leaves_before_its_request_is_submitted(
     monkeypatch.setattr(engine, "submit", late)
     client = HTTPConnection(served.url.removeprefix("http://"), timeout=60)
     client.request("POST", "/v1/completions", json.dumps(ENDLESS | {"bad_words": ["x"]}), KIND)
-    until(asked.is_set)  # on a thread, where words are looked up: not on the event loop
+    wait_for(asked.is_set)  # on a thread, where words are looked up: not on the event loop
     client.close()
-    until(lambda: served.front._num_ls == 0 and not handles)
+    wait_for(lambda: served.front._num_ls == 0 and not handles)
     go.set()
-    until(lambda: handles and handles[0].finish_reason == "cancelled" and is_idle(engine))
+    wait_for(lambda: handles and handles[0].finish_reason == "cancelled" and is_idle(engine))
 
 
 def test_a_request_over_its_time_is_504(engine: QLLMEngine) -> None:
@@ -434,7 +435,7 @@ def test_the_drain_lets_a_stream_end(engine: QLLMEngine) -> None:
         assert rest[-2].choices[0].finish_reason == "length"
         assert rest[-1].usage is not None
         assert rest[-1].usage.completion_tokens == 200
-        until(lambda: not served.server.started or served.front.draining.is_set())
+        wait_for(lambda: not served.server.started or served.front.draining.is_set())
     assert is_idle(engine)
 
 

@@ -16,7 +16,8 @@ from qllm.frontend.waker import Waker
 from qllm.server.connection import MOST_HELD, Together
 from qllm.server.text_work import TextWork
 from tests.support.engines import Holding
-from tests.support.serving import Serving, serving, until
+from tests.support.serving import Serving, serving
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
@@ -117,11 +118,11 @@ def test_what_follows_a_request_and_cannot_be_served_leaves_its_answer(
         connected(served) as sock,
     ):
         sock.sendall(asked(max_tokens=40))
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         (connection,) = served.server.server_state.connections
         for part in (more[:-10], more[-10:]):
             sock.sendall(part)
-        until(lambda: not connection._takes_more)  # type: ignore[union-attr]
+        wait_for(lambda: not connection._takes_more)  # type: ignore[union-attr]
         gate.touch()
         found = to_the_end(sock)
     assert found.startswith(b"HTTP/1.1 200")
@@ -145,7 +146,7 @@ def test_each_head_has_its_time_not_only_the_first(engine: QLLMEngine, first: st
                 return bool(select.select([sock], (), (), 0)[0])
             return True
 
-        until(is_closed, 60)
+        wait_for(is_closed, 60)
 
 
 @pytest.mark.parametrize("first", ["", OFFER])
@@ -159,9 +160,9 @@ def test_a_head_that_came_is_not_limited_by_its_time(holding: Holding, first: st
         assert answer(sock)[0].startswith(b"HTTP/1.1 200")
         (connection,) = served.server.server_state.connections
         sock.sendall(asked(**LONG)[:20])
-        until(lambda: connection._deadline is not None)
+        wait_for(lambda: connection._deadline is not None)
         sock.sendall(asked(**LONG)[20:])
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         assert connection._deadline is None
         gate.touch()
         assert answer(sock)[0].startswith(b"HTTP/1.1 200")
@@ -190,7 +191,7 @@ def test_who_ends_his_side_behind_a_request_gets_its_answer(
     with connected(served) as sock:
         sock.sendall(asked(more, stream=stream, **LONG))
         sock.shutdown(socket.SHUT_WR)
-        until(lambda: served.front.answers and looks_for_client(served))
+        wait_for(lambda: served.front.answers and looks_for_client(served))
         gate.touch()
         found = to_the_end(sock)
     before, _, got = found.partition(b"HTTP/1.1 200")
@@ -207,7 +208,7 @@ def test_who_ends_his_side_behind_two_requests_gets_both_answers(
     with connected(served) as sock:
         sock.sendall(asked("X-Request-Id: one\r\n", **LONG) + asked("X-Request-Id: two\r\n"))
         sock.shutdown(socket.SHUT_WR)
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         gate.touch()
         ids = re.findall(rb"x-request-id: (\w+)", to_the_end(sock))
     assert ids == [b"one", b"two"]
@@ -221,12 +222,12 @@ def test_who_is_gone_is_told_from_who_reads_on(
     served, _ = held
     with connected(served) as sock:
         sock.sendall(asked(stream=stream, **LONG))
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         if half_first:
             sock.shutdown(socket.SHUT_WR)
-            until(lambda: looks_for_client(served))
+            wait_for(lambda: looks_for_client(served))
             assert served.front.answers
-    until(lambda: not served.front.answers)
+    wait_for(lambda: not served.front.answers)
 
 
 def test_a_stream_that_waits_is_only_commented_for_who_ended_his_side(
@@ -235,7 +236,7 @@ def test_a_stream_that_waits_is_only_commented_for_who_ended_his_side(
     served, gate = held
     with connected(served) as sock:
         sock.sendall(asked(stream=True, **LONG))
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         sock.shutdown(socket.SHUT_WR)
         found = b""
         while found.count(b": alive\n\n") < 2:
@@ -263,10 +264,10 @@ def test_the_end_of_an_http_1_0_client_is_that_of_its_request(
     served, _ = held
     with connected(served) as sock:
         sock.sendall(asked(**LONG).replace(b"HTTP/1.1", b"HTTP/1.0"))
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         sock.shutdown(socket.SHUT_WR)
         assert to_the_end(sock) == b""
-        until(lambda: not served.front.answers)
+        wait_for(lambda: not served.front.answers)
 
 
 def test_requests_sent_at_once_are_answered_in_order(small_heads: Serving) -> None:

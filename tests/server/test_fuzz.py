@@ -11,7 +11,8 @@ import schemathesis
 from schemathesis.generation import GenerationMode
 
 from tests.support.fuzzing import fuzz
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 POSTS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/batches"]
 POSTS += ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
@@ -157,8 +158,8 @@ def soak(served: Serving, num_acts: int, clients: int) -> Counter[str]:
         del engine.submit
     assert failures == []
     assert not any(thread.is_alive() for thread in threads), "a client hangs"
-    until(lambda: engine.stats()["num_live"] == 0 and not served.front.answers)
-    until(lambda: not served.front._settling)
+    wait_for(lambda: engine.stats()["num_live"] == 0 and not served.front.answers)
+    wait_for(lambda: not served.front._settling)
     assert served.front._num_ls == 0
     assert all(handle.finish_reason is not None for handle in submitted)
     new = {reason: by_reason(reason) - before[reason] for reason in reasons}

@@ -18,7 +18,8 @@ from qllm.llm import QLLMEngine
 from qllm.server.errors import ApiError
 from qllm.server.guard import Keys, Limits, _authorization
 from tests.support.engines import stand_still
-from tests.support.serving import Serving, serving, until
+from tests.support.serving import Serving, serving
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
@@ -140,7 +141,9 @@ def test_concurrency_is_per_key_and_ends_with_the_stream(engine: QLLMEngine) -> 
             assert (second.status_code, second.headers["retry-after"]) == (429, "1")
             assert second.json()["error"]["code"] == "concurrency_limit"
             assert served.post("/v1/completions", ASK, headers=bearer("b")).status_code == 200
-        until(lambda: served.post("/v1/completions", ASK, headers=bearer("a")).status_code == 200)
+        wait_for(
+            lambda: served.post("/v1/completions", ASK, headers=bearer("a")).status_code == 200
+        )
 
 
 # -- LS admission
@@ -166,7 +169,7 @@ def test_a_flood_of_ls(engine: QLLMEngine, overflow: str) -> None:
                 assert over.json()["error"]["code"] == "ls_limit"
             flex = served.post("/v1/completions", {**ASK, "service_tier": "flex"})
             assert (flex.status_code, "x-qllm-demoted" in flex.headers) == (200, False)
-        until(lambda: served.front._num_ls == 0)
+        wait_for(lambda: served.front._num_ls == 0)
         assert served.post("/v1/completions", ASK).headers["x-qllm-priority"] == "LS"
 
 
@@ -246,12 +249,12 @@ def test_an_answer_may_take_longer_than_the_timeouts(
     gate = tmp_path / "gate"
     with ThreadPoolExecutor() as pool:
         pool.submit(engine.call, partial(stand_still, str(gate)))
-        until(Path(f"{gate}-reached").exists)
+        wait_for(Path(f"{gate}-reached").exists)
         body = json.dumps({**ENDLESS, "max_tokens": 5}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         answer = pool.submit(talk, hasty, head + body)  # at once: it is the answer that is slow
-        until(lambda: hasty.front.answers)
+        wait_for(lambda: hasty.front.answers)
         time.sleep(2 * HASTE_S)
         gate.touch()
         assert b"data: [DONE]\n\n" in answer.result(60)
@@ -304,7 +307,7 @@ def test_many_at_once_all_end(engine: QLLMEngine) -> None:
         for thread in threads:
             thread.join(60)
         assert codes == [200] * 40
-        until(lambda: served.front._num_ls == 0)
+        wait_for(lambda: served.front._num_ls == 0)
 
 
 def test_a_client_that_takes_no_bytes_gives_its_seats_back(engine: QLLMEngine) -> None:
@@ -319,5 +322,5 @@ def test_a_client_that_takes_no_bytes_gives_its_seats_back(engine: QLLMEngine) -
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
             head += "Content-Type: application/json\r\n\r\n"
             link.sendall(head.encode() + data)
-            until(lambda: served.front._num_ls == 4)
-            until(lambda: served.front._num_ls == 0)
+            wait_for(lambda: served.front._num_ls == 4)
+            wait_for(lambda: served.front._num_ls == 0)

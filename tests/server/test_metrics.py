@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qllm.llm import QLLMEngine
 from qllm.server.metrics import Metrics
-from tests.support.serving import Serving, until
+from tests.support.serving import Serving
+from tests.support.waiting import wait_for
 
 DOCS = Path(__file__).parents[2] / "docs"
 DASHBOARD = DOCS / "grafana.json"
@@ -39,7 +40,7 @@ def test_every_metric_of_the_dashboard_exists_with_its_labels(served: Serving) -
     for priority in (0, 1):
         assert served.post("/v1/completions", {**body, "priority": priority}).status_code == 200
     served.get("/nothing")
-    until(lambda: served.metric("qllm:generation_tokens_total", **{"class": "BE"}) == 3)
+    wait_for(lambda: served.metric("qllm:generation_tokens_total", **{"class": "BE"}) == 3)
     served.front.metrics.batch_line(200)
     count_one_key(served)
     known = samples(served.get("/metrics").text)
@@ -102,7 +103,7 @@ def test_latencies_are_the_engines(served: Serving, engine: QLLMEngine) -> None:
     before = {name: (count(name), total(name)) for name in names}
     body = {"prompt": "a", "max_tokens": 9, "ignore_eos": True}
     served.post("/v1/completions", body)
-    until(lambda: count(names[2]) == before[names[2]][0] + 1)
+    wait_for(lambda: count(names[2]) == before[names[2]][0] + 1)
     new = {name: (count(name) - before[name][0], total(name) - before[name][1]) for name in names}
     assert [new[name][0] for name in names] == [1, 8, 1]
     first, gaps, whole = (new[name][1] for name in names)
@@ -124,7 +125,7 @@ def test_a_preempted_request_is_seen(served: Serving, engine: QLLMEngine) -> Non
             if new := served.metric("qllm:preemptions_total") - before:
                 break
     assert new
-    until(lambda: served.metric("qllm:request_preemptions_total", **{"class": "BE"}) > 0)
+    wait_for(lambda: served.metric("qllm:request_preemptions_total", **{"class": "BE"}) > 0)
     assert served.metric("qllm:preempt_latency_seconds_count") == before + new
 
 
@@ -137,8 +138,8 @@ def test_what_runs_now(served: Serving) -> None:
         assert served.metric("qllm:num_requests_running", **{"class": "LS"}) == 1
         assert served.metric("qllm:kv_cache_usage_perc") > 0
         stream.close()
-    until(lambda: served.metric("qllm:num_requests_running", **{"class": "LS"}) == 0)
-    until(lambda: served.metric("qllm:kv_cache_usage_perc") == 0)
+    wait_for(lambda: served.metric("qllm:num_requests_running", **{"class": "LS"}) == 0)
+    wait_for(lambda: served.metric("qllm:kv_cache_usage_perc") == 0)
 
 
 def test_a_preemption_is_counted_once_however_often_it_is_scraped() -> None:

@@ -26,7 +26,8 @@ from qllm.server.banner import banner, is_loopback, shown_bytes, warnings
 from qllm.server.config import ServerConfig, load_config
 from qllm.server.supervisor import Supervisor
 from qllm.server.tls import ssl_context
-from tests.support.serving import serving, until
+from tests.support.serving import serving
+from tests.support.waiting import wait_for
 
 ASK = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
 
@@ -161,7 +162,7 @@ def test_a_request_is_one_line_with_class_ttft_and_tokens(
         served.post("/v1/completions", ASK)
         for path in ("/health", "/metrics", "/ready"):
             served.get(path)
-        until(lambda: len(access_lines(caplog)) >= 5)
+        wait_for(lambda: len(access_lines(caplog)) >= 5)
     lines = sorted(access_lines(caplog), key=lambda line: (line["status"], line.get("ms", 0)))
     assert len(lines) == 5, "one line per request, and none for a probe"
     good = {line["id"]: line for line in lines if line["status"] == 200}
@@ -195,7 +196,7 @@ def test_no_name_of_a_caller_looks_like_a_field(
             sock.sendall(b'GET /q"200 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n')
             while sock.recv(4096):
                 pass
-        until(lambda: len(access_lines(caplog)) == len(names) + 2)
+        wait_for(lambda: len(access_lines(caplog)) == len(names) + 2)
     said = [r.getMessage() for r in caplog.records if r.name == "qllm.server.access"]
     given = re.compile(r'"[A-Z]+ [-.~:/+=@%\w]+" \d+( \w+=[-.~:/+=@%\w]+)+', re.ASCII)
     for line in said:
@@ -291,7 +292,7 @@ def test_keys_have_counters_by_their_digest(engine: QLLMEngine) -> None:
                 headers = {"Authorization": f"Bearer {key}"}
                 served.post("/v1/completions", {**ASK, "priority": 1}, headers=headers)
         alpha = {"key": hashlib.sha256(b"alpha").hexdigest()[:16]}
-        until(
+        wait_for(
             lambda: (
                 served.metric("qllm:key_generation_tokens_total", **alpha, **{"class": "BE"}) == 6
             )
@@ -303,7 +304,7 @@ def test_keys_have_counters_by_their_digest(engine: QLLMEngine) -> None:
         beta = {"key": hashlib.sha256(b"beta").hexdigest()[:16], "class": "LS"}
         body = {**ASK, "prompt": ["a", "a a"], "n": 3}
         served.post("/v1/completions", body, headers={"Authorization": "Bearer beta"})
-        until(lambda: served.metric("qllm:key_generation_tokens_total", **beta) == 18)
+        wait_for(lambda: served.metric("qllm:key_generation_tokens_total", **beta) == 18)
         want = num_prompt + len(engine.tokenizer("a a").input_ids)
         assert served.metric("qllm:key_prompt_tokens_total", **beta) == want, "not per choice"
         text = served.get("/metrics").text
@@ -314,7 +315,9 @@ def test_keys_have_counters_by_their_digest(engine: QLLMEngine) -> None:
 def test_processes_and_sizes_are_counted(engine: QLLMEngine) -> None:
     with serving(engine) as served:
         served.post("/v1/completions", ASK)
-        until(lambda: served.metric("qllm:request_generation_tokens_sum", **{"class": "LS"}) == 3)
+        wait_for(
+            lambda: served.metric("qllm:request_generation_tokens_sum", **{"class": "LS"}) == 3
+        )
         text = served.get("/metrics").text
     sizes = dict(re.findall(r"^(\w*process_resident_memory_bytes) (\S+)$", text, re.MULTILINE))
     assert set(sizes) == {
@@ -345,7 +348,7 @@ def test_a_server_that_leaves_is_not_ready_but_serves(engine: QLLMEngine) -> Non
 def test_an_interrupted_server_does_not_wait(engine: QLLMEngine) -> None:
     with serving(engine, shutdown_delay_s=3600) as served:
         served.server.handle_exit(signal.SIGINT, None)
-        until(lambda: served.front.draining.is_set())
+        wait_for(lambda: served.front.draining.is_set())
 
 
 def test_the_first_retry_after_is_the_load_time(engine: QLLMEngine) -> None:

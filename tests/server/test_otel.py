@@ -7,7 +7,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from qllm import QLLMEngine
-from tests.support.serving import serving, until
+from tests.support.serving import serving
+from tests.support.waiting import wait_for
 
 
 def test_requests_are_spans_of_their_callers_trace(
@@ -28,7 +29,7 @@ def test_requests_are_spans_of_their_callers_trace(
             found = exporter.get_finished_spans()
             return [s for s in found if s.name == "POST /v1/completions"]
 
-        until(lambda: len(spans()) == 2)
+        wait_for(lambda: len(spans()) == 2)
     for span in spans():
         assert f"{span.context.trace_id:032x}" == trace_id
         assert span.attributes["http.response.status_code"] == 200

@@ -24,7 +24,8 @@ from qllm.server.text_work import LONG_THREADS
 from qllm.types import Priority, SamplingParams
 from tests.support.engines import pid_of
 from tests.support.prompts import ASK, NDJSON, PLAIN, Slow, lines, message, post
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
@@ -102,7 +103,7 @@ def test_nothing_of_a_piece_is_done_on_the_event_loop(
         assert answer.status_code == 200
     assert seen
     assert seen <= {"qllm-text-LS", "qllm-short-LS", "asyncio"}
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
 
 
 @pytest.mark.parametrize("size", [1, 3, 10, 1000])
@@ -156,33 +157,33 @@ def test_each_way_a_prompt_can_end_gives_its_seat_back(one: Serving) -> None:
     assert "exceed" in message(refused, 400)
     assert one.front._num_ls == 1
     assert one.post(PLAIN, {**ASK, "prompt_id": name}).status_code == 200
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
 
     for wrong, status in ((b"nonsense\n", 400), (lines({"append": "x" * 5_000_000}), 413)):
         assert post(one, PLAIN, lines(ASK) + wrong).status_code == status
-        until(lambda: is_free(one))
+        wait_for(lambda: is_free(one))
     assert "exceed" in message(
         post(one, PLAIN, lines({**ASK, "max_tokens": 10**7}, {"append": "x"})), 400
     )
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
 
     with Slow(one) as client:
         client.send(lines(ASK, {"append": "x"}))
-        until(lambda: one.metric("qllm:num_open_prompts") == 1)
-    until(lambda: is_free(one))
+        wait_for(lambda: one.metric("qllm:num_open_prompts") == 1)
+    wait_for(lambda: is_free(one))
 
 
 def test_a_streamed_body_is_nobody_elses(one: Serving, engine: QLLMEngine) -> None:
     with Slow(one) as client:
         client.send(lines(ASK, {"append": "x"}))
-        until(lambda: one.metric("qllm:num_open_prompts") == 1)
+        wait_for(lambda: one.metric("qllm:num_open_prompts") == 1)
         assert one.get("/v1/prompts").json()["data"] == []
         assert "max_open_prompts=1" in message(one.post("/v1/prompts", {}), 429)
         [name] = [entry.handle.request_id for entry in engine.client._open.values()]
         assert f"no prompt '{name}'" in message(one.get(f"/v1/prompts/{name}"), 404)
         client.socket.sendall(b"0\r\n\r\n")
         assert b'"finish_reason"' in client.answer()
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
 
 
 def test_what_comes_while_a_prompt_is_sent_is_refused(
@@ -204,7 +205,7 @@ def test_what_comes_while_a_prompt_is_sent_is_refused(
         assert one.get("/v1/prompts").json()["data"] == []
         go.set()
         assert sent.result().status_code == 200
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
     assert "was sent" in message(httpx.delete(path, timeout=60), 409)
     assert is_free(one)
 
@@ -252,9 +253,9 @@ def test_pieces_are_added_as_they_came(one: Serving, monkeypatch: pytest.MonkeyP
     busy = [threads.submit(go.wait, 60) for _ in range(LONG_THREADS)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(one.post, f"{path}/append", {"append": long})
-        until(lambda: len(seen) == 1 and seen[0].num_changing == 1)
+        wait_for(lambda: len(seen) == 1 and seen[0].num_changing == 1)
         second = pool.submit(one.post, f"{path}/append", {"append": "short"})
-        until(lambda: len(seen) == 2 and (seen[0].num_changing == 2 or second.done()))
+        wait_for(lambda: len(seen) == 2 and (seen[0].num_changing == 2 or second.done()))
         wait([second], timeout=0.2)
         go.set()
         assert [call.result().status_code for call in (first, second)] == [200, 200]
@@ -273,7 +274,7 @@ def test_a_prompt_is_not_idle_while_it_changes(
 
     def append(self: GrowingText, piece: str) -> None:
         timers.append(seen[0].timer)
-        until(lambda: len(seen) == 2)
+        wait_for(lambda: len(seen) == 2)
         plain(self, piece)
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
@@ -294,7 +295,7 @@ def test_a_prompt_whose_sending_is_refused_is_idle_again(
     assert one.post(f"/v1/prompts/{name}/append", {"append": "y"}).status_code == 200
     ask = {**ASK, "prompt_id": name, "max_tokens": 10**7}
     assert "exceed" in message(one.post(PLAIN, ask), 400)
-    until(lambda: seen[0].timer is not None)
+    wait_for(lambda: seen[0].timer is not None)
     assert httpx.delete(f"{one.url}/v1/prompts/{name}", timeout=60).status_code == 200
 
 
@@ -315,20 +316,20 @@ def test_who_hangs_up_while_his_prompt_is_tokenised(
             with socket.create_connection((host, int(port))) as client:
                 client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 assert begun.wait(60)
-        until(lambda: is_free(one))
+        wait_for(lambda: is_free(one))
         go.set()
-    until(lambda: engine.stats()["num_live"] == 0)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
     assert is_free(one)
     assert one.post(PLAIN, {**ASK, "prompt": "x"}).status_code == 200
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
 
 
 def test_a_prompt_whose_engine_is_gone_gives_its_seat_back() -> None:
     with tiny_engine(conformance=False) as mortal, serving(mortal, **ONE) as made:
         name = opened(made)
         os.kill(pid_of(mortal), signal.SIGKILL)
-        until(lambda: mortal.failure is not None)
-        until(lambda: made.get(f"/v1/prompts/{name}").status_code == 409)
+        wait_for(lambda: mortal.failure is not None)
+        wait_for(lambda: made.get(f"/v1/prompts/{name}").status_code == 409)
         assert "has ended" in message(made.get(f"/v1/prompts/{name}"), 409)
         assert is_free(made)
 
@@ -342,10 +343,10 @@ def test_prompts_that_are_opened_at_once_are_counted_at_once(
         ThreadPoolExecutor(5) as pool,
     ):
         calls = [pool.submit(made.post, "/v1/prompts", {"prompt": "x"}) for _ in range(5)]
-        until(lambda: sum(call.done() for call in calls) == 3)
+        wait_for(lambda: sum(call.done() for call in calls) == 3)
         go.set()
         assert sorted(call.result().status_code for call in calls) == [200, 200, 429, 429, 429]
-    until(lambda: engine.stats()["num_live"] == 0)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
 
 
 def test_a_prompt_that_cannot_be_opened_takes_no_seat(one: Serving) -> None:
@@ -396,7 +397,7 @@ def test_what_is_no_number_of_tokens(one: Serving, value: str) -> None:
     assert one.get(f"/v1/prompts/{name}").json()["num_bytes"] == 3
     assert httpx.delete(url, timeout=60).status_code == 200
     assert "line 2: from" in message(post(one, PLAIN, lines(ASK) + body), 400)
-    until(lambda: is_free(one))
+    wait_for(lambda: is_free(one))
 
 
 def test_replacing_counts_as_posting_does(engine: QLLMEngine) -> None:

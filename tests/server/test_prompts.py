@@ -18,7 +18,8 @@ from qllm.server.ask import SHORT
 from qllm.types import SamplingParams
 from tests.support.engines import pid_of
 from tests.support.prompts import ASK, NDJSON, PLAIN, Slow, lines, message, post
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
 
@@ -124,7 +125,7 @@ def test_be_by_header_and_by_body(patient: Serving) -> None:
 )
 def test_a_wrong_body_says_where(patient: Serving, body: bytes, text: str) -> None:
     assert text in message(post(patient, PLAIN, body), 400)
-    until(lambda: patient.metric("qllm:num_open_prompts") == 0)
+    wait_for(lambda: patient.metric("qllm:num_open_prompts") == 0)
 
 
 def test_another_model(patient: Serving) -> None:
@@ -136,21 +137,23 @@ def test_the_engine_computes_while_the_body_comes(patient: Serving, engine: QLLM
     with Slow(patient) as client:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
-        until(lambda: engine.stats()["open_prompts"]["revisions"] > before)
+        wait_for(lambda: engine.stats()["open_prompts"]["revisions"] > before)
         assert patient.metric("qllm:num_open_prompts") == 1
         client.send(lines({"append": "more"}))
         client.socket.sendall(b"0\r\n\r\n")
         assert b'"finish_reason"' in client.answer()
-    until(lambda: patient.metric("qllm:num_open_prompts") == 0)
+    wait_for(lambda: patient.metric("qllm:num_open_prompts") == 0)
 
 
 def test_who_hangs_up_cancels(patient: Serving, engine: QLLMEngine) -> None:
     with Slow(patient) as client:
         client.send(lines(ASK))
         client.send(lines({"append": TEXT}))
-        until(lambda: patient.metric("qllm:num_open_prompts") == 1)
-        until(lambda: engine.stats()["num_live"] == 1)
-    until(lambda: patient.metric("qllm:num_open_prompts") == 0 and engine.stats()["num_live"] == 0)
+        wait_for(lambda: patient.metric("qllm:num_open_prompts") == 1)
+        wait_for(lambda: engine.stats()["num_live"] == 1)
+    wait_for(
+        lambda: patient.metric("qllm:num_open_prompts") == 0 and engine.stats()["num_live"] == 0
+    )
 
 
 def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
@@ -159,7 +162,7 @@ def test_a_body_that_stalls_is_abandoned(engine: QLLMEngine) -> None:
         found = client.answer()
         assert found.startswith(b"HTTP/1.1 408")
         assert b"prompt_abandoned" in found
-        until(lambda: engine.stats()["num_live"] == 0)
+        wait_for(lambda: engine.stats()["num_live"] == 0)
         assert made.metric("qllm:prompts_abandoned_total") == 1
 
 
@@ -286,7 +289,7 @@ def test_unknown_ids_and_those_of_other_keys(engine: QLLMEngine) -> None:
         body = lines(ASK, {"append": "x"})
         full = httpx.post(f"{made.url}{PLAIN}", content=body, headers={**NDJSON, **one}, timeout=60)
         assert "max_open_prompts=2" in message(full, 429)
-    until(lambda: engine.stats()["num_live"] == 0)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
 
 
 def test_a_prompt_has_a_size(engine: QLLMEngine) -> None:
@@ -308,9 +311,9 @@ def test_an_idle_prompt_is_abandoned(engine: QLLMEngine, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:
             patch.setitem(made.front.config.__dict__, "prompt_idle_s", 0.05)
             made.post(f"/v1/prompts/{name}/append", {"append": TEXT[50:]})
-            until(lambda: made.metric("qllm:num_open_prompts") == 0)
+            wait_for(lambda: made.metric("qllm:num_open_prompts") == 0)
         assert "was abandoned" in message(made.get(f"/v1/prompts/{name}"), 409)
-        until(lambda: engine.stats()["num_live"] == 0)
+        wait_for(lambda: engine.stats()["num_live"] == 0)
         name = made.post("/v1/prompts", {"prompt": TEXT}).json()["id"]  # its seat came back
         assert made.post(PLAIN, {**ASK, "prompt_id": name}).status_code == 200
         assert made.post(PLAIN, {**ASK, "prompt": "x"}).status_code == 200
@@ -355,8 +358,8 @@ def test_an_engine_killed_while_a_prompt_is_open(want: str) -> None:
         made.post(path, {"append": TEXT[50:100]})
         os.kill(pid_of(first), signal.SIGKILL)
         assert made.post(path, {"append": TEXT[100:150]}).status_code == 200
-        until(lambda: made.front.engine is not first and made.get("/ready").status_code == 200)
-        until(lambda: made.metric("qllm:requests_replayed_total") == 1)
+        wait_for(lambda: made.front.engine is not first and made.get("/ready").status_code == 200)
+        wait_for(lambda: made.metric("qllm:requests_replayed_total") == 1)
         assert made.post(path, {"append": TEXT[150:]}).status_code == 200
         answer = made.post(PLAIN, {**ASK, "prompt_id": name})
         assert answer.json()["choices"][0]["text"] == want

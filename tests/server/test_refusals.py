@@ -19,7 +19,8 @@ from qllm.server.protocol import ChatRequest, CompletionRequest
 from qllm.server.responses_protocol import ResponsesRequest
 from qllm.server.shortcut import LONG
 from qllm.server.tools import DetokenizeRequest, TokenizeRequest
-from tests.support.serving import Serving, serving, until
+from tests.support.serving import Serving, serving
+from tests.support.waiting import wait_for
 
 CHAT = [{"role": "user", "content": "What does json.dumps do?"}]
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
@@ -342,7 +343,7 @@ def test_a_choice_that_cannot_be_submitted_takes_the_others_back(
 
     monkeypatch.setattr(engine, "submit", limited)
     assert served.post("/v1/completions", {**ENDLESS, "n": 3}).status_code == 429
-    until(lambda: is_idle(engine))
+    wait_for(lambda: is_idle(engine))
     assert served.front._num_ls == 0
 
 
@@ -356,7 +357,7 @@ def test_a_tokenizer_that_raises_costs_no_seat(
         patch.setattr(type(served.front.engine.tokenizer), "decode", broken)
         for _ in range(3):
             served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
-    until(lambda: served.front._num_ls == 0)
+    wait_for(lambda: served.front._num_ls == 0)
     assert not served.front._settling
     answer = served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
     assert answer.status_code == 200

@@ -28,7 +28,8 @@ from tests.support.replay import (
     body,
     kill,
 )
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 make = partial(tiny_engine, **SETTINGS)
 HOUR_NS = 3600 * 10**9
@@ -60,18 +61,18 @@ def test_every_stream_goes_on_as_if_nothing_had_died(tmp_path: Path) -> None:
             assert served.metric("qllm:engine_restarts_total") == num_deaths
         label = {"class": "BE", "finished_reason": "length"}
         ls = {**label, "class": "LS"}
-        until(lambda: served.metric("qllm:request_success_total", **label) == 4 * 4)
-        until(lambda: served.metric("qllm:request_success_total", **ls) == 5 * 4)
-        until(lambda: not served.front.answers)
-        until(lambda: served.front.engine.stats()["num_live"] == 0)
+        wait_for(lambda: served.metric("qllm:request_success_total", **label) == 4 * 4)
+        wait_for(lambda: served.metric("qllm:request_success_total", **ls) == 5 * 4)
+        wait_for(lambda: not served.front.answers)
+        wait_for(lambda: served.front.engine.stats()["num_live"] == 0)
         served.front.engine.close()
 
 
 def go_on(served: Serving, engine: QLLMEngine, clients: list[Client]) -> None:
     """Wait for the engine after this one; nobody's answer was done before."""
-    until(lambda: engine.failure is not None or served.front.engine is not engine)
+    wait_for(lambda: engine.failure is not None or served.front.engine is not engine)
     assert all(client.is_alive() for client in clients), "all are in the middle of their answers"
-    until(lambda: served.front.engine is not engine, 60)
+    wait_for(lambda: served.front.engine is not engine, 60)
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path)
             for served, engine, theirs in zip(both, engines, clients, strict=True):
                 go_on(served, engine, theirs)
                 if num_deaths == 1:
-                    until(lambda log=served.front.log: not log._waiting and log._trial is None)
+                    wait_for(lambda log=served.front.log: not log._waiting and log._trial is None)
         assert [client.answer() for theirs in clients for client in theirs] == expected * 2
         assert [s.metric("qllm:requests_replayed_total") for s in both] == [18, 18]
         assert lost.finish_reason is FinishReason.ERROR
@@ -116,7 +117,7 @@ def test_one_that_kills_engines_fails_alone() -> None:
         assert "2 engines died while they had this request" in error["message"]
         assert [client.answer() for client in clients] == expected
         assert served.metric("qllm:engine_restarts_total") == 2
-        until(lambda: is_ready(served), 60)
+        wait_for(lambda: is_ready(served), 60)
         assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
         served.front.engine.close()
 
@@ -152,23 +153,23 @@ def test_while_there_is_no_engine() -> None:
             with http.stream("POST", f"{served.url}{COMPLETIONS}", json=asked) as answer:
                 lines = answer.iter_lines()
                 next(lines)
-                until(lambda: stays.has_begun)
+                wait_for(lambda: stays.has_begun)
                 kill(served)
-                until(lambda: served.front.log._waiting)
-                until(lambda: len(served.front.log._waiting) == 2)
+                wait_for(lambda: served.front.log._waiting)
+                wait_for(lambda: len(served.front.log._waiting) == 2)
                 refused = served.post(COMPLETIONS, {"prompt": "a"})
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "engine_restarting"
                 assert int(refused.headers["retry-after"]) >= 1
                 assert stays.is_alive()
-            until(lambda: len(served.front.log._waiting) == 1)
+            wait_for(lambda: len(served.front.log._waiting) == 1)
         (late,) = served.front.log._waiting.values()
         late.shift(-HOUR_NS)
         assert stays.error()["code"] == "timeout"
         label = {"class": "BE", "finished_reason": "cancelled"}
-        until(lambda: served.metric("qllm:request_success_total", **label) == 1)
+        wait_for(lambda: served.metric("qllm:request_success_total", **label) == 1)
         go_on.set()
-        until(lambda: is_ready(served), 60)
+        wait_for(lambda: is_ready(served), 60)
         assert served.metric("qllm:requests_replayed_total") == 0
         assert served.front.engine.stats()["num_live"] == 0
         served.front.engine.close()
@@ -184,12 +185,12 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
         slow = first.submit("abc", "BE", NUM, sampling=sampling)
         plain = first.submit("abc", "BE", 1000, sampling=sampling)
         log.keep(slow)
-        until(lambda: slow.token_ids)
+        wait_for(lambda: slow.token_ids)
         first_ms = 1e3 * (time.monotonic() - asked_s)
-        until(lambda: len(slow.token_ids) >= 5)
+        wait_for(lambda: len(slow.token_ids) >= 5)
         os.kill(pid_of(first), signal.SIGKILL)
-        until(lambda: plain.finish_reason is not None)
-        until(lambda: log.holds(slow))
+        wait_for(lambda: plain.finish_reason is not None)
+        wait_for(lambda: log.holds(slow))
         assert plain.finish_reason is FinishReason.ERROR
         num_before, ended_s = len(slow.token_ids), time.monotonic()
         assert slow.finish_reason is None

@@ -19,8 +19,9 @@ from qllm.server.config import ServerConfig
 from qllm.server.open_answer import STATUS_S, Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 from tests.support.engines import Holding
-from tests.support.serving import Serving, serving, until
+from tests.support.serving import Serving, serving
 from tests.support.virtual import VirtualLoop
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("invariant_engine")  # each test leaves it idle
 
@@ -76,7 +77,7 @@ def test_a_request_is_paused_and_goes_on_with_the_same_answer(held: tuple[Servin
         heard += list(lines)
     events = [json.loads(x[6:]) for x in heard if x.startswith("data: {")]
     assert heard.index(": resumed") > heard.index(": paused")
-    until(lambda: served.front._num_ls == 0)
+    wait_for(lambda: served.front._num_ls == 0)
     assert see(served, "job").status_code == 404
     want = served.post(COMPLETE, LONG, headers=bearer("alpha")).json()["choices"][0]["text"]
     assert "".join(e["choices"][0]["text"] for e in events) == want
@@ -138,7 +139,7 @@ def test_no_two_open_requests_have_one_id(held: tuple[Serving, Path]) -> None:
         assert served.post(COMPLETE, short, headers=bearer("beta")).status_code == 200
         wrong = {**short, "request_id": "single", "stop_token_ids": [10**6]}
         assert served.post(COMPLETE, wrong, headers=bearer("alpha")).status_code == 400
-    until(lambda: see(served, "twin").status_code == 404)
+    wait_for(lambda: see(served, "twin").status_code == 404)
     for name in ("twin", "single"):
         done = served.post(COMPLETE, {**short, "request_id": name}, headers=bearer("alpha"))
         assert (done.status_code, done.json()["id"]) == (200, f"cmpl-{name}")
@@ -160,7 +161,7 @@ def test_there_must_be_a_seat(held: tuple[Serving, Path]) -> None:
         for name, tier, num in (("one", "flex", 0), ("two", "default", 1)):
             assert patch(served, name, service_tier=tier).status_code == 200
             assert served.front._num_ls == num
-    until(lambda: served.front._num_ls == 0)
+    wait_for(lambda: served.front._num_ls == 0)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_every_answer_has_an_id_that_the_log_has_too(
         assert len(set(ids)) == 3
         begins = (f'"POST {COMPLETE}" 200', '"GET /v1/models" 401', '"GET /a%0Ab" 404')
         for name, begin in zip(ids, begins, strict=True):
-            until(lambda name=name: _lines(caplog, name))
+            wait_for(lambda name=name: _lines(caplog, name))
             (line,) = _lines(caplog, name)
             assert line.startswith(begin)
     finally:

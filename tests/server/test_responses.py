@@ -17,7 +17,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from qllm.llm import QLLMEngine
 from qllm.server.response_writer import ResponseWriter
 from tests.support.engines import pid_of
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -308,7 +309,7 @@ def test_what_was_deleted_is_gone(responding: openai.OpenAI) -> None:
 
 
 def ended(client: openai.OpenAI, response_id: str) -> Response:
-    until(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"))
+    wait_for(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"))
     return client.responses.retrieve(response_id)
 
 
@@ -338,7 +339,7 @@ def test_cancel(responding: openai.OpenAI, engine: QLLMEngine) -> None:
     begun = responding.responses.create(**how, extra_body={"min_tokens": 2900})
     found = responding.responses.cancel(begun.id)
     assert found.status == "cancelled"
-    until(lambda: engine.stats()["num_live"] == 0)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
     assert responding.responses.retrieve(begun.id).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="is cancelled; go on from the response be"):
         responding.responses.create(**GREEDY, previous_response_id=begun.id)
@@ -347,7 +348,7 @@ def test_cancel(responding: openai.OpenAI, engine: QLLMEngine) -> None:
         responding.responses.cancel(plain.id)
     deleted = responding.responses.create(**how, extra_body={"min_tokens": 2900})
     responding.responses.delete(deleted.id)
-    until(lambda: engine.stats()["num_live"] == 0)
+    wait_for(lambda: engine.stats()["num_live"] == 0)
 
 
 def test_a_restart_goes_on(engine: QLLMEngine, tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_a_restart_goes_on(engine: QLLMEngine, tmp_path: Path) -> None:
             **ASKED, background=True, max_output_tokens=3000, extra_body={"min_tokens": 2900}
         )
         begun = client.responses.create(**GREEDY, background=True, previous_response_id=want.id)
-        until(lambda: client.responses.retrieve(blocker.id).status == "in_progress")
+        wait_for(lambda: client.responses.retrieve(blocker.id).status == "in_progress")
         assert client.responses.retrieve(begun.id).status == "queued"
     with serving(engine, state_dir=tmp_path) as second, second.client() as client:
         assert client.responses.cancel(blocker.id).status == "cancelled"
@@ -385,7 +386,7 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
         long = client.responses.create(
             **{**how, "max_output_tokens": 3000}, extra_body={"min_tokens": 2500}
         )
-        until(lambda: served.front.answers)
+        wait_for(lambda: served.front.answers)
         os.kill(pid_of(served.front.engine), signal.SIGKILL)
         found = ended(client, long.id)
         assert found.status in ("completed", "incomplete")

@@ -20,7 +20,8 @@ from qllm.server.background import Background
 from qllm.server.response_store import ResponseStore
 from qllm.server.store import Store
 from tests.support.engines import FileGate, Holding, Holds, pid_of
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("invariant_engine")  # each test leaves it idle
 
@@ -119,7 +120,7 @@ def test_cancel_ends_the_stream(held: tuple[Serving, openai.OpenAI, Path]) -> No
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert not events[-1].type.startswith(("response.completed", "response.failed"))
     assert list(client.responses.retrieve(name, stream=True)) == events
-    until(lambda: not served.front.answers)
+    wait_for(lambda: not served.front.answers)
     other = client.responses.create(**STREAM)
     name = next(other).response.id
     client.responses.delete(name)
@@ -144,7 +145,7 @@ def test_a_stream_goes_on_with_the_next_engine(tmp_path: Path) -> None:
         last, name = events[-1].sequence_number, events[0].response.id
         engine = served.front.engine
         os.kill(pid_of(engine), signal.SIGKILL)
-        until(lambda: served.front.engine is not engine)
+        wait_for(lambda: served.front.engine is not engine)
         gate.touch()
         events += list(stream)
         assert whole(events) == want
@@ -228,7 +229,7 @@ def test_unfinished_responses_of_a_key_have_a_limit(tmp_path: Path) -> None:
         client.responses.cancel(names[0])
         names.append(client.responses.create(**how).id)
         gate.touch()
-        until(lambda: client.responses.retrieve(names[2]).status == "incomplete")
+        wait_for(lambda: client.responses.retrieve(names[2]).status == "incomplete")
         client.responses.create(**how)
 
 
@@ -269,7 +270,7 @@ def test_readers_of_a_key_have_a_limit(tmp_path: Path) -> None:
         for _ in range(2):
             client.responses.create(**{**how, "stream": False})
         second.close()
-        until(lambda: refusal() == "background_limit")
+        wait_for(lambda: refusal() == "background_limit")
         third = read(name)
         assert next(iter(third)), "what was refused has no seat"
         full()

@@ -23,7 +23,8 @@ from qllm.server.config import ServerConfig
 from qllm.server.supervisor import Restarts
 from tests.support.batches import ended, line, records, start
 from tests.support.engines import POISON, Poisoned, freeze, is_alive, pid_of
-from tests.support.serving import Serving, serving, tiny_engine, until
+from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.waiting import wait_for
 
 COMPLETIONS = "/v1/completions"
 SETTINGS = {"max_kv_tokens": 16384, "conformance": False}
@@ -62,7 +63,7 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         for stream in streams:
             next(stream)
         whole = httpx.Client(timeout=60)
-        until(lambda: client.batches.retrieve(batch_id).request_counts.completed >= 4)
+        wait_for(lambda: client.batches.retrieve(batch_id).request_counts.completed >= 4)
         kill(served)
         for stream in streams:
             with pytest.raises(openai.APIError, match="was killed by SIGKILL"):
@@ -79,7 +80,7 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         assert before.status == "in_progress"
         assert 4 <= before.request_counts.completed < num_lines
         go_on.set()
-        until(lambda: is_ready(served), 60)
+        wait_for(lambda: is_ready(served), 60)
         answer = whole.post(f"{served.url}{COMPLETIONS}", json={"prompt": "a", "max_tokens": 2})
         assert answer.status_code == 200
         batch = ended(client, batch_id, 120)
@@ -113,7 +114,7 @@ def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
         assert error["code"] == "engine_ended"
         assert "the engine ended 2 times while it answered this" in error["message"]
         assert served.metric("qllm:engine_restarts_total") == 2
-        until(lambda: is_ready(served), 60)
+        wait_for(lambda: is_ready(served), 60)
         served.front.engine.close()
 
 
@@ -129,8 +130,8 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
         served.front.engine.end_if_stuck(2)
         with pytest.raises(openai.APIError, match="did not come round for 2 s"):
             list(stream)
-        until(lambda: not is_alive(pid))
-        until(lambda: is_ready(served), 60)
+        wait_for(lambda: not is_alive(pid))
+        wait_for(lambda: is_ready(served), 60)
         assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
         served.front.engine.close()
 
@@ -144,8 +145,8 @@ def test_a_server_whose_engine_does_not_come_back_ends() -> None:
 
     with serving(make(), fail, restart_backoff_s=0, max_restarts=3) as served:
         kill(served)
-        until(lambda: served.server.should_exit or served.front.gave_up is not None)
-        until(lambda: not served.server.started or served.front.draining.is_set())
+        wait_for(lambda: served.server.should_exit or served.front.gave_up is not None)
+        wait_for(lambda: not served.server.started or served.front.draining.is_set())
         assert len(tries) == 3
         assert "the disk is gone; the engine is not brought back: max_restarts=3" in (
             served.front.gave_up or ""

@@ -5,12 +5,13 @@ from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.cli.top import Sample, Scrape, head, quantile, table
-from tests.support.serving import Serving, until
+from tests.support.serving import Serving
+from tests.support.waiting import wait_for
 
 
 def test_top_shows_a_running_server(served: Serving) -> None:
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
-    until(lambda: served.metric("qllm:generation_tokens_total", **{"class": "LS"}))
+    wait_for(lambda: served.metric("qllm:generation_tokens_total", **{"class": "LS"}))
     result = CliRunner().invoke(app, ["top", served.url + "/", "--once", "--every", "0.1"])
     assert result.exit_code == 0
     assert "tiny: KV 0%" in result.output

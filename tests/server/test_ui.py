@@ -16,7 +16,8 @@ from qllm.llm import QLLMEngine
 from qllm.server.feed import Feed
 from qllm.server.front import Front
 from qllm.server.ui import TYPES
-from tests.support.serving import Serving, serving, until
+from tests.support.serving import Serving, serving
+from tests.support.waiting import wait_for
 
 STATIC = files("qllm.server") / "static"
 VOID = {"meta", "link", "input", "br", "img"}
@@ -123,7 +124,7 @@ def whole(served: Serving) -> dict[str, Any]:
 
 def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None:
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    until(lambda: whole(served)["ttft_ms"]["LS"])
+    wait_for(lambda: whole(served)["ttft_ms"]["LS"])
     body = {
         "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "priority": 1,
         "slo": {"ttft_ms": 3e5},
@@ -151,7 +152,7 @@ def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None
     assert all(0 <= run[4] <= run[5] <= now["num_layers"] for run in runs)
     assert sum(run[6] for run in runs) > len(runs)  # small passes are drawn together
     assert told[-1]["output_tokens"]["BE"] > told[1]["output_tokens"]["BE"]
-    until(lambda: not whole(served)["requests"])
+    wait_for(lambda: not whole(served)["requests"])
 
 
 def preempted(seen: list[dict[str, Any]]) -> list[Any]:
@@ -246,7 +247,7 @@ def test_nobody_looks_nothing_is_asked(engine: QLLMEngine, monkeypatch: pytest.M
             look(served, 6)
             assert feed._task is not None
             assert len(asked) >= 6
-        until(lambda: feed._task is None)
+        wait_for(lambda: feed._task is None)
         before = len(asked)
         served.post("/v1/completions", {"prompt": "a", "max_tokens": 4})
         assert len(asked) == before
@@ -285,10 +286,10 @@ def test_an_engine_that_is_gone_says_why_and_the_page_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "watch", gone)
-        until(lambda: "down" in look(served)[0])  # a look may have been under way
+        wait_for(lambda: "down" in look(served)[0])  # a look may have been under way
         down = look(served, 2)
         assert [message["down"] for message in down] == ["the engine was closed"] * 2
-    until(lambda: "counts" in look(served)[0])
+    wait_for(lambda: "counts" in look(served)[0])
 
 
 def test_no_prompt_and_no_answer_is_shown(served: Serving) -> None:
@@ -326,7 +327,7 @@ def test_pages_are_counted(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) 
             next(lines)
             second = served.get("/ui/events")
             assert (second.status_code, second.headers["retry-after"]) == (429, "5")
-        until(is_free)
+        wait_for(is_free)
 
 
 def test_an_open_page_does_not_hold_the_drain(engine: QLLMEngine) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 
-from tests.support.serving import until
+from tests.support.waiting import wait_for
 
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 
@@ -34,7 +34,7 @@ def ended(client: openai.OpenAI, batch_id: str, seconds: float = 60) -> Any:
         return last[-1].status in ("completed", "failed", "cancelled", "expired")
 
     last: list[Any] = []
-    until(is_done, seconds)
+    wait_for(is_done, seconds)
     return last[-1]
 
 

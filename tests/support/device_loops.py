@@ -9,7 +9,8 @@ from typing import Any
 from qllm import QLLMEngine, SamplingParams
 from qllm.types import FinishReason, RequestStatus
 from tests.support.attached import ATTACHED
-from tests.support.engines import LONG, SETTINGS, pid_of, wait_for
+from tests.support.engines import LONG, SETTINGS, pid_of
+from tests.support.waiting import wait_for
 
 GPU = SETTINGS | {"max_num_seqs": 4, "max_step_tokens": 48, "preempt_at": "layer"}
 GPU |= {"max_kv_tokens": 1024, "block_size": 16}

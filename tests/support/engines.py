@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from qllm.policy import View, next_row
 from qllm.scheduler import decision
 from qllm.types import NS_PER_S, Cap
 from qllm_policies.qllm2 import Qllm2
+from tests.support.waiting import wait_for
 
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}
 LONG = SamplingParams(temperature=0, ignore_eos=True)
@@ -129,15 +129,6 @@ def save_model(folder: Path, num_layers: int | None = None) -> str:
 
 def pid_of(engine: QLLMEngine) -> int:
     return int(engine._client._process.pid)  # type: ignore[attr-defined]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Wait, and count naps rather than the time, in which a whole machine may stand still."""
-    for _ in range(round(seconds / 0.005)):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not happen")
 
 
 def assert_idle(engine: QLLMEngine) -> None:

@@ -23,7 +23,8 @@ from qllm import QLLMEngine
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
 from qllm.frontend.handle import Handle
 from qllm.ingress.remote.meeting import Address, Meeting
-from tests.support.engines import LONG, SETTINGS, stand_still, wait_for
+from tests.support.engines import LONG, SETTINGS, stand_still
+from tests.support.waiting import wait_for
 
 HANG_S = 120
 LEFT = 7

@@ -9,9 +9,9 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.frontend.handle import Result
 from qllm.types import RequestStatus
-from tests.support.engines import wait_for
 from tests.support.families import VOCAB
 from tests.support.inside import loop_of
+from tests.support.waiting import wait_for
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"conformance": False, "threads": 1, "max_kv_tokens": 2048}

@@ -1,7 +1,6 @@
 """Random requests of a front end that fetches its tokens."""
 
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from qllm.ingress.front_end import FrontEndRings, TokenAt
 from qllm.ingress.layout import NUMBER_BITS
 from qllm.types import FinishReason, RequestId
 from tests.support.pulled import submission, tokens_of
+from tests.support.waiting import wait_for
 
 
 class Load:
@@ -55,10 +55,7 @@ class Load:
                 self.look()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            self.look()
-            assert time.monotonic() < deadline, f"{len(self.ends)} of {len(self.asked)} ended"
+        wait_for(condition, meanwhile=self.look, what=f"of {len(self.asked)} some did not end")
 
     def look(self) -> None:
         self.between()

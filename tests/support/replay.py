@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from tests.support.engines import pid_of
-from tests.support.serving import Serving, until
+from tests.support.serving import Serving
+from tests.support.waiting import wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -118,5 +119,5 @@ def ask_all(served: Serving, asks: Asks = ASKS) -> list[Client]:
 
 def ask_until_they_run(served: Serving, asks: Asks = ASKS) -> list[Client]:
     clients = ask_all(served, asks)
-    until(lambda: all(client.has_begun for client in clients))
+    wait_for(lambda: all(client.has_begun for client in clients))
     return clients

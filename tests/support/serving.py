@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from qllm.server.config import load_config
 from qllm.server.front import Front
 from qllm.server.run import Server, make_server
 from qllm.server.serve import bound_socket
+from tests.support.waiting import wait_for
 
 OVER = ("completed", "failed", "cancelled", "expired")
 """States that a batch does not leave."""
@@ -62,7 +62,7 @@ def serving(
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
         thread.start()
         try:
-            until(lambda: server.started or not thread.is_alive())
+            wait_for(lambda: server.started or not thread.is_alive())
             port = sock.getsockname()[1]
             yield Serving(f"http://127.0.0.1:{port}", server, server.config.app.state.front)
         finally:
@@ -81,15 +81,6 @@ def forget_all(served: Serving) -> None:
         for batch in client.batches.list():
             if batch.status not in OVER:
                 client.batches.cancel(batch.id)
-                until(functools.partial(is_over, batch.id))
+                wait_for(functools.partial(is_over, batch.id))
         for file in client.files.list():
             client.files.delete(file.id)
-
-
-def until(condition: Callable[[], Any], seconds: float = 120) -> None:
-    """Wait, and count naps rather than the time, in which a whole machine may stand still."""
-    for _ in range(round(seconds / 0.02)):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not happen in time")
