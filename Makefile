@@ -1,4 +1,6 @@
 # `make demo` and `make test` work on a fresh clone: the first call fills .venv, later ones find it up to date.
+unexport PYTHONDONTWRITEBYTECODE  # where it is set, each process compiles torch and transformers again: 6 s
+
 PYTHON ?= python3
 INSTALL := -m pip install --quiet --disable-pip-version-check
 PIP := .venv/bin/python $(INSTALL) --no-deps --no-compile

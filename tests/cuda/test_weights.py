@@ -121,6 +121,7 @@ PUBLISHED = {"mxfp4": "gpt_oss", "fp8": "deepseek_v3", "awq": "mixtral"}
 """Format -> family; the others are Qwen3."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", KEPT)
 def test_what_is_published_computes_the_bits_of_its_values(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -324,6 +324,7 @@ def test_a_policy_that_plans_nonsense_is_named_and_the_engine_lives(what: str) -
         assert_serves(engine)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("answer", [None, "first", 3, ("a", "b"), (1,)])
 @pytest.mark.parametrize("after", [0, 1, 4, 5, 6, 9, 30])
 def test_a_rank_that_breaks_is_named_and_the_engine_lives(after: int, answer: Any) -> None:

@@ -65,7 +65,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.native.use(cpu.kind())
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(5)  # every family and kind has a hit in memory, in test_prefix_cache.py
 @pytest.mark.parametrize("kernels", KINDS, indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hit_in_the_file_has_the_tokens_and_the_kv_of_a_cold_run(

@@ -106,6 +106,7 @@ LONG += [
 ]
 
 
+@pytest.mark.sampled(5)  # every family and kind has the shorter hit above
 @pytest.mark.parametrize(("family", "kernels", "num"), LONG, indirect=["kernels"])
 def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(
     family: str, kernels: str, num: int

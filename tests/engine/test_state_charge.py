@@ -99,6 +99,7 @@ KEYS = ("deepseek_v4", "dots3_note_text", "glm_moe_dsa", "inkling_text", "zaya")
 """Compressed keys, windows, an indexer, windows beside convolutions, recurrences beside keys."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", KEYS)
 def test_keys_in_states_take_no_more_than_is_charged(family: str) -> None:
     """At any moment of a prompt in chunks and of decoding."""

@@ -180,7 +180,7 @@ class Handing(FakeClient):
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFleet]:
-    monkeypatch.setattr("fake_fleet.FakeClient", Handing)
+    monkeypatch.setattr("tests.support.fake_fleet.FakeClient", Handing)
     yield from made(monkeypatch, 3)
 
 

@@ -96,6 +96,7 @@ def torn_pair(rng: random.Random) -> tuple[Answerer, PullingFrontEnd, TornLink]:
     return engine, front_end, link
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_torn_reads_lose_nothing_and_invent_nothing(seed: int) -> None:
     rng = random.Random(seed)

@@ -108,6 +108,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("num", [1, 3, 64, 150])
 @pytest.mark.parametrize("how", CASES)
 def test_values_are_those_of_the_recurrence(how: str, num: int) -> None:

@@ -136,6 +136,7 @@ def test_it_moves_to_another_runner_at_every_boundary(family: str) -> None:
     assert_same(bits(here, 2), last)
 
 
+@pytest.mark.sampled(3)
 @BOUNDARIES
 def test_a_pass_that_is_dropped_at_any_boundary_leaves_what_was_committed(
     family: str, every: int
@@ -156,6 +157,7 @@ def test_a_pass_that_is_dropped_at_any_boundary_leaves_what_was_committed(
     assert_same(bits(runner, 2), last)
 
 
+@pytest.mark.sampled(3)
 @BOUNDARIES
 def test_a_row_leaves_its_frame_at_any_boundary_and_goes_on(family: str, every: int) -> None:
     runner = runner_of(family)

@@ -1,6 +1,7 @@
 """The lanes of the tests: `make test` holds a part of everything that `make test-all` tests."""
 
 import inspect
+import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,19 @@ from qllm.models.fingerprints import FAMILIES
 from qllm.server.app import create_app
 from qllm.server.config import load_config
 from tests.support.files import ROOT
-from tests.support.lanes import SELECTION, Selection, named_in, sample, select, shuffled
+from tests.support.lanes import (
+    BUDGET_S,
+    KERNELS,
+    SELECTION,
+    Report,
+    Selection,
+    kernels,
+    named_in,
+    pytest_sessionstart,
+    sample,
+    select,
+    shuffled,
+)
 
 
 class Case(NamedTuple):
@@ -110,6 +123,40 @@ def test_a_seed_changes_the_order_and_keeps_cases_of_a_test_together() -> None:
         assert sorted(order) == sorted(ids(items))
         places = [order.index(case.nodeid) for case in cases_of()]
         assert max(places) - min(places) == len(places) - 1
+
+
+def test_a_full_disk_ends_the_run_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(free=5 << 20)
+    monkeypatch.setattr("tests.support.lanes.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(pytest.exit.Exception, match="has 5 MiB free; the tests need 2048: free"):
+        pytest_sessionstart()
+
+
+def test_a_run_ends_with_what_it_left_out_and_what_cost_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durations = tmp_path / "made" / "durations.json"
+    monkeypatch.setattr("tests.support.lanes.DURATIONS", durations)
+    config = SimpleNamespace(getoption={"--lane": "short"}.get, stash=pytest.Stash())
+    config.stash[SELECTION] = select([marked("a", "slow"), marked("b")], "short")
+    report = Report(config)  # type: ignore[arg-type]
+    skipped = {"skipped": True, "longrepr": ("a.py", 1, "Skipped: no browser"), "when": "setup"}
+    for nodeid, phase in (
+        ("tests/a.py::x", {"when": "call", "duration": 3.0, "cpu_s": BUDGET_S + 1}),
+        ("tests/b.py::y", {"when": "call", "duration": 2.0, "cpu_s": 1.0}),
+        ("tests/b.py::z", {"duration": 0.0, **skipped}),
+    ):
+        found = {"nodeid": nodeid, "skipped": False, **phase}
+        report.pytest_runtest_logreport(SimpleNamespace(**found))  # type: ignore[arg-type]
+    report.pytest_sessionfinish()
+    lines = list(report.lines())
+    assert lines[:2] == ["left out: 1 slow tests: make test-all", "skipped: 1 no browser"]
+    assert lines[-1] == "over its budget of 20 s: tests/a.py, 21 s"
+    kinds = {*cpu.native.available(), *kernels()["no_kernels"]}
+    assert kinds == set(KERNELS), "each is either run here or named as not run"
+    written = json.loads(durations.read_text())
+    assert written["lane"] == "short"
+    assert written["files"]["tests/b.py"] == {"tests": 1, "seconds": 2.0, "cpu_seconds": 1.0}
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart() -> None:
     """Refuse a disk that is too full: each test would fail with an error of its own."""
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < MIN_FREE_BYTES:
