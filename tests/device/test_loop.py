@@ -129,7 +129,7 @@ def _pair(*both: Any) -> tuple[Any, ...]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
-def test_cancels_cost_nobody_else_a_token(seed: int) -> None:
+def test_cancels_cost_no_other_request_a_token(seed: int) -> None:
     jobs, rng = jobs_of(seed, 12), random.Random(seed)
     cancels = [(jobs[n].at_ns + rng.randrange(9) * STAGE_NS, n) for n in rng.sample(range(12), 7)]
     calm = World("mixtral", "qllm2", jobs)

@@ -170,7 +170,7 @@ def test_where_rows_join_and_leave_the_lane_is_filled_anew(layers: list[tuple[in
 
 
 @pytest.mark.parametrize("start", [1, 2])
-def test_a_frame_is_parked_before_the_next_layer_that_somebody_owes(start: int) -> None:
+def test_a_frame_is_parked_before_the_next_layer_that_a_row_still_needs(start: int) -> None:
     loop, _ = dry_loop(load_policy("qllm2"))
     frame_of_rows(loop, [(0, 1), (start, 3)])
     loop.before(1)
@@ -183,7 +183,7 @@ def test_a_frame_is_parked_before_the_next_layer_that_somebody_owes(start: int) 
     assert loop._keys[loop.before(3)].start == start
 
 
-def test_effects_that_nobody_takes_do_not_pile_up() -> None:
+def test_effects_that_are_not_read_do_not_pile_up() -> None:
     loop, _ = dry_loop(load_policy("qllm2"), capacity=2)
     for number in range(9):
         slot = loop.add(

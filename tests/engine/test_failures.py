@@ -142,7 +142,7 @@ def test_an_exception_in_a_layer_fails_its_request_alone() -> None:
         assert_serves(engine)
 
 
-def test_an_exception_that_passes_costs_nobody_a_token() -> None:
+def test_a_passing_exception_costs_no_token() -> None:
     with engine_of() as engine:
         prompts = [ids(9, 1), ids(30, 2), ids(4, 3)]
         want = [h.result(60) for h in submit_all(engine, prompts)]

@@ -116,7 +116,7 @@ def with_fallback(policy: Any, max_tokens: int = 3) -> World:
 
 @pytest.mark.parametrize("max_tokens", [1, 3], ids=["of ended rows", "of live rows"])
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_fallback_takes_over_a_hook_that_raises_on_a_few_whoever_they_are(
+def test_a_fallback_replaces_a_hook_that_raises_on_a_few_requests(
     most: int, max_tokens: int
 ) -> None:
     world = with_fallback(Few(most, None), max_tokens)

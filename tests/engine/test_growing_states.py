@@ -93,7 +93,7 @@ def test_the_end_may_be_where_the_state_is(stateful: Engine) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("swap", [0, 512])
-def test_states_of_prompts_whose_kv_is_taken(family: str, swap: int) -> None:
+def test_states_of_prompts_are_taken_with_their_kv(family: str, swap: int) -> None:
     """By swap a state stays, and is cut or goes on as any; without it all is computed again."""
     with engine_of(
         family, max_kv_tokens=480, swap_kv_tokens=2 * swap

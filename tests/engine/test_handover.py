@@ -529,7 +529,7 @@ def test_every_flipped_bit_is_seen() -> None:
 
 
 @pytest.mark.parametrize("ticket", ["0" * 32, "nonsense"])
-def test_a_ticket_that_nobody_gave_is_a_miss(
+def test_an_invented_ticket_is_a_miss(
     ticket: str, pair: tuple[QLLMEngine, QLLMEngine], way: Way, stayed: Result
 ) -> None:
     a, b = pair

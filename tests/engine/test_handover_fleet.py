@@ -15,7 +15,7 @@ from tests.support.handover import SAMPLED, SECRET, SETTINGS, TEXT, same
 from tests.support.waiting import wait_for
 
 
-def test_new_prompts_go_to_who_prefills_and_begun_ones_to_who_decodes() -> None:
+def test_new_prompts_go_to_prefill_engines_and_begun_ones_to_decode_engines() -> None:
     router = Router(least)
     for name, role in (("p", "prefill"), ("d", "decode"), ("b", "both")):
         router.up(name, role=role)  # type: ignore[arg-type]

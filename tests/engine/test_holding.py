@@ -116,7 +116,7 @@ def exact() -> Iterator[QLLMEngine]:
         yield made
 
 
-def test_a_checkpoint_has_those_whose_grammar_is_being_built(
+def test_a_checkpoint_has_requests_that_wait_for_their_grammar(
     exact: QLLMEngine, tmp_path: Path
 ) -> None:
     """They go on here too; elsewhere they are paused and of the class that was asked for."""
@@ -160,7 +160,7 @@ def test_a_cancelled_one_is_in_no_checkpoint(exact: QLLMEngine, tmp_path: Path) 
             assert handle.result(120).finish_reason == "cancelled"
 
 
-def test_a_checkpoint_has_those_whose_kv_is_being_read(
+def test_a_checkpoint_has_requests_that_wait_for_their_kv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids, file = make_model("qwen3_moe", torch.bfloat16), prompt_of(200), tmp_path / "file"

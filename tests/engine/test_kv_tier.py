@@ -217,7 +217,7 @@ def test_who_waits_for_its_grammar_keeps_nothing_after_its_owner_deleted(
         assert len(look(engine)) == 2, "who comes later keeps its own"
 
 
-def test_kv_that_nobody_uses_is_deleted(model: Any, tmp_path: Path) -> None:
+def test_unused_kv_is_deleted(model: Any, tmp_path: Path) -> None:
     with engine_of(model, tmp_path, kv_ttl_s=1000) as engine:
         run(engine, prompt_of(150))
         stored(engine)
@@ -357,7 +357,7 @@ def test_a_disk_that_fails_is_left_alone_and_said_once(
     assert len([r for r in caplog.records if "its file failed" in r.message]) == 1
 
 
-def test_a_disk_that_stands_still_holds_nobody(
+def test_a_disk_that_stalls_blocks_no_request(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt_of(200)
@@ -423,7 +423,7 @@ def test_best_effort_waits_for_its_pages_while_chats_go_by(
         look(engine)
 
 
-def test_a_write_that_stands_still_holds_nobody(
+def test_a_write_that_stalls_blocks_no_request(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine_of(model, None) as engine:

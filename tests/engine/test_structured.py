@@ -278,7 +278,7 @@ def test_limits_that_may_leave_no_token_are_refused(names: tuple[str, str]) -> N
         SamplingParams(**{name: limits[name] for name in names})
 
 
-def test_a_refused_grammar_of_another_front_end_harms_nobody(
+def test_a_refused_grammar_of_one_front_end_harms_no_other(
     in_thread: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A front end that checks nothing: the in_thread says it, and goes on."""

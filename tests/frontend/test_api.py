@@ -94,7 +94,7 @@ def test_a_handle_can_be_read_twice_and_after_the_end(recorded: QLLMEngine) -> N
     assert "finished" in repr(handle)
 
 
-def test_an_abandoned_async_iteration_hurts_nobody(recorded: QLLMEngine) -> None:
+def test_an_abandoned_async_iteration_harms_no_other_request(recorded: QLLMEngine) -> None:
     handles = []
 
     async def leave_early() -> None:

@@ -64,7 +64,7 @@ def test_an_engine_without_room_for_it_is_none(there: EngineView) -> None:
     assert chosen(standing(), OWN, there, engine("other", 1)) == "other"
 
 
-def test_what_has_no_first_token_goes_to_who_prefills() -> None:
+def test_a_request_without_a_first_token_goes_to_a_prefill_engine() -> None:
     request = standing(is_begun=False)
     assert chosen(request, OWN, engine("d", role="decode")) is None
     assert chosen(request, OWN, engine("d", role="decode"), engine("p", role="prefill")) == "p"

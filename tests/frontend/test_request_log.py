@@ -252,7 +252,7 @@ def test_a_cancel_beside_a_move_is_not_lost() -> None:
 # -- pauses while engines die
 
 
-def test_a_request_that_is_paused_on_trial_holds_nobody_up() -> None:
+def test_a_request_that_is_paused_on_trial_delays_no_other() -> None:
     w, client = World(), SilentClient()
     first, second, third = (w.entry(n) for n in range(3))
     w.die(first, second, third)

@@ -75,7 +75,7 @@ def test_both_sides_know_the_secret(secret: bytes) -> None:
 
 
 @pytest.mark.parametrize(("engines", "front_ends"), [(SECRET, b""), (b"", SECRET), (SECRET, b"t")])
-def test_without_the_same_secret_nobody_meets(engines: bytes, front_ends: bytes) -> None:
+def test_hosts_do_not_meet_without_the_same_secret(engines: bytes, front_ends: bytes) -> None:
     met = Met(engines, front_ends)
     assert len(met.errors) == 2
     assert any("does not know our secret" in str(error) for error in met.errors)
@@ -107,7 +107,9 @@ class Recorder:
 
 
 @pytest.mark.parametrize("what", ["replayed", "swapped", "changed", "returned"])
-def test_nobody_on_the_way_can_speak(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_between_the_two_cannot_send_messages(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     met = Met(SECRET, SECRET)
     recorder = Recorder()
     real, met.engine._sock = met.engine._sock, recorder  # type: ignore[assignment]

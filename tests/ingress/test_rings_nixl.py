@@ -142,7 +142,7 @@ def test_a_link_that_fails_cuts_its_front_end_off(
 
 
 @pytest.mark.parametrize("how", ["a push is under way", "a push has failed"])
-def test_an_agent_ends_with_its_link_whoever_keeps_the_rest(
+def test_an_agent_ends_with_its_link_even_if_other_parts_are_referenced(
     how: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended with the last transfer that anybody kept, on the thread of a garbage collection."""

@@ -261,7 +261,7 @@ def test_a_driver_drives_until_a_link_fails_and_closes_what_leaves() -> None:
     pair.close()
 
 
-def test_an_offer_says_where_memory_lies_and_who_fetches(pair: Pair) -> None:
+def test_an_offer_names_the_memory_and_the_side_that_fetches(pair: Pair) -> None:
     message = json.loads(json.dumps(offer(pair.far)))
     assert peer_from(message) == pair.far.offer
     assert {name: message[name] for name in ("kind", "device", "is_pulled")} == {
@@ -317,7 +317,7 @@ def test_thousands_of_records_between_two_processes(profile: str, num_requests: 
             met.close()
 
 
-def test_a_front_end_that_dies_frees_its_requests_and_costs_nobody_else_one() -> None:
+def test_a_front_end_that_dies_frees_its_own_requests_and_no_others() -> None:
     dying = f"""
 import sys, time
 from tests.support.pulled import Met, submission

@@ -190,7 +190,7 @@ def test_a_window_is_never_larger_than_the_ring() -> None:
     assert puller.window == RING
 
 
-def test_nobody_looks_at_a_ring_while_a_read_lands_in_it() -> None:
+def test_no_reader_looks_at_a_ring_while_a_read_lands_in_it() -> None:
     written = Written()
     is_done, written.link.is_done = written.link.is_done, lambda transfer: transfer == "written"
     assert written.receive() == []

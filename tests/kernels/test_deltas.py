@@ -253,7 +253,7 @@ def test_what_is_not_known_stays_with_the_module(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
-def test_the_engine_says_who_computes_and_passes_its_check(family: str) -> None:
+def test_the_engine_names_the_drivers_and_passes_its_check(family: str) -> None:
     model = tiny_configs.tiny_model(family).bfloat16()
     with QLLMEngine.from_model(model, threads=1, exactness="batch-invariant") as engine:
         states = sum(parts.new_state is not None for parts in discover(model).layers)

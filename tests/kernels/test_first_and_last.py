@@ -151,7 +151,7 @@ def test_what_a_module_remembers_is_not_written_over() -> None:
     assert torch.equal(ours([4, 5]), first)
 
 
-def test_a_blank_tensor_is_nobody_elses() -> None:
+def test_a_blank_tensor_is_not_shared() -> None:
     blank = cpu.Blank(8, torch.bfloat16)
     held = [blank.take(num) for num in (1, 1, 3, 1, 3, *[2] * 5000)]
     places = {x.data_ptr() + i * 16 for x in held for i in range(x.shape[0])}

@@ -361,7 +361,7 @@ def test_heads_that_the_kernels_are_not_made_for_stay_with_torch() -> None:
 
 
 @pytest.mark.parametrize("table", ["HALVES", "HALF_TABLE", "PAIRS", "SPARSE_MIXER"])
-def test_a_family_whose_functions_changed_stays_with_torch(
+def test_a_family_with_changed_functions_stays_with_torch(
     table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = {"HALVES": "mixtral", "HALF_TABLE": "gpt_oss", "PAIRS": "deepseek_v3"}

@@ -204,7 +204,7 @@ def test_a_header_that_safetensors_takes_and_we_do_not_is_refused(folder: Path) 
         (json.dumps({"weight_map": {"a": "x" * 300}}), "1 of 1 shards missing: xxx"),
     ],
 )
-def test_an_index_that_nobody_can_follow_is_refused(folder: Path, text: str, wrong: str) -> None:
+def test_an_index_with_a_wrong_form_is_refused(folder: Path, text: str, wrong: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=wrong):
         load(folder)

@@ -171,7 +171,7 @@ def test_projections_of_one_input_in_two_formats(tmp_path: Path) -> None:
     assert same(logits_of(runner, ids), logits_of(cpu_runner(load(values).model), ids))
 
 
-def test_a_weight_that_somebody_reads_is_expanded(
+def test_a_weight_that_other_code_reads_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised, values = made(tmp_path)

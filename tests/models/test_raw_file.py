@@ -107,7 +107,7 @@ def test_what_was_read_outlives_its_file_and_can_be_viewed(file: RawFile, path: 
     found[0] ^= 1  # memory of its own
 
 
-def test_memory_is_used_again_once_nobody_holds_a_view_of_it(file: RawFile, path: Path) -> None:
+def test_memory_is_used_again_after_its_last_view_is_gone(file: RawFile, path: Path) -> None:
     whole = path.read_bytes()
     first = file.read(8, LARGE)
     place, row = first.data_ptr(), first.view(torch.int64)[1:2]

@@ -215,7 +215,7 @@ def test_a_file_that_the_system_does_not_open_is_not_called_truncated(
         load(folder)
 
 
-def test_whoever_interrupts_a_load_finds_nothing_open(
+def test_an_interrupted_load_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, read, num = made(tmp_path), checkpoint._read, 0

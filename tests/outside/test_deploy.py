@@ -71,7 +71,7 @@ def test_the_dockerfile_has_no_lint(tmp_path: Path) -> None:
     assert "DL3003" in tool("hadolint", worse).stdout
 
 
-def test_the_image_that_serves_is_small_and_runs_as_nobody_special() -> None:
+def test_the_image_that_serves_is_small_and_runs_without_privileges() -> None:
     of = stages(DOCKERFILE)
     assert list(of)[-1] == "serve"  # what `docker build` makes without a target
     for name in ("ray", "serve"):

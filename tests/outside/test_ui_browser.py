@@ -269,7 +269,7 @@ def test_a_key_is_asked_for(engine: QLLMEngine, chromium: Any) -> None:
         assert page.is_hidden("#banner")
 
 
-def test_a_page_that_nobody_sees_asks_for_nothing(
+def test_a_hidden_page_asks_for_nothing(
     served: Serving, chromium: Any, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

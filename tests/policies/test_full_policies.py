@@ -308,7 +308,7 @@ def level(world: World, request_id: RequestId) -> int:
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 0), (20, 0), (21, 1), (40, 1), (81, 3)])
-def test_mlfq_joins_the_level_whose_quantum_covers_the_prefill(tokens: int, expected: int) -> None:
+def test_mlfq_joins_the_level_with_a_quantum_for_the_prefill(tokens: int, expected: int) -> None:
     world = world_of(Mlfq())
     world.scheduler.costs = COSTS
     world.submit(BE, tokens, 2)
@@ -352,7 +352,7 @@ def test_mlfq_demotes_by_doubling_quanta() -> None:
     assert not world.scheduler.policy._entries
 
 
-def test_mlfq_brings_back_who_starves() -> None:
+def test_mlfq_brings_back_a_starving_request() -> None:
     longest = {}
     for starve_ms in (100, 10_000):
         world = world_of(Mlfq(starve_ms=starve_ms), seats=1)
@@ -391,7 +391,7 @@ def test_laps_does_not_wait_for_a_full_batch_or_a_late_target() -> None:
     assert starts == [NS_PER_MS, (50 - 30 - 4) * NS_PER_MS]
 
 
-def test_laps_never_mixes_kinds_and_lets_nobody_starve() -> None:
+def test_laps_never_mixes_kinds_and_starves_no_request() -> None:
     world = world_of(Laps(chunk_tokens=64, window_ms=1))
     long = world.submit(BE, 500, 1)
     world.submit(LS, 20, 15)
@@ -513,13 +513,13 @@ def test_a_newcomer_without_kv_holds_up_the_newcomers_behind_it() -> None:
     assert filled(view) == [0, 3]
 
 
-def test_kv_of_a_worse_class_counts_and_that_of_equals_only_for_who_holds_some() -> None:
+def test_kv_of_a_worse_class_counts_and_that_of_equals_only_for_holders_of_kv() -> None:
     assert filled(some_view(10, [(LS, 100, False), (BE, 156, True)])) == [0]
     assert filled(some_view(10, [(BE, 100, False), (BE, 156, True)])) == [1]
     assert filled(some_view(10, [(BE, 16, True), (BE, 144, True)]))[0] == 0
 
 
-def test_victims_are_behind_everyone_who_is_kept() -> None:
+def test_victims_are_behind_every_request_that_stays() -> None:
     requests = [(BE, 16, True), (LS, 16, True), (BE, 16, False), (BE, 16, True), (LS, 16, False)]
     view = some_view(10, requests)
 

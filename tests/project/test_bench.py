@@ -20,7 +20,7 @@ def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
     return [module.Point(f"rival:step_tokens={i}", be, ms) for i, (be, ms) in enumerate(pairs)]
 
 
-def test_the_frontier_has_what_nobody_beats() -> None:
+def test_the_frontier_has_the_unbeaten_runs() -> None:
     found = pareto.frontier(points(pareto, (10, 100), (20, 90), (30, 300), (25, 400), (30, 310)))
     assert [(p.be_tokens_per_s, p.ls_ttft_p99_ms) for p in found] == [(20, 90), (30, 300)]
 

@@ -139,7 +139,7 @@ def busy(matrix: cpu.Matrix, x: Tensor, wanted: Tensor, until: threading.Event) 
     return same
 
 
-def test_threads_change_while_somebody_computes() -> None:
+def test_threads_change_while_a_kernel_computes() -> None:
     """An engine that is loaded sets them for the process, beside one that serves."""
     matrix = cpu.Matrix([torch.randn(512, 64, dtype=torch.float32).bfloat16()])
     x, until = torch.randn(8, 64, dtype=torch.float32).bfloat16(), threading.Event()
@@ -156,7 +156,7 @@ def test_threads_change_while_somebody_computes() -> None:
         cpu.set_threads(1)
 
 
-def test_a_fork_has_threads_of_its_own_whoever_computes_meanwhile() -> None:
+def test_a_fork_has_threads_of_its_own_while_its_parent_computes() -> None:
     matrix = cpu.Matrix([torch.randn(512, 512, dtype=torch.float32).bfloat16()])
     x = torch.randn(1000, 512, dtype=torch.float32).bfloat16()  # which takes some milliseconds
     until = threading.Event()

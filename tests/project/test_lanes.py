@@ -14,8 +14,6 @@ import pytest
 from qllm import QLLMEngine
 from qllm.kernels import cpu
 from qllm.models.fingerprints import FAMILIES
-from qllm.server.app import create_app
-from qllm.server.config import load_config
 from tests.support.files import ROOT
 from tests.support.lanes import (
     BUDGET_S,
@@ -30,6 +28,7 @@ from tests.support.lanes import (
     select,
     shuffled,
 )
+from tests.support.serving import serving
 
 
 class Case(NamedTuple):
@@ -207,10 +206,10 @@ def test_every_kind_of_kernel_is_in_the_lane_for_every_kernel(suite: Selection) 
 
 
 def test_every_route_is_in_the_lane(suite: Selection, engine: QLLMEngine, tmp_path: Path) -> None:
-    app = create_app(engine, load_config(None, {}, {"model": "tiny", "state_dir": tmp_path}))
     modules = {inspect.getmodule(item.function) for item in suite.kept if "server" in item.nodeid}
     source = "\n".join(inspect.getsource(module) for module in modules if module)
-    paths = set(app.openapi()["paths"])
+    with serving(engine, state_dir=tmp_path) as served:
+        paths = set(served.server.config.app.openapi()["paths"])
     assert len(paths) > 25
     fixed = {path.partition("{")[0].rstrip("/") for path in paths}
     by_client = {path: path.removeprefix("/v1/").replace("/", ".") for path in fixed}

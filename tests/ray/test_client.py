@@ -641,7 +641,7 @@ def test_requests_of_a_front_end_that_is_gone_end(
     until(lambda: not cluster.engines[0].open)
 
 
-def test_a_replica_that_drains_hears_of_nobody_and_waits_as_long_as_it_may(
+def test_a_replica_that_drains_gets_no_requests_and_waits_as_long_as_it_may(
     cluster: Cluster, front: RayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "SILENT_TICKS", 10_000)

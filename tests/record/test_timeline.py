@@ -102,7 +102,7 @@ def watch_until(engine: QLLMEngine, condition: Callable[[Any], Any], told: Any =
     return looks[-1]
 
 
-def test_a_preemption_says_who_stopped_for_whom_and_when_it_went_on() -> None:
+def test_a_preemption_names_both_requests_and_when_the_first_resumed() -> None:
     timeline = fed(*PREEMPTED, token(1, 70))
     assert entries(timeline, "preempted") == [[22.0, 2.0, "BE", 3.5, 1, ["r1"], "LS", "r2"]]
     assert entries(timeline, "held") == [[22.0, 31.0, "BE", 3.5, True]]
@@ -255,7 +255,7 @@ def thread_engine() -> Any:
         yield engine
 
 
-def test_nobody_looks_nothing_is_kept(thread_engine: QLLMEngine) -> None:
+def test_without_a_viewer_nothing_is_kept(thread_engine: QLLMEngine) -> None:
     loop, watch = core(thread_engine)
     thread_engine.submit([1, 2], max_tokens=2).result()
     assert loop.listeners == ()

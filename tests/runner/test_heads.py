@@ -271,7 +271,7 @@ def ends_of(runner: TorchRunner, program: Program, at: Index, stop: Watched) -> 
     return ends
 
 
-def test_one_call_does_all_blocks_where_nobody_asks(calls: list[int]) -> None:
+def test_one_call_does_all_blocks_without_a_poll(calls: list[int]) -> None:
     expected = tokens(runner_of(), [GREEDY] * 3)
     runner, program, at = in_blocks(Grain.EXPERT)
     del calls[:]

@@ -53,7 +53,7 @@ def test_a_module_that_goes_on_passes_and_says_what_it_carries() -> None:
 
 
 @torch.inference_mode()
-def test_one_whose_chunks_begin_anew_is_called_token_by_token() -> None:
+def test_a_layer_with_chunks_that_begin_anew_is_called_token_by_token() -> None:
     mixer = recurrent(Anew)
     refuse_chunks(mixer, LIKE, exact=False)
     assert mixer._goes_on_in_chunks is False

@@ -248,7 +248,7 @@ def kept_ranks() -> None:
 
 MUTANTS = [
     Mutant(evict_an_equal_rank, laws.test_equal_ranks_never_evict_each_other),
-    Mutant(evict_for_nothing, laws.test_nobody_is_evicted_for_a_request_that_cannot_start),
+    Mutant(evict_for_nothing, laws.test_no_request_is_evicted_for_one_that_cannot_start),
     Mutant(commit_kv_early, laws.test_kv_counts_only_when_the_last_layer_is_reached),
     Mutant(commit_kv_early, any_plan),
     Mutant(resume_one_unit_late, laws.test_a_parked_program_does_every_unit_once),

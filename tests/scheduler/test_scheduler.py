@@ -55,7 +55,7 @@ from tests.support.scheduling import (
     test_half_a_frame_is_refused,  # noqa: F401
     test_kv_counts_only_when_the_last_layer_is_reached,  # noqa: F401
     test_more_rows_than_seats_are_refused,  # noqa: F401
-    test_nobody_is_evicted_for_a_request_that_cannot_start,  # noqa: F401
+    test_no_request_is_evicted_for_one_that_cannot_start,  # noqa: F401
     test_the_stop_word_survives_the_race_with_drain,  # noqa: F401
     test_who_fails_twice_fails_alone,  # noqa: F401
 )
@@ -144,7 +144,7 @@ def test_the_ride_credit_is_the_slack_of_the_decoding_requests() -> None:
     assert ride_allowance_ns(Qllm2(), CostTable((20 * NS_PER_MS,), 1), 2, target_ns) == 0
 
 
-def test_nobody_rides_on_credit_that_is_not_there() -> None:
+def test_no_request_rides_without_credit() -> None:
     world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
     chat = world.submit(LS, 10, 40)
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_nobody_rides_on_credit_that_is_not_there() -> None:
     world.run()
 
 
-def test_nobody_rides_while_the_best_tier_waits_for_a_seat() -> None:
+def test_no_request_rides_while_the_best_tier_waits_for_a_seat() -> None:
     """What BE takes then, LS waits for."""
     world = World(Qllm2(max_be_stall_ms=None), limits=replace(LIMITS, max_num_seqs=2), costs=SLOW)
     scheduler = world.scheduler

@@ -65,7 +65,7 @@ def test_blocks_come_free_with_their_last_holder(seed: int) -> None:
     assert not pool.has_names
 
 
-def test_blocks_that_nobody_holds_are_not_shared_nor_given_back() -> None:
+def test_free_blocks_are_not_shared_nor_given_back() -> None:
     pool = BlockPool(4, 16)
     (block,) = pool.take(1, 1)
     for wrong in ([3], [block]):
@@ -85,7 +85,7 @@ def test_what_moves_out_is_handed_out_last() -> None:
     assert set(pool.take(2, 2)) & set(table) == set()
 
 
-def test_who_loses_blocks_is_counted_with_those_who_share_them() -> None:
+def test_a_request_that_loses_blocks_is_counted_with_those_that_share_them() -> None:
     first, second = request_of(1, [0, 1, 2]), request_of(2, [0, 1, 3])
     freed = Freed({0: 2, 1: 2})
     assert freed.add(first) == 1
@@ -147,7 +147,7 @@ def test_thirty_two_chats_hold_their_system_prompt_once() -> None:
     assert world.loop.prefix.stats()["shared_tokens"] == 31 * 2048
 
 
-def test_ls_takes_the_blocks_of_all_who_share_them() -> None:
+def test_ls_takes_the_blocks_of_all_requests_that_share_them() -> None:
     """One victim would free little: what it shares stays with the other."""
     limits = replace(short_of_kv(40, 10_000), max_num_seqs=8)
     world = sharing(load_policy("qllm2"), limits)
@@ -166,7 +166,7 @@ def test_ls_takes_the_blocks_of_all_who_share_them() -> None:
     assert world.tokens[chat] == 3
 
 
-def test_a_hit_waits_for_nobody_who_is_evicted_in_the_same_plan() -> None:
+def test_a_hit_does_not_wait_for_a_request_that_the_same_plan_evicts() -> None:
     """The blocks that a planned request refers to are its own before victims are chosen."""
     limits = replace(short_of_kv(24, 0), max_num_seqs=8)
     world = sharing(load_policy("qllm2"), limits)

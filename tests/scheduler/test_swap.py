@@ -263,7 +263,7 @@ def test_a_swapped_out_request_is_brought_back_before_the_stall_bound(
     assert max(m.max_stall_ms for m in metrics_of(world) if m.priority == BE) <= bound_ms
 
 
-def test_nobody_makes_way_where_too_few_can() -> None:
+def test_no_request_makes_way_where_too_few_can() -> None:
     world = World(load_policy("qllm2"), short_of_kv(100))
     ids = [world.submit(BE, 40, 9) for _ in range(3)]
     world.step()
@@ -363,7 +363,7 @@ def vars_of(policy: Any) -> dict[str, Any]:
     return {name: getattr(policy, name) for name in type(policy).__dataclass_fields__}
 
 
-def test_nobody_leaves_before_its_time() -> None:
+def test_no_request_leaves_before_its_time() -> None:
     world = World(Rota(min_stay_ms=10**6, tpot_share=0), short_of_kv(24))
     for i in range(4):
         world.submit(BE, 150, 30, at_ns=i * NS_PER_MS)
@@ -440,7 +440,7 @@ def burst(policy: Any, ttft_ms: float) -> tuple[World, list[float]]:
     return world, [m.ttft_ms or 0.0 for m in metrics_of(world)]
 
 
-def test_rota_does_not_rotate_for_who_misses_its_target_anyway() -> None:
+def test_rota_does_not_rotate_for_a_request_that_misses_its_target_anyway() -> None:
     """Then it is `fcfs`, token for token."""
     plain, first = burst(load_policy("fcfs"), 1.0)
     world, again = burst(Rota(), 1.0)

@@ -216,7 +216,7 @@ def test_who_ends_his_side_behind_two_requests_gets_both_answers(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("half_first", [False, True])
-def test_who_is_gone_is_told_from_who_reads_on(
+def test_a_client_that_left_is_told_from_one_that_still_reads(
     held: tuple[Serving, Path], stream: bool, half_first: bool
 ) -> None:
     served, _ = held
@@ -230,7 +230,7 @@ def test_who_is_gone_is_told_from_who_reads_on(
     wait_for(lambda: not served.front.answers)
 
 
-def test_a_stream_that_waits_is_only_commented_for_who_ended_his_side(
+def test_a_waiting_stream_gets_only_comments_after_a_half_close(
     held: tuple[Serving, Path],
 ) -> None:
     served, gate = held

@@ -173,7 +173,7 @@ def test_each_way_a_prompt_can_end_gives_its_seat_back(one: Serving) -> None:
     wait_for(lambda: is_free(one))
 
 
-def test_a_streamed_body_is_nobody_elses(one: Serving, engine: QLLMEngine) -> None:
+def test_a_streamed_body_belongs_to_its_key_alone(one: Serving, engine: QLLMEngine) -> None:
     with Slow(one) as client:
         client.send(lines(ASK, {"append": "x"}))
         wait_for(lambda: one.metric("qllm:num_open_prompts") == 1)
@@ -287,7 +287,7 @@ def test_a_prompt_is_not_idle_while_it_changes(
     assert seen[0].timer is None
 
 
-def test_a_prompt_whose_sending_is_refused_is_idle_again(
+def test_a_prompt_is_idle_again_after_its_sending_was_refused(
     one: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = changing(monkeypatch)
@@ -324,7 +324,7 @@ def test_who_hangs_up_while_his_prompt_is_tokenised(
     wait_for(lambda: is_free(one))
 
 
-def test_a_prompt_whose_engine_is_gone_gives_its_seat_back() -> None:
+def test_a_prompt_of_a_dead_engine_gives_its_seat_back() -> None:
     with tiny_engine(conformance=False) as mortal, serving(mortal, **ONE) as made:
         name = opened(made)
         os.kill(pid_of(mortal), signal.SIGKILL)

@@ -253,7 +253,7 @@ def test_long_bodies_are_read_beside_the_event_loop(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-def test_what_nobody_foresaw_is_an_answer_like_others(
+def test_an_unforeseen_error_is_an_answer_like_others(
     engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """It has an id, is counted, and a web page may read it."""

@@ -300,7 +300,7 @@ def test_the_store_numbers_events_and_takes_none_after_the_end(tmp_path: Path) -
     store.close()
 
 
-def test_nothing_is_left_of_who_read_a_stream_to_its_end(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_client_that_read_a_stream_to_its_end(tmp_path: Path) -> None:
     store = Store(tmp_path)
     kept = ResponseStore(store)
     row: dict[str, Any] = {"id": "a", "status": "queued", "previous_response_id": None}

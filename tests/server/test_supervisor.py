@@ -136,7 +136,7 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
         served.front.engine.close()
 
 
-def test_a_server_whose_engine_does_not_come_back_ends() -> None:
+def test_a_server_ends_if_its_engine_does_not_come_back() -> None:
     tries: list[int] = []
 
     def fail() -> QLLMEngine:

@@ -19,7 +19,7 @@ def test_top_shows_a_running_server(served: Serving) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", ":1"])
-def test_top_says_when_nobody_is_there(served: Serving, path: str) -> None:
+def test_top_says_when_no_server_answers(served: Serving, path: str) -> None:
     url = "http://127.0.0.1:1" if path == ":1" else served.url + path
     result = CliRunner().invoke(app, ["top", url, "--once"])
     assert result.exit_code == 2

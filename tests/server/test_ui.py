@@ -43,7 +43,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_asks_nobody_else(served: Serving) -> None:
+def test_the_page_is_whole_and_asks_no_other_host(served: Serving) -> None:
     answer = served.get("/ui")
     page = Page(answer.text)
     assert answer.headers["content-type"].startswith("text/html")
@@ -222,7 +222,9 @@ def test_a_page_tells_a_server_that_was_started_again(
     assert [len(set(x)) for x in (names, others, names + others)] == [1, 1, 2]
 
 
-def test_nobody_looks_nothing_is_asked(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_viewer_nothing_is_asked(
+    engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     feeds: list[Feed] = []
     make = Feed.__init__
 

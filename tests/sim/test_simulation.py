@@ -168,7 +168,7 @@ def test_a_policy_that_waits_with_work_there_comes_to_the_end_of_the_window() ->
 # -- outcomes
 
 
-def test_attainment_counts_who_waits_in_vain_and_nobody_who_may_still_make_it() -> None:
+def test_attainment_counts_late_requests_and_none_that_can_still_be_in_time() -> None:
     slo = Slo(ttft_ms=100.0, tpot_ms=50.0)
     first = simulate([request(0.0, LS, 50, 4)], "fcfs", H100, config=CONFIG, seconds=1.0)
     assert Outcome.of(first, slo).attainment == 1.0

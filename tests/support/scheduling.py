@@ -269,7 +269,7 @@ def test_equal_ranks_never_evict_each_other() -> None:
     finished_well(world)
 
 
-def test_nobody_is_evicted_for_a_request_that_cannot_start() -> None:
+def test_no_request_is_evicted_for_one_that_cannot_start() -> None:
     world = World(Eager(), replace(LIMITS, num_blocks=20))
     world.submit(BE, 40, 60)
     world.submit(LS, 160, 30)

@@ -92,7 +92,7 @@ def test_throughput_counts_inside_the_window() -> None:
     assert class_report([be], WINDOW, SLO)["output_tokens_per_s"] == pytest.approx(4 / 4)
 
 
-def test_nobody_is_no_number() -> None:
+def test_an_absent_request_has_no_number() -> None:
     found = class_report([], WINDOW, SLO)
     assert found["ttft_ms"] is None
     assert found["slo_attainment"] is None
