@@ -6,7 +6,7 @@ runner of the wrong one against the right one's forward must refuse it.
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -375,12 +375,13 @@ def _positions(case: Case, model: Any) -> TorchRunner:
 def _kv(case: Case, model: Any) -> TorchRunner:
     """Decoded tokens write and read their KV one place too far."""
     runner = runner_of(case, copy.deepcopy(model))
-    real: Any = runner._spans
+    real = runner.backend.new_step
 
-    def spans(*args: Any) -> list[Span]:
-        return [Span(kv, at, lo + (lo >= 24), hi + (lo >= 24)) for kv, at, lo, hi in real(*args)]
+    def new_step(spans: Sequence[Span], num_tokens: int) -> Any:
+        far = [Span(kv, at, lo + (lo >= 24), hi + (lo >= 24)) for kv, at, lo, hi in spans]
+        return real(far, num_tokens)
 
-    runner._spans = spans  # type: ignore[method-assign]
+    runner.backend.new_step = new_step  # type: ignore[method-assign]
     return runner
 
 
