@@ -157,7 +157,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
         yield match[1], match[2]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # without pip: test_a_plan_policy_is_found_and_serves
 def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
     found = list(blocks(ROOT / "docs" / "policies.md"))
     assert {language for language, _ in found} == {"bash", "python"}

@@ -86,7 +86,7 @@ def test_functions_called_by_number_decide_the_same() -> None:
         load_native().call(*range(10))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fewer shapes: the test above
 def test_any_shape_decides_the_same_often() -> None:
     for number in range(1000):
         run_trace(random_shape(random.Random(-number)), f"often-{number}")

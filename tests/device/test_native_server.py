@@ -151,7 +151,7 @@ def test_functions_called_by_number_give_the_same_records() -> None:
         load_native().server_call(*range(11))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fewer shapes: the test above
 def test_every_record_of_any_shape_often() -> None:
     for number in range(1000):
         compare(lambda n=number: random_shape(random.Random(-n)), f"often-{number}")

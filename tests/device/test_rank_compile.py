@@ -186,7 +186,7 @@ def test_every_architecture_gets_its_lto_ir() -> None:
     assert codes != {cc: compile_device(load_policy("fcfs"), cc) for cc in ARCHITECTURES}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # one link: test_every_architecture_gets_its_kernel
 def test_rank_is_linked_into_the_scheduler_kernel_and_nothing_is_spilled() -> None:
     cubin, log = link_verbosely(load_policy("qllm2"), (9, 0))
     assert cubin.startswith(b"\x7fELF")

@@ -316,7 +316,7 @@ def namespace() -> Iterator[str]:
         ip("netns", "del", name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # one network: the tests above
 def test_a_front_end_in_another_network(namespace: str, model: str, secret_file: Path) -> None:
     meeting = Meeting(Address("198.18.77.1", free_port()), "tcp", SECRET)
     code = front_end_of(str(meeting.address), secret_file)

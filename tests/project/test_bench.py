@@ -192,7 +192,7 @@ def test_what_a_bench_imports_of_others_is_there(path: Path) -> None:
         assert missing == set(), node.module
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the parts of the bench are tested above
 def test_the_benchmark_of_kernels_runs() -> None:
     command = [sys.executable, "-m", "bench.kernels.cpu_kernels", "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

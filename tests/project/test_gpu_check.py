@@ -37,7 +37,7 @@ def test_what_is_timed_runs_alone() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # collects all tests three times
 def test_tests_for_a_gpu_import_only_what_is_there() -> None:
     """The machine with the GPU has torch, transformers, cupy; no server, no NIXL, no pydantic."""
     missing = (
@@ -408,7 +408,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
     return {name: set(part["sections"]) for name, part in found["parts"].items()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # one part: the walk above
 def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     found = dry_run(tmp_path, *gpu_check.PARTS)
     assert found["exact"] == {"tokens_mixtral"}

@@ -177,6 +177,6 @@ def test_a_short_soak(short: Serving) -> None:
     assert set(done) == {"whole", "leave", "malformed", "half"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # as the short soak above it
 def test_a_longer_soak(short: Serving) -> None:
     assert sum(soak(short, 60, 12).values()) == 720

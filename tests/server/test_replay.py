@@ -75,7 +75,7 @@ def go_on(served: Serving, engine: QLLMEngine, clients: list[Client]) -> None:
     wait_for(lambda: served.front.engine is not engine, 60)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # once: test_every_stream_goes_on_as_if_nothing_had_died
 def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path) -> None:
     door = str(tmp_path / "engine")
     new, far = partial(make, listen=door), partial(QLLMEngine.attach, door)
@@ -105,7 +105,7 @@ def test_front_ends_of_their_own_carry_their_requests_over_twice(tmp_path: Path)
             served.front.engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # without processes: tests/frontend/test_request_log.py
 def test_one_that_kills_engines_fails_alone() -> None:
     new = partial(make, policy=Poisoned())
     with serving(new(), new, restart_backoff_s=0) as served:
@@ -137,7 +137,7 @@ def test_all_that_wait_end_when_there_is_no_further_engine() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an engine that comes back: test_supervisor.py
 def test_while_there_is_no_engine() -> None:
     """Deadlines and clients that leave do not wait for the next one."""
     go_on = threading.Event()

@@ -97,7 +97,7 @@ def test_without_replays_a_killed_engine_ends_its_streams_and_comes_back(tmp_pat
         served.front.engine.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # without processes: tests/frontend/test_request_log.py
 def test_a_line_that_kills_engines_fails_alone(tmp_path: Path) -> None:
     make = partial(tiny_engine, policy=Poisoned(), **SETTINGS)
     settings = {"state_dir": tmp_path, "restart_backoff_s": 0, "batch_concurrency": 4}
