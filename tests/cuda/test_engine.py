@@ -45,7 +45,7 @@ def storm(policy: str) -> tuple[list[tuple[int, ...]], dict[str, Any], QLLMEngin
             engine.submit(ids, "LS" if kind == 0 else "BE", 6, sampling=SAMPLING)
             for ids, kind in jobs
         ]
-        tokens = [tuple(handle.result(120).token_ids) for handle in handles]
+        tokens = [tuple(handle.result(300).token_ids) for handle in handles]
         return tokens, engine.stats(), engine
 
 
@@ -130,7 +130,7 @@ def test_on_a_gpu_a_storm_is_repeatable(dtype: str) -> None:
     for _ in range(2):
         with QLLMEngine.from_model(model, threads=1, max_num_seqs=8, max_kv_tokens=4096) as engine:
             alone = [
-                engine.submit([i, i + 1, i + 2] * 9, "BE", 8, sampling=SAMPLING).result(120)
+                engine.submit([i, i + 1, i + 2] * 9, "BE", 8, sampling=SAMPLING).result(300)
                 for i in range(4)
             ]
             runs.append([r.token_ids for r in alone])
@@ -144,12 +144,12 @@ def test_on_a_gpu_serving_takes_no_memory_from_the_driver() -> None:
     with QLLMEngine.from_model(
         model, policy="qllm2", max_num_seqs=8, max_kv_tokens=4096, max_step_tokens=256
     ) as engine:
-        engine.submit([1, 2, 3], "LS", 2, sampling=SAMPLING).result(60)
+        engine.submit([1, 2, 3], "LS", 2, sampling=SAMPLING).result(300)
         before = torch.cuda.memory_stats()["num_device_alloc"]
         handles = [
             engine.submit([i + 1] * (7 + 60 * (i % 4)), "LS" if i % 3 == 0 else "BE", 8)
             for i in range(24)
         ]
         for handle in handles:
-            handle.result(120)
+            handle.result(300)
         assert torch.cuda.memory_stats()["num_device_alloc"] == before

@@ -78,7 +78,7 @@ def engine_of(model: Any = None, **settings: Any) -> QLLMEngine:
 
 
 def run(engine: QLLMEngine, ids: list[int], n: int = 6, priority: str = "LS") -> Any:
-    return engine.submit(ids, priority, n, sampling=GREEDY).result(60)
+    return engine.submit(ids, priority, n, sampling=GREEDY).result(300)
 
 
 def test_a_hit_has_the_tokens_of_a_cold_run(device: Device) -> None:
@@ -156,7 +156,7 @@ def test_chats_at_once_refer_to_the_pages_of_their_system_prompt(device: Device)
         want = [run(engine, ids, 12).token_ids for ids in prompts]
     with engine_of(prefix_cache="approximate", policy=Held()) as engine:
         handles = [engine.submit(ids, "LS", 12, sampling=GREEDY) for ids in prompts]
-        found = [handle.result(60).token_ids for handle in handles]
+        found = [handle.result(300).token_ids for handle in handles]
         stats = engine.stats()
     assert found == want
     assert stats["prefix_cache"]["shared_tokens"] == 3 * 40
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_chats_that_share_blocks_goes_on_elsewhere(
     ):
         engine.restore(str(path))
     with engine_of(model, prefix_cache="auto", **cuts) as engine:
-        found = [handle.result(60).token_ids for handle in engine.restore(str(path))]
+        found = [handle.result(300).token_ids for handle in engine.restore(str(path))]
         assert engine.stats()["kv_blocks_used"] == 0
     assert sorted(found) == sorted(want)
     assert not device.streams.races
@@ -244,7 +244,7 @@ def test_be_swapped_out_at_any_boundary_keeps_its_tokens(device: Device, at: int
         runner.on_segment = disturb
         found = run(engine, ids, 8, "BE")
         runner.on_segment = None
-        assert [len(h.result(60).token_ids) for h in handles] == [2] * len(handles)
+        assert [len(h.result(300).token_ids) for h in handles] == [2] * len(handles)
         assert found.token_ids == alone.token_ids
         assert found.metrics.evict_recomputed_tokens == 0
         swap = engine.stats()["swap"]
@@ -294,7 +294,7 @@ def test_who_loses_its_blocks_moves_out_where_the_bus_is_fast(
         want = [run(engine, prompt_of(BIG, 1), 8, "BE"), run(engine, prompt_of(SMALL, 2), 2)]
         batch = engine.submit(prompt_of(BIG, 1), "BE", 8, sampling=GREEDY)
         next(iter(batch))
-        found = [run(engine, prompt_of(SMALL, 2), 2), batch.result(60)]
+        found = [run(engine, prompt_of(SMALL, 2), 2), batch.result(300)]
         moved = engine.stats()["swap"]["out_tokens"]
     assert [r.token_ids for r in reversed(found)] == [r.token_ids for r in want]
     if found[1].metrics.evictions:
@@ -348,5 +348,5 @@ def test_on_a_gpu_swap_and_sharing_change_no_token() -> None:
                 engine.submit(ids, "LS" if i == 3 else "BE", 24, sampling=GREEDY)
                 for i, ids in enumerate(prompts)
             ]
-            found.append([first, *(handle.result(120).token_ids for handle in handles)])
+            found.append([first, *(handle.result(300).token_ids for handle in handles)])
     assert found[0] == found[1]

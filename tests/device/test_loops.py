@@ -71,7 +71,7 @@ def test_what_it_does_not_serve_is_said(model: str, tmp_path: Path) -> None:
             with pytest.raises(InvalidRequestError, match=f"{name}.* loop='conditional'; leave it"):
                 engine.submit("abc", max_tokens=2, sampling=sampling)
         most = SamplingParams(ignore_eos=True, stop_token_ids=tuple(range(MOST_STOP_IDS)))
-        engine.submit("abc", max_tokens=2, sampling=most).result(60)
+        engine.submit("abc", max_tokens=2, sampling=most).result(300)
         for what in (engine.checkpoint, engine.restore):
             with pytest.raises(ConfigError, match="is not there with loop='conditional'"):
                 what(tmp_path / "file")
@@ -111,11 +111,11 @@ def test_more_front_ends_than_there_is_room_for(model: str, socket_path: str) ->
         try:
             for _ in range(MAX_FRONT_ENDS - 1):
                 others.append(QLLMEngine.attach(socket_path))
-                others[-1].submit("abc", max_tokens=1).result(60)
+                others[-1].submit("abc", max_tokens=1).result(300)
             one_more = QLLMEngine.attach(socket_path)
             others.append(one_more)
             wait_for(lambda: one_more.failure is not None)
-            assert len(engine.submit("hello", max_tokens=9).result(60).token_ids) == 9
+            assert len(engine.submit("hello", max_tokens=9).result(300).token_ids) == 9
         finally:
             for other in others:
                 other.close()
@@ -126,7 +126,7 @@ def _fresh(socket_path: str) -> tuple[int, ...]:
     """What a front end gets that comes now; nothing if there is no room."""
     with QLLMEngine.attach(socket_path) as other:
         try:
-            return other.submit("abc", max_tokens=2).result(60).token_ids
+            return other.submit("abc", max_tokens=2).result(300).token_ids
         except Exception:  # noqa: BLE001 - the place of the last one is not free yet
             return ()
 
@@ -146,12 +146,12 @@ def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_p
             assert isinstance(far._client._front_end, PullingFrontEnd)  # type: ignore[attr-defined]
             for _ in range(3):
                 handles = [e.submit("hello", max_tokens=9, sampling=LONG) for e in (engine, far)]
-                assert len({h.result(60).token_ids for h in handles}) == 1
+                assert len({h.result(300).token_ids for h in handles}) == 1
             for _ in range(40):  # they ring no bell, and stop a step all the same
                 slow = engine.submit([9] * 45, "BE", 2, sampling=LONG)
                 wait_for(lambda: engine.stats()["frames"])
-                far.submit("abc", "LS", 2, sampling=LONG).result(60)
-                slow.result(60)
+                far.submit("abc", "LS", 2, sampling=LONG).result(300)
+                slow.result(300)
                 if engine.stats()["num_preemptions"]:
                     break
             assert engine.stats()["num_preemptions"] > 0
@@ -160,7 +160,7 @@ def test_front_ends_of_other_hosts_fetch_what_the_device_wrote(model: str, tmp_p
             assert far.stats()["num_live"] == 1
         assert left.result(1).finish_reason is FinishReason.CANCELLED
         wait_for(lambda: engine.stats()["num_live"] == 0)
-        assert len(engine.submit("hello", max_tokens=5, sampling=LONG).result(60).token_ids) == 5
+        assert len(engine.submit("hello", max_tokens=5, sampling=LONG).result(300).token_ids) == 5
 
 
 @pytest.mark.sampled(1)
@@ -175,7 +175,7 @@ def test_a_fault_or_a_hang_of_the_device_ends_its_process(
         next(iter(long))
         engine.submit([3] * length, "LS", 2, sampling=LONG)
         with pytest.raises(RequestFailedError, match=why):
-            long.result(60)
+            long.result(300)
         assert why in str(engine.failure)
     finally:
         engine.close()

@@ -130,7 +130,7 @@ def python_answers() -> list[tuple[tuple[int, ...], FinishReason]]:
             engine.submit(prompt, priority, 9, sampling=sampling)
             for priority, prompt, sampling in questions()
         ]
-        results = [handle.result(60) for handle in handles]
+        results = [handle.result(300) for handle in handles]
     return [(r.token_ids, r.finish_reason) for r in results]
 
 

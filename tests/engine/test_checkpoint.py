@@ -48,7 +48,7 @@ for family, dtype, path in jobs:
         models[family, dtype] = make_model(family, DTYPES[dtype])
     with QLLMEngine.from_model(models[family, dtype], **settings) as engine:
         handles = engine.restore(path)
-        results = [h.result(120) for h in handles]
+        results = [h.result(300) for h in handles]
         out.append(
             {r.request_id: [r.token_ids, r.finish_reason, r.prompt_token_ids] for r in results}
         )
@@ -114,7 +114,7 @@ def save_at(engine: QLLMEngine, wanted: Callable[[Program, Index, int], bool], p
     assert numbers, "no checkpoint was written"
     for handle in handles:  # the requests go on
         handle.cancel()
-        handle.result(60)
+        handle.result(300)
     engine.call(lambda: setattr(runner_of(engine), "on_segment", None))
     return Saved(path, numbers[0], found[0])
 
@@ -145,7 +145,7 @@ def test_a_new_process_finishes_what_was_parked(tmp_path: Path, turn: int) -> No
     for seed, family in enumerate(FAMILIES):
         dtype = "bf16" if seed % 2 == 0 else "fp32"
         with engine_of(family, dtype) as engine:
-            whole = {h.request_id: h.result(120) for h in flood(engine)}
+            whole = {h.request_id: h.result(300) for h in flood(engine)}
             place = (seed + turn) % 3
             saved = save_at(engine, boundaries(seed)[place], tmp_path / f"{family}.qllm")
             sys.stdout.write(f"{family} {dtype}: {saved.count} requests at {saved.where}\n")
@@ -199,7 +199,7 @@ def assert_untouched(engine: QLLMEngine) -> None:
     assert not runner_of(engine).frames
     assert loop_of(engine).scheduler.pool.num_free == engine.config.num_blocks
     engine.call(loop_of(engine).scheduler.check)
-    assert len(engine.submit(prompt_of(5, 5), "LS", 3, sampling=GREEDY).result(60).token_ids) == 3
+    assert len(engine.submit(prompt_of(5, 5), "LS", 3, sampling=GREEDY).result(300).token_ids) == 3
 
 
 def edited(
@@ -216,14 +216,14 @@ def edited(
 
 
 def test_a_good_file_is_restored(saver: QLLMEngine, good: Path) -> None:
-    whole = {h.request_id: h.result(60) for h in flood(saver)}
+    whole = {h.request_id: h.result(300) for h in flood(saver)}
     handles = saver.restore(good)
     assert {h.request_id for h in handles} == set(whole)
     for handle in handles:
-        assert handle.result(60).token_ids == whole[handle.request_id].token_ids
+        assert handle.result(300).token_ids == whole[handle.request_id].token_ids
     assert_untouched(saver)
     unchanged = edited(good, good.with_name("unchanged"), lambda d, t: None)
-    assert len([h.result(60) for h in saver.restore(unchanged)]) == 3
+    assert len([h.result(300) for h in saver.restore(unchanged)]) == 3
 
 
 def test_truncated_and_foreign_files_are_refused(
@@ -290,7 +290,7 @@ def test_a_parked_prefill_comes_back_with_the_blocks_that_it_writes_to(tmp_path:
 
         loop.restored_frame = look
         for handle in engine.restore(saved.path):
-            handle.result(60)
+            handle.result(300)
     assert found
     assert all(room >= hi for room, hi in found)
 
@@ -374,15 +374,15 @@ def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> No
         left_ns = [live.submission.deadline_ns - engine.now_ns() for live in loop.live.values()]
         assert all(0 < ns <= 50e9 for ns in left_ns)
         handle.cancel()
-        assert handle.result(60).logprobs is None
+        assert handle.result(300).logprobs is None
 
 
 def test_restored_requests_live_beside_new_ones(saver: QLLMEngine, good: Path) -> None:
-    whole = {h.request_id: h.result(60) for h in flood(saver)}
+    whole = {h.request_id: h.result(300) for h in flood(saver)}
     new = [saver.submit(prompt_of(11, i), "LS", 6, sampling=GREEDY) for i in range(3)]
     handles = [*saver.restore(good), *saver.restore(good)]
     for handle in handles:
-        assert handle.result(60).token_ids == whole[handle.request_id].token_ids
+        assert handle.result(300).token_ids == whole[handle.request_id].token_ids
     assert len({h.number for h in handles}) == len(handles) == 6
-    assert all(len(h.result(60).token_ids) == 6 for h in new)
+    assert all(len(h.result(300).token_ids) == 6 for h in new)
     assert_untouched(saver)

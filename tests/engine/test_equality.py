@@ -104,9 +104,9 @@ def test_greedy_tokens_are_those_of_generate(
 ) -> None:
     expected = reference[f"{family}/{dtype}"]
     with engine_of(family, dtype) as engine:
-        alone = [engine.submit(p, "LS", NEW, sampling=GREEDY).result(120) for p in PROMPTS]
+        alone = [engine.submit(p, "LS", NEW, sampling=GREEDY).result(300) for p in PROMPTS]
         together = [engine.submit(p, "BE", NEW, sampling=GREEDY) for p in PROMPTS]
-        mixed = [handle.result(120) for handle in together]
+        mixed = [handle.result(300) for handle in together]
     distinct = [len(set(tokens)) for tokens, _ in expected]
     show(f"{family} {dtype}: distinct tokens per stream {distinct}")
     assert min(distinct) > 1, "streams of one token prove nothing"
@@ -181,7 +181,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
         storm = Storm(engine, seed)
         results = storm.run()
         solo = {
-            h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(120)
+            h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(300)
             for h, _ in storm.handles
         }
         events = [type(e).__name__ for e in engine.trace.events]
@@ -259,7 +259,7 @@ def test_who_left_the_sweep_loses_nothing_when_the_others_die_inside_a_layer() -
                 engine.submit(ids, "BE", 4, sampling=GREEDY) for ids in PROMPTS[:2]
             )
         )
-        results = [h.result(60) for h in handles[:2]] + [handles[2].result(60)]
+        results = [h.result(300) for h in handles[:2]] + [handles[2].result(300)]
         events = list(engine.trace.events)
     stopped = next(e for e in events if isinstance(e, trace.Ran) and e.why != "done")
     split = next(e for e in events if isinstance(e, trace.Split))

@@ -73,7 +73,7 @@ def submit_all(engine: QLLMEngine, prompts: list[list[int]], n: int = 8) -> list
 
 
 def assert_serves(engine: QLLMEngine) -> None:
-    assert len(engine.submit(ids(5, 77), "LS", 3, sampling=GREEDY).result(60).token_ids) == 3
+    assert len(engine.submit(ids(5, 77), "LS", 3, sampling=GREEDY).result(300).token_ids) == 3
     assert_clean(engine)
 
 
@@ -121,7 +121,7 @@ def _poisoned_rows(engine: QLLMEngine, do: Callable[[Any], Any]) -> Callable[[],
 def test_an_exception_in_a_layer_fails_its_request_alone() -> None:
     with engine_of() as engine:
         clean = [ids(9, 1), ids(30, 2), ids(4, 3)]
-        want = [h.result(60).token_ids for h in submit_all(engine, clean)]
+        want = [h.result(300).token_ids for h in submit_all(engine, clean)]
         calls = []
 
         def choke(out: Any) -> None:
@@ -131,10 +131,10 @@ def test_an_exception_in_a_layer_fails_its_request_alone() -> None:
         undo = _poisoned_rows(engine, choke)
         *handles, bad = submit_all(engine, [*clean, [*ids(6), POISON, *ids(3)]])
         with pytest.raises(RequestFailedError, match="LayerError: choked"):
-            bad.result(60)
+            bad.result(300)
         assert bad.finish_reason is FinishReason.ERROR
         assert bad.status is RequestStatus.FINISHED
-        assert [h.result(60).token_ids for h in handles] == want
+        assert [h.result(300).token_ids for h in handles] == want
         assert len(calls) == 2  # with the others, then alone
         with pytest.raises(RequestFailedError, match="choked"):
             list(bad)
@@ -145,7 +145,7 @@ def test_an_exception_in_a_layer_fails_its_request_alone() -> None:
 def test_a_passing_exception_costs_no_token() -> None:
     with engine_of() as engine:
         prompts = [ids(9, 1), ids(30, 2), ids(4, 3)]
-        want = [h.result(60) for h in submit_all(engine, prompts)]
+        want = [h.result(300) for h in submit_all(engine, prompts)]
         count = 0
 
         def nth(module: Any, args: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_passing_exception_costs_no_token() -> None:
                 raise LayerError(f"call {count}")
 
         hook = runner_of(engine).model.model.layers[2].self_attn.register_forward_pre_hook(nth)
-        got = [h.result(60) for h in submit_all(engine, prompts)]
+        got = [h.result(300) for h in submit_all(engine, prompts)]
         hook.remove()
         assert count > 11
         for a, b in zip(got, want, strict=True):
@@ -168,7 +168,7 @@ def test_a_passing_exception_costs_no_token() -> None:
 def test_nan_logits_of_one_row_fail_only_it() -> None:
     with engine_of() as engine:
         clean = [ids(9, 1), ids(12, 2)]
-        want = [h.result(60) for h in submit_all(engine, clean)]
+        want = [h.result(300) for h in submit_all(engine, clean)]
         marker = ids(7, 3)
         model = runner_of(engine).model
 
@@ -193,8 +193,8 @@ def test_nan_logits_of_one_row_fail_only_it() -> None:
         hook = model.model.norm.register_forward_hook(Spoil())
         bad, *handles = submit_all(engine, [marker, *clean])
         with pytest.raises(RequestFailedError, match="must be finite"):
-            bad.result(60)
-        got = [h.result(60) for h in handles]
+            bad.result(300)
+        got = [h.result(300) for h in handles]
         hook.remove()
         for a, b in zip(got, want, strict=True):
             assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
@@ -217,13 +217,13 @@ def test_a_tokenizer_that_raises_fails_its_request_alone() -> None:
             bad = engine.submit("abc", max_tokens=20, sampling=letters, stop="zz")
             good = engine.submit(ids(5), max_tokens=6, sampling=GREEDY)
             with pytest.raises(RequestFailedError, match="no such character"):
-                bad.result(60)
+                bad.result(300)
             list(good)
         except LayerError:
             pass  # the reader's own thread decodes the answer without stop strings
         finally:
             tokenizer.decode = real
-        assert len(good.result(60).token_ids) == 6
+        assert len(good.result(300).token_ids) == 6
         assert_serves(engine)
 
 
@@ -318,7 +318,7 @@ def test_a_policy_that_plans_nonsense_is_named_and_the_engine_lives(what: str) -
     with engine_of(policy=Planner(plan)) as engine:
         for handle in submit_all(engine, [ids(5), ids(6)]):
             with pytest.raises(RequestFailedError, match="policy Planner"):
-                handle.result(60)
+                handle.result(300)
         assert engine.stats()["policy_errors"]
         broken.clear()
         assert_serves(engine)
@@ -331,7 +331,7 @@ def test_a_rank_that_breaks_is_named_and_the_engine_lives(after: int, answer: An
     with engine_of(policy=BadRank(after=after, answer=answer), max_kv_tokens=64) as engine:
         for handle in submit_all(engine, [ids(20), ids(6)], 30):
             try:
-                handle.result(60)
+                handle.result(300)
             except RequestFailedError as error:
                 assert "policy BadRank" in str(error)  # noqa: PT017
         assert any("BadRank" in text for text in engine.stats()["policy_errors"])
@@ -352,7 +352,7 @@ def test_a_hook_that_raises_is_named(hook: str) -> None:
         failed = []
         for handle in handles:
             try:
-                handle.result(60)
+                handle.result(300)
             except RequestFailedError as error:
                 failed.append(str(error))
         told = f"Planner raised in {hook}"
@@ -378,7 +378,7 @@ def test_a_broken_policy_falls_back_if_so_configured(what: str) -> None:
         return Plan(rows=(next_row(view.requests[0], view),))
 
     with engine_of(policy=Planner(plan), on_policy_error="fcfs") as engine:
-        results = [h.result(60) for h in submit_all(engine, [ids(5), ids(30), ids(6)])]
+        results = [h.result(300) for h in submit_all(engine, [ids(5), ids(30), ids(6)])]
         assert [len(r.token_ids) for r in results] == [8, 8, 8]
         errors = engine.stats()["policy_errors"]
         assert len(errors) == 1
@@ -439,11 +439,14 @@ def test_an_engine_outlives_a_policy_that_waits_for_ever(monkeypatch: pytest.Mon
     with engine_of(policy=Planner(SLEEP["a-little"])) as engine:
         for handle in submit_all(engine, [ids(5), ids(6)]):
             with pytest.raises(RequestFailedError, match="policy Planner stalls"):
-                handle.result(60)
+                handle.result(300)
         engine.policy._plan = lambda view: Plan(rows=(next_row(view.requests[0], view),))
         assert_serves(engine)
     with engine_of(policy=Planner(SLEEP["for-days"]), on_policy_error="fcfs") as engine:
-        assert [len(h.result(60).token_ids) for h in submit_all(engine, [ids(5), ids(6)])] == [8, 8]
+        assert [len(h.result(300).token_ids) for h in submit_all(engine, [ids(5), ids(6)])] == [
+            8,
+            8,
+        ]
         assert ["stalls" in text for text in engine.stats()["policy_errors"]] == [True]
 
 
@@ -455,14 +458,14 @@ def test_a_slow_plan_costs_time_and_nothing_else() -> None:
     prompts = [ids(5), ids(30)]
     with engine_of(policy=Planner(plan)) as slow, engine_of(policy="fcfs") as engine:
         assert slow.stats()["longest_plan_ms"] < 50
-        got, want = ([h.result(60) for h in submit_all(e, prompts)] for e in (slow, engine))
+        got, want = ([h.result(300) for h in submit_all(e, prompts)] for e in (slow, engine))
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
         assert slow.stats()["longest_plan_ms"] >= 50
         late = slow.submit(ids(6), "BE", 500, sampling=GREEDY)
         gone = slow.submit(ids(7), "BE", 8, sampling=GREEDY, timeout_s=0.12)
-        assert gone.result(60).finish_reason is FinishReason.TIMEOUT
+        assert gone.result(300).finish_reason is FinishReason.TIMEOUT
         late.cancel()
-        assert late.result(60).finish_reason is FinishReason.CANCELLED
+        assert late.result(300).finish_reason is FinishReason.CANCELLED
         assert_serves(slow)
 
 
@@ -487,7 +490,7 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
     policy = Planner(plan)
     policy.needs = Cap.LAYER_RANGE | Cap.YIELD_LAYER
     with engine_of(policy=policy) as engine:
-        want = [engine.submit(ids(n), "BE", 4, sampling=GREEDY).result(60) for n in (9, 12)]
+        want = [engine.submit(ids(n), "BE", 4, sampling=GREEDY).result(300) for n in (9, 12)]
         third = []
 
         def look(program: Any, index: Any, *_: object) -> None:
@@ -496,11 +499,11 @@ def test_a_row_that_left_its_parked_frame_early_is_not_lost() -> None:
 
         engine.call(lambda: setattr(runner_of(engine), "on_segment", look))
         handles = submit_all(engine, [ids(9), ids(12)], 4)
-        got = [h.result(60) for h in handles]
+        got = [h.result(300) for h in handles]
         engine.call(lambda: setattr(runner_of(engine), "on_segment", None))
         assert third
         assert [r.token_ids for r in got] == [r.token_ids for r in want]
-        third[0].result(60)
+        third[0].result(300)
         assert_serves(engine)
 
 
@@ -537,10 +540,10 @@ def test_a_frame_that_cannot_be_made_fails_its_requests_not_the_engine(
         handles = submit_all(engine, [ids(5), ids(6)])
         for handle in handles:
             if times == 1:
-                assert handle.result(60).finish_reason is FinishReason.LENGTH
+                assert handle.result(300).finish_reason is FinishReason.LENGTH
             else:
                 with pytest.raises(RequestFailedError, match="no room for a frame"):
-                    handle.result(60)
+                    handle.result(300)
         left[0] = 0
         assert_serves(engine)
 
@@ -562,9 +565,9 @@ def test_a_request_that_cannot_be_admitted_ends_alone(after: int) -> None:
         for number, handle in enumerate(handles):
             if number == after:
                 with pytest.raises(RequestFailedError, match="LayerError: the runner is broken"):
-                    handle.result(60)
+                    handle.result(300)
             else:
-                assert handle.result(60).finish_reason is FinishReason.LENGTH
+                assert handle.result(300).finish_reason is FinishReason.LENGTH
         assert engine.failure is None
 
 
@@ -592,7 +595,7 @@ def test_a_crashed_loop_ends_every_handle(where: str, after: int) -> None:
     engine.call(start)
     for handle in handles:
         try:
-            handle.result(60)
+            handle.result(300)
         except RequestFailedError as error:
             assert "the loop is broken" in str(error)  # noqa: PT017
         assert handle.finish_reason is not None
@@ -626,7 +629,7 @@ def test_a_lost_device_ends_the_engine_not_its_requests_one_by_one(where: str) -
 
     for handle in engine.call(start):
         with pytest.raises(RequestFailedError, match="the engine crashed: DeviceError: the device"):
-            handle.result(60)
+            handle.result(300)
     with pytest.raises(EngineClosedError, match="crashed"):
         engine.submit(ids(5))
     engine.close()
@@ -645,7 +648,7 @@ def test_a_system_exit_in_the_loop_ends_every_handle() -> None:
 
     handle = engine.call(start)
     with pytest.raises(RequestFailedError, match="SystemExit"):
-        handle.result(60)
+        handle.result(300)
     with pytest.raises(EngineClosedError):
         engine.submit(ids(5))
     engine.close()
@@ -781,13 +784,13 @@ def test_timeouts_end_requests_wherever_they_are() -> None:
         return Plan(rows=(next_row(view.requests[0], view),))
 
     with engine_of(policy=Planner(plan)) as engine:
-        result = engine.submit(ids(5), timeout_s=0.1).result(60)
+        result = engine.submit(ids(5), timeout_s=0.1).result(300)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.token_ids == ()
         held.set()
         running = engine.submit(ids(5), "BE", 500, timeout_s=LATER_S)
         engine.call(lambda: setattr(runner_of(engine), "on_segment", once_seen(engine, running)))
-        result = running.result(60)
+        result = running.result(300)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert 0 < len(result.token_ids) < 500
         assert_serves(engine)
@@ -808,11 +811,11 @@ def test_a_parked_request_times_out() -> None:
 
         engine.call(lambda: setattr(runner_of(engine), "on_segment", look))
         parked = engine.submit(ids(60), "BE", 10, timeout_s=LATER_S)
-        result = parked.result(60)
+        result = parked.result(300)
         assert result.finish_reason is FinishReason.TIMEOUT
         assert result.metrics.preemptions == 1
         assert result.metrics.parked_ms > 0
-        assert len(hits[0].result(60).token_ids) == 300
+        assert len(hits[0].result(300).token_ids) == 300
         engine.call(lambda: setattr(runner_of(engine), "on_segment", None))
         assert_serves(engine)
 
@@ -875,7 +878,7 @@ def test_hammer() -> None:
         for t in threads:
             t.join(60)
         assert not broken
-        results = [h.result(60) for h in handles]
+        results = [h.result(300) for h in handles]
         reasons = {str(r.finish_reason) for r in results}
         assert {"length", "cancelled"} <= reasons
         assert "error" not in reasons

@@ -74,7 +74,7 @@ def test_a_storm_of_delta_nets_leaves_every_stream_equal_to_its_solo_run(
         storm = Storm(engine, seed, vocab=tiny_configs.VOCAB)
         results = storm.run()
         solo = {
-            h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(120)
+            h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(300)
             for h, _ in storm.handles
         }
         events = [type(e).__name__ for e in engine.trace.events]
@@ -95,7 +95,7 @@ def test_a_checkpoint_keeps_states(family: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": all_families.MANY}
     prompt, model = all_families.prompts()[0], tiny_configs.tiny_model(family)
     with QLLMEngine.from_model(copy.deepcopy(model), **how) as engine:
-        expected = engine.submit(prompt, "BE", 60, sampling=all_families.GREEDY).result(120)
+        expected = engine.submit(prompt, "BE", 60, sampling=all_families.GREEDY).result(300)
     with QLLMEngine.from_model(copy.deepcopy(model), **how) as engine:
         handle = engine.submit(prompt, "BE", 60, sampling=all_families.GREEDY)
         next(iter(handle))
@@ -107,6 +107,6 @@ def test_a_checkpoint_keeps_states(family: str, tmp_path: Path) -> None:
     with QLLMEngine.from_model(model, **how) as engine:
         (handle,) = engine.restore(tmp_path / "saved")
         handle.update(paused=False)
-        found = handle.result(120)
+        found = handle.result(300)
     assert 0 < num_tokens < 60
     assert found.token_ids == expected.token_ids

@@ -34,22 +34,22 @@ def exact() -> Iterator[QLLMEngine]:
 
 
 def test_the_form_begins_behind_the_reasoning(exact: QLLMEngine) -> None:
-    result = exact.submit(PROMPT, max_tokens=400, sampling=sampling()).result(120)
+    result = exact.submit(PROMPT, max_tokens=400, sampling=sampling()).result(300)
     assert result.finish_reason is FinishReason.STOP
     found = WHOLE.fullmatch(result.text)
     assert found, result.text
     free = sampling(structured_outputs=None, min_tokens=BUDGET)
-    want = exact.submit(PROMPT, max_tokens=BUDGET, sampling=free).result(120)
+    want = exact.submit(PROMPT, max_tokens=BUDGET, sampling=free).result(300)
     assert result.token_ids[:BUDGET] == want.token_ids, "it reasons as it would without a form"
     none = exact.submit(PROMPT, max_tokens=400, sampling=sampling(thinking_token_budget=0))
-    assert (found := WHOLE.fullmatch(none.result(120).text))
+    assert (found := WHOLE.fullmatch(none.result(300).text))
     assert found[1] == ""
 
 
 def test_without_reasoning_it_begins_with_the_first_token(exact: QLLMEngine) -> None:
     """The budget counts nothing in a form, whatever words it has."""
     asked = sampling(thinking_token_budget=3)
-    result = exact.submit("json.dumps", max_tokens=400, sampling=asked).result(120)
+    result = exact.submit("json.dumps", max_tokens=400, sampling=asked).result(300)
     assert re.fullmatch(FORM["regex"], result.text)
 
 
@@ -57,7 +57,7 @@ def test_reasoning_without_a_budget_does_not_end_the_answer(exact: QLLMEngine) -
     """EOS would end an answer that has not got its form."""
     bias = {i: 100.0 for i in exact.vocabulary.eos_token_ids}
     asked = sampling(thinking_token_budget=None, logit_bias=bias)
-    result = exact.submit(PROMPT, max_tokens=30, sampling=asked).result(120)
+    result = exact.submit(PROMPT, max_tokens=30, sampling=asked).result(300)
     assert result.finish_reason is FinishReason.LENGTH
     assert len(result.token_ids) == 30
     assert not set(result.token_ids) & set(exact.vocabulary.eos_token_ids)
@@ -67,7 +67,7 @@ def test_reasoning_without_a_budget_does_not_end_the_answer(exact: QLLMEngine) -
 def test_it_survives_an_eviction_and_a_swap(swap: int) -> None:
     settings = {**SETTINGS, "max_kv_tokens": 256, "swap_kv_tokens": swap, "run_in": "thread"}
     with tiny_engine(**settings) as engine:
-        want = engine.submit(PROMPT, "BE", 180, sampling=sampling()).result(120)
+        want = engine.submit(PROMPT, "BE", 180, sampling=sampling()).result(300)
         assert WHOLE.fullmatch(want.text)
         for num_tokens in (BUDGET // 2, BUDGET + 20):
             handle = engine.submit(PROMPT, "BE", 180, sampling=sampling())
@@ -77,11 +77,11 @@ def test_it_survives_an_eviction_and_a_swap(swap: int) -> None:
             handle.pause()  # its KV is free for all
             engine.submit([5] * 180, "LS", max_tokens=60, sampling=SamplingParams(ignore_eos=True))
             handle.resume()
-            assert handle.result(120).token_ids == want.token_ids
+            assert handle.result(300).token_ids == want.token_ids
 
 
 def test_a_checkpoint_keeps_the_state(exact: QLLMEngine, tmp_path: Path) -> None:
-    want = exact.submit(PROMPT, "BE", 400, sampling=sampling()).result(120)
+    want = exact.submit(PROMPT, "BE", 400, sampling=sampling()).result(300)
     with tiny_engine(**SETTINGS) as other:
         handle = other.submit(PROMPT, "BE", 400, sampling=sampling())
         for _ in handle:
@@ -92,7 +92,7 @@ def test_a_checkpoint_keeps_the_state(exact: QLLMEngine, tmp_path: Path) -> None
         handle.cancel()
     (restored,) = exact.restore(tmp_path / "file")
     restored.resume()
-    assert restored.result(120).token_ids == want.token_ids
+    assert restored.result(300).token_ids == want.token_ids
 
 
 # -- over HTTP

@@ -151,19 +151,19 @@ def test_sampling_and_limits_are_those_of_send(plain: Engine) -> None:
         "sampling": SamplingParams(temperature=1.0, seed=5, logprobs=2, repetition_penalty=1.3,
                                    ignore_eos=True)
     }  # fmt: skip
-    want = plain.engine.submit(ids, "LS", 8, **how).result(60)
+    want = plain.engine.submit(ids, "LS", 8, **how).result(300)
     prompt = plain.engine.open("LS")
     prompt.append(ids[:30])
     plain.settle(prompt)
     prompt.append(ids[30:])
-    found = prompt.send(8, **how).result(60)
+    found = prompt.send(8, **how).result(300)
     assert (found.token_ids, found.logprobs) == (want.token_ids, want.logprobs)
     asks = SamplingParams(temperature=0, prompt_logprobs=1, ignore_eos=True)
-    want = plain.engine.submit(ids, "LS", 2, sampling=asks).result(60)
+    want = plain.engine.submit(ids, "LS", 2, sampling=asks).result(300)
     prompt = plain.engine.open("LS")
     prompt.append(ids)
     plain.settle(prompt)
-    found = prompt.send(2, sampling=asks).result(60)  # computed again: nobody kept hidden states
+    found = prompt.send(2, sampling=asks).result(300)  # computed again: nobody kept hidden states
     assert found.prompt_logprobs == want.prompt_logprobs
     assert found.metrics.revise_lost_tokens == 49
     assert plain.loop.revising.num_restarts > 0
@@ -238,7 +238,7 @@ def test_revised_at_every_boundary_of_a_parked_row(
         made.settle(prompt)
         made.runner.on_segment = None
         equal(made.end(prompt), want)
-        assert mates[0].result(60).token_ids == mate[0].token_ids
+        assert mates[0].result(300).token_ids == mate[0].token_ids
         num_kept += made.loop.revising.lost_tokens == before
         num_killed += 1
     assert num_killed > 10
@@ -308,7 +308,7 @@ def test_an_open_prompt_takes_no_seat_from_a_whole_one(policy: str) -> None:
         with Paused(made):
             prompt.append(ids_of(100))
             whole = made.engine.submit(ids_of(30, 1), "LS", 1, sampling=GREEDY)
-        whole.result(60)
+        whole.result(300)
         made.settle(prompt)
         planned = [e.rows[0].request_id for e in made.engine.trace if isinstance(e, trace.Planned)]
         assert planned[:2] == [whole.number, prompt.handle.number]
@@ -325,7 +325,7 @@ def test_an_idle_prompt_gives_up_kv_and_computes_it_again(level: str) -> None:
         prompt = made.engine.open("LS")
         prompt.append(ids_of(149))
         made.settle(prompt)
-        other = made.engine.submit(ids_of(200, 1), level, 2, sampling=GREEDY).result(60)
+        other = made.engine.submit(ids_of(200, 1), level, 2, sampling=GREEDY).result(300)
         assert other.metrics.evictions == 0
         prompt.append(ids_of(150)[149:])
         found = made.end(prompt)
@@ -343,8 +343,8 @@ def test_a_worse_class_takes_no_kv_of_an_idle_prompt_while_others_go_on() -> Non
         with Paused(made):
             better = made.engine.submit(ids_of(40, 1), "LS", 20, sampling=GREEDY)
             worse = made.engine.submit(ids_of(200, 2), "BE", 2, sampling=GREEDY)
-        better.result(60)
-        worse.result(60)
+        better.result(300)
+        worse.result(300)
         events = list(made.engine.trace)
         ended = next(i for i, e in enumerate(events) if isinstance(e, trace.Finished))
         assert events[ended].request_id == better.number

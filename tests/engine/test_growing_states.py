@@ -167,7 +167,7 @@ def test_revised_at_every_boundary_of_a_parked_row(
         equal(made.end(prompt), want)
         if not mates:
             break
-        assert mates[0].result(60).token_ids == mate[0].token_ids
+        assert mates[0].result(300).token_ids == mate[0].token_ids
         num, at = num + 1, at + PARTS
     assert num > 5
     wait_for(lambda: made.engine.stats()["num_live"] == 0)

@@ -172,7 +172,7 @@ def leave(engine: QLLMEngine, wanted: Wanted, beside: int = 0, **spec: Any) -> L
     ticket = engine.call(give)
     assert ticket is not None
     for other in others:
-        other.result(60)
+        other.result(300)
     engine.call(core.loop.scheduler.check)
     wait_for(lambda: handle.has_ended)
     assert handle.finish_reason is FinishReason.ERROR
@@ -200,7 +200,7 @@ def go_on(engine: QLLMEngine, left: Left, ticket: str | None = None) -> Result:
         if ticket := left.ticket if ticket is None else ticket:
             core.handed.expect(number, Source("there:1", ticket))
         client.submit(rest, handle)
-    result = handle.result(120)
+    result = handle.result(300)
     engine.call(core.loop.scheduler.check)
     assert number not in core.runner.requests
     return result
@@ -258,7 +258,7 @@ def test_a_request_that_moves_anywhere_gets_the_tokens_of_one_that_stayed(
         moves = 0
         for sampling in (GREEDY, SAMPLED):
             spec = {"prompt": prompt_of(150), "max_tokens": 14, "sampling": sampling}
-            stayed = a.submit(priority="BE", **spec).result(60)
+            stayed = a.submit(priority="BE", **spec).result(300)
             assert len(set(stayed.token_ids)) > 1
             places = (in_experts, after(rng.randrange(1, 60)), after(rng.randrange(60, 150)))
             for wanted in places:
@@ -285,7 +285,7 @@ def test_layers_with_states_go_along(family: str) -> None:
         connect(a, b)
         ids = [i % tiny_configs.VOCAB for i in prompt_of(70)]
         spec = {"prompt": ids, "max_tokens": 20, "sampling": GREEDY}
-        stayed = a.submit(priority="BE", **spec).result(60)
+        stayed = a.submit(priority="BE", **spec).result(300)
         for n, wanted in enumerate((in_experts, in_attention, decoding), 1):
             left = leave(a, wanted, priority="BE", **spec)
             sent = core_of(a).handover.outbox._left[left.ticket]
@@ -317,7 +317,7 @@ MID = after(150)
 
 @pytest.fixture(scope="module")
 def stayed(pair: tuple[QLLMEngine, QLLMEngine]) -> Result:
-    return pair[0].submit(priority="BE", **SPEC).result(60)
+    return pair[0].submit(priority="BE", **SPEC).result(300)
 
 
 def test_no_bit_of_kv_changes(
@@ -344,7 +344,7 @@ def test_no_bit_of_kv_changes(
     assert len(came) == len(left.kv) == 6
     assert all(map(torch.equal, came, left.kv))
     a.reset_prefix_cache()
-    a.submit(priority="BE", **SPEC).result(60)
+    a.submit(priority="BE", **SPEC).result(300)
     kept, expected = (core_of(engine).loop.prefix.store for engine in (b, a))
     assert kept._pages.keys() == expected._pages.keys()
     assert len(kept) == 3
@@ -373,7 +373,7 @@ def test_a_form_and_what_is_owed_of_the_prompt_go_along(
     a, b = pair
     sampling = replace(GREEDY, prompt_logprobs=2)
     spec = {"prompt": prompt_of(150, 3), "max_tokens": 6, "sampling": sampling}
-    stayed = a.submit(priority="BE", **spec).result(60)
+    stayed = a.submit(priority="BE", **spec).result(300)
     assert stayed.prompt_logprobs is not None
     for n, wanted in enumerate((in_experts, after(45), after(75)), 1):
         left = leave(a, wanted, priority="BE", **spec)
@@ -388,7 +388,7 @@ def test_an_answer_in_a_form_moves_in_its_middle() -> None:
     with a, b:
         connect(a, b)
         spec = {"prompt": prompt_of(100), "max_tokens": 60, "sampling": sampling}
-        stayed = a.submit(priority="BE", **spec).result(60)
+        stayed = a.submit(priority="BE", **spec).result(300)
         left = leave(a, lambda program, index, n: program.rows[0].lo >= 115, **spec)
         assert 10 < len(left.handle.token_ids) < 40
         assert go_on(b, left).token_ids == stayed.token_ids
@@ -617,7 +617,7 @@ def test_where_blocks_are_short_it_waits_swapped_out_or_is_computed(swap: int) -
     with engine_of("mixtral") as a, engine_of("mixtral", **short) as b:
         connect(a, b)
         spec = {**SPEC, "max_tokens": 40}
-        stayed = a.submit(priority="BE", **spec).result(60)
+        stayed = a.submit(priority="BE", **spec).result(300)
         left = leave(a, MID, priority="LS", **spec)
         core, full, seen = core_of(b), threading.Event(), threading.Event()
 
@@ -635,14 +635,14 @@ def test_where_blocks_are_short_it_waits_swapped_out_or_is_computed(swap: int) -
         assert full.wait(60)
         assert same(go_on(b, left), stayed)
         assert taken(b) == ((1, 0) if swap else (0, 1))
-        assert other.result(60).finish_reason == "length"
+        assert other.result(300).finish_reason == "length"
         assert b.stats()["swap"]["blocks_used"] == 0
 
 
 def test_a_row_longer_than_a_step_is_begun_again() -> None:
     with engine_of("mixtral") as a, engine_of("mixtral", max_step_tokens=32) as b:
         connect(a, b)
-        stayed = a.submit(priority="BE", **SPEC).result(60)
+        stayed = a.submit(priority="BE", **SPEC).result(300)
         a.reset_prefix_cache()
         left = leave(a, in_experts, priority="BE", **SPEC)
         says = core_of(a).handover.outbox._left[left.ticket].says
@@ -654,7 +654,7 @@ def test_a_row_longer_than_a_step_is_begun_again() -> None:
 def test_kv_without_room_stays_behind() -> None:
     with engine_of("mixtral", handover_gib=1e-6) as a, engine_of("mixtral") as b:
         connect(a, b)
-        stayed = a.submit(priority="BE", **SPEC).result(60)
+        stayed = a.submit(priority="BE", **SPEC).result(300)
         left = leave(a, MID, priority="BE", **SPEC)
         assert left.ticket == ""
         assert same(go_on(b, left), stayed)
@@ -718,7 +718,7 @@ def test_a_prefill_engine_hands_over_after_the_first_token() -> None:
         assert len(decoded.token_ids) == 80
         assert taken(a) == taken(b) == (1, 0)
         assert b.stats()["handover"]["taken_tokens"] == 150
-        one = a.submit(prompt_of(20), "LS", 1, sampling=GREEDY).result(60)
+        one = a.submit(prompt_of(20), "LS", 1, sampling=GREEDY).result(300)
         assert (len(one.token_ids), one.finish_reason) == (1, "length")
 
 
@@ -729,7 +729,7 @@ def test_what_cannot_leave_stays(pair: tuple[QLLMEngine, QLLMEngine], way: Way) 
     opened = a.open("BE", prompt_of(70))
     wait_for(lambda: core_of(a).loop.live)
     assert a.call(lambda: [give(number) for number in core_of(a).loop.live]) == [None]
-    assert opened.send(max_tokens=3, sampling=GREEDY).result(60).finish_reason == "length"
+    assert opened.send(max_tokens=3, sampling=GREEDY).result(300).finish_reason == "length"
 
 
 def test_an_engine_without_hand_over_says_so() -> None:

@@ -159,7 +159,7 @@ def plain(model: str) -> Iterator[QLLMEngine]:
 def stayed(plain: QLLMEngine) -> dict[str, Result]:
     """Results of requests that stay where they are, by the kind of sampling."""
     return {
-        name: plain.submit(TEXT, "BE", NUM, sampling=sampling).result(120)
+        name: plain.submit(TEXT, "BE", NUM, sampling=sampling).result(300)
         for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED))
     }
 
@@ -173,7 +173,7 @@ def test_a_stream_goes_on_at_another_engine(
     handle = pair.submit(sampling)
     client: Any = pair.a.far._client
     client.give_away(handle.number)
-    result = handle.result(120)
+    result = handle.result(300)
     assert same(result, stayed[name])
     after = pair.b.moved
     assert after["taken"] + after["missed"] == before["taken"] + before["missed"] + 1
@@ -195,7 +195,7 @@ def test_a_paused_request_moves_and_stays_paused(pair: Pair, stayed: dict[str, R
     wait_for(lambda: pair.b.moved["taken"] == before + 1)
     wait_for(lambda: handle.status == "paused")
     handle.resume()
-    assert same(handle.result(120), stayed["greedy"])
+    assert same(handle.result(300), stayed["greedy"])
 
 
 def test_nothing_is_handed_over_of_what_is_not_known(pair: Pair) -> None:
@@ -203,7 +203,9 @@ def test_nothing_is_handed_over_of_what_is_not_known(pair: Pair) -> None:
     before = pair.a.moved
     client.give_away(123)
     assert pair.a.moved == before
-    assert pair.a.far.submit("abc", max_tokens=2).result(60).finish_reason is not FinishReason.ERROR
+    assert (
+        pair.a.far.submit("abc", max_tokens=2).result(300).finish_reason is not FinishReason.ERROR
+    )
 
 
 def test_without_another_engine_it_goes_on_where_it_was(
@@ -213,12 +215,12 @@ def test_without_another_engine_it_goes_on_where_it_was(
     wait_for(lambda: len(handle.token_ids) >= 5)
     client: Any = pair.a.far._client
     client.give_away(handle.number)
-    assert same(handle.result(120), stayed["greedy"])
+    assert same(handle.result(300), stayed["greedy"])
 
 
 def test_engines_that_prefill_and_decode(engines: Engines, plain: QLLMEngine) -> None:
     texts = [TEXT[i:] for i in range(4)]
-    expected = [plain.submit(t, "LS", 40, sampling=SAMPLED).result(60) for t in texts]
+    expected = [plain.submit(t, "LS", 40, sampling=SAMPLED).result(300) for t in texts]
     decode, prefill = engines.pair("tcp").b, engines.start("tcp", role="prefill")
     with prefill.stack:
         pair = Pair(prefill, decode)
@@ -227,7 +229,7 @@ def test_engines_that_prefill_and_decode(engines: Engines, plain: QLLMEngine) ->
         handles = [prefill.far.submit(t, "LS", 40, sampling=SAMPLED) for t in texts]
         for handle in handles:
             pair.log.keep(handle)
-        found = [handle.result(60) for handle in handles]
+        found = [handle.result(300) for handle in handles]
         assert all(map(same, found, expected))
         moved = decode.moved
         assert moved["taken"] + moved["missed"] > before["taken"] + before["missed"]
@@ -261,7 +263,7 @@ def test_either_side_dies_before_the_kv_is_there(
         os.kill(a, signal.SIGCONT)
         wait_for(lambda: pair.log.holds(handle))
         pair.go_to(pair.a.far.replay)
-    assert same(handle.result(120), stayed["sampled"])
+    assert same(handle.result(300), stayed["sampled"])
     giving.join()
     if who == "giver":
         assert pair.b.moved["missed"] == before + 1

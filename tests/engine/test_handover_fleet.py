@@ -55,9 +55,9 @@ def test_a_fleet_of_prefill_and_decode(stack: ExitStack, tmp_path: Path) -> None
     )
     plain = stack.enter_context(QLLMEngine.from_pretrained(model, run_in="thread", **SETTINGS))
     texts = [TEXT[i:] for i in range(3)]
-    expected = [plain.submit(text, "LS", 40, sampling=SAMPLED).result(120) for text in texts]
+    expected = [plain.submit(text, "LS", 40, sampling=SAMPLED).result(300) for text in texts]
     handles = [door.submit(text, "LS", 40, sampling=SAMPLED) for text in texts]
-    found = [handle.result(120) for handle in handles]
+    found = [handle.result(300) for handle in handles]
     assert all(map(same, found, expected))
     members = door._client.members  # type: ignore[attr-defined]
     prefill, decode = (members[address].client.stats()["handover"] for address in addresses)

@@ -120,7 +120,7 @@ def test_a_checkpoint_has_requests_that_wait_for_their_grammar(
     exact: QLLMEngine, tmp_path: Path
 ) -> None:
     """They go on here too; elsewhere they are paused and of the class that was asked for."""
-    want = {seed: ask(exact, seed).result(120).token_ids for seed in (1, 2, 3)}
+    want = {seed: ask(exact, seed).result(300).token_ids for seed in (1, 2, 3)}
     assert len(set(want.values())) == 3
     with slow_builder() as gate:
         handles = {seed: ask(exact, seed) for seed in (1, 2, 3)}
@@ -136,7 +136,7 @@ def test_a_checkpoint_has_requests_that_wait_for_their_grammar(
             wait_for(lambda h=paused: h.status is RequestStatus.PAUSED)
             paused.resume()
         for seed, other in zip((1, 2, 3), again, strict=True):
-            results = [handle.result(120) for handle in (handles[seed], other)]
+            results = [handle.result(300) for handle in (handles[seed], other)]
             assert [r.token_ids for r in results] == [want[seed]] * 2
             assert {r.metrics.priority for r in results} == {
                 Priority.LS if seed == 3 else Priority.BE
@@ -145,19 +145,19 @@ def test_a_checkpoint_has_requests_that_wait_for_their_grammar(
         restored = process.restore(tmp_path / "file")
         wait_for(lambda: restored[1].status is RequestStatus.PAUSED)
         restored[1].resume()
-        assert [h.result(120).token_ids for h in restored] == list(want.values())
+        assert [h.result(300).token_ids for h in restored] == list(want.values())
 
 
 def test_a_cancelled_one_is_in_no_checkpoint(exact: QLLMEngine, tmp_path: Path) -> None:
     with slow_builder():
         left, gone = ask(exact, 1), ask(exact, 2)
         gone.cancel()
-        assert gone.result(120).finish_reason == "cancelled"
+        assert gone.result(300).finish_reason == "cancelled"
         assert exact.checkpoint(tmp_path / "file") == 1
         (again,) = exact.restore(tmp_path / "file")
         for handle in (left, again):
             handle.cancel()
-            assert handle.result(120).finish_reason == "cancelled"
+            assert handle.result(300).finish_reason == "cancelled"
 
 
 def test_a_checkpoint_has_requests_that_wait_for_their_kv(
@@ -168,7 +168,7 @@ def test_a_checkpoint_has_requests_that_wait_for_their_kv(
     with engine_of(model, folder) as first:
         want = run(first, ids, 20).token_ids
         loads = first.submit(ids, "BE", 20, sampling=GREEDY, cache_owner="me")
-        assert loads.result(120).metrics.num_cached_tokens == 0, "of another owner"
+        assert loads.result(300).metrics.num_cached_tokens == 0, "of another owner"
     gate = held_back(monkeypatch)
     with engine_of(model, folder) as second:
         handles = [
@@ -179,12 +179,12 @@ def test_a_checkpoint_has_requests_that_wait_for_their_kv(
         again = second.restore(file)
         assert second.stats()["num_live"] == 0, "all are held back"
         gate.set()
-        results = [handle.result(120) for handle in (*handles, *again)]
+        results = [handle.result(300) for handle in (*handles, *again)]
         assert [r.token_ids for r in results] == [want] * 4
         assert [r.metrics.num_cached_tokens for r in results] == [192] * 4
         assert [r.metrics.priority for r in results] == [0, 10, 0, 10]
     with engine_of(model, None) as plain:
-        assert [h.result(120).token_ids for h in plain.restore(file)] == [want] * 2
+        assert [h.result(300).token_ids for h in plain.restore(file)] == [want] * 2
 
 
 def test_a_checkpoint_has_what_arrives_beside_it(exact: QLLMEngine, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_checkpoint_has_what_arrives_beside_it(exact: QLLMEngine, tmp_path: Pa
     ingress.put(Call(save, lambda count, _: counts.append(count)))
     handle = exact.submit("x", "BE", 5)
     gate.set()
-    handle.result(120)
+    handle.result(300)
     assert counts == [1]
     (again,) = exact.restore(tmp_path / "file")
-    assert again.result(120).token_ids == handle.result().token_ids
+    assert again.result(300).token_ids == handle.result().token_ids

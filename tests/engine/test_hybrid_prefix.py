@@ -90,7 +90,7 @@ def test_a_hit_has_the_tokens_pages_and_states_of_a_cold_run(model: Any) -> None
     for how in ({}, {"max_step_tokens": 24}, {"policy": "chunked", "max_step_tokens": 100}):
         with engine_of(model, **how) as engine:
             handles = [engine.submit(ids, "BE", 70, sampling=GREEDY) for ids in prompts]
-            warm = [h.result(120) for h in handles] + [run(engine, ids, 70) for ids in prompts]
+            warm = [h.result(300) for h in handles] + [run(engine, ids, 70) for ids in prompts]
             turn = run(engine, [*prompts[0], *cold[0].token_ids, 5], 4)
             pages, states = kept(engine)
         for found, want in zip(warm, cold * 2, strict=True):
@@ -177,7 +177,7 @@ def test_an_eviction_goes_back_to_the_states_of_its_own_answer(qwen: Any) -> Non
 
         computed = engine.call(evict)
         handle.update(paused=False)
-        found = handle.result(120)
+        found = handle.result(300)
         assert found.metrics.evictions == 1
         assert found.metrics.evict_recomputed_tokens <= computed % PAGE + PAGE
     with engine_of(qwen, prefix_cache=False) as engine:
@@ -204,7 +204,7 @@ def test_no_more_states_are_kept_than_the_budget_holds(qwen: Any) -> None:
         for handle in handles[::2]:
             handle.cancel()
         for handle in handles[1::2]:
-            handle.result(120)
+            handle.result(300)
         kept(engine)
 
 
@@ -243,7 +243,7 @@ def test_lent_states_are_never_written(qwen: Any) -> None:
         handles += [engine.submit(prompt_of(200) + prompt_of(9, i), "LS", 90, sampling=GREEDY)
                     for i in range(3)]  # fmt: skip
         for handle in handles:
-            assert handle.result(120).metrics.num_cached_tokens >= 192
+            assert handle.result(300).metrics.num_cached_tokens >= 192
         _, after = kept(engine)
         both = before.keys() & after.keys()
         assert len(both) >= 2

@@ -40,7 +40,7 @@ class Plain(NamedTuple):
 def plain() -> Plain:
     with tiny_engine(**SETTINGS, run_in="thread") as made:
         results = {
-            priority: made.submit(TEXT, priority, NUM, sampling=GREEDY).result(120)
+            priority: made.submit(TEXT, priority, NUM, sampling=GREEDY).result(300)
             for priority in ("LS", "BE")
         }
         with serving(made) as served:
@@ -83,7 +83,7 @@ def test_prompt_and_output_of_a_killed_engine_are_loaded(
     with make() as second:
         log.go_on(second.replay)
         slow.update(paused=False)
-        found = slow.result(120)
+        found = slow.result(300)
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         assert came_back(second, (num_prompt + 128) // 64 * 64)
 

@@ -83,7 +83,7 @@ def test_a_hit_in_the_file_has_the_tokens_and_the_kv_of_a_cold_run(
     for to in ("LS", "BE"):
         with engine_of(model, tmp_path, max_step_tokens=24) as engine:
             handles = [engine.submit(ids, to, 70, sampling=GREEDY) for ids in prompts]
-            warm = [handle.result(120) for handle in handles]
+            warm = [handle.result(300) for handle in handles]
             turn = run(engine, [*prompts[0], *cold[0].token_ids, 5], 4)
             again = look(engine)
         for found, want in zip(warm, cold, strict=True):
@@ -165,7 +165,7 @@ def test_requests_in_flight_keep_nothing_after_their_owner_deleted(
         handle = engine.submit(prompt_of(150), "BE", 200, sampling=GREEDY, cache_owner="x")
         next(iter(handle))
         engine.delete_kv(cache_owner="x")
-        handle.result(60)
+        handle.result(300)
         assert look(engine) == {}
         assert stored(engine)["kept_pages"] == 0
 
@@ -185,7 +185,7 @@ def test_who_waits_for_its_pages_keeps_nothing_after_its_owner_deleted(
         assert engine.delete_kv(cache_owner="x") == 3
         assert engine.delete_kv(cache_owner="z") == 0
         gate.set()
-        found = [handle.result(60) for handle in waits]
+        found = [handle.result(300) for handle in waits]
         assert [r.token_ids for r in found] == want
         assert [r.metrics.num_cached_tokens for r in found] == [0, 192]
         run(engine, ids, 20, cache_owner="y")
@@ -211,7 +211,7 @@ def test_who_waits_for_its_grammar_keeps_nothing_after_its_owner_deleted(
         wait_for(lambda: engine._client._core.held)  # type: ignore[attr-defined]
         engine.delete_kv(cache_owner="x")
         gate.set()
-        assert waits.result(60).token_ids
+        assert waits.result(300).token_ids
         assert look(engine) == {}
         run(engine, ids, cache_owner="x")
         assert len(look(engine)) == 2, "who comes later keeps its own"
@@ -347,7 +347,7 @@ def test_a_disk_that_fails_is_left_alone_and_said_once(
     with engine_of(model, tmp_path) as engine:
         for _ in range(2):
             handles = [engine.submit(ids, "BE", 70, sampling=GREEDY) for ids in prompts]
-            assert [h.result(60).token_ids for h in handles] == want
+            assert [h.result(300).token_ids for h in handles] == want
         off = stored(engine)["off"]
         assert os.strerror(code) in off
         with pytest.raises(QllmError, match="not from the file"):
@@ -382,10 +382,10 @@ def test_a_disk_that_stalls_blocks_no_request(
         monkeypatch.setattr(tier, "SLACK_NS", 0)
         held = engine._client._core.loading._held  # type: ignore[attr-defined]
         engine.call(lambda: [setattr(s.load, "late_ns", 0) for _, s in held.values()])
-        assert waits.result(60).token_ids == want, "it computes"
+        assert waits.result(300).token_ids == want, "it computes"
         assert engine.stats()["prefix_cache"]["file"]["late_requests"] == 1
         gone = engine.submit(prompt_of(200), "LS", 20, sampling=GREEDY)
-        assert gone.result(60).token_ids == want
+        assert gone.result(300).token_ids == want
     gate.set()
 
 
@@ -412,7 +412,7 @@ def test_best_effort_waits_for_its_pages_while_chats_go_by(
             gate.set()
         while waits.finish_reason is None:
             assert run(engine, chat, 20, cache_salt="x").token_ids == said
-        found = waits.result(60)
+        found = waits.result(300)
         assert found.token_ids == want
         assert found.metrics.num_cached_tokens == (0 if is_late else 192)
         assert tier_.counts.late == is_late
@@ -482,11 +482,11 @@ def test_who_waits_may_be_cancelled_and_time_out(
         handle = engine.submit(ids, "LS", 20, sampling=GREEDY)
         late = engine.submit(ids, "BE", 20, sampling=GREEDY, timeout_s=0.05)
         left = engine.submit(ids, "BE", 20, sampling=GREEDY)
-        assert late.result(60).finish_reason.value == "timeout"
+        assert late.result(300).finish_reason.value == "timeout"
         handle.cancel()
-        assert handle.result(60).finish_reason.value == "cancelled"
+        assert handle.result(300).finish_reason.value == "cancelled"
         gate.set()
-        assert left.result(60).metrics.num_cached_tokens == 192
+        assert left.result(300).metrics.num_cached_tokens == 192
         assert stored(engine)["late_requests"] == 0, "none of them computes instead"
 
 
@@ -504,15 +504,15 @@ def test_who_waits_may_be_paused_and_change_its_class(
         urgent.update(priority="LS")
         engine.call(lambda: None)  # all that was asked is taken
         ended.cancel()
-        assert ended.result(60).finish_reason.value == "cancelled"
+        assert ended.result(300).finish_reason.value == "cancelled"
         gate.set()
-        result = urgent.result(60)
+        result = urgent.result(300)
         assert result.token_ids == want
         assert result.metrics.priority == 0
         wait_for(lambda: paused.status is RequestStatus.PAUSED)
         assert not paused.token_ids
         paused.resume()
-        assert paused.result(60).token_ids == want
+        assert paused.result(300).token_ids == want
         look(engine)
 
 

@@ -31,7 +31,7 @@ def engine_of(model: Any, **settings: Any) -> QLLMEngine:
 
 
 def answer(engine: QLLMEngine) -> tuple[Any, ...]:
-    result = engine.submit(PROMPT, max_tokens=8, sampling=GREEDY).result(60)
+    result = engine.submit(PROMPT, max_tokens=8, sampling=GREEDY).result(300)
     return result.token_ids, result.logprobs
 
 

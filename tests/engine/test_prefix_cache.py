@@ -34,7 +34,7 @@ def engine_of(model: Any, **settings: Any) -> QLLMEngine:
 
 
 def run(engine: QLLMEngine, ids: list[int], n: int = 8, **how: Any) -> Result:
-    return engine.submit(ids, "LS", n, sampling=how.pop("sampling", GREEDY), **how).result(60)
+    return engine.submit(ids, "LS", n, sampling=how.pop("sampling", GREEDY), **how).result(300)
 
 
 def kept(engine: QLLMEngine) -> dict[bytes, tuple[torch.Tensor, torch.Tensor]]:
@@ -82,7 +82,7 @@ def test_a_hit_has_the_tokens_and_the_kv_of_a_cold_run(family: str, kernels: str
     # pages of chunks, of a decode, beside mates; then everything once more
     with engine_of(model, prefix_cache=True, max_step_tokens=24) as engine:
         handles = [engine.submit(ids, "BE", 70, sampling=GREEDY) for ids in prompts]
-        warm = [h.result(120) for h in handles] + [run(engine, ids, 70) for ids in prompts]
+        warm = [h.result(300) for h in handles] + [run(engine, ids, 70) for ids in prompts]
         turn = run(engine, [*prompts[0], *cold[0].token_ids, 5], 4)
         pages = kept(engine)
     for found, want in zip(warm, cold * 2, strict=True):
@@ -124,7 +124,7 @@ def test_a_long_hit_has_the_tokens_and_the_kv_of_a_cold_run(
     with engine_of(model, prefix_cache=True, max_step_tokens=num // 6, **settings) as engine:
         first = run(engine, ids, 70)
         handles = [engine.submit(i, "BE", 8, sampling=GREEDY) for i in (turn, prompt_of(300, 1))]
-        warm, _ = (handle.result(120) for handle in handles)
+        warm, _ = (handle.result(300) for handle in handles)
         pages = kept(engine)
     assert (first.token_ids, warm.token_ids) == (cold.token_ids, later.token_ids)
     assert warm.metrics.num_cached_tokens == (num + 69) // 64 * 64
@@ -146,7 +146,7 @@ def test_evicted_requests_find_their_own_pages(model: Any) -> None:
         for handle in handles:  # a prefill under way has committed nothing that could be kept
             next(iter(handle))
         handles.append(engine.submit(prompts[3], "LS", 80, sampling=GREEDY))
-        found = [h.result(120) for h in handles]
+        found = [h.result(300) for h in handles]
         kept(engine)
     assert [r.token_ids for r in found] == want
     assert sum(r.metrics.evictions for r in found) > 0
@@ -181,7 +181,7 @@ def test_best_effort_displaces_no_young_pages_of_chats(
     with engine_of(model, prefix_cache=True, **settings_) as engine:
         run(engine, prompt_of(130), 2)
         for i in range(1, 8):
-            engine.submit(prompt_of(200, i), "BE", 2, sampling=GREEDY).result(120)
+            engine.submit(prompt_of(200, i), "BE", 2, sampling=GREEDY).result(300)
         assert run(engine, prompt_of(130), 2).metrics.num_cached_tokens == found
 
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_goes_on_elsewhere(model: Any, tmp_path: Path) -> None:
         next(iter(first))
         assert engine.checkpoint(tmp_path / "c") == 1
     with engine_of(model) as engine:
-        assert engine.restore(tmp_path / "c")[0].result(60).token_ids == want
+        assert engine.restore(tmp_path / "c")[0].result(300).token_ids == want
 
 
 # -- the store
@@ -336,10 +336,10 @@ def test_what_is_copied_for_be_is_bounded(most: int) -> None:
         engine.reset_prefix_cache()
         run(engine, ids, 12)  # its pages are kept a few per step
         assert len(kept(engine)) == 5
-        be = engine.submit(ids, "BE", 12, sampling=GREEDY).result(60)
+        be = engine.submit(ids, "BE", 12, sampling=GREEDY).result(300)
         ls = run(engine, ids, 12)
         together = [engine.submit(ids, "BE", 12, sampling=GREEDY) for _ in range(3)]
-        results = [handle.result(60) for handle in together]
+        results = [handle.result(300) for handle in together]
         kept(engine)
     assert be.metrics.num_cached_tokens == most * 64
     assert ls.metrics.num_cached_tokens == 5 * 64
@@ -361,7 +361,7 @@ def test_a_paused_request_keeps_no_pages_from_others() -> None:
             return handle
 
         paused = engine.call(paused_at_once)
-        other = engine.submit(ids, "BE", 12, sampling=GREEDY).result(60)
+        other = engine.submit(ids, "BE", 12, sampling=GREEDY).result(300)
         assert other.metrics.num_cached_tokens == 2 * 64
         assert paused.status is RequestStatus.PAUSED
         prefix.store.check({})
@@ -369,7 +369,7 @@ def test_a_paused_request_keeps_no_pages_from_others() -> None:
         run(engine, ids, 12)
         kept(engine)
         paused.resume()
-        result = paused.result(60)
+        result = paused.result(300)
         kept(engine)
     assert result.metrics.num_cached_tokens == 2 * 64
     assert other.token_ids == result.token_ids == wanted.token_ids
@@ -408,7 +408,7 @@ def test_who_moved_out_before_its_pages_were_copied_finds_no_more(forget: bool) 
             return found
 
         moved = engine.call(submit)
-        result = moved.result(60)
+        result = moved.result(300)
         kept(engine)
     assert result.token_ids == wanted.token_ids
     assert result.metrics.num_cached_tokens == (0 if forget else 2 * 64)

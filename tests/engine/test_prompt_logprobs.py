@@ -342,7 +342,7 @@ def scoring() -> Any:
 def test_through_rings_a_prompt_comes_whole_and_in_parts(scoring: QLLMEngine) -> None:
     ids = [i % 200 + 3 for i in range(700)]
     asked = SamplingParams(temperature=0, prompt_logprobs=20)
-    result = scoring.submit(ids, "BE", 1, sampling=asked).result(60)
+    result = scoring.submit(ids, "BE", 1, sampling=asked).result(300)
     assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[0] is None
     assert len(result.prompt_logprobs) == len(ids)
@@ -354,8 +354,8 @@ def test_through_rings_a_prompt_comes_whole_and_in_parts(scoring: QLLMEngine) ->
     again = scoring.submit(ids, "LS", 3, sampling=asked)
     pieces = list(again)
     assert [piece.prompt is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert again.result(60).prompt_logprobs == result.prompt_logprobs
-    assert scoring.submit(ids[:9], max_tokens=2).result(60).prompt_logprobs is None
+    assert again.result(300).prompt_logprobs == result.prompt_logprobs
+    assert scoring.submit(ids[:9], max_tokens=2).result(300).prompt_logprobs is None
 
 
 def test_a_broken_prompt_fails_alone() -> None:
@@ -363,8 +363,8 @@ def test_a_broken_prompt_fails_alone() -> None:
     model.model.embed_tokens.weight.data[9] = torch.nan
     with QLLMEngine.from_model(model, kernels="reference", conformance=False) as engine:
         with pytest.raises(RequestFailedError, match="not a number"):
-            engine.submit([1, 9, 5], max_tokens=1, sampling=ASKED).result(60)
-        fine = engine.submit([1, 8, 5], max_tokens=1, sampling=ASKED).result(60)
+            engine.submit([1, 9, 5], max_tokens=1, sampling=ASKED).result(300)
+        fine = engine.submit([1, 8, 5], max_tokens=1, sampling=ASKED).result(300)
         assert fine.prompt_logprobs is not None
 
 

@@ -151,7 +151,7 @@ def test_they_are_admitted_as_there_is_room_for_their_states(family: str) -> Non
         handles = engine.call(
             lambda: [engine.submit(ids, "BE", 4, sampling=GREEDY) for ids in prompts]
         )
-        found = [handle.result(120).token_ids for handle in handles]
+        found = [handle.result(300).token_ids for handle in handles]
         engine.call(lambda: setattr(loop.runner, "on_segment", None))
     assert most == 2
     assert found == want

@@ -55,7 +55,7 @@ def test_every_seed_gives_json_of_the_schema(in_thread: QLLMEngine) -> None:
         )
         for seed in range(8)
     ]
-    results = [handle.result(120) for handle in handles]
+    results = [handle.result(300) for handle in handles]
     done = [r for r in results if r.finish_reason is FinishReason.STOP]
     assert len(done) >= 4
     for result in done:
@@ -66,11 +66,11 @@ def test_every_seed_gives_json_of_the_schema(in_thread: QLLMEngine) -> None:
 
 def test_greedy_is_held_too(in_thread: QLLMEngine) -> None:
     sampling = SamplingParams(temperature=0, structured_outputs=StructuredOutputs(regex="[0-9]{4}"))
-    assert re.fullmatch("[0-9]{4}", in_thread.submit("x", sampling=sampling).result(60).text)
+    assert re.fullmatch("[0-9]{4}", in_thread.submit("x", sampling=sampling).result(300).text)
 
 
 def test_choices_and_grammars(in_thread: QLLMEngine) -> None:
-    one = in_thread.submit("x", sampling=form(choice=["red", "green", "blue sky"])).result(60)
+    one = in_thread.submit("x", sampling=form(choice=["red", "green", "blue sky"])).result(300)
     assert one.text in ("red", "green", "blue sky")
     assert one.finish_reason is FinishReason.STOP
     lark = 'start: "<" WORD ">"\nWORD: /[a-c]{2,3}/'
@@ -87,13 +87,13 @@ def test_the_schema_true_is_any_json(in_thread: QLLMEngine) -> None:
     sampling = SamplingParams(
         seed=3, logit_bias={2: 9.0}, structured_outputs=StructuredOutputs(json="true")
     )
-    result = in_thread.submit("x", max_tokens=200, sampling=sampling).result(60)
+    result = in_thread.submit("x", max_tokens=200, sampling=sampling).result(300)
     assert result.finish_reason is FinishReason.STOP
     json.loads(result.text)
 
 
 def test_too_few_tokens_end_with_length(in_thread: QLLMEngine) -> None:
-    result = in_thread.submit("x", max_tokens=2, sampling=form(regex="[0-9]{40}")).result(60)
+    result = in_thread.submit("x", max_tokens=2, sampling=form(regex="[0-9]{40}")).result(300)
     assert result.finish_reason is FinishReason.LENGTH
     assert re.fullmatch("[0-9]{1,8}", result.text)
 
@@ -286,8 +286,8 @@ def test_a_refused_grammar_of_one_front_end_harms_no_other(
     other = in_thread.submit("y", max_tokens=8, sampling=SamplingParams(temperature=0))
     bad = in_thread.submit("x", sampling=form(regex="(abc"))
     with pytest.raises(Exception, match="unclosed group"):
-        bad.result(60)
-    assert len(other.result(60).token_ids) == 8
+        bad.result(300)
+    assert len(other.result(300).token_ids) == 8
 
 
 def test_building_a_grammar_does_not_hold_the_loop(
@@ -305,13 +305,13 @@ def test_building_a_grammar_does_not_hold_the_loop(
     try:
         held = in_thread.submit("x", sampling=form(choice=["red"]))
         gone = in_thread.submit("x", sampling=form(choice=["red"]))
-        assert len(in_thread.submit("y", max_tokens=3).result(60).token_ids) == 3
+        assert len(in_thread.submit("y", max_tokens=3).result(300).token_ids) == 3
         gone.cancel()
-        assert gone.result(60).finish_reason is FinishReason.CANCELLED
+        assert gone.result(300).finish_reason is FinishReason.CANCELLED
         assert held.finish_reason is None
     finally:
         go_on.set()
-    assert held.result(60).text == "red"
+    assert held.result(300).text == "red"
 
 
 def test_an_engine_that_is_closed_ends_what_waits_for_its_grammar(
@@ -324,7 +324,7 @@ def test_an_engine_that_is_closed_ends_what_waits_for_its_grammar(
         engine = QLLMEngine.from_pretrained("tiny", threads=1, run_in="thread", conformance=False)
         held = engine.submit("x", sampling=form(choice=["red"]))
         engine.close()
-        assert held.result(60).finish_reason is FinishReason.CANCELLED
+        assert held.result(300).finish_reason is FinishReason.CANCELLED
     finally:
         go_on.set()
 
@@ -335,7 +335,7 @@ WORDS = "([a-z]{1,6} ){30,90}"
 @pytest.mark.parametrize("source", ["process", "thread"])
 def test_a_checkpoint_keeps_the_state(in_thread: QLLMEngine, tmp_path: Path, source: str) -> None:
     keywords: dict[str, Any] = {"max_tokens": 90, "sampling": form(regex=WORDS)}
-    want = in_thread.submit("abc", "BE", **keywords).result(60)
+    want = in_thread.submit("abc", "BE", **keywords).result(300)
     assert re.match("([a-z]{1,6} ){10,}", want.text)
     with QLLMEngine.from_pretrained("tiny", threads=1, run_in=source, conformance=False) as other:
         handle = other.submit("abc", "BE", **keywords)
@@ -343,7 +343,7 @@ def test_a_checkpoint_keeps_the_state(in_thread: QLLMEngine, tmp_path: Path, sou
         assert other.checkpoint(tmp_path / "file") == 1
         handle.cancel()
     (restored,) = in_thread.restore(tmp_path / "file")
-    assert restored.result(60).token_ids == want.token_ids
+    assert restored.result(300).token_ids == want.token_ids
 
 
 @pytest.mark.parametrize("room", [0, 512])
@@ -354,14 +354,14 @@ def test_a_request_that_loses_its_kv_keeps_its_state(room: int) -> None:
     settings["exactness"] = "batch-invariant"
     keywords: dict[str, Any] = {"max_tokens": 150, "sampling": form(regex=WORDS)}
     with QLLMEngine.from_pretrained("tiny", run_in="thread", **settings) as engine:
-        want = engine.submit("abc", "BE", **keywords).result(60)
+        want = engine.submit("abc", "BE", **keywords).result(300)
         handle = engine.submit("abc", "BE", **keywords)
         next(iter(handle))
         handle.update(paused=True)  # it cannot end before its KV is taken
         forever = SamplingParams(ignore_eos=True)
-        engine.submit([5] * 190, "LS", max_tokens=66, sampling=forever).result(60)
+        engine.submit([5] * 190, "LS", max_tokens=66, sampling=forever).result(300)
         handle.update(paused=False)
-        found = handle.result(60)
+        found = handle.result(300)
         assert found.metrics.evictions >= (room == 0)
         assert (engine.stats()["swap"]["out_tokens"] > 0) is (room > 0)
         assert found.token_ids == want.token_ids
@@ -373,12 +373,12 @@ def test_a_request_that_is_parked_keeps_its_state() -> None:
     settings["exactness"] = "batch-invariant"
     prompt, sampling = [7] * 2000, form(regex=WORDS)
     with QLLMEngine.from_pretrained("tiny", run_in="thread", prefix_cache=False, **settings) as e:
-        want = e.submit(prompt, "BE", 40, sampling=sampling).result(120).token_ids
+        want = e.submit(prompt, "BE", 40, sampling=sampling).result(300).token_ids
         for _ in range(20):
             handle = e.submit(prompt, "BE", 40, sampling=sampling)
             while handle.finish_reason is None:
-                e.submit("x", "LS", 4, sampling=form(choice=["red", "green"])).result(60)
-            found = handle.result(60)
+                e.submit("x", "LS", 4, sampling=form(choice=["red", "green"])).result(300)
+            found = handle.result(300)
             assert found.token_ids == want
             if found.metrics.preemptions:
                 return
@@ -388,19 +388,19 @@ def test_a_request_that_is_parked_keeps_its_state() -> None:
 def test_min_tokens_hold_back_the_end(in_thread: QLLMEngine) -> None:
     favoured = {2: 100.0}
     short = SamplingParams(temperature=0, logit_bias=favoured)
-    assert in_thread.submit("x", sampling=short).result(60).token_ids == (2,)
+    assert in_thread.submit("x", sampling=short).result(300).token_ids == (2,)
     longer = SamplingParams(temperature=0, logit_bias=favoured, min_tokens=5)
-    result = in_thread.submit("x", sampling=longer).result(60)
+    result = in_thread.submit("x", sampling=longer).result(300)
     assert len(result.token_ids) == 6
     assert result.token_ids[-1] == 2
     form = StructuredOutputs(regex="[a-z]{1,40}")
     held = replace(longer, structured_outputs=form)
     assert (
-        len(in_thread.submit("x", sampling=replace(held, min_tokens=0)).result(60).token_ids) == 2
+        len(in_thread.submit("x", sampling=replace(held, min_tokens=0)).result(300).token_ids) == 2
     )
-    assert len(in_thread.submit("x", sampling=held).result(60).token_ids) == 6
+    assert len(in_thread.submit("x", sampling=held).result(300).token_ids) == 6
     only = SamplingParams(temperature=0, allowed_token_ids=[2], min_tokens=5)
-    assert in_thread.submit("x", sampling=only).result(60).token_ids == (2,)
+    assert in_thread.submit("x", sampling=only).result(300).token_ids == (2,)
     with pytest.raises(
         InvalidRequestError, match="min_tokens=5 must be at most max_tokens, here 4"
     ):
@@ -409,16 +409,16 @@ def test_min_tokens_hold_back_the_end(in_thread: QLLMEngine) -> None:
 
 def test_allowed_ids_and_bad_words(in_thread: QLLMEngine) -> None:
     three = SamplingParams(temperature=1.0, seed=1, allowed_token_ids=[40, 50, 60])
-    assert set(in_thread.submit("x", max_tokens=30, sampling=three).result(60).token_ids) == {
+    assert set(in_thread.submit("x", max_tokens=30, sampling=three).result(300).token_ids) == {
         40,
         50,
         60,
     }
     plain = SamplingParams(temperature=0, ignore_eos=True)
-    text = in_thread.submit("def f(", max_tokens=24, sampling=plain).result(60).text
+    text = in_thread.submit("def f(", max_tokens=24, sampling=plain).result(300).text
     word = max(re.findall("[a-z]+", text), key=len)
     without = SamplingParams(temperature=0, ignore_eos=True, bad_words=[word])
-    found = in_thread.submit("def f(", max_tokens=24, sampling=without).result(60)
+    found = in_thread.submit("def f(", max_tokens=24, sampling=without).result(300)
     ids = in_thread.tokenizer(word, add_special_tokens=False)["input_ids"]
     spaced = in_thread.tokenizer(f" {word}", add_special_tokens=False)["input_ids"]
     for bad in (ids, spaced):

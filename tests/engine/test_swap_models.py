@@ -83,7 +83,7 @@ def test_a_storm_of_swaps_leaves_every_stream_equal_to_its_solo_run(
             results = storm.run()
             swapped += sum(isinstance(e, trace.SwappedIn) for e in engine.trace.events)
             solo = {
-                h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(120)
+                h.number: engine.submit(priority="BE", **storm.specs[h.number]).result(300)
                 for h, _ in storm.handles
             }
             assert engine.stats()["swap"]["blocks_used"] == 0
@@ -129,7 +129,7 @@ def test_swapping_at_every_boundary_changes_no_token(family: str, part: int) -> 
         policy="qllm2", max_step_tokens=32,
     ) as engine:  # fmt: skip
         fine(engine)
-        alone = engine.submit(ids, "BE", new, sampling=GREEDY).result(120)
+        alone = engine.submit(ids, "BE", new, sampling=GREEDY).result(300)
         outs = 0
         for at in range(1 + 4 * part, 60, 4 * PARTS):
             count, handles = 0, list[Any]()
@@ -141,10 +141,10 @@ def test_swapping_at_every_boundary_changes_no_token(family: str, part: int) -> 
                     handles.append(engine.submit(prompt_of(40, 2), "LS", 2, sampling=GREEDY))
 
             runner_of(engine).on_segment = disturb
-            found = engine.submit(ids, "BE", new, sampling=GREEDY).result(120)
+            found = engine.submit(ids, "BE", new, sampling=GREEDY).result(300)
             runner_of(engine).on_segment = None
             for handle in handles:
-                handle.result(120)
+                handle.result(300)
             assert found.token_ids == alone.token_ids
             assert found.metrics.evict_recomputed_tokens == 0
         outs = sum(isinstance(e, trace.SwappedOut) for e in engine.trace.events)
@@ -238,7 +238,7 @@ def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Path) -> None:
     prompts = [prompt_of(60, i) for i in range(2)]
     with QLLMEngine.from_model(model, **settings) as engine:
         expected = [
-            engine.submit(ids, "BE", 30, sampling=GREEDY).result(120).token_ids for ids in prompts
+            engine.submit(ids, "BE", 30, sampling=GREEDY).result(300).token_ids for ids in prompts
         ]
     with QLLMEngine.from_model(model, policy=Holds(), **settings) as engine:
         for ids in prompts:
@@ -247,7 +247,7 @@ def test_a_checkpoint_with_swapped_requests_is_restored(tmp_path: Path) -> None:
         assert engine.checkpoint(tmp_path / "parked") == 2
     with QLLMEngine.from_model(model, record=True, **settings) as engine:
         handles = engine.restore(tmp_path / "parked")
-        found = [h.result(120).token_ids for h in handles]
+        found = [h.result(300).token_ids for h in handles]
         back = [e for e in engine.trace.events if isinstance(e, trace.SwappedIn)]
         assert [e.num_tokens for e in back] == [62, 62]
         assert engine.stats()["swap"]["blocks_used"] == 0

@@ -29,8 +29,8 @@ def end_of(engine: QLLMEngine) -> list[int]:
 def test_the_budget_ends_the_reasoning(engine: QLLMEngine) -> None:
     end = end_of(engine)
     free = engine.submit(PROMPT, max_tokens=40, sampling=sampling(thinking_token_budget=None))
-    held = engine.submit(PROMPT, max_tokens=40, sampling=sampling()).result(60)
-    assert held.token_ids[:BUDGET] == free.result(60).token_ids[:BUDGET]
+    held = engine.submit(PROMPT, max_tokens=40, sampling=sampling()).result(300)
+    assert held.token_ids[:BUDGET] == free.result(300).token_ids[:BUDGET]
     assert list(held.token_ids[BUDGET : BUDGET + len(end)]) == end
     assert held.text.count("</think>") == 1
     assert len(held.token_ids) == 40
@@ -38,13 +38,13 @@ def test_the_budget_ends_the_reasoning(engine: QLLMEngine) -> None:
 
 def test_no_budget_at_all(engine: QLLMEngine) -> None:
     held = engine.submit(PROMPT, max_tokens=20, sampling=sampling(thinking_token_budget=0))
-    assert held.result(60).text.startswith("</think>")
+    assert held.result(300).text.startswith("</think>")
 
 
 def test_an_answer_without_reasoning_is_as_it_was(engine: QLLMEngine) -> None:
     ask = {"prompt": "What does json.dumps do?", "max_tokens": 30}
-    free = engine.submit(**ask, sampling=sampling(thinking_token_budget=None)).result(60)
-    assert engine.submit(**ask, sampling=sampling()).result(60).token_ids == free.token_ids
+    free = engine.submit(**ask, sampling=sampling(thinking_token_budget=None)).result(300)
+    assert engine.submit(**ask, sampling=sampling()).result(300).token_ids == free.token_ids
 
 
 def test_an_evicted_request_has_the_same_answer() -> None:
@@ -52,11 +52,11 @@ def test_an_evicted_request_has_the_same_answer() -> None:
     settings["exactness"] = "batch-invariant"
     keywords: dict[str, Any] = {"max_tokens": 150, "sampling": sampling(thinking_token_budget=60)}
     with QLLMEngine.from_pretrained("tiny", run_in="thread", **settings) as engine:
-        want = engine.submit(PROMPT, "BE", **keywords).result(60)
+        want = engine.submit(PROMPT, "BE", **keywords).result(300)
         handle = engine.submit(PROMPT, "BE", **keywords)
         next(iter(handle))
         engine.submit([5] * 180, "LS", max_tokens=60, sampling=SamplingParams(ignore_eos=True))
-        found = handle.result(60)
+        found = handle.result(300)
         assert found.metrics.evictions >= 1
         assert found.token_ids == want.token_ids
         assert "</think>" in want.text
@@ -64,31 +64,31 @@ def test_an_evicted_request_has_the_same_answer() -> None:
 
 def test_a_checkpoint_keeps_the_state(engine: QLLMEngine, tmp_path: Path) -> None:
     keywords: dict[str, Any] = {"max_tokens": 90, "sampling": sampling(thinking_token_budget=50)}
-    want = engine.submit(PROMPT, "BE", **keywords).result(60)
+    want = engine.submit(PROMPT, "BE", **keywords).result(300)
     with QLLMEngine.from_pretrained("tiny", threads=1, conformance=False) as other:
         handle = other.submit(PROMPT, "BE", **keywords)
         next(iter(handle))
         assert other.checkpoint(tmp_path / "file") == 1
         handle.cancel()
     (restored,) = engine.restore(tmp_path / "file")
-    assert restored.result(60).token_ids == want.token_ids
+    assert restored.result(300).token_ids == want.token_ids
     assert "</think>" in want.text
 
 
 def test_it_goes_with_what_else_is_asked_for(engine: QLLMEngine) -> None:
     end, place = end_of(engine), slice(BUDGET, BUDGET + len(end_of(engine)))
-    want = engine.submit(PROMPT, max_tokens=40, sampling=sampling()).result(60)
-    shown = engine.submit(PROMPT, max_tokens=40, sampling=sampling(logprobs=2)).result(60)
+    want = engine.submit(PROMPT, max_tokens=40, sampling=sampling()).result(300)
+    shown = engine.submit(PROMPT, max_tokens=40, sampling=sampling(logprobs=2)).result(300)
     assert shown.token_ids == want.token_ids
     assert shown.logprobs is not None
     forced = [found.chosen for found in shown.logprobs[place]]
     assert min(forced) > -1000, "of what the model said, not of what was left to it"
     assert max(forced) < 0
-    cut = engine.submit(PROMPT, max_tokens=40, sampling=sampling(stop=["</think>"])).result(60)
+    cut = engine.submit(PROMPT, max_tokens=40, sampling=sampling(stop=["</think>"])).result(300)
     assert cut.finish_reason is FinishReason.STOP
     assert want.text.startswith(f"{cut.text}</think>")
     asked = sampling(ignore_eos=False, min_tokens=30, temperature=0, logit_bias={2: 100.0})
-    least = engine.submit(PROMPT, max_tokens=40, sampling=asked).result(60)
+    least = engine.submit(PROMPT, max_tokens=40, sampling=asked).result(300)
     assert (len(least.token_ids), least.token_ids[-1]) == (31, 2)
     assert list(least.token_ids[place]) == end
     many = engine.generate([PROMPT], sampling=sampling(n=3, max_tokens=40))

@@ -59,7 +59,7 @@ class Gate:
 
 def test_every_way_to_wait_gives_the_same_answer(recorded: QLLMEngine) -> None:
     sampling = SamplingParams(temperature=0.8, seed=3, logit_bias=LETTERS, logprobs=2)
-    want = recorded.submit("hello", max_tokens=9, sampling=sampling).result(60)
+    want = recorded.submit("hello", max_tokens=9, sampling=sampling).result(300)
     assert len(want.text) == 9
     assert want.finish_reason is FinishReason.LENGTH
     assert want.prompt_token_ids == tuple(b"hello")
@@ -85,7 +85,7 @@ def test_every_way_to_wait_gives_the_same_answer(recorded: QLLMEngine) -> None:
 
 def test_a_handle_can_be_read_twice_and_after_the_end(recorded: QLLMEngine) -> None:
     handle = recorded.submit("abc", max_tokens=5, sampling=GREEDY)
-    first = handle.result(60)
+    first = handle.result(300)
     for _ in range(2):
         assert tuple(t for p in handle for t in p.token_ids) == first.token_ids
         assert handle.result(0) == first
@@ -104,7 +104,7 @@ def test_an_abandoned_async_iteration_harms_no_other_request(recorded: QLLMEngin
             break
 
     asyncio.run(leave_early())
-    assert len(handles[0].result(60).token_ids) == 200
+    assert len(handles[0].result(300).token_ids) == 200
 
 
 def test_submit_works_from_any_thread(recorded: QLLMEngine) -> None:
@@ -114,7 +114,7 @@ def test_submit_works_from_any_thread(recorded: QLLMEngine) -> None:
         sampling = SamplingParams(temperature=1, seed=n)
         results[n] = (
             recorded.submit(ids(5, n), ["LS", "BE", 3][n % 3], 6, sampling=sampling)
-            .result(60)
+            .result(300)
             .token_ids
         )
 
@@ -136,7 +136,7 @@ def test_result_times_out_and_the_request_goes_on() -> None:
             handle.result(timeout=0.05)
         assert handle.finish_reason is None
         gate.open.set()
-        assert len(handle.result(60).token_ids) == 3
+        assert len(handle.result(300).token_ids) == 3
 
 
 def test_cancel_before_the_start_in_the_middle_and_after_the_end() -> None:
@@ -146,19 +146,19 @@ def test_cancel_before_the_start_in_the_middle_and_after_the_end() -> None:
         early.cancel()
         early.cancel()
         assert early.status is RequestStatus.FINISHED
-        result = early.result(60)
+        result = early.result(300)
         assert (result.finish_reason, result.token_ids, result.text) == ("cancelled", (), "")
         gate.open.set()
         middle = engine.submit("abc", max_tokens=500)
         seen = [piece for piece, _ in zip(middle, range(3), strict=False)]
         middle.cancel()
         middle.cancel()
-        result = middle.result(60)
+        result = middle.result(300)
         assert result.finish_reason is FinishReason.CANCELLED
         assert 3 <= len(result.token_ids) < 500
         assert result.token_ids[:3] == tuple(t for p in seen for t in p.token_ids)[:3]
         late = engine.submit("abc", max_tokens=2)
-        done = late.result(60)
+        done = late.result(300)
         late.cancel()
         assert late.result(0) == done
         assert done.finish_reason is FinishReason.LENGTH
@@ -187,7 +187,7 @@ def test_status_passes_through_its_states() -> None:
 
         object.__setattr__(runner_of(engine).backend.costs, "range_ns", 0.5)
         handle = engine.call(lambda: _watched(engine, look, engine.submit(ids(64), "BE", 2)))
-        handle.result(60)
+        handle.result(300)
         runner_of(engine).on_segment = None
         assert seen == {RequestStatus.RUNNING}
         assert set(states) == {RequestStatus.PARKED}
@@ -201,8 +201,8 @@ def test_text_messages_and_ids_are_prompts(recorded: QLLMEngine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     want = tuple(b"u:Hi|a:")
     for prompt in (messages, "u:Hi|a:", list(want), want, [np.int64(i) for i in want]):
-        assert recorded.submit(prompt, max_tokens=1).result(60).prompt_token_ids == want
-    numbers = recorded.submit("a", np.int64(4), np.int32(3), sampling=GREEDY).result(60)
+        assert recorded.submit(prompt, max_tokens=1).result(300).prompt_token_ids == want
+    numbers = recorded.submit("a", np.int64(4), np.int32(3), sampling=GREEDY).result(300)
     assert len(numbers.token_ids) == 3
     assert numbers.metrics.priority == 4
 
@@ -210,15 +210,15 @@ def test_text_messages_and_ids_are_prompts(recorded: QLLMEngine) -> None:
 def test_default_max_tokens_is_the_setting_cut_to_what_fits() -> None:
     with engine_of(default_max_tokens=11, max_kv_tokens=64) as engine:
         sampling = SamplingParams(temperature=0)
-        assert len(engine.submit(ids(4), sampling=sampling).result(60).token_ids) == 11
-        assert len(engine.submit(ids(60), sampling=sampling).result(60).token_ids) == 4
-        assert len(engine.submit(ids(60), max_tokens=4).result(60).token_ids) == 4
+        assert len(engine.submit(ids(4), sampling=sampling).result(300).token_ids) == 11
+        assert len(engine.submit(ids(60), sampling=sampling).result(300).token_ids) == 4
+        assert len(engine.submit(ids(60), max_tokens=4).result(300).token_ids) == 4
 
 
 def test_without_a_tokenizer_ids_are_served() -> None:
     made = QLLMEngine.from_model(make_model("mixtral"), conformance=False, threads=1)
     with made as engine:
-        result = engine.submit(ids(4), max_tokens=3).result(60)
+        result = engine.submit(ids(4), max_tokens=3).result(300)
         assert (len(result.token_ids), result.text) == (3, "")
         for prompt in ("text", [{"role": "user", "content": "x"}]):
             with pytest.raises(InvalidRequestError, match="without a tokenizer"):
@@ -237,13 +237,13 @@ def test_integer_priorities_are_classes_and_smaller_is_sooner() -> None:
             return [engine.submit(ids(4), p, 3) for p in order]
 
         handles = engine.call(submit_all)
-        results = [h.result(60) for h in handles]
+        results = [h.result(300) for h in handles]
         gate.set()
         first = {r.metrics.priority: r.metrics.ttft_ms for r in results}
         assert sorted(first, key=lambda p: first[p] or 0) == sorted(order)
-        assert engine.submit("a", Priority.BE, 1).result(60).metrics.priority == 10
-        assert engine.submit("a", "be", 1).result(60).metrics.priority == 10
-        assert engine.submit("a", "LS", 1).result(60).metrics.priority == 0
+        assert engine.submit("a", Priority.BE, 1).result(300).metrics.priority == 10
+        assert engine.submit("a", "be", 1).result(300).metrics.priority == 10
+        assert engine.submit("a", "LS", 1).result(300).metrics.priority == 0
 
 
 def test_queue_full_is_raised_at_max_waiting_and_passes() -> None:
@@ -253,10 +253,10 @@ def test_queue_full_is_raised_at_max_waiting_and_passes() -> None:
         with pytest.raises(QueueFull, match="max_waiting=3"):
             engine.submit("abc", max_tokens=2)
         handles[0].cancel()
-        handles[0].result(60)
+        handles[0].result(300)
         handles.append(engine.submit("abc", max_tokens=2))
         gate.open.set()
-        assert all(len(h.result(60).token_ids) == 2 for h in handles[1:])
+        assert all(len(h.result(300).token_ids) == 2 for h in handles[1:])
         results = engine.generate(
             ["ab", "abc", "a", "abcd", "x", "yy"], max_tokens=2, progress=False
         )
@@ -383,13 +383,13 @@ def test_kv_that_can_never_fit_is_refused() -> None:
             engine.submit(ids(64))
         with pytest.raises(InvalidRequestError, match=r"exceed 64 .max_kv_tokens.*at most 4"):
             engine.submit(ids(60), max_tokens=5)
-        assert len(engine.submit(ids(60), max_tokens=4).result(60).token_ids) == 4
+        assert len(engine.submit(ids(60), max_tokens=4).result(300).token_ids) == 4
 
 
 def test_submit_after_close_is_refused() -> None:
     engine = engine_of()
     handle = engine.submit("abc", max_tokens=2)
-    handle.result(60)
+    handle.result(300)
     engine.close()
     engine.close()
     with pytest.raises(EngineClosedError, match="closed"):
@@ -438,8 +438,8 @@ def test_ls_requests_have_the_targets_of_the_setting(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(engine._client, "submit", submit)
         for slo, priority in ((None, "LS"), (Slo(tpot_ms=9.0), "LS"), (None, -1), (None, "BE")):
-            engine.submit("abc", priority, max_tokens=1, slo=slo).result(60)
-        engine.submit("abc", "BE", max_tokens=1, slo=Slo(ttft_ms=7.0)).result(60)
+            engine.submit("abc", priority, max_tokens=1, slo=slo).result(300)
+        engine.submit("abc", "BE", max_tokens=1, slo=Slo(ttft_ms=7.0)).result(300)
     both = Slo(500.0, 50.0)
     assert found == [both, Slo(500.0, 9.0), both, Slo(), Slo(7.0, None)]
     for wrong in ("fast", "ttft", "ttft=-1ms", "ttft=1ms,ttft=2ms"):
@@ -473,8 +473,8 @@ def test_torch_leaves_the_cores_to_kernels_that_do_every_layer(threads: int | No
 
 def test_greedy_takes_the_most_likely_token(recorded: QLLMEngine) -> None:
     sampling = SamplingParams(temperature=0, logprobs=3)
-    a = recorded.submit(ids(8), max_tokens=8, sampling=sampling).result(60)
-    b = recorded.submit(ids(8), max_tokens=8).result(60)  # the default of a model without config
+    a = recorded.submit(ids(8), max_tokens=8, sampling=sampling).result(300)
+    b = recorded.submit(ids(8), max_tokens=8).result(300)  # the default of a model without config
     assert a.token_ids == b.token_ids
     assert b.logprobs is None
     assert a.logprobs is not None
@@ -487,7 +487,7 @@ def test_greedy_takes_the_most_likely_token(recorded: QLLMEngine) -> None:
 def test_settings_reach_the_sampler(recorded: QLLMEngine) -> None:
     def run(prompt: Sequence[int] = ids(8), n: int = 12, **settings: Any) -> tuple[int, ...]:
         sampling = SamplingParams(**{"temperature": 0, **settings})
-        return recorded.submit(prompt, max_tokens=n, sampling=sampling).result(60).token_ids
+        return recorded.submit(prompt, max_tokens=n, sampling=sampling).result(300).token_ids
 
     greedy = run()
     assert run(temperature=5, seed=1) == run(temperature=5, seed=1)
@@ -512,14 +512,14 @@ def test_settings_reach_the_sampler(recorded: QLLMEngine) -> None:
 
 def test_stop_ids_and_stop_strings_end_an_answer(recorded: QLLMEngine) -> None:
     sampling = {"temperature": 1.0, "seed": 5, "logit_bias": LETTERS}
-    whole = recorded.submit("q", max_tokens=40, sampling=SamplingParams(**sampling)).result(60)
+    whole = recorded.submit("q", max_tokens=40, sampling=SamplingParams(**sampling)).result(300)
     assert len(whole.text) == 40
     stop = whole.text[6:8]
     at = whole.text.index(stop)
     for how in ({"stop": stop}, {"stop": [stop, "zzz"]}, {"sampling": "in"}):
         params = SamplingParams(**sampling, stop=stop if "sampling" in how else ())
         more = {k: v for k, v in how.items() if k == "stop"}
-        cut = recorded.submit("q", max_tokens=40, sampling=params, **more).result(60)
+        cut = recorded.submit("q", max_tokens=40, sampling=params, **more).result(300)
         assert cut.finish_reason is FinishReason.STOP
         assert cut.text == whole.text[:at]
         assert cut.token_ids == whole.token_ids[: at + len(stop)]
@@ -527,7 +527,7 @@ def test_stop_ids_and_stop_strings_end_an_answer(recorded: QLLMEngine) -> None:
     assert "".join(pieces) == whole.text[:at]  # nothing is taken back
     last = whole.token_ids[9]
     params = SamplingParams(**sampling, stop_token_ids=[last])
-    cut = recorded.submit("q", max_tokens=40, sampling=params).result(60)
+    cut = recorded.submit("q", max_tokens=40, sampling=params).result(300)
     assert cut.finish_reason is FinishReason.STOP
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(last) + 1]
 
@@ -536,17 +536,17 @@ def test_every_eos_id_ends_an_answer_unless_ignored() -> None:
     model = make_model("mixtral")
     sampling = SamplingParams(temperature=1.0, seed=2)
     with QLLMEngine.from_model(model, conformance=False, threads=1) as engine:
-        whole = engine.submit(ids(8), max_tokens=30, sampling=sampling).result(60).token_ids
+        whole = engine.submit(ids(8), max_tokens=30, sampling=sampling).result(300).token_ids
     a, b = whole[4], whole[7]
     model.generation_config.eos_token_id = [b, a]
     with QLLMEngine.from_model(model, conformance=False, threads=1) as engine:
-        cut = engine.submit(ids(8), max_tokens=30, sampling=sampling).result(60)
+        cut = engine.submit(ids(8), max_tokens=30, sampling=sampling).result(300)
         assert cut.finish_reason is FinishReason.STOP
         assert cut.token_ids == whole[: min(whole.index(a), whole.index(b)) + 1]
         no_a = SamplingParams(temperature=1.0, seed=2, logit_bias={a: -500.0, b: 500.0})
-        assert engine.submit(ids(8), max_tokens=30, sampling=no_a).result(60).token_ids == (b,)
+        assert engine.submit(ids(8), max_tokens=30, sampling=no_a).result(300).token_ids == (b,)
         on = SamplingParams(temperature=1.0, seed=2, ignore_eos=True)
-        result = engine.submit(ids(8), max_tokens=30, sampling=on).result(60)
+        result = engine.submit(ids(8), max_tokens=30, sampling=on).result(300)
         assert result.token_ids == whole
         assert result.finish_reason is FinishReason.LENGTH
 
@@ -560,8 +560,8 @@ def test_defaults_of_the_generation_config_are_honoured() -> None:
         handle = engine.submit(ids(8), max_tokens=5)
         live = loop_of(engine).live.get(handle.number)
         greedy = SamplingParams(temperature=0)
-        want = engine.submit(ids(8), max_tokens=5, sampling=greedy).result(60).token_ids
-        assert handle.result(60).token_ids == want
+        want = engine.submit(ids(8), max_tokens=5, sampling=greedy).result(300).token_ids
+        assert handle.result(300).token_ids == want
         if live is not None:
             assert live.submission.sampling.temperature == 0.5
         assert asked_sampling(None, {}, engine.sampling_defaults).temperature == 0.5
@@ -580,16 +580,16 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_mixed_batch() -> None:
             priority = "LS" if i % 2 else "BE"
             return engine.submit(ids(10 + 7 * i, i), priority, 12, sampling=settings[i])
 
-        alone = [submit(i).result(60) for i in range(4)]
+        alone = [submit(i).result(300) for i in range(4)]
         others = [engine.submit(ids(30, 9 + i), "BE", 20) for i in range(3)]
         torch.manual_seed(99)  # the global generator has no say
-        together = [h.result(60) for h in [submit(i) for i in (2, 0, 3, 1)]]
+        together = [h.result(300) for h in [submit(i) for i in (2, 0, 3, 1)]]
         for i, result in zip((2, 0, 3, 1), together, strict=True):
             assert result.token_ids == alone[i].token_ids
             assert result.logprobs == alone[i].logprobs
         assert len({tuple(r.token_ids) for r in alone}) == 4
         for other in others:
-            other.result(60)
+            other.result(300)
 
 
 # -- results
@@ -610,7 +610,7 @@ def test_generate_leaves_nothing_behind_when_a_prompt_is_refused(recorded: QLLME
 
 
 def test_metrics_are_present(recorded: QLLMEngine) -> None:
-    result = recorded.submit(ids(9), "BE", 6, request_id="mine").result(60)
+    result = recorded.submit(ids(9), "BE", 6, request_id="mine").result(300)
     m = result.metrics
     assert result.request_id == m.name == "mine"
     assert (m.priority, m.num_prompt_tokens, m.num_output_tokens) == (10, 9, 6)
@@ -625,7 +625,7 @@ def test_metrics_are_present(recorded: QLLMEngine) -> None:
     assert (m.preemptions, m.evictions, m.preempt_recomputed_tokens) == (0, 0, 0)
     assert m.reason is result.finish_reason is FinishReason.LENGTH
     assert m.parked_ms >= 0
-    assert recorded.submit("a", max_tokens=1).result(60).metrics.tpot_ms is None
+    assert recorded.submit("a", max_tokens=1).result(300).metrics.tpot_ms is None
 
 
 def test_every_request_finishes_exactly_once(recorded: QLLMEngine) -> None:
@@ -633,7 +633,7 @@ def test_every_request_finishes_exactly_once(recorded: QLLMEngine) -> None:
     handles[3].cancel()
     handles[4].cancel()
     for h in handles:
-        h.result(60)
+        h.result(300)
     ends = [e.request_id for e in recorded.trace.events if type(e).__name__ == "Finished"]
     begun = [e.request_id for e in recorded.trace.events if type(e).__name__ == "Arrived"]
     assert sorted(ends) == sorted(begun)

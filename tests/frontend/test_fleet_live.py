@@ -143,7 +143,7 @@ def test_an_engine_that_stands_still_is_left_and_comes_back(
             wait_for(lambda: not is_up(served, index))
             assert [client.answer() for client in clients] == expected
             with QLLMEngine.connect(two.address) as another:
-                assert another.submit("abc", max_tokens=2).result(60).token_ids
+                assert another.submit("abc", max_tokens=2).result(300).token_ids
         finally:
             os.kill(pid, signal.SIGCONT)
             monkeypatch.undo()

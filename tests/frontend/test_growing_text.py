@@ -80,7 +80,7 @@ def test_ids_are_those_of_the_whole_text(
         now = text_of(prompt)
         assert now.endswith("end of it")
         assert text.startswith(now[: -len("end of it")])
-    result = prompt.send(1).result(60)
+    result = prompt.send(1).result(300)
     assert list(result.prompt_token_ids) == tiny.tokenizer(now)["input_ids"]
 
 
@@ -144,18 +144,18 @@ def test_a_hundred_thousand_pieces_of_one_byte(tiny: QLLMEngine) -> None:
             append_all(prompt, text)
         assert prompt.num_tokens > longest - HELD - 64
         prompt.replace(50, "short")
-        prompt.send(1).result(60)
+        prompt.send(1).result(300)
         # nothing was lost, and the engine heard of pieces, not of bytes
         assert prompt.handle.result().metrics.num_revisions <= longest // PIECE_TOKENS + 8
 
 
 def test_the_last_message_of_a_chat_grows(tiny: QLLMEngine) -> None:
     chat = [{"role": "system", "content": "You read."}, {"role": "user", "content": "Read: "}]
-    want = tiny.submit([chat[0], {**chat[1], "content": "Read: " + WORDS * 9}], "LS", 6).result(60)
+    want = tiny.submit([chat[0], {**chat[1], "content": "Read: " + WORDS * 9}], "LS", 6).result(300)
     prompt = tiny.open("LS", chat)
     for at in range(0, len(WORDS) * 9, 100):
         prompt.append((WORDS * 9)[at : at + 100])
-    found = prompt.send(6).result(60)
+    found = prompt.send(6).result(300)
     assert found.prompt_token_ids == want.prompt_token_ids
     assert found.text == want.text
     assert found.metrics.revise_lost_tokens == 0
@@ -163,8 +163,8 @@ def test_the_last_message_of_a_chat_grows(tiny: QLLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match=r"from_token=1 must be an integer in \["):
         prompt.replace(1, "the template's own tokens")
     prompt.replace(0, "All of it is new.")
-    want = tiny.submit([chat[0], {**chat[1], "content": "All of it is new."}], "LS", 6).result(60)
-    assert prompt.send(6).result(60).text == want.text
+    want = tiny.submit([chat[0], {**chat[1], "content": "All of it is new."}], "LS", 6).result(300)
+    assert prompt.send(6).result(300).text == want.text
 
 
 # -- ways to use it
@@ -187,28 +187,28 @@ def test_async(tiny: QLLMEngine) -> None:
         return result, text, str(left.handle.finish_reason)
 
     result, text, left = asyncio.run(ask())
-    want = tiny.submit("".join(f"page {i}. " for i in range(5)), "LS", 5).result(60)
+    want = tiny.submit("".join(f"page {i}. " for i in range(5)), "LS", 5).result(300)
     assert (result.token_ids, result.text, text) == (want.token_ids, want.text, want.text)
     assert left == FinishReason.CANCELLED
 
 
 def test_a_stop_string_ends_the_answer(tiny: QLLMEngine) -> None:
-    want = tiny.submit(WORDS, "LS", 30).result(60).text
+    want = tiny.submit(WORDS, "LS", 30).result(300).text
     stop = want[8:12]
     assert stop
     prompt = tiny.open("LS", WORDS[:20])
     prompt.append(WORDS[20:])
-    result = prompt.send(30, stop=stop).result(60)
+    result = prompt.send(30, stop=stop).result(300)
     assert (result.finish_reason, result.text) == (FinishReason.STOP, want[: want.find(stop)])
 
 
 def test_a_form_of_the_answer(tiny: QLLMEngine) -> None:
     form = StructuredOutputs(regex="[0-9]{4} [a-z]{3}")
     asks = SamplingParams(temperature=1.0, seed=3, structured_outputs=form)
-    want = tiny.submit(WORDS, "LS", 30, sampling=asks).result(60)
+    want = tiny.submit(WORDS, "LS", 30, sampling=asks).result(300)
     prompt = tiny.open("LS", WORDS[:20])
     prompt.append(WORDS[20:])
-    found = prompt.send(30, sampling=asks).result(60)
+    found = prompt.send(30, sampling=asks).result(300)
     assert (found.token_ids, found.text) == (want.token_ids, want.text)
     assert re.fullmatch(str(form.regex), found.text)
 
@@ -218,12 +218,12 @@ def test_times_count_from_the_last_piece_and_from_the_first(tiny: QLLMEngine) ->
     opened = prompt.handle
     wait_for(lambda: opened.status is RequestStatus.OPEN)
     threading.Event().wait(0.05)
-    metrics = prompt.send(2).result(60).metrics
+    metrics = prompt.send(2).result(300).metrics
     assert metrics.open_ms is not None
     assert metrics.open_ms >= 50
     assert metrics.ttft_ms is not None
     assert metrics.e2e_ms is not None
-    whole = tiny.submit("a b c", "LS", 2).result(60).metrics
+    whole = tiny.submit("a b c", "LS", 2).result(300).metrics
     assert whole.open_ms is None
     assert whole.num_revisions == 0
 
@@ -233,7 +233,7 @@ def test_times_count_from_the_last_piece_and_from_the_first(tiny: QLLMEngine) ->
 
 def test_what_was_sent_is_closed(tiny: QLLMEngine) -> None:
     prompt = tiny.open("LS", "text")
-    prompt.send(1).result(60)
+    prompt.send(1).result(300)
     for call in (
         lambda: prompt.append("x"),
         lambda: prompt.replace(0, "x"),
@@ -278,7 +278,7 @@ def test_bad_input_leaves_a_prompt_as_it_was(
         call(prompt)
     prompt.append("")  # nothing is something too
     assert (
-        list(prompt.send(1).result(60).prompt_token_ids)
+        list(prompt.send(1).result(300).prompt_token_ids)
         == tiny.tokenizer("some words")["input_ids"]
     )
 
@@ -323,7 +323,7 @@ def test_a_loop_that_cannot_serve_it_says_so(
 
 def test_a_full_ring_loses_no_piece(tiny: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     front_end = tiny._client._front_end  # type: ignore[attr-defined]
-    want = tiny.submit(WORDS * 9, "LS", 5).result(60)
+    want = tiny.submit(WORDS * 9, "LS", 5).result(300)
     prompt, revise, is_full = tiny.open("LS"), front_end.revise, [True]
 
     def full(item: Revision) -> None:
@@ -337,7 +337,7 @@ def test_a_full_ring_loses_no_piece(tiny: QLLMEngine, monkeypatch: pytest.Monkey
     with pytest.raises(QueueFullError):
         prompt.send(5)
     is_full[0] = False
-    assert prompt.send(5).result(60).token_ids == want.token_ids
+    assert prompt.send(5).result(300).token_ids == want.token_ids
 
 
 def test_an_engine_that_closes_ends_open_prompts(model: Any) -> None:
@@ -351,14 +351,14 @@ def test_an_engine_that_closes_ends_open_prompts(model: Any) -> None:
 
 def test_many_threads_grow_prompts_of_their_own(tiny: QLLMEngine) -> None:
     texts = [f"{i} " + WORDS * (1 + i % 3) for i in range(6)]
-    want = [tiny.submit(text, "LS", 4).result(60).token_ids for text in texts]
+    want = [tiny.submit(text, "LS", 4).result(300).token_ids for text in texts]
     found: dict[int, Any] = {}
 
     def grow(i: int) -> None:
         prompt = tiny.open("BE" if i % 2 else "LS")
         for at in range(0, len(texts[i]), 13):
             prompt.append(texts[i][at : at + 13])
-        found[i] = prompt.send(4).result(60).token_ids
+        found[i] = prompt.send(4).result(300).token_ids
 
     threads = [threading.Thread(target=grow, args=(i,)) for i in range(6)]
     for thread in threads:
@@ -449,7 +449,7 @@ def test_bytes_are_those_of_what_is_there(tiny: QLLMEngine) -> None:
     assert (prompt.num_bytes, prompt.num_tokens, text_of(prompt)) == (0, 0, "")
     prompt.append("é")
     assert prompt.num_bytes == 2
-    assert prompt.send(1).result(60).prompt_token_ids == tuple(tiny.tokenizer("é")["input_ids"])
+    assert prompt.send(1).result(300).prompt_token_ids == tuple(tiny.tokenizer("é")["input_ids"])
     ids = tiny.open("LS", [1, 2, 3])
     ids.replace(1, [5])
     assert ids.num_bytes == 8

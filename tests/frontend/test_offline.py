@@ -34,7 +34,7 @@ def texts(results: list[Result]) -> list[tuple[int, ...]]:
 )
 def test_one_prompt_is_one_request(threaded: QLLMEngine, prompt: Any) -> None:
     (result,) = threaded.generate(prompt, max_tokens=3, progress=False)
-    alone = threaded.submit(prompt, "BE", 3).result(60)
+    alone = threaded.submit(prompt, "BE", 3).result(300)
     assert result.prompt_token_ids == alone.prompt_token_ids
     assert result.token_ids == alone.token_ids
 
@@ -42,7 +42,7 @@ def test_one_prompt_is_one_request(threaded: QLLMEngine, prompt: Any) -> None:
 def test_many_prompts_of_every_kind_keep_their_order(threaded: QLLMEngine) -> None:
     prompts = ["hello", HI, ids(9)]
     mixed = threaded.generate(iter(prompts), max_tokens=2, progress=False)
-    alone = [threaded.submit(prompt, "BE", 2).result(60).prompt_token_ids for prompt in prompts]
+    alone = [threaded.submit(prompt, "BE", 2).result(300).prompt_token_ids for prompt in prompts]
     assert [result.prompt_token_ids for result in mixed] == alone
     assert threaded.generate((), progress=False) == []
 
@@ -50,7 +50,7 @@ def test_many_prompts_of_every_kind_keep_their_order(threaded: QLLMEngine) -> No
 def test_n_answers_lie_side_by_side_and_each_has_its_seed(threaded: QLLMEngine) -> None:
     found = threaded.generate(["abc", "de"], max_tokens=6, sampling=HOT, n=3, progress=False)
     alone = [
-        threaded.submit(prompt, "BE", 6, sampling=HOT, seed=7 + i).result(60)
+        threaded.submit(prompt, "BE", 6, sampling=HOT, seed=7 + i).result(300)
         for prompt, i in itertools.product(["abc", "de"], range(3))
     ]
     assert texts(found) == texts(alone)
@@ -73,7 +73,7 @@ def test_seeds_wrap_and_without_one_every_answer_differs(threaded: QLLMEngine) -
     )
     assert (
         last[1].token_ids
-        == threaded.submit("abc", "BE", 6, seed=0, temperature=1.0).result(60).token_ids
+        == threaded.submit("abc", "BE", 6, seed=0, temperature=1.0).result(300).token_ids
     )
     free = threaded.generate(["abc"] * 2, n=2, temperature=1.0, max_tokens=8, progress=False)
     assert len(set(texts(free))) == 4
@@ -117,7 +117,9 @@ def test_chat_answers_one_conversation_or_several(threaded: QLLMEngine) -> None:
     (one,) = threaded.chat(HI, max_tokens=3)
     both = threaded.chat([HI, more], max_tokens=3)
     assert (
-        one.token_ids == both[0].token_ids == threaded.submit(HI, max_tokens=3).result(60).token_ids
+        one.token_ids
+        == both[0].token_ids
+        == threaded.submit(HI, max_tokens=3).result(300).token_ids
     )
     assert both[1].prompt_token_ids == tuple(b"u:hi|a:yes|u:no|a:")
     assert one.metrics.priority == 0
@@ -175,21 +177,21 @@ def test_options_of_submit_take_the_place_of_fields_in_sampling(threaded: QLLMEn
         60
     )
     assert (
-        threaded.submit("abc", "BE", 6, temperature=2.0, seed=3).result(60).token_ids
+        threaded.submit("abc", "BE", 6, temperature=2.0, seed=3).result(300).token_ids
         == want.token_ids
     )
-    replaced = threaded.submit("abc", "BE", 6, sampling=HOT, temperature=2.0, seed=3).result(60)
+    replaced = threaded.submit("abc", "BE", 6, sampling=HOT, temperature=2.0, seed=3).result(300)
     assert replaced.token_ids == want.token_ids
-    greedy = threaded.submit("abc", "BE", 6).result(60)
+    greedy = threaded.submit("abc", "BE", 6).result(300)
     assert (
-        threaded.submit("abc", "BE", 6, ignore_eos=False).result(60).token_ids == greedy.token_ids
+        threaded.submit("abc", "BE", 6, ignore_eos=False).result(300).token_ids == greedy.token_ids
     )
 
 
 def test_most_tokens_come_from_either_place_but_agree(threaded: QLLMEngine) -> None:
     three = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3)
-    assert len(threaded.submit("abc", sampling=three).result(60).token_ids) == 3
-    assert len(threaded.submit("abc", "LS", 3, sampling=three).result(60).token_ids) == 3
+    assert len(threaded.submit("abc", sampling=three).result(300).token_ids) == 3
+    assert len(threaded.submit("abc", "LS", 3, sampling=three).result(300).token_ids) == 3
     with pytest.raises(
         InvalidRequestError, match="max_tokens=4 and max_tokens=3 in SamplingParams"
     ):
@@ -221,7 +223,7 @@ def test_public_names_are_exported() -> None:
 
 
 def test_metrics_print_as_five_lines(threaded: QLLMEngine) -> None:
-    metrics = threaded.submit("abc", "BE", 3, request_id="mine").result(60).metrics
+    metrics = threaded.submit("abc", "BE", 3, request_id="mine").result(300).metrics
     lines = str(metrics).splitlines()
     assert lines[0] in ("mine: length, BE", "mine: stop, BE")
     assert lines[1].startswith("tokens    3 in (3 computed, 0 cached), ")
@@ -234,7 +236,7 @@ def test_metrics_print_as_five_lines(threaded: QLLMEngine) -> None:
     ]
     cancelled = threaded.submit(ids(300), "BE", 100)
     cancelled.cancel()
-    assert "TTFT" in str(cancelled.result(60).metrics)
+    assert "TTFT" in str(cancelled.result(300).metrics)
 
 
 def test_an_engine_says_what_it_serves() -> None:

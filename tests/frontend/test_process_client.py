@@ -88,28 +88,28 @@ def test_answers_are_those_of_an_engine_on_a_thread(
 ) -> None:
     for request in REQUESTS:
         keywords = {"prompt": "q", "max_tokens": 12, "request_id": "r", **request}
-        want = threaded.submit(**keywords).result(60)
-        assert visible(owner.submit(**keywords).result(60)) == visible(want)
+        want = threaded.submit(**keywords).result(300)
+        assert visible(owner.submit(**keywords).result(300)) == visible(want)
 
 
 def test_stop_strings_end_an_answer_where_they_end_it_on_a_thread(
     owner: QLLMEngine, threaded: QLLMEngine
 ) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5, logit_bias=LETTERS)
-    whole = threaded.submit("q", max_tokens=40, sampling=sampling).result(60)
+    whole = threaded.submit("q", max_tokens=40, sampling=sampling).result(300)
     for at in (0, 7, 38):
         stop = whole.text[at : at + 2]
         keywords: dict[str, Any] = {"max_tokens": 40, "sampling": sampling, "stop": stop}
-        want = threaded.submit("q", request_id="r", **keywords).result(60)
+        want = threaded.submit("q", request_id="r", **keywords).result(300)
         handle = owner.submit("q", request_id="r", **keywords)
         pieces = "".join(piece.text for piece in handle)
-        got = handle.result(60)
+        got = handle.result(300)
         assert want.finish_reason is FinishReason.STOP
         assert pieces == got.text == want.text
         assert visible(got)[:6] == visible(want)[:6]
         assert got.metrics.num_output_tokens == len(got.token_ids)
     long = owner.submit("q", max_tokens=1500, sampling=sampling, stop=whole.text[:2])
-    assert long.result(60).text == ""
+    assert long.result(300).text == ""
     wait_for(lambda: owner.stats()["num_live"] == 0)
     ends = {e.request_id: e.reason for e in owner.trace.events if isinstance(e, Finished)}
     assert ends[long.number] is FinishReason.STOP, "the engine went on to the end"
@@ -124,10 +124,10 @@ def test_ls_overtakes_be_inside_a_pass(model: str) -> None:
             long = [made.submit(prompt, name, 8, sampling=LONG) for name, prompt in ask]
             wait_for(lambda: any(f["state"] == "running" for f in made.stats()["frames"]))
             short = [made.submit(f"hello {i} {k}", "LS", 8, sampling=LONG) for k in range(3)]
-            tokens = [handle.result(60).token_ids for handle in (*long, *short)]
-            alone = [made.submit(p, n, 8, sampling=LONG).result(60).token_ids for n, p in ask]
+            tokens = [handle.result(300).token_ids for handle in (*long, *short)]
+            alone = [made.submit(p, n, 8, sampling=LONG).result(300).token_ids for n, p in ask]
             alone += [
-                made.submit(f"hello {i} {k}", "LS", 8, sampling=LONG).result(60).token_ids
+                made.submit(f"hello {i} {k}", "LS", 8, sampling=LONG).result(300).token_ids
                 for k in range(3)
             ]
             assert tokens == alone
@@ -139,7 +139,7 @@ def test_ls_overtakes_be_inside_a_pass(model: str) -> None:
 
 
 def test_every_way_to_wait(owner: QLLMEngine) -> None:
-    want = owner.submit("hello", max_tokens=9).result(60)
+    want = owner.submit("hello", max_tokens=9).result(300)
     handle = owner.submit("hello", max_tokens=9)
     assert tuple(t for piece in handle for t in piece.token_ids) == want.token_ids
 
@@ -157,11 +157,11 @@ def test_cancel_timeout_and_long_text(owner: QLLMEngine) -> None:
     assert handle.status is RequestStatus.RUNNING
     handle.cancel()
     assert handle.status is RequestStatus.FINISHED
-    result = handle.result(60)
+    result = handle.result(300)
     assert result.finish_reason is FinishReason.CANCELLED
     assert 0 < len(result.token_ids) < 1500
     late = owner.submit("abc", "BE", max_tokens=1500, sampling=LONG, timeout_s=0.05)
-    assert late.result(60).finish_reason is FinishReason.TIMEOUT
+    assert late.result(300).finish_reason is FinishReason.TIMEOUT
     wait_for(lambda: owner.stats()["num_live"] == 0)
     assert owner.num_waiting == 0
 
@@ -169,7 +169,7 @@ def test_cancel_timeout_and_long_text(owner: QLLMEngine) -> None:
 def test_many_threads_and_no_token_crossed(owner: QLLMEngine) -> None:
     alone = {}
     for n in range(6):
-        alone[n] = owner.submit([n + 1], max_tokens=20, sampling=only(n)).result(60).token_ids
+        alone[n] = owner.submit([n + 1], max_tokens=20, sampling=only(n)).result(300).token_ids
         assert set(alone[n]) == {100 + n}
     wrong: list[int] = []
 
@@ -177,7 +177,7 @@ def test_many_threads_and_no_token_crossed(owner: QLLMEngine) -> None:
         handles = [
             owner.submit([n + 1], ["LS", "BE"][i % 2], 20, sampling=only(n)) for i in range(12)
         ]
-        wrong.extend(n for handle in handles if handle.result(60).token_ids != alone[n])
+        wrong.extend(n for handle in handles if handle.result(300).token_ids != alone[n])
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -203,7 +203,7 @@ def test_bad_requests_are_refused_here(owner: QLLMEngine) -> None:
 
 def test_stats_trace_and_model(owner: QLLMEngine, threaded: QLLMEngine) -> None:
     handle = owner.submit("abc", max_tokens=3, request_id="traced")
-    handle.result(60)
+    handle.result(300)
     assert owner.stats().keys() == threaded.stats().keys() | {"ring_use"}
     ends = [e.request_id for e in owner.trace.events if isinstance(e, Finished)]
     assert ends.count(handle.number) == 1
@@ -249,25 +249,25 @@ def test_checkpoints_go_from_engine_to_engine(
     owner: QLLMEngine, threaded: QLLMEngine, tmp_path: Path
 ) -> None:
     keywords: dict[str, Any] = {"max_tokens": 300, "sampling": LONG, "request_id": "moved"}
-    want = threaded.submit("abc", "BE", **keywords).result(60).token_ids
+    want = threaded.submit("abc", "BE", **keywords).result(300).token_ids
     for source, target in ((owner, threaded), (threaded, owner), (owner, owner)):
         handle = source.submit("abc", "BE", **keywords)
         next(iter(handle))
         assert source.checkpoint(tmp_path / "file") == 1
         handle.cancel()
         (restored,) = target.restore(tmp_path / "file")
-        result = restored.result(60)
+        result = restored.result(300)
         assert result.request_id == "moved"
         assert result.token_ids == want
         assert result.text == "".join(piece.text for piece in restored)
     with pytest.raises(CheckpointError):
         owner.restore(tmp_path / "none")
-    assert owner.submit("abc", max_tokens=2).result(60).token_ids == want[:2]
+    assert owner.submit("abc", max_tokens=2).result(300).token_ids == want[:2]
 
 
 def test_ctrl_c_is_not_for_the_engine(owner: QLLMEngine) -> None:
     os.kill(pid_of(owner), signal.SIGINT)
-    assert len(owner.submit("abc", max_tokens=3).result(60).token_ids) == 3
+    assert len(owner.submit("abc", max_tokens=3).result(300).token_ids) == 3
 
 
 def cpu_seconds(pid: int) -> float:
@@ -291,12 +291,12 @@ def test_an_idle_engine_sleeps(owner: QLLMEngine) -> None:
 
 
 def test_another_front_end_has_its_own_rings(owner: QLLMEngine, socket_path: str) -> None:
-    want = owner.submit("hello", max_tokens=9).result(60)
+    want = owner.submit("hello", max_tokens=9).result(300)
     with QLLMEngine.attach(socket_path) as other:
         assert other.config == owner.config
         handles = [e.submit("hello", max_tokens=9) for e in (owner, other)]
-        assert [len(h.result(60).token_ids) for h in handles] == [9, 9]
-        assert other.submit("hello", max_tokens=9).result(60).token_ids == want.token_ids
+        assert [len(h.result(300).token_ids) for h in handles] == [9, 9]
+        assert other.submit("hello", max_tokens=9).result(300).token_ids == want.token_ids
         ours, theirs = (handle.number >> NUMBER_BITS for handle in handles)
         assert ours != theirs
         left = other.submit("hello", max_tokens=1500, sampling=LONG)
@@ -304,7 +304,7 @@ def test_another_front_end_has_its_own_rings(owner: QLLMEngine, socket_path: str
     assert left.result(1).finish_reason is FinishReason.CANCELLED
     with pytest.raises(EngineClosedError, match="closed"):
         other.submit("hello")
-    assert len(owner.submit("hello", max_tokens=9).result(60).token_ids) == 9
+    assert len(owner.submit("hello", max_tokens=9).result(300).token_ids) == 9
     wait_for(lambda: owner.stats()["num_live"] == 0)
     with pytest.raises(ConfigError, match="no engine listens at"):
         QLLMEngine.attach(socket_path + "x")
@@ -320,7 +320,7 @@ def test_a_killed_front_end_frees_its_requests(owner: QLLMEngine, socket_path: s
         other.stdin.flush()
         assert other.wait(60) == -signal.SIGKILL
         wait_for(lambda: owner.stats()["num_live"] <= 1)
-        assert len(mine.result(60).token_ids) == 400
+        assert len(mine.result(300).token_ids) == 400
     ends = {e.request_id: e.reason for e in owner.trace.events if isinstance(e, Finished)}
     assert ends[number] is FinishReason.CANCELLED
 
@@ -341,7 +341,7 @@ def test_ids_of_a_restore_that_failed_are_not_given_again(
             owner.restore("anywhere")
     handle = owner.submit([1, 2, 3], "LS", 2)
     assert handle.number >= asked[0] + 1000
-    assert len(handle.result(60).token_ids) == 2
+    assert len(handle.result(300).token_ids) == 2
 
 
 IMPORTS = """

@@ -64,7 +64,7 @@ def _serve_and_close(model: str, tmp_path: Path) -> int:
         engine.submit("abc")
     assert handles[0].status is RequestStatus.WAITING
     handles[2].cancel()
-    assert handles[2].result(60).finish_reason is FinishReason.CANCELLED
+    assert handles[2].result(300).finish_reason is FinishReason.CANCELLED
     wait_for(lambda: engine.num_waiting == 2)
     (tmp_path / "open").touch()
     next(iter(handles[0]))
@@ -116,13 +116,13 @@ def test_a_killed_engine_ends_every_handle_and_says_why(model: str, tmp_path: Pa
         os.kill(pid_of(engine), signal.SIGKILL)
         for handle in handles:
             with pytest.raises(RequestFailedError, match=r"pid \d+. was killed by SIGKILL"):
-                handle.result(60)
+                handle.result(300)
         with pytest.raises(RequestFailedError, match="the engine is gone"):
-            theirs.result(60)
+            theirs.result(300)
         reader.join(60)
         assert read[0].token_ids == seen
         assert isinstance(read[-1], RequestFailedError)
-        assert cancelled.result(60).finish_reason is FinishReason.CANCELLED
+        assert cancelled.result(300).finish_reason is FinishReason.CANCELLED
         for call in (lambda: engine.submit("a"), engine.stats, lambda: engine.checkpoint("x")):
             with pytest.raises(EngineClosedError, match="was killed by SIGKILL"):
                 call()
@@ -146,7 +146,7 @@ def test_a_crashed_loop_ends_every_handle(
         (tmp_path / "crash").touch()
         for handle in handles:
             with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
-                handle.result(60)
+                handle.result(300)
         wait_for(lambda: not is_alive(pid_of(engine)))
         with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
             engine.submit("abc")
@@ -255,7 +255,7 @@ def test_an_engine_that_is_collected_is_closed(
             held.append(held)  # type: ignore[arg-type]
         del held
         gc.collect()
-        assert handle.result(60).finish_reason is FinishReason.CANCELLED
+        assert handle.result(300).finish_reason is FinishReason.CANCELLED
         assert handle.status is RequestStatus.FINISHED
         assert is_alive(pid) or name == "process"
     wait_for(lambda: not is_alive(pid) and not thread.is_alive(), 60)
@@ -311,6 +311,6 @@ def test_a_cancel_and_a_close_end_requests_in_an_engine_that_runs_nothing(
     first.cancel()
     wait_for(lambda: engine.stats()["num_live"] == 1)
     engine.close()
-    assert second.result(60).finish_reason is FinishReason.CANCELLED
+    assert second.result(300).finish_reason is FinishReason.CANCELLED
     ended = [event.reason for event in engine.trace if isinstance(event, Finished)]
     assert ended == [FinishReason.CANCELLED] * 2

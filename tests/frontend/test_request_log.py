@@ -203,7 +203,7 @@ def test_an_engine_goes_on_where_another_was(num_done: int) -> None:
     sampling = SamplingParams(temperature=1.1, top_p=0.95, seed=5, ignore_eos=True, **penalties)
     settings: dict[str, Any] = {"conformance": False, "exactness": "batch-invariant", "threads": 1}
     with QLLMEngine.from_model(make_model("mixtral"), **settings) as engine:
-        whole = engine.submit(list(PROMPT), "LS", 12, sampling=sampling).result(60)
+        whole = engine.submit(list(PROMPT), "LS", 12, sampling=sampling).result(300)
         assert len(set(whole.token_ids)) > 8
         client = engine._client
         with client.admission_lock:
@@ -215,7 +215,7 @@ def test_an_engine_goes_on_where_another_was(num_done: int) -> None:
                 stop_ids=frozenset(), slo=Slo(), arrival_ns=-5 * NS_PER_S, deadline_ns=None,
             )  # fmt: skip
             client.submit(item, handle)
-        rest = handle.result(60)
+        rest = handle.result(300)
         assert rest.token_ids == whole.token_ids[num_done:]
         assert rest.finish_reason is FinishReason.LENGTH
         assert rest.metrics.num_prompt_tokens == rest.metrics.num_prefilled_tokens == len(PROMPT)
@@ -310,4 +310,4 @@ def test_what_later_engines_find_kept_of_a_prompt_is_its_own(
         time.sleep(0.001)
     later = replace(known, num_cached_tokens=3)
     client._on_finish(End(numbers[0], FinishReason.LENGTH, None, later))
-    assert entry.handle.result(60).metrics.num_cached_tokens == told
+    assert entry.handle.result(300).metrics.num_cached_tokens == told

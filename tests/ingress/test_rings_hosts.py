@@ -66,11 +66,11 @@ def far(met: QLLMEngine, secret_file: Path) -> Iterator[QLLMEngine]:
 
 def test_a_far_front_end_gets_the_same_tokens(met: QLLMEngine, far: QLLMEngine) -> None:
     prompts = ["abc", "def f(", "x" * 300]
-    near = [met.submit(p, max_tokens=20, sampling=GREEDY).result(60) for p in prompts]
+    near = [met.submit(p, max_tokens=20, sampling=GREEDY).result(300) for p in prompts]
     classes = ("LS", "BE", "LS")
     handles = [far.submit(p, c, 20, sampling=GREEDY) for p, c in zip(prompts, classes, strict=True)]
     for handle, same in zip(handles, near, strict=True):
-        result = handle.result(60)
+        result = handle.result(300)
         assert (result.token_ids, result.text) == (same.token_ids, same.text)
         ttft = result.metrics.ttft_ms
         assert ttft is not None
@@ -89,7 +89,7 @@ def test_a_far_front_end_cancels_and_drains(far: QLLMEngine) -> None:
     next(iter(handle))
     assert handle.status in (RequestStatus.RUNNING, RequestStatus.PARKED)
     handle.cancel()
-    assert handle.result(60).finish_reason is FinishReason.CANCELLED
+    assert handle.result(300).finish_reason is FinishReason.CANCELLED
     wait_for(lambda: far.stats()["num_live"] == 0)
     assert far.drain(1)
     with pytest.raises(EngineClosedError, match="drains"):
@@ -110,7 +110,7 @@ def test_what_needs_the_engines_host_is_refused(far: QLLMEngine, tmp_path: Path)
     for op in ("call", "checkpoint", "events", "__init__"):
         with pytest.raises(ConfigError, match="is for front ends of the engine's own host"):
             client._ask(op, "x")
-    assert far.submit("abc", max_tokens=2).result(60)
+    assert far.submit("abc", max_tokens=2).result(300)
 
 
 def test_who_does_not_belong_is_turned_away(
@@ -125,7 +125,7 @@ def test_who_does_not_belong_is_turned_away(
         QLLMEngine.connect(address, secret_file=secret_file, tokenizer="tiny")
     with pytest.raises(EngineClosedError, match="no engine answers at 127"):
         QLLMEngine.connect(f"127.0.0.1:{free_port()}")
-    assert met.submit("abc", max_tokens=2).result(60)
+    assert met.submit("abc", max_tokens=2).result(300)
 
 
 def test_strangers_do_not_close_the_door(met: QLLMEngine, secret_file: Path) -> None:
@@ -145,7 +145,7 @@ def test_strangers_do_not_close_the_door(met: QLLMEngine, secret_file: Path) -> 
         stranger.close()
     connect = partial(QLLMEngine.connect, address, secret_file=secret_file)
     with until_it_works(connect) as far:
-        assert far.submit("abc", max_tokens=2).result(60)
+        assert far.submit("abc", max_tokens=2).result(300)
 
 
 def until_it_works(connect: Callable[[], QLLMEngine]) -> QLLMEngine:
@@ -165,7 +165,7 @@ FRONT_END = """
     from qllm import QLLMEngine, SamplingParams
     engine = QLLMEngine.connect({address!r}, secret_file={secret!r})
     greedy = SamplingParams(temperature=0)
-    print(engine.submit("def f(", max_tokens=20, sampling=greedy).result(60).token_ids, flush=True)
+    print(engine.submit("def f(", max_tokens=20, sampling=greedy).result(300).token_ids, flush=True)
     long = SamplingParams(temperature=0, ignore_eos=True)
     handle = engine.submit("abc", max_tokens=1900, sampling=long)
     next(iter(handle))
@@ -186,7 +186,7 @@ def test_a_far_front_end_that_dies_frees_its_requests(met: QLLMEngine, secret_fi
         process.kill()
         wait_for(lambda: met.stats()["num_live"] == 0)
     assert met.stats()["kv_blocks_used"] == 0
-    assert met.submit("abc", max_tokens=2).result(60)
+    assert met.submit("abc", max_tokens=2).result(300)
 
 
 def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
@@ -200,7 +200,7 @@ def test_a_far_engine_that_dies_ends_every_handle(model: str) -> None:
         os.kill(pid_of(engine), signal.SIGKILL)
         for handle in handles:
             with pytest.raises(RequestFailedError, match=r"the engine at 127.* is gone"):
-                handle.result(60)
+                handle.result(300)
         assert "is gone" in (far.failure or "")
         with pytest.raises(EngineClosedError, match="is gone"):
             far.submit("abc")
@@ -219,7 +219,7 @@ def test_a_silent_engine_is_gone(
         monkeypatch.setattr("qllm.ingress.remote.meeting.LIVENESS_S", 1.0)
         freeze(pid_of(engine))
         with pytest.raises(RequestFailedError, match="is gone"):
-            handle.result(60)
+            handle.result(300)
         os.kill(pid_of(engine), signal.SIGCONT)
 
 
@@ -328,7 +328,7 @@ def test_a_front_end_in_another_network(namespace: str, model: str, secret_file:
         ) as process,
     ):  # fmt: skip
         assert process.stdout is not None
-        near = engine.submit("def f(", max_tokens=20, sampling=GREEDY).result(60)
+        near = engine.submit("def f(", max_tokens=20, sampling=GREEDY).result(300)
         assert process.stdout.readline() == f"{near.token_ids}\n"
         assert process.stdout.readline() == "runs\n"
         assert engine.stats()["num_live"] == 1

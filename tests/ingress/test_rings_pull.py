@@ -359,7 +359,7 @@ def test_a_host_meets_an_engine_that_does_not_push() -> None:
             client.submit(submission(n, n % 2 * 10, 1, 5 + n), handle)
             handles.append(handle)
         for n, handle in enumerate(handles):
-            assert list(handle.result(60).token_ids) == tokens_of(n, 5 + n)
+            assert list(handle.result(300).token_ids) == tokens_of(n, 5 + n)
         assert client.num_waiting == 0
         assert client.hello.model == "one line"
         client.close()

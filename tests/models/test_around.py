@@ -238,7 +238,7 @@ def test_a_checkpoint_goes_on_in_a_new_engine(family: str, tmp_path: Path) -> No
     how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 512}
     prompt = prompt_of(60, 3)
     with QLLMEngine.from_model(copy.deepcopy(model_of(family)), **how) as engine:
-        expected = engine.submit(prompt, "BE", 30, sampling=GREEDY).result(120)
+        expected = engine.submit(prompt, "BE", 30, sampling=GREEDY).result(300)
         handle = engine.submit(prompt, "BE", 30, sampling=GREEDY)
         next(iter(handle))
         handle.update(paused=True)
@@ -247,7 +247,7 @@ def test_a_checkpoint_goes_on_in_a_new_engine(family: str, tmp_path: Path) -> No
     with QLLMEngine.from_model(copy.deepcopy(model_of(family)), **how) as engine:
         (handle,) = engine.restore(tmp_path / "saved")
         handle.update(paused=False)
-        found = handle.result(120)
+        found = handle.result(300)
     assert 0 < num_tokens < 30
     assert found.token_ids == expected.token_ids
 
@@ -371,7 +371,7 @@ def test_hooks_are_called_but_for_the_head(caplog: pytest.LogCaptureFixture) -> 
     with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
         assert "hooks on lm_head are never called" in caplog.text
         called.clear()
-        engine.submit(prompt_of(9), "LS", 1, sampling=GREEDY).result(60)
+        engine.submit(prompt_of(9), "LS", 1, sampling=GREEDY).result(300)
     torch.testing.assert_close(called["experts"], direct["experts"])
     assert "attention" in called
 

@@ -248,7 +248,7 @@ def test_an_engine_serves_a_file_and_a_folder_with_one(
     for place in (files["qwen3moe"], tmp_path):
         with QLLMEngine.from_pretrained(place, run_in="thread", threads=1) as engine:
             assert engine.kernels["weights"].startswith("gguf Q4_0 Q4_1 Q4_K Q6_K Q8_0: ")
-            answer = engine.submit("ab", sampling=greedy, max_tokens=4).result(60)
+            answer = engine.submit("ab", sampling=greedy, max_tokens=4).result(300)
             tokens.append(answer.token_ids)
     assert tokens[0] == tokens[1]
     loaded = load(tmp_path)

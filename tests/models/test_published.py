@@ -150,7 +150,7 @@ def test_an_engine_serves_a_published_checkpoint(
     with caplog.at_level(logging.WARNING, "qllm"):
         for folder in (quantised, values):
             with QLLMEngine.from_pretrained(folder, run_in="thread", threads=1) as engine:
-                tokens.append(engine.submit([1, 2, 3], sampling=greedy, max_tokens=6).result(60))
+                tokens.append(engine.submit([1, 2, 3], sampling=greedy, max_tokens=6).result(300))
                 if folder == quantised:
                     assert (
                         engine.kernels["weights"] == "mxfp4: experts of 3 layers kept as e2m1 g32"

@@ -108,7 +108,7 @@ def test_tokens_are_those_of_generate(
                 n: engine.submit(ids, "BE", NEW, sampling=GREEDY) for n, ids in PROMPTS.items()
             }
         )
-        results = {name: handle.result(60) for name, handle in handles.items()}
+        results = {name: handle.result(300) for name, handle in handles.items()}
     wrong = [name for name, r in results.items() if not agrees(r, generated[kind, name])]
     assert not wrong
     if way == "anyhow":
@@ -124,7 +124,7 @@ def test_kernels_give_every_request_the_bits_of_its_own_run(kind: str) -> None:
     model, level = model_of(kind, "bf16"), {"exactness": "batch-invariant", "kernels": "fast"}
     with engine_of(model, max_step_tokens=512, **level) as engine:
         alone = {
-            name: engine.submit(ids, "LS", NEW, sampling=GREEDY).result(60)
+            name: engine.submit(ids, "LS", NEW, sampling=GREEDY).result(300)
             for name, ids in PROMPTS.items()
         }
     for policy in ("chunked", Anyhow(5)):
@@ -136,7 +136,7 @@ def test_kernels_give_every_request_the_bits_of_its_own_run(kind: str) -> None:
                 }
             )
             for name, handle in handles.items():
-                result = handle.result(60)
+                result = handle.result(300)
                 assert result.token_ids == alone[name].token_ids, name
                 assert result.logprobs == alone[name].logprobs, name
 
@@ -149,7 +149,7 @@ def test_kernels_in_chunks_are_close_to_one_pass_of_the_model(kind: str) -> None
     found: list[Tensor] = []
     with engine_of(model, kernels="fast", max_step_tokens=32) as engine:
         runner_of(engine).on_logits = lambda request, position, x: found.append(x.float())
-        engine.submit(ids, "LS", 1, sampling=GREEDY).result(60)
+        engine.submit(ids, "LS", 1, sampling=GREEDY).result(300)
     assert (found[-1] - expected).abs().max() < 0.05 * expected.abs().max()
 
 
@@ -182,7 +182,7 @@ def test_a_restored_and_a_replayed_request_keep_their_factors(
             engine.checkpoint(tmp_path / f"{seen}")
         with engine_of(model_of(kind)) as engine:
             (restored,) = engine.restore(tmp_path / f"{seen}")
-            assert list(restored.result(60).token_ids) == tokens
+            assert list(restored.result(300).token_ids) == tokens
             client = engine._client
             with client.admission_lock:
                 number = client.new_number()
@@ -193,7 +193,7 @@ def test_a_restored_and_a_replayed_request_keep_their_factors(
                     stop_ids=frozenset(), slo=Slo(), arrival_ns=0, deadline_ns=None,
                 )  # fmt: skip
                 client.submit(item, again)
-            assert list(again.result(60).token_ids) == tokens[seen:]
+            assert list(again.result(300).token_ids) == tokens[seen:]
 
 
 # -- the table
@@ -277,11 +277,11 @@ def test_kept_pages_of_other_factors_are_not_found(kind: str) -> None:
     asked = [ids[:130], ids[:140], ids[:200], ids[: at - 4], ids[:230]]
     how: dict[str, Any] = {"kernels": "fast", "max_step_tokens": 48}
     with engine_of(model, prefix_cache=False, **how) as engine:
-        cold = [engine.submit(x, "LS", NEW, sampling=GREEDY).result(60) for x in asked]
+        cold = [engine.submit(x, "LS", NEW, sampling=GREEDY).result(300) for x in asked]
         turn = [*asked[3], *cold[3].token_ids, 5]
-        cold.append(engine.submit(turn, "LS", NEW, sampling=GREEDY).result(60))
+        cold.append(engine.submit(turn, "LS", NEW, sampling=GREEDY).result(300))
     with engine_of(model, prefix_cache=True, **how) as engine:
-        warm = [engine.submit(x, "LS", NEW, sampling=GREEDY).result(60) for x in (*asked, turn)]
+        warm = [engine.submit(x, "LS", NEW, sampling=GREEDY).result(300) for x in (*asked, turn)]
     assert [(r.token_ids, r.logprobs) for r in warm] == [(r.token_ids, r.logprobs) for r in cold]
     cached = [r.metrics.num_cached_tokens for r in warm]
     assert cached[:4] == [0, 128, 0, 128], "of the short factors alone"

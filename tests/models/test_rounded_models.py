@@ -102,7 +102,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(checkpoint: Any) -> N
         storm = Storm(engine, 5)
         results = storm.run()
         solo = [
-            engine.submit(priority="BE", **storm.specs[h.number]).result(120)
+            engine.submit(priority="BE", **storm.specs[h.number]).result(300)
             for h, _ in storm.handles
         ]
         names = {type(e).__name__ for e in engine.trace.events}
@@ -160,7 +160,7 @@ def test_what_was_kept_by_engines_of_another_name_is_refused(
     own: dict[str, Any] = {"run_in": "thread", "threads": 1, "conformance": False}
     how = {**own, "kv_dir": tmp_path, "kv_dir_gib": 0.01}
     with QLLMEngine.from_pretrained(folder, activations="int8", **how) as engine:
-        engine.submit(prompt_of(70), max_tokens=2, temperature=0).result(60)
+        engine.submit(prompt_of(70), max_tokens=2, temperature=0).result(300)
         handle = engine.submit(prompt_of(9), "BE", 200, temperature=0, ignore_eos=True)
         next(iter(handle))
         handle.update(paused=True)

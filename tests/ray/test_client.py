@@ -548,7 +548,7 @@ def test_a_full_engine_is_left_alone_for_a_while(
     handle = submit(front, 2)
     until(lambda: front.log.holds(handle))
     for _ in range(20):  # each goes through the loop on which it would be asked
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), front._front_end._loop).result(60)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), front._front_end._loop).result(300)
     assert len(cluster.sent) == 1
     front.close()
     assert handle.finish_reason is FinishReason.CANCELLED

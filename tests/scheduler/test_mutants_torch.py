@@ -76,10 +76,10 @@ def run(*, disturbed: bool) -> Streams:
         handles.append(engine.submit(LONG, "BE", 6, sampling=GREEDY))
         if not disturbed:
             for ids in SHORT:
-                handles[-1].result(60)
+                handles[-1].result(300)
                 handles.append(engine.submit(ids, "LS", 3, sampling=GREEDY))
-        results = [handles[0].result(60)]
-        results += [h.result(60) for h in handles[1:]]
+        results = [handles[0].result(300)]
+        results += [h.result(300) for h in handles[1:]]
     if disturbed:
         assert count < 0, "the fault was never injected"
         assert results[0].metrics.preemptions >= 2

@@ -21,7 +21,7 @@ def answers(policy: str, **settings: int) -> tuple[list[list[int]], set[tuple[in
             engine.submit(ids, ("BE", "LS")[k % 2], 6, sampling=GREEDY)
             for k, ids in enumerate(prompts)
         ]
-        tokens = [list(handle.result(120).token_ids) for handle in handles]
+        tokens = [list(handle.result(300).token_ids) for handle in handles]
         rows = [row for e in engine.trace if isinstance(e, Planned) for row in e.rows]
     return tokens, {(row.start_layer, row.end_layer) for row in rows}
 

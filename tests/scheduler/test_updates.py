@@ -268,7 +268,7 @@ def test_the_answer_is_the_same(run_in: str) -> None:
     with QLLMEngine.from_pretrained("tiny", run_in=run_in, **settings) as engine:
         prompts = [[r.randint(5, 900) for _ in range(r.randint(5, 120))] for _ in range(5)]
         sampling = SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
-        want = [engine.submit(p, "LS", 40, sampling=sampling).result(120) for p in prompts]
+        want = [engine.submit(p, "LS", 40, sampling=sampling).result(300) for p in prompts]
         handles = [engine.submit(p, "BE", 40, sampling=sampling) for p in prompts]
         for _ in range(40):
             handle = r.choice(handles)
@@ -277,7 +277,7 @@ def test_the_answer_is_the_same(run_in: str) -> None:
             r.choice(handles).resume()
         for handle in handles:
             handle.resume()
-        found = [handle.result(120) for handle in handles]
+        found = [handle.result(300) for handle in handles]
     assert [x.token_ids for x in found] == [x.token_ids for x in want]
 
 
@@ -289,10 +289,10 @@ def test_a_paused_handle_says_so_and_waits(run_in: str) -> None:
         handle.pause()
         wait_for(lambda: handle.status is RequestStatus.PAUSED)
         before = len(handle.token_ids)
-        engine.submit("x", max_tokens=20, sampling=GREEDY).result(60)
+        engine.submit("x", max_tokens=20, sampling=GREEDY).result(300)
         assert len(handle.token_ids) == before
         handle.update(priority="LS", paused=False)
-        assert handle.result(60).metrics.priority == LS
+        assert handle.result(300).metrics.priority == LS
         handle.pause()  # it has ended: nothing
         with pytest.raises(InvalidRequestError, match="needs a priority"):
             handle.update()
@@ -313,7 +313,7 @@ def test_a_request_that_waits_for_its_grammar_is_paused(tmp_path: Path) -> None:
         wait_for(lambda: other.status is RequestStatus.PAUSED)
         handle.resume()
         other.resume()
-        assert handle.result(60).token_ids == other.result(60).token_ids
+        assert handle.result(300).token_ids == other.result(300).token_ids
 
 
 def test_a_paused_request_is_paused_in_the_next_engine_too() -> None:
@@ -321,7 +321,7 @@ def test_a_paused_request_is_paused_in_the_next_engine_too() -> None:
     log = RequestLog(3, lambda: None)
     settings = {**SETTINGS, "exactness": "batch-invariant"}
     with QLLMEngine.from_pretrained("tiny", **settings) as engine:
-        want = engine.submit("abc", "BE", 60, sampling=GREEDY).result(60).token_ids
+        want = engine.submit("abc", "BE", 60, sampling=GREEDY).result(300).token_ids
         paused, other = (engine.submit("abc", "BE", 60, sampling=GREEDY) for _ in range(2))
         for handle in (paused, other):
             log.keep(handle)
@@ -335,10 +335,10 @@ def test_a_paused_request_is_paused_in_the_next_engine_too() -> None:
         other.resume()
         with QLLMEngine.from_pretrained("tiny", **settings) as second:
             log.go_on(second.replay)
-            assert other.result(60).token_ids == want
+            assert other.result(300).token_ids == want
             wait_for(lambda: paused.status is RequestStatus.PAUSED)
             paused.resume()
-            result = paused.result(60)
+            result = paused.result(300)
     assert result.token_ids == want
     assert result.metrics.priority == LS
 

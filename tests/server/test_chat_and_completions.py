@@ -36,7 +36,7 @@ def is_idle(engine: QLLMEngine) -> bool:
 
 
 def test_chat_is_what_the_engine_says(client: openai.OpenAI, engine: QLLMEngine) -> None:
-    expected = engine.submit(CHAT, "LS", 24, sampling=GREEDY).result(60)
+    expected = engine.submit(CHAT, "LS", 24, sampling=GREEDY).result(300)
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, max_completion_tokens=24, temperature=0
     )
@@ -156,7 +156,7 @@ def test_ignore_eos_goes_on_to_max_tokens(client: openai.OpenAI) -> None:
 
 def test_logprobs_of_completions(client: openai.OpenAI, engine: QLLMEngine) -> None:
     params = SamplingParams(temperature=0, logprobs=2)
-    expected = engine.submit("def f(", "LS", 6, sampling=params).result(60)
+    expected = engine.submit("def f(", "LS", 6, sampling=params).result(300)
     choice = client.completions.create(
         model="tiny", prompt="def f(", max_tokens=6, temperature=0, logprobs=2
     ).choices[0]

@@ -39,7 +39,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(
     named: Serving, engine: QLLMEngine, num_top: int
 ) -> None:
     params = SamplingParams(temperature=0, logprobs=num_top, prompt_logprobs=num_top)
-    expected = engine.submit(TEXT, "LS", 4, sampling=params).result(60)
+    expected = engine.submit(TEXT, "LS", 4, sampling=params).result(300)
     (choice,) = ask(named, logprobs=num_top)["choices"]
     ids, found = [*expected.prompt_token_ids, *expected.token_ids], choice["logprobs"]
     assert found["tokens"] == [engine.tokenizer.decode([i]) for i in ids]

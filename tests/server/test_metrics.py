@@ -71,7 +71,7 @@ def count_one_key(served: Serving) -> None:
     """The counters of keys have no series before a key has asked."""
     metrics = served.front.metrics
     metrics.of_key("0123456789abcdef", 200)
-    result = served.front.engine.submit("a", max_tokens=1).result(60)
+    result = served.front.engine.submit("a", max_tokens=1).result(300)
     metrics.tokens_of_key("0123456789abcdef", result)
 
 

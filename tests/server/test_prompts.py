@@ -37,7 +37,7 @@ def patient(shared_engine: QLLMEngine) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def want(shared_engine: QLLMEngine) -> str:
-    return shared_engine.submit(TEXT, "LS", 8, sampling=GREEDY).result(60).text
+    return shared_engine.submit(TEXT, "LS", 8, sampling=GREEDY).result(300).text
 
 
 def pieces(size: int, text: str = TEXT) -> list[dict[str, Any]]:

@@ -180,7 +180,7 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
     log = RequestLog(3, lambda: replayed.append(1))
     sampling = SamplingParams(**SAMPLED, ignore_eos=True, logprobs=1, **PENALTIES)
     with make() as first:
-        expected = first.submit("abc", "BE", NUM, sampling=sampling).result(120)
+        expected = first.submit("abc", "BE", NUM, sampling=sampling).result(300)
         asked_s = time.monotonic()
         slow = first.submit("abc", "BE", NUM, sampling=sampling)
         plain = first.submit("abc", "BE", 1000, sampling=sampling)
@@ -198,7 +198,7 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
     with make() as second:
         load_ms = 1e3 * (time.monotonic() - ended_s)
         log.go_on(second.replay)
-        found = slow.result(120)
+        found = slow.result(300)
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         assert found.logprobs == expected.logprobs
         assert found.finish_reason is FinishReason.LENGTH

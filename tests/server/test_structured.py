@@ -169,6 +169,6 @@ def test_a_form_without_a_way_on_is_an_error_of_its_request_alone(served: Servin
         "x", "LS", 8, structured_outputs=StructuredOutputs(grammar=DEAD_END)
     )
     with pytest.raises(DeadEndError, match="no further token behind 1"):
-        handle.result(60)
+        handle.result(300)
     text = served.post("/v1/completions", {**body, "guided_grammar": f"start: /{PATTERN}/"}).json()
     assert re.fullmatch(PATTERN, text["choices"][0]["text"])

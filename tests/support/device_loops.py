@@ -34,7 +34,7 @@ def serves_an_engine(model: str, path: str, *, is_quick: bool = False) -> None:
     ]
 
     def answers_of(engine: QLLMEngine) -> list[tuple[Any, ...]]:
-        alone = [engine.submit(p, c, 8, sampling=s).result(90) for c, p, s in questions]
+        alone = [engine.submit(p, c, 8, sampling=s).result(300) for c, p, s in questions]
         return [(r.token_ids, r.text, r.finish_reason) for r in alone]
 
     on_device: dict[str, Any] = {"device": "cuda", **GPU}
@@ -43,7 +43,7 @@ def serves_an_engine(model: str, path: str, *, is_quick: bool = False) -> None:
     with QLLMEngine.from_pretrained(model, loop="conditional", listen=path, **on_device) as engine:
         assert answers_of(engine) == wanted
         handles = [engine.submit(p, c, 8, sampling=s) for c, p, s in questions]
-        assert [len(h.result(90).token_ids) for h in handles] == [len(w[0]) for w in wanted]
+        assert [len(h.result(300).token_ids) for h in handles] == [len(w[0]) for w in wanted]
         _use(engine, path, is_quick)
 
 
@@ -56,7 +56,7 @@ def _use(engine: QLLMEngine, path: str, is_quick: bool) -> None:
     assert stats["kv_blocks_used"] > 0
     wait_for(lambda: any(frame["tokens"] > 0 for frame in engine.stats()["frames"]))
     with QLLMEngine.attach(path) as other:
-        assert other.submit("hello", max_tokens=3).result(60).token_ids
+        assert other.submit("hello", max_tokens=3).result(300).token_ids
         left = other.submit("hello", "BE", 200, sampling=LONG)
         next(iter(left))
     assert left.result(1).finish_reason is FinishReason.CANCELLED
@@ -71,7 +71,7 @@ def _use(engine: QLLMEngine, path: str, is_quick: bool) -> None:
     wait_for(lambda: engine.stats()["num_live"] <= 1)
     assert engine.call(os.getpid) == pid_of(engine)
     long.cancel()
-    ended = long.result(60).finish_reason
+    ended = long.result(300).finish_reason
     assert ended is FinishReason.CANCELLED or (is_quick and ended is FinishReason.LENGTH)
     while not engine.stats()["num_preemptions"]:  # an LS request comes inside a BE step, soon
         slow = engine.submit([9] * 45, "BE", 400 if is_quick else 2, sampling=LONG)
@@ -79,8 +79,8 @@ def _use(engine: QLLMEngine, path: str, is_quick: bool) -> None:
             next(iter(slow))
         else:
             wait_for(lambda: engine.stats()["frames"])
-        engine.submit("abc", "LS", 2, sampling=LONG).result(60)
-        slow.result(60)
+        engine.submit("abc", "LS", 2, sampling=LONG).result(300)
+        slow.result(300)
     stats = engine.stats()
     assert stats["num_preemptions"] > 0
     assert len(stats["preempt_latencies_ms"]) == stats["num_preemptions"]

@@ -62,11 +62,11 @@ class Engine:
 
     def whole(self, ids: list[int], n: int = 6, **how: Any) -> tuple[Result, Kv]:
         handle = self.engine.submit(ids, "LS", n, sampling=GREEDY, **how)
-        return handle.result(60), self.kv[handle.number]
+        return handle.result(300), self.kv[handle.number]
 
     def end(self, prompt: GrowingPrompt, n: int = 6, **how: Any) -> tuple[Result, Kv]:
         handle = prompt.send(n, sampling=GREEDY, **how)
-        return handle.result(60), self.kv[handle.number]
+        return handle.result(300), self.kv[handle.number]
 
 
 def same(a: Kv, b: Kv) -> bool:

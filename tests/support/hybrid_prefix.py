@@ -24,4 +24,4 @@ def engine_of(model: Any, **settings: Any) -> QLLMEngine:
 
 
 def run(engine: QLLMEngine, ids: list[int], n: int = 8, **how: Any) -> Result:
-    return engine.submit(ids, how.pop("priority", "LS"), n, sampling=GREEDY, **how).result(120)
+    return engine.submit(ids, how.pop("priority", "LS"), n, sampling=GREEDY, **how).result(300)

@@ -39,7 +39,7 @@ def engine_of(model: Any, folder: Path | None, **more: Any) -> QLLMEngine:
 
 
 def run(engine: QLLMEngine, ids: list[int], n: int = 8, to: str = "LS", **how: Any) -> Result:
-    return engine.submit(ids, to, n, sampling=how.pop("sampling", GREEDY), **how).result(120)
+    return engine.submit(ids, to, n, sampling=how.pop("sampling", GREEDY), **how).result(300)
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -122,7 +122,7 @@ def submit_poison(engine: QLLMEngine, rng: random.Random) -> Handle:
 def through_python(engine: QLLMEngine, count: int, seed: int) -> Outcome:
     """Send poison through `submit`, in between innocent requests."""
     rng = random.Random(seed)
-    wanted = [handle.result(60).token_ids for handle in innocents(engine)]
+    wanted = [handle.result(300).token_ids for handle in innocents(engine)]
     found = NOTHING
     while found.poison < count:
         beside = innocents(engine)
@@ -158,7 +158,7 @@ def attempt(engine: QLLMEngine, rng: random.Random) -> tuple[Handle | None, bool
 
 def ended_well(handle: Handle) -> bool:
     try:
-        handle.result(60)
+        handle.result(300)
     except RequestFailedError:
         return False
     return True
@@ -167,7 +167,7 @@ def ended_well(handle: Handle) -> bool:
 def tokens_of(handle: Handle) -> tuple[int, ...] | None:
     """The tokens of a request; None if it was not served to its end."""
     try:
-        result = handle.result(60)
+        result = handle.result(300)
     except (RequestFailedError, TimeoutError):
         return None
     return result.token_ids if result.finish_reason is FinishReason.LENGTH else None
@@ -218,7 +218,7 @@ def body_case(rng: random.Random) -> tuple[str, bytes]:
 def over_http(served: Serving, engine: QLLMEngine, count: int, seed: int) -> Outcome:
     """Send poison over HTTP, in between innocent requests."""
     rng = random.Random(seed)
-    wanted = [handle.result(60).token_ids for handle in innocents(engine)]
+    wanted = [handle.result(300).token_ids for handle in innocents(engine)]
     found = NOTHING
     with httpx.Client(base_url=served.url, timeout=60) as client:
         while found.poison < count:

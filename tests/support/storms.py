@@ -97,9 +97,9 @@ class Storm:
 
         engine.call(lambda: [self.submit("BE") for _ in range(self.num_be)])
         runner_of(engine).on_segment = disturb
-        results = [h.result(120) for h, _ in self.handles]
+        results = [h.result(300) for h, _ in self.handles]
         while len(results) < len(self.handles):
-            results = [h.result(120) for h, _ in self.handles]
+            results = [h.result(300) for h, _ in self.handles]
         runner_of(engine).on_segment = None
         engine.call(loop_of(engine).scheduler.check)
         assert loop_of(engine).scheduler.pool.num_free == engine.config.num_blocks

@@ -317,7 +317,7 @@ class FakeServer:
         self._loop.run_forever()
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(300)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         self._loop.close()
