@@ -22,9 +22,11 @@ from qllm.scheduler.prefix import tag_of
 from qllm.types import NS_PER_S, RequestStatus, StructuredOutputs
 from tests.support.families import FAMILIES, make_model
 from tests.support.inside import loop_of
-from tests.support.kv_tier import GREEDY, engine_of, held_back, prompt_of, run
+from tests.support.kv_tier import GREEDY, engine_of, held_back, no_load_is_late, prompt_of, run
 from tests.support.serving import tiny_engine
 from tests.support.waiting import wait_for
+
+__all__ = ["no_load_is_late"]  # a fixture of all tests here
 
 KINDS = cpu.native.available() if cpu.native is not None else []
 
