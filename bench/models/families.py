@@ -132,7 +132,7 @@ def support(model: Any) -> dict[str, Any]:
 def outcome(
     model_type: str, arms: Sequence[str] = tuple(ARMS), *, kernels: bool = True
 ) -> dict[str, Any]:
-    """What became of one family: `result` is one of equal, refused, not made, WRONG, RAISED.
+    """Try one family: `result` is one of equal, refused, not made, WRONG, RAISED.
 
     Args:
         model_type: The family.

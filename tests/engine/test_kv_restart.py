@@ -28,7 +28,7 @@ ASKS: list[dict[str, Any]] = [
 
 
 class Plain(NamedTuple):
-    """What an engine without a file answers."""
+    """Answers of an engine without a file."""
 
     results: dict[str, Result]
     """By the class of priority."""

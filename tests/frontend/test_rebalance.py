@@ -192,10 +192,6 @@ def made(monkeypatch: pytest.MonkeyPatch, num: int) -> Iterator[FakeFleet]:
     fleet.client.close()
 
 
-def until(condition: Any) -> None:
-    wait_for(condition)
-
-
 def at(fleet: FakeFleet, handle: Handle) -> int:
     """Which engine has a request."""
     (found,) = [i for i in range(3) if (c := fleet[i]) and handle.number in c.handles]
@@ -248,7 +244,7 @@ def test_it_moves_once_with_its_kv_and_keeps_its_tokens(fleet: FakeFleet) -> Non
     waited(fleet, AFTER_S)
     rebalancer(fleet).look()
     fleet[own].deliver()
-    until(lambda: any(be.number in fleet[i].handles for i in range(3) if i != own))
+    wait_for(lambda: any(be.number in fleet[i].handles for i in range(3) if i != own))
     there = at(fleet, be)
     ((number, address, ticket),) = fleet[there].announced  # type: ignore[attr-defined]
     assert (number, address) == (be.number, fleet[own].meets_at)
@@ -268,8 +264,8 @@ def test_it_moves_once_with_its_kv_and_keeps_its_tokens(fleet: FakeFleet) -> Non
     waited(fleet, AFTER_S)
     rebalancer(fleet).look()
     fleet[there].deliver()
-    until(lambda: be.number not in fleet[there].handles)
-    until(lambda: any(be.number in fleet[i].handles for i in range(3)))
+    wait_for(lambda: be.number not in fleet[there].handles)
+    wait_for(lambda: any(be.number in fleet[i].handles for i in range(3)))
     finished(fleet, be, *ls)
 
 
@@ -291,7 +287,7 @@ def test_it_goes_where_the_move_said_whatever_the_route_would_choose(
 
     monkeypatch.setattr(router, "route", to_the_third)
     fleet[own].deliver()
-    until(lambda: any(be.number in fleet[i].handles for i in range(3) if i != own))
+    wait_for(lambda: any(be.number in fleet[i].handles for i in range(3) if i != own))
     assert at(fleet, be) == int(target)
 
 
@@ -313,7 +309,7 @@ def test_nothing_is_lost_when_an_engine_dies_in_the_move(fleet: FakeFleet, whom:
         else:
             fleet[own].deliver()
         if whom != "own":
-            until(
+            wait_for(
                 lambda be=be: (
                     fleet.client.log.holds(be)
                     or any(be.number in fleet[i].handles for i in range(3) if fleet[i] is not None)
@@ -329,7 +325,7 @@ def test_nothing_is_lost_when_an_engine_dies_in_the_move(fleet: FakeFleet, whom:
                     break
         finished(fleet, be, *ls)
         fleet.look()
-        until(lambda: not fleet.client.log.handles())
+        wait_for(lambda: not fleet.client.log.handles())
 
 
 def test_one_moves_at_a_time_and_what_is_paused_or_open_stays(fleet: FakeFleet) -> None:
@@ -348,9 +344,9 @@ def test_one_moves_at_a_time_and_what_is_paused_or_open_stays(fleet: FakeFleet) 
     waited(fleet, AFTER_S)
     rebalancer(fleet).look()
     fleet[own].deliver()
-    until(lambda: second.number not in fleet[own].handles)
+    wait_for(lambda: second.number not in fleet[own].handles)
     assert first.number in fleet[own].handles
-    until(lambda: any(second.number in fleet[i].handles for i in range(3)))
+    wait_for(lambda: any(second.number in fleet[i].handles for i in range(3)))
     first.resume()
     rebalancer(fleet).look()
     fleet[own].deliver()
@@ -359,8 +355,8 @@ def test_one_moves_at_a_time_and_what_is_paused_or_open_stays(fleet: FakeFleet) 
     waited(fleet, AFTER_S)
     rebalancer(fleet).look()
     fleet[own].deliver()
-    until(lambda: first.number not in fleet[own].handles)
-    until(lambda: any(first.number in fleet[i].handles for i in range(3)))
+    wait_for(lambda: first.number not in fleet[own].handles)
+    wait_for(lambda: any(first.number in fleet[i].handles for i in range(3)))
     finished(fleet, first, second, *ls)
 
 
@@ -386,8 +382,8 @@ def test_what_its_engine_does_not_give_stays_and_another_may_move(fleet: FakeFle
     waited(fleet, 8 * AFTER_S)
     rebalancer(fleet).look()
     fleet[own].deliver()
-    until(lambda: be.number not in fleet[own].handles)
-    until(lambda: any(be.number in fleet[i].handles for i in range(3)))
+    wait_for(lambda: be.number not in fleet[own].handles)
+    wait_for(lambda: any(be.number in fleet[i].handles for i in range(3)))
     finished(fleet, be, *ls)
 
 

@@ -22,6 +22,7 @@ from qllm.types import FinishReason, Sampled
 from tests.support.files import ROOT
 from tests.support.forked import start_program
 from tests.support.shm_rig import ids_of, submission
+from tests.support.waiting import wait_for
 
 
 class Pair:
@@ -50,10 +51,7 @@ class Pair:
         self.got: list[Any] = []
 
     def until(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            self.got += self.front_end.receive()
-            assert time.monotonic() < deadline
+        wait_for(condition, meanwhile=lambda: self.got.extend(self.front_end.receive()))
 
     def close(self) -> None:
         for link in self.links:

@@ -1,4 +1,4 @@
-"""What the tests of models share."""
+"""Fixtures that tests of models share."""
 
 import pytest
 

@@ -160,7 +160,7 @@ def test_a_run_ends_with_what_it_left_out_and_what_cost_too_much(
 
 @pytest.fixture
 def suite(request: pytest.FixtureRequest) -> Selection:
-    """What this run collected, where that is the whole suite."""
+    """Return what this run collected. Skip if that is a part of the suite."""
     found = request.config.stash[SELECTION]
     files = {item.path for item in found.collected}
     if len(files) < len(list((ROOT / "tests").rglob("test_*.py"))):

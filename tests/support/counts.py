@@ -1,4 +1,4 @@
-"""How many cases a test runs in a loop."""
+"""Numbers of cases that tests run in a loop, by lane."""
 
 import pytest
 

@@ -58,7 +58,7 @@ def fork_engines() -> None:
 
 
 class Program:
-    """What is asked of a `subprocess.Popen` with pipes of text."""
+    """A running program, with the methods of a `subprocess.Popen` with pipes of text."""
 
     def __init__(self, nursery: Nursery, code: str, arguments: tuple[str, ...]) -> None:
         theirs_in, ours_in = os.pipe()

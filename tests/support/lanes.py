@@ -102,11 +102,12 @@ def select(
         by_mark: True if `-m` chooses tests: no test is left out for its marks, cases are sampled.
         named: Ids of tests that run with all their cases, whatever their marks are.
     """
+    named_ids = set(named)
     left: dict[str, list[pytest.Item]] = defaultdict(list)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     kept = set()
     for item in items:
-        is_named = bool({item.nodeid, item.nodeid.partition("[")[0]} & set(named))
+        is_named = not named_ids.isdisjoint({item.nodeid, item.nodeid.partition("[")[0]})
         why = None if by_mark or is_named else reason_to_leave(item, lane)
         if is_named:
             kept.add(item)
@@ -117,9 +118,8 @@ def select(
         else:
             kept.add(item)
     for name, found in cases.items():
-        chosen = sample(found, random.Random(name if seed is None else f"{name} {seed}"))
-        kept |= set(chosen)
-        left["cases beyond a sample: make test-all"] += [i for i in found if i not in chosen]
+        kept |= set(sample(found, random.Random(name if seed is None else f"{name} {seed}")))
+        left["cases beyond a sample: make test-all"] += [i for i in found if i not in kept]
     ordered = [item for item in items if item in kept]
     ordered = ordered if seed is None else shuffled(ordered, seed)
     return Selection(list(items), ordered, dict(left))
