@@ -50,7 +50,7 @@ class Engine(NamedTuple):
 
     @property
     def moved(self) -> dict[str, int]:
-        """What was handed over."""
+        """Return the counts of requests that were handed over."""
         return dict(self.far.stats()["handover"])
 
 
@@ -108,7 +108,7 @@ class Pair:
         self.log = RequestLog(3, lambda: None)
 
     def go_to(self, replay: Callable[[Open], None]) -> None:
-        """Where requests go on."""
+        """Replay every request by a function."""
         self.log.go_on(replay)
 
     def submit(self, sampling: SamplingParams, at_least: int = 5) -> Handle:

@@ -67,6 +67,19 @@ def test_what_is_lent_stays_while_its_request_goes_on(run: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [in_place, by_copy])
+def test_a_state_that_is_lent_inside_a_pass_is_not_written_by_the_rest_of_it(run: Any) -> None:
+    states, last = States(), LAYERS[-1]
+    states.marks = frozenset({5})
+    for layer in LAYERS[:-1]:
+        run(states, layer, 0, 9, 0)
+    run(states, last, 0, 5, 0)
+    lent = states.lend(5)
+    assert lent is not None
+    run(states, last, 5, 9, 0)
+    assert values(lent) == [sum(range(5))] * len(LAYERS)
+
+
+@pytest.mark.parametrize("run", [in_place, by_copy])
 def test_two_that_go_on_from_lent_states_do_not_see_each_other(run: Any) -> None:
     first = States()
     assert list(passes({4}, run, first, [0, 7])) == [7]

@@ -25,7 +25,7 @@ def on_device(folder: Path, rounding: str, patch: pytest.MonkeyPatch) -> Any:
 
 
 def answer_of(model: Any, packed: bool) -> Tensor:
-    """What the kernels make of a few rows in the last layer's experts."""
+    """Compute a few rows in the last layer's experts with the kernels."""
     runner = cuda_runner(
         model, num_pages=NUM_PAGES, page_size=4, graphs=False, kernels_name="triton"
     )

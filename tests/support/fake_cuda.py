@@ -85,7 +85,7 @@ class FakeGraph:
     def __init__(self, cuda: "FakeCuda") -> None:
         self.cuda, self.ops, self.state = cuda, [], "new"
         self.work: list[tuple[Any, Any, Any, list[Any]]] = []
-        """What a replay runs again: all operations but views, which stay as they are."""
+        """Operations that a replay runs again: all but views, which stay as they are."""
         self.own: list[torch.Tensor] = []
         self.storages: set[int] = set()
 
