@@ -102,6 +102,7 @@ ALLOWED = {
         "set_linear_cache",
     ],
     "types in quotes": ["Axes"],
+    "native code": ["tasks_left", "look_ns"],
     "values of a setting": ["ORDER"],
 }
 

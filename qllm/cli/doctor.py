@@ -38,6 +38,7 @@ def doctor(
 
     from qllm.config import CHOICES
     from qllm.kernels import cpu
+    from qllm.kernels.cpu.course import OP_BYTES
     from qllm.models.quantised import FORMATS
 
     missing = cpu.MISSING
@@ -52,6 +53,7 @@ def doctor(
         *((f"{name} (optional)", _version(name)) for name in OPTIONAL),
         ("cores", f"{len(os.sched_getaffinity(0))}, torch uses {torch.get_num_threads()}"),
         ("CPU kernels", kernels),
+        ("memory of one op", f"{OP_BYTES >> 20} MiB, which bounds its rows"),
         (
             "expert weights",
             ", ".join(map(str, CHOICES["expert_weights"])) if missing is None else "auto",

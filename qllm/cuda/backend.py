@@ -117,7 +117,7 @@ class CudaBackend:
         with torch.inference_mode():
             self.compute = Compute(model, parts, "reference")
         config, never_cuts = base_model(model).config, float("inf")
-        self.cuts, self.costs = cut_rule(parts, config, never_cuts, self.compute.stops_between_keys)
+        self.cuts, self.costs = cut_rule(parts, config, never_cuts)
         self.kernels = kernels(kernels_name or ("triton" if self._on_cuda else "torch"))
         if len(kv_shapes(parts.attentions)) > 1:
             raise ModelError(
@@ -310,7 +310,7 @@ class CudaBackend:
         if part is None:
             return None
         self._replay(runner, frame, part)
-        return Swept(Index(part.end_op, 0), 1, 0, program.ops[at.op].kind, 0)
+        return Swept(Index(part.end_op, 0), 1, 0, 0, program.ops[at.op].kind, 0)
 
     def _part(self, runner: Asking, frame: Frame, program: Program, op: int) -> Part | None:
         if self.stages is None or runner.on_logits is not None:

@@ -213,7 +213,7 @@ class ShmStop:
         self._bell, self._look = bell, look
         self._address = address_of(bell)
 
-    def watch(self) -> Watch | None:
+    def watch(self) -> Watch:
         """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
         return Watch(self._address, self.seen)
 

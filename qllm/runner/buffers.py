@@ -1,5 +1,6 @@
 """Where one native call (`qllm.runner.sweep`) puts what a layer computes on the way."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,24 @@ from qllm.runner.layers.drivers import Routed, RouterExtras
 from qllm.runner.layers.native import NativeLayer
 from qllm.runner.layers.work import Bank, Unit, Work
 from qllm.scheduler.program import Index, Op, OpKind
+
+
+class Storage:
+    """Memory that buffers of one layer after another use; it grows and is not given back.
+
+    To get so much memory from the system takes longer than to use it, and to give it back takes
+    milliseconds in which nothing is polled.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor in the memory of that name, in which nothing else may lie."""
+        numel, flat = math.prod(shape), self._flat.get(name)
+        if flat is None or flat.numel() < numel or flat.dtype is not dtype:
+            flat = self._flat[name] = torch.empty(numel, dtype=dtype)
+        return flat[:numel].view(shape)
 
 
 class LayerBuffers:
@@ -27,16 +46,19 @@ class LayerBuffers:
         "weights_TK",
     )
 
-    def __init__(self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int) -> None:
-        tokens, top_k, weights = x_TD.shape[0], layer.top_k, layer.weights
-        num = tokens * top_k
-        self.mid_TD, self.normed_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
-        self.next_TD = torch.empty_like(x_TD)
+    def __init__(
+        self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int, storage: Storage
+    ) -> None:
+        (tokens, width), top_k, dtype = x_TD.shape, layer.top_k, x_TD.dtype
+        num, take, shape = tokens * top_k, storage.take, (tokens, width)
+        self.storage = storage
+        self.mid_TD, self.normed_TD = take("mid", shape, dtype), take("normed", shape, dtype)
+        self.next_TD = torch.empty_like(x_TD)  # a frame takes it away
         has_shared = layer.router is not None and layer.mlp is not None
-        self.shared_TD = torch.empty_like(x_TD) if has_shared else None
-        self.weights_TK = torch.empty((tokens, top_k), dtype=weights)
-        self.slots_SD = x_TD.new_empty((num, out_width))
-        whole = torch.empty(3 * (num + num_units), dtype=torch.int64)
+        self.shared_TD = take("shared", shape, dtype) if has_shared else None
+        self.weights_TK = take("weights", (tokens, top_k), layer.weights)
+        self.slots_SD = take("slots", (num, out_width), dtype)
+        whole = take("ints", (3 * (num + num_units),), torch.int64)
         self.ids_TK = whole[:num].view(tokens, top_k)
         self.ints = whole[num : 3 * num]
         """token_S and inverse_S of `Work`."""
@@ -97,7 +119,7 @@ class LayerBuffers:
             state: Of the frame.
             bank: The layer's experts; a dense layer has none.
             parts: The ops of the layer.
-            at: Place in `parts`, and units of it that are done.
+            at: Place in `parts`, and units of an EXPERTS op that are done.
             num_units: Units of the layer, once its experts have begun.
         """
         state.space, state.mid_TD = self, self.mid_TD
@@ -110,12 +132,12 @@ class LayerBuffers:
                     self.normed_TD[lo:hi], self.ids_TK[lo:hi], self.weights_TK[lo:hi], shared
                 )
         combine = [part.kind for part in parts].index(OpKind.COMBINE)
-        if bank is not None and (at.op, at.pos) > (combine - 1, 0):
+        units_done = at.pos or (num_units if at.op >= combine else 0)
+        if bank is not None and units_done:
             if state.work is None:
                 units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
                 state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
-            done = at.pos or num_units
-            state.work.done[:done] = b"\1" * done
+            state.work.done[:units_done] = b"\1" * units_done
             state.weights_TK = self.weights_TK
             state.experts_x_TD = self.normed_TD if at.pos else None
         if at.op > combine:

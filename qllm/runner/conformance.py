@@ -11,11 +11,14 @@ another number of threads, and in our kernels. Against itself, bit by bit, with 
 
     A   prefill uncut        decode while B is parked inside a layer
     B            prefill, parked at every boundary          decode, parked at every boundary
+                 and after every few tasks of an op         and after every few tasks of an op
 """
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import c_int64
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +31,7 @@ from qllm.runner import reference
 from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.drivers import HookedDriver
 from qllm.runner.layers.trial import mixers_of, refuse_chunks
+from qllm.runner.protocol import Stop, Watch
 from qllm.runner.reference import LayerPass, Pass, by_expert, pinned, unit
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
@@ -43,6 +47,8 @@ MAX_PROMPT = 512
 BOUND = {torch.float32: 64.0}
 """Largest difference that rounding explains, in spreads (`runner.reference`); 8 in 16 bits, whose
 sums are in fp32. Most seen, in small models of eight families and some 1,024 wide: 7.8 and 2.6."""
+TASKS = 37
+"""Tasks of ops between two stops of the pass that is parked: a layer has thousands."""
 UNCLEAR = 24
 """One in so many tokens whose choice of experts seemed clear, at least one, may be routed another
 way all the same; so the prefill judges a router, not the decode step."""
@@ -51,13 +57,23 @@ _log = logging.getLogger("qllm")
 
 
 class _Always:
-    """Stops at every boundary."""
+    """Stops at every boundary between ops."""
 
     word = NO_STOP
     stop_at_ns: int | None = None
 
     def now_ns(self) -> int:
         return 0
+
+
+class _Inside(_Always):
+    """Stops there, and inside ops after some tasks."""
+
+    def __init__(self) -> None:
+        self._word = c_int64()
+
+    def watch(self) -> Watch:
+        return Watch(ctypes.addressof(self._word), 0, TASKS)
 
 
 def check(model: nn.Module, runner: "TorchRunner") -> None:
@@ -284,7 +300,7 @@ class _Probe:
         parked = self._begin(_B, 0, length, Grain.EXPERT)
         index, half = START, self.runner.shape.num_layers // 2
         while index != parked.end:
-            index = self._run(parked, index)
+            index = self._run(parked, index, _Inside())
             inside = parked.inside_layer(index) and parked.layer_at(index) >= half
             if inside and (_A, length + 1) not in self.logits:
                 self._step(_A, length, length + 1)
@@ -305,10 +321,10 @@ class _Probe:
             )
 
     def _step(self, request_id: RequestId, lo: int, hi: int, grain: Grain = Grain.STEP) -> None:
-        program = self._begin(request_id, lo, hi, grain)
+        program, stop = self._begin(request_id, lo, hi, grain), _Inside()
         index = START
         while index != program.end:
-            index = self._run(program, index)
+            index = self._run(program, index, stop)
         self._end(program)
 
     def _end(self, program: Program) -> None:
@@ -340,9 +356,9 @@ class _Probe:
         self.programs.append(program)
         return program
 
-    def _run(self, program: Program, start: Index) -> Index:
+    def _run(self, program: Program, start: Index, stop: Stop | None = None) -> Index:
         try:
-            return self.runner.run(program, start, _Always())
+            return self.runner.run(program, start, stop or _Always())
         except Exception as error:
             at = start.op
             if self._last is not None and self._last[0] is program:

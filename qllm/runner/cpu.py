@@ -15,7 +15,7 @@ from qllm.models.heard import warn_of_unheard
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
-from qllm.runner.cuts import cut_rule
+from qllm.runner.cuts import cut_rule, nominal_ms, room_of
 from qllm.runner.frame import Frame
 from qllm.runner.kv import RequestKV, SlabKV
 from qllm.runner.layers.attention import Span, Step
@@ -95,8 +95,21 @@ class CpuBackend:
         self, model: nn.Module, parts: ModelParts, compute: Compute, max_segment_ms: float
     ) -> None:
         self._model, self._parts, self.compute = model, parts, compute
-        stops = compute.stops_between_keys
-        self.cuts, self.costs = cut_rule(parts, base_model(model).config, max_segment_ms, stops)
+        config, polls_inside = (
+            base_model(model).config,
+            compute.sweep.num_layers == len(parts.layers),
+        )
+        self.cuts, self.costs = cut_rule(
+            parts,
+            config,
+            max_segment_ms,
+            polls_inside=polls_inside,
+            stops_between_keys=compute.stops_between_keys,
+        )
+        room = room_of(parts, config, parts.lm_head.in_features)
+        self._range_rows = room.rows(room.expert)
+        self.polls_inside = polls_inside
+        """Whether every op polls before each of its tasks; else the runner polls between ops."""
         cpu.set_threads(torch.get_num_threads())
         self.sweep = compute.sweep
         """Runs what it covers in one call; with `runner.sweep.NOTHING` every op runs by itself."""
@@ -128,7 +141,11 @@ class CpuBackend:
     @property
     def names(self) -> dict[str, str]:
         """What computes what, for results."""
-        return self.compute.names
+        stops = "before every task of an op"
+        if not self.polls_inside:
+            longest_ms = nominal_ms(self.cuts, self.costs)
+            stops = f"between ops (nominal {longest_ms:.1f} ms)"
+        return self.compute.names | {"stops": stops}
 
     def enter(self) -> None:
         self.compute.enter()
@@ -175,7 +192,8 @@ class CpuBackend:
     ) -> Swept | None:
         if not self.sweep.covers(program.ops[at.op]):
             return None
-        sizes = Sizes(self.costs, self.cuts.expert_block, runner.on_segment is not None)
+        single = runner.on_segment is not None
+        sizes = Sizes(self.costs, self.cuts.expert_block, self._range_rows, single)
         return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
 
     def pace(self) -> None:

@@ -1,18 +1,23 @@
-"""Where ops are cut, from the sizes of a model and nominal constants of a machine.
+"""Where ops are cut by rows: a pure function of the configuration and the kernels.
 
-Cuts must be a pure function of the configuration and of the kernels, so nothing is measured here.
-The constants were chosen on one core of a Zen 4 server, rounded towards slow; a faster machine gets
-shorter segments than it needs, a slower one misses the bound and shows it in `segments`.
+Where our kernels run every layer, an op polls by itself, before each of its tasks. It gets as many
+rows as the memory `course.OP_BYTES` holds, and nothing here depends on the speed of a machine.
+
+Other layers poll between ops, so these are cut by nominal constants of one core of a Zen 4 server,
+rounded towards slow. A cut has no fewer rows than multiply for as long as their weights are read.
+A faster machine gets shorter segments than it needs. A slower one misses the bound, as does a model
+of large layers; `segments` shows by how much.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from qllm.kernels import cpu
+from qllm.kernels.cpu import course
 from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.quantised_experts import quantised_in
@@ -64,8 +69,10 @@ class Costs:
     """One row through the output head."""
     segment_ns: float
     """What a segment may take."""
+    read_ns: float
+    """The weights of an attention."""
     attn_ns: float
-    """What it may take after reading the weights of an attention."""
+    """What it may take after reading these."""
     project_ns: float
     """One token through the projections of an attention."""
     query_key_ns: float
@@ -126,6 +133,14 @@ def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
     return size
 
 
+def _rows_as_long(read_ns: float, row_ns: float) -> int:
+    """Rows that multiply for as long as their weights are read, a power of two."""
+    size = 1
+    while size * row_ns < read_ns:
+        size *= 2
+    return size
+
+
 class _Attn(NamedTuple):
     """Nominal nanoseconds of one layer's attention."""
 
@@ -169,12 +184,22 @@ def _attn_ns(
 
 
 def cut_rule(
-    parts: ModelParts, config: Any, max_segment_ms: float, stops_between_keys: bool
+    parts: ModelParts,
+    config: Any,
+    max_segment_ms: float,
+    *,
+    polls_inside: bool = False,
+    stops_between_keys: bool = False,
 ) -> tuple[CutRule, Costs]:
     """The cuts of a model for a bound on its segments; infinity does not cut.
 
-    Blocks of queries shrink with their position, to one query. An attention that can stop between
-    keys needs no block below `KEY_QUERIES`.
+    Args:
+        parts: Of the model.
+        config: Of the model.
+        max_segment_ms: The bound.
+        polls_inside: Every layer runs in `runner.sweep`, which polls inside ops.
+        stops_between_keys: Attention does, so that blocks of queries need not shrink below
+            `KEY_QUERIES` as their position grows.
     """
     dtype = parts.like.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
@@ -189,6 +214,7 @@ def cut_rule(
     attn = _Attn(*map(max, zip(*all_ns, strict=True)))
     free = max(segment - attn.read, segment / 4)
     costs = Costs(
+        read_ns=attn.read,
         attn_ns=free,
         project_ns=attn.project,
         query_key_ns=attn.query_key,
@@ -202,16 +228,20 @@ def cut_rule(
     )
     if max_segment_ms == float("inf"):
         return NO_CUTS, costs
+    if polls_inside:
+        return _cuts_by_memory(parts, config, width), replace(costs, range_ns=math.inf)
     if parts.around is not None:
         return _around_cuts(parts, costs), costs
     shared = max(_weights(layer.shared) + _weights(layer.router) for layer in parts.layers)
     route = 2 * shared / flops + GLUE_NS_PER_VALUE * width * 2
     combine = COMBINE_NS_PER_VALUE * width * (parts.shape.experts_per_token + 2)
     dense = max((_weights(x.mlp) for x in parts.layers if not x.is_moe), default=0)
+    least = _rows_as_long(attn.read, attn.project)
+    keeps = _power_of_two(free / attn.project, 1, KEY_QUERIES) if stops_between_keys else 1
     rule = CutRule(
-        max_cost=free / attn.project,
+        max_cost=max(float(least), free / attn.project),
         attn_cost_per_kv=attn.query_key / attn.project,
-        min_block=_power_of_two(free / attn.project, 1, KEY_QUERIES) if stops_between_keys else 1,
+        min_block=min(max(least, keeps), MOST_AROUND),
         glue_block=_power_of_two(segment / max(route, combine)),
         dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
         expert_block=_expert_block(costs),
@@ -219,10 +249,76 @@ def cut_rule(
     return rule, costs
 
 
+def nominal_ms(rule: CutRule, costs: Costs) -> float:
+    """The longest attention or expert that a rule leaves whole: what is held where ops are cut."""
+    attn = costs.read_ns + rule.max_cost * costs.project_ns
+    expert = costs.unit_ns + rule.expert_block * costs.row_ns
+    return max(attn, expert) / NS_PER_MS
+
+
 def _expert_block(costs: Costs) -> int:
     unit = costs.segment_ns - costs.range_ns  # a range ends with the unit that goes past `range_ns`
     free = max(unit - costs.unit_ns, costs.segment_ns / 4)
-    return _power_of_two(free / max(costs.row_ns, 1.0))
+    row_ns = max(costs.row_ns, 1.0)
+    return max(_power_of_two(free / row_ns), min(_rows_as_long(costs.unit_ns, row_ns), 1024))
+
+
+class Room(NamedTuple):
+    """Bytes that a token, or a row of an expert, takes while an op is under way."""
+
+    attn: int
+    glue: int
+    dense: int
+    expert: int
+
+    def rows(self, num_bytes: int) -> int:
+        """Rows that fit; at least 16."""
+        return max(16, course.OP_BYTES // max(1, num_bytes))
+
+
+def room_of(parts: ModelParts, config: Any, width: int) -> Room:
+    """What ops keep: their inputs as kernels read them, and what is between two products."""
+    item = parts.like.element_size()
+    attn = max((_attn_room(x.self_attn, config, width) for x in parts.layers), default=0)
+    shared = max((_widest(x.shared) for x in parts.layers), default=0)
+    dense = max((_widest(x.mlp) for x in parts.layers if not x.is_moe), default=0)
+    moe: Any = next((x.experts for x in parts.layers if x.experts is not None), None)
+    hidden = 0 if moe is None else moe.down_proj[0].numel() // width
+    return Room(
+        attn * item,
+        (width + 3 * shared) * item + parts.shape.num_experts * 4,
+        (2 * width + 3 * dense) * item,
+        (width + 4 * hidden) * item,
+    )
+
+
+def _linears(module: Any) -> list[nn.Linear]:
+    return [] if module is None else [m for m in module.modules() if isinstance(m, nn.Linear)]
+
+
+def _widest(mlp: Any) -> int:
+    return max((m.out_features for m in _linears(mlp)), default=0)
+
+
+def _attn_room(attn: Any, config: Any, width: int) -> int:
+    """Values: what every projection gives, queries and what they saw, and sums of it in fp32."""
+    if attn is None:
+        return width
+    heads = _heads(attn, config)
+    value = getattr(attn, "kv_lora_rank", None) or getattr(attn, "head_dim", None)
+    value = value or width // heads
+    return width + sum(m.out_features for m in _linears(attn)) + 6 * heads * int(value)
+
+
+def _cuts_by_memory(parts: ModelParts, config: Any, width: int) -> CutRule:
+    room = room_of(parts, config, width)
+    return CutRule(
+        max_cost=float(room.rows(room.attn)),
+        attn_cost_per_kv=0.0,
+        glue_block=_power_of_two(room.rows(room.glue), high=1 << 16),
+        dense_block=_power_of_two(room.rows(room.dense), high=1 << 16),
+        expert_block=_power_of_two(room.rows(room.expert)),
+    )
 
 
 def _around_cuts(parts: ModelParts, costs: Costs) -> CutRule:

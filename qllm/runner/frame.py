@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
+from qllm.kernels.cpu.course import Course
 from qllm.models.discover import ModelParts
 from qllm.plan import Row
 from qllm.runner.heads import HeadState
@@ -198,6 +199,8 @@ class Frame:
         self.x_TD: Tensor | None = None
         self.master_TD: Tensor | None = None
         self.layer = LayerState()
+        self.course: Course | None = None
+        """The place inside an op where it is parked; without it the op begins again: same bits."""
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
         self.unread: Unread | None = None
@@ -258,7 +261,8 @@ class Frame:
         held = [self.x_TD, self.master_TD]
         held += layer.tensors() if layer.space is None else layer.space.tensors()
         held += [] if head is None else head.tensors()
-        return sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
+        kept = 0 if self.course is None else self.course.num_bytes
+        return kept + sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
 
     def flush(self) -> None:
         """Put the active rows back into `master_TD`."""
@@ -409,9 +413,10 @@ class Frame:
         return self.program.rows[row].request_id in self.dead
 
     def forget_steps(self) -> None:
-        """Rows died: the spans of ATTN ops are made anew."""
+        """Rows died: the spans of ATTN ops are made anew, and the op that is begun begins again."""
         self._steps.clear()
         self.ahead.clear()
+        self.course = None
 
     def step_of(self, group: int, lo: int, hi: int, new_step: NewStep) -> Step:
         """What the ATTN op over tokens [lo, hi) of a group attends."""

@@ -42,12 +42,19 @@ class HeadState:
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
 
-    def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None) -> None:
-        """Do some blocks, at least a segment of them; greedy rows see logits after the rule."""
+    def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None, step: int) -> None:
+        """Do some blocks, at least a task of one; greedy rows see logits after the rule.
+
+        Args:
+            head: Of the model.
+            blocks: Where it is, and what it polls between tasks if all rows are greedy.
+            rule: Of the model, if it has one.
+            step: Blocks that are done at once if some rows keep their logits.
+        """
         alone = not self.rest and rule is None
         if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
             return
-        start, stop = blocks.at, min(blocks.at + blocks.step, blocks.end)
+        start, stop = blocks.at, min(blocks.at + step, blocks.end)
         blocks.at, blocks.num_segments = stop, 1
         for block in range(start, stop):
             logits_BV = head(self.x_BD, block)

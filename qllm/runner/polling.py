@@ -1,29 +1,33 @@
-"""How native code polls a stop by itself, between segments: see sweep.h."""
+"""How native code polls a stop by itself, before every task of an op: see course.h."""
 
+import time
 from typing import Any
 
-from qllm.runner.protocol import Stop, Watch
+from qllm.runner.protocol import NEVER, Stop, Watch
 from qllm.types import Grain
-
-FOREVER_NS = 1 << 62
 
 
 def let_poll(call: Any, stop: Stop, below: int, grain: Grain) -> None:
     """Let a call go on past a segment until it is asked to stop, if it can find that out.
 
-    Without a word to watch, or where somebody has asked already, it returns after one segment.
+    Without a word to watch it returns after one segment; where a stop is due already, after one
+    task, or as many as the watch says.
 
     Args:
-        call: A struct of sweep.h with `grain`, `watch`, `seen` and `left_ns`.
+        call: A struct of sweep.h with `grain`, `watch`, `seen`, `stop_ns` and `tasks_left`.
         stop: What to poll.
         below: A smaller stop word asks.
         grain: Where the program may stop; at Grain.STEP nothing is polled.
     """
-    call.grain = grain
+    call.grain, call.stop_ns, call.tasks_left = grain, NEVER, NEVER
     look = getattr(stop, "watch", None)
     watch: Watch | None = None if look is None or grain is Grain.STEP else look()
-    if watch is None or stop.word < below:
+    if watch is None:
         return
-    late_ns = stop.stop_at_ns
-    call.watch, call.seen = watch
-    call.left_ns = FOREVER_NS if late_ns is None else late_ns - stop.now_ns()
+    call.watch, call.seen, call.tasks_left, left_ns = watch
+    if stop.word < below and watch.num_tasks == NEVER:
+        call.tasks_left = 1
+    if stop.stop_at_ns is not None:
+        left_ns = min(left_ns, stop.stop_at_ns - stop.now_ns())
+    if left_ns < NEVER:
+        call.stop_ns = time.monotonic_ns() + left_ns

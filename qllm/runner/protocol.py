@@ -9,6 +9,9 @@ from qllm.plan import CutRule, ModelShape
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 
+NEVER = 1 << 62
+"""`kNever` of course.h: more tasks, or nanoseconds, than there are."""
+
 
 class Watch(NamedTuple):
     """A 64-bit word that changes when a stop word may have gone down."""
@@ -16,6 +19,10 @@ class Watch(NamedTuple):
     address: int
     seen: int
     """While the watched word has this value, the stop word is as it was read after `watch()`."""
+    num_tasks: int = NEVER
+    """Most tasks inside ops before the code returns anyhow: how checks stop it inside ops."""
+    look_ns: int = NEVER
+    """Time after which it returns anyhow, because only `word` itself sees some of the arrivals."""
 
 
 class Stop(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
+from qllm.kernels.cpu import course
 from qllm.models.discover import ModelParts, discover
 from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
@@ -232,7 +233,7 @@ class TorchRunner:
                 op += pos == 0
             backend.pace()
             end = clock()
-            ns = end - begin if swept is None or swept.num_segments == 1 else swept.longest_ns
+            ns = end - begin if swept is None else swept.segment_ns(end - begin)
             if ns > segments.longest_ns:
                 segments.longest_ns, segments.longest_op = ns, kind
             if self.on_segment is not None:
@@ -402,7 +403,7 @@ class TorchRunner:
         (op, pos), group = at, program.ops[at.op].group
         parts, members = self.parts, program.groups[group]
         costs, vocabulary = self.backend.costs, self.backend.compute.head
-        if frame.head is None or pos == 0:
+        if frame.head is None or (pos == 0 and frame.course is None):
             x = frame.activate(group)
             rows = costs.rows_at_once(vocabulary.num_blocks, self.shape.vocab_size)
             scores = frame.scores_of(self.requests, members, (vocabulary.num_blocks, rows))
@@ -414,17 +415,19 @@ class TorchRunner:
         if pos < head.scores.num_units:
             dead = {i for i, r in enumerate(members) if frame.is_dead(r)}
             pos = head.scores.run(vocabulary, parts, costs, pos, dead)
-            return Swept(Index(op, pos), 1, 0, OpKind.HEAD, 0)
-        step, single = costs.head_blocks(len(members), num), self.on_segment is not None
-        blocks = HeadBlocks(at=pos - head.scores.num_units, end=num, step=step, single=single)
+            return Swept(Index(op, pos), 1, 0, 0, OpKind.HEAD, 0)
+        inside, single = frame.course or course.take(), self.on_segment is not None
+        first = pos - head.scores.num_units
+        blocks = HeadBlocks(at=first, end=num, course=inside.address, single=single)
         let_poll(blocks, stop, program.stop_below, frame.grain)
-        head.run(vocabulary, blocks, parts.logit_rule)
-        done, next_at = self._clock(), Index(op, head.scores.num_units + blocks.at)
+        head.run(vocabulary, blocks, parts.logit_rule, costs.head_blocks(len(members), num))
+        frame.course = course.keep(inside)
+        next_at = Index(op, head.scores.num_units + blocks.at)
         if blocks.at == num:
             self._sample(frame, head, members)
             next_at = Index(op + 1, 0)
-        longest_ns = blocks.longest_ns + self._clock() - done  # sampling ends the last segment
-        return Swept(next_at, blocks.num_segments, longest_ns, OpKind.HEAD, 0)
+        ns = blocks.call_ns, blocks.longest_ns
+        return Swept(next_at, blocks.num_segments, *ns, OpKind.HEAD, 0)
 
     def _sample(self, frame: Frame, head: HeadState, members: tuple[int, ...]) -> None:
         rows = [frame.program.rows[r] for r in members]

@@ -1,7 +1,8 @@
 """Consecutive ops of a program in one native call, where every part of the layers is ours.
 
 A call runs until the ops change, a part is not ours or a stop may be due, and leaves the frame as
-the ops one by one in `qllm.runner.runner` do. The loop is kernels/cpu/sweep.cpp.
+the ops one by one in `qllm.runner.runner` do. It may leave an op after any of its tasks
+(kernels/cpu/course.py). The loop is kernels/cpu/sweep.cpp.
 """
 
 import ctypes
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu import course
 from qllm.kernels.cpu.attention import Latents
-from qllm.runner.buffers import LayerBuffers
+from qllm.runner.buffers import LayerBuffers, Storage
 from qllm.runner.cuts import Costs
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
@@ -79,13 +81,17 @@ class _Sweep(ctypes.Structure):
         ("inverse", c_void_p),
         ("units", c_void_p),
         ("unit_rows", c_int64),
+        ("range_rows", c_int64),
         ("range_ns", c_double),
         ("unit_ns", c_double),
         ("row_ns", c_double),
+        ("key_values", c_int64),
+        ("course", c_void_p),
         ("grain", c_int64),
         ("watch", c_void_p),
         ("seen", c_int64),
-        ("left_ns", c_int64),
+        ("stop_ns", c_int64),
+        ("tasks_left", c_int64),
         ("single", c_int64),
         ("layer", c_int64),
         ("part", c_int64),
@@ -93,6 +99,7 @@ class _Sweep(ctypes.Structure):
         ("num_units", c_int64),
         ("num_layers", c_int64),
         ("num_segments", c_int64),
+        ("call_ns", c_int64),
         ("longest_ns", c_int64),
         ("longest_kind", c_int64),
         ("slots_done", c_int64),
@@ -108,6 +115,8 @@ class Sizes(NamedTuple):
     """How large a range of expert units is."""
     unit_rows: int
     """Most rows of one expert unit."""
+    range_rows: int
+    """Most rows of a range of them, which has one unit at least."""
     single: bool
     """Return after the first op or range."""
 
@@ -118,14 +127,24 @@ class Swept(NamedTuple):
     at: Index
     """The first op not done."""
     num_segments: int
+    """Ops and ranges of expert units, the one that was left included."""
+    polled_ns: int
+    """The time in which it polled by itself; 0 if it did not."""
     longest_ns: int
+    """The longest time between two of these polls of a thread."""
     longest_op: OpKind
+    """The op in which it was."""
     expert_bytes: int
     """Weights of the experts that had a unit; 0 where the device counts them."""
 
+    def segment_ns(self, whole_ns: int) -> int:
+        """The longest time without a poll, of all that this took; what is around polls counts."""
+        return max(0, whole_ns - self.polled_ns) + self.longest_ns
 
-SPARE_TOKENS = 64
-"""Buffers of more tokens are let go after a call."""
+
+KEY_VALUES = 1 << 20
+"""Most values of keys, and of what is weighed for them, that one task of an attention reads: those
+of 4,096 tokens with heads of 128."""
 
 
 class LayerOps(NamedTuple):
@@ -135,8 +154,6 @@ class LayerOps(NamedTuple):
     structs: "ctypes.Array[_LayerOp]"
     steps: list[Step]
     """What the ATTN ops attend, which come first."""
-    stops: bool
-    """An attention stops between keys; such ATTN ops run one by one."""
 
 
 class Sweep:
@@ -164,7 +181,8 @@ class Sweep:
         """The most of any layer: one call goes through several with the same buffers."""
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
-        """Buffers of the call before, of dense layers and of those with experts."""
+        """Buffers of the call before, of dense layers and of those with experts. A frame that is
+        parked inside a layer has its own."""
 
     def enter(self) -> None:
         """Take up where the weights are; those of the experts are packed."""
@@ -209,21 +227,20 @@ class Sweep:
         stop: Stop,
         new_step: NewStep,
         sizes: Sizes,
-    ) -> Swept | None:
-        """Run ops from `at`, at least one op or range of expert units.
+    ) -> Swept:
+        """Run ops from `at`, at least one task of an op.
 
         Args:
             frame: Of the program.
             program: The frame's, or one with the first of its ops.
             at: An op that is covered.
             stop: Who may ask to stop. One without `watch` is looked at by the caller, so the call
-                returns at every boundary of the program's grain.
+                returns at every boundary of the program's grain between ops and ranges.
             new_step: Finds what an ATTN op attends.
             sizes: How much is done at once.
 
         Returns:
-            What was done. None for an ATTN op of a layer whose attention stops between keys, which
-            runs by itself.
+            What was done.
 
         Raises:
             InvariantError: Expert units ran out of order (I1), or it was left.
@@ -236,38 +253,45 @@ class Sweep:
         nth, part = divmod(at.op - first, num)
         layer = stretch.start + nth
         x = self._input(frame, stretch.group, layer)
-        ahead = self._look_ahead(frame, stretch, layer, x, new_step, sizes.costs)
-        if program.ops[at.op].kind is OpKind.ATTN and (ahead.stops or at.pos):
-            return None
-        work = frame.layer.work
-        _check_units(work, ahead.ops[part], at.pos)
-        space = self._space(frame, layer, x, sizes.unit_rows, part > 0 or at.pos > 0)
+        ahead = self._look_ahead(frame, stretch, layer, x, new_step)
+        kind, work = ahead.ops[part].kind, frame.layer.work
+        units_done = at.pos if kind is OpKind.EXPERTS else 0
+        _check_units(work, ahead.ops[part], units_done)
+        space = self._space(frame, layer, x, sizes.unit_rows, part > 0)
+        inside = frame.course or course.take()
         s = _Sweep(
             **space.places,
             layers=ctypes.addressof(self._structs),
             parts=ctypes.addressof(ahead.structs),
             num_parts=num,
-            end_layer=self._end(layer, layer + 1 if ahead.stops else stretch.end),
+            end_layer=self._end(layer, stretch.end),
             x=x.data_ptr(),
             next=space.next_TD.data_ptr(),
             unit_rows=sizes.unit_rows,
+            range_rows=sizes.range_rows,
             range_ns=sizes.costs.range_ns,
             unit_ns=sizes.costs.unit_ns,
             row_ns=sizes.costs.row_ns,
+            key_values=KEY_VALUES,
+            course=inside.address,
             single=sizes.single,
             layer=layer,
             part=part,
-            pos=at.pos,
+            pos=units_done,
             num_units=0 if work is None else len(work.units),
         )
         let_poll(s, stop, program.stop_below, program.grain)
         cpu.native.sweep(ctypes.addressof(s))
         if s.failed:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
+        frame.course = course.keep(inside)
         self._leave(frame, s, space, x, ahead)
-        index = Index(first + (s.layer - stretch.start) * num + s.part, s.pos)
+        is_units = ahead.ops[s.part].kind is OpKind.EXPERTS
+        pos = s.pos if is_units else inside.done
+        index = Index(first + (s.layer - stretch.start) * num + s.part, pos)
         longest = OpKind(s.longest_kind)
-        return Swept(index, s.num_segments, s.longest_ns, longest, s.expert_bytes)
+        ns = s.call_ns, s.longest_ns
+        return Swept(index, s.num_segments, *ns, longest, s.expert_bytes)
 
     def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
         """What a layer is given; layers after it write over it."""
@@ -290,14 +314,13 @@ class Sweep:
         layer: int,
         x_TD: Tensor,
         new_step: NewStep,
-        costs: Costs,
     ) -> LayerOps:
         native = self._layers[layer]
         assert native is not None
         key = stretch.group, native.router is None
         found: LayerOps | None = frame.ahead.get(key)
         if found is None:
-            found = _ahead(frame, stretch.in_layer(layer), native, x_TD, new_step, costs)
+            found = _ahead(frame, stretch.in_layer(layer), native, x_TD, new_step)
             frame.ahead[key] = found
         return found
 
@@ -310,13 +333,14 @@ class Sweep:
         if held is not None:
             return held
         assert native is not None
-        spare = None if inside else self._spare.pop(native.router is None, None)
-        if spare is not None and spare.places["tokens"] == x_TD.shape[0]:
+        spare = self._spare.pop(native.router is None, None)
+        if not inside and spare is not None and spare.places["tokens"] == x_TD.shape[0]:
             return spare
         num_slots = x_TD.shape[0] * native.top_k
         width = x_TD.shape[1] if bank is None else bank.out_width
         num_units = min(num_slots, self._num_experts + num_slots // unit_rows)
-        space = LayerBuffers(x_TD, native, width, num_units)
+        storage = Storage() if spare is None else spare.storage
+        space = LayerBuffers(x_TD, native, width, num_units, storage)
         if inside:
             space.load_from(state)
             frame.layer = LayerState()
@@ -333,10 +357,10 @@ class Sweep:
             if s.num_layers % 2:
                 frame.x_TD, space.next_TD = space.next_TD, x_TD
             frame.layer = LayerState()
-        if s.part or s.pos:
+        if s.part or frame.course is not None:
             bank = self._banks[s.layer]
             space.leave(frame.layer, bank, ahead.ops, Index(s.part, s.pos), s.num_units)
-        elif s.tokens <= SPARE_TOKENS:
+        else:
             self._spare[s.top_k == 0] = space
 
 
@@ -368,7 +392,6 @@ def _ahead(
     layer: NativeLayer,
     x_TD: Tensor,
     new_step: NewStep,
-    costs: Costs,
 ) -> LayerOps:
     structs, steps = (_LayerOp * len(ops))(), []
     for i, (kind, _, group, lo, hi) in enumerate(ops):
@@ -381,8 +404,7 @@ def _ahead(
         part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
         part.cos, part.sin = frame.rope.addresses(group, lo, hi, frame.tokens(group))
         steps.append(step)
-    stops = any(costs.keys(s.num_tokens, len(s.spans), s.num_keys) < s.num_keys for s in steps)
-    return LayerOps(ops, structs, steps, stops)
+    return LayerOps(ops, structs, steps)
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:

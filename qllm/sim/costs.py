@@ -89,7 +89,7 @@ class CostFile(_Strict):
     @field_validator("costs")
     @classmethod
     def _all_costs(cls, value: dict[str, float]) -> dict[str, float]:
-        value = {"move_token_ns": 0.0, **value}  # of files from before it was known
+        value = {"move_token_ns": 0.0, "task_ns": 0.0, **value}  # of files from before these
         _check_names(value, [f.name for f in fields(SimCosts)])
         for name, number in value.items():
             if not 0 <= number < float("inf"):

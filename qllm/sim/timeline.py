@@ -73,6 +73,8 @@ class SimCosts:
     otherwise they add up."""
     op_ns: float = 20_000
     """Time of every op, beside its work."""
+    task_ns: float = 0
+    """Time between two polls inside an op; 0: a program stops between ops and experts alone."""
     embed_ns: float = 0
     embed_token_ns: float = 1_250
     attn_ns: float = 0
@@ -191,6 +193,8 @@ class Prices:
         costs, shape = self._costs, self._shape
         total_ns = costs.op_ns + costs.of(kind, work, shape, is_moe=is_moe)
         units = costs.distinct_experts(work.tokens, shape) if kind is OpKind.EXPERTS else 1
+        if costs.task_ns and kind not in (OpKind.EMBED, OpKind.EXPERTS):
+            units = max(1, round(total_ns / costs.task_ns))
         return units, max(1, round(total_ns / units))
 
 
@@ -280,7 +284,8 @@ class Timeline:
         if index.op >= self.num_ops:
             return self.loads
         part, layer, place = self._find(index.op)
-        return part.loads + layer * part.layer_loads + _loads(part, place) + index.pos
+        inside = index.pos if part.ops[place].kind is OpKind.EXPERTS else 0
+        return part.loads + layer * part.layer_loads + _loads(part, place) + inside
 
     def following(self, index: Index) -> Index:
         """The next boundary of any grain."""

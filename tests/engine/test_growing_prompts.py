@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from qllm import SamplingParams
 from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt
 from qllm.frontend.handle import Handle
+from qllm.kernels.cpu import course
 from qllm.record import trace
 from tests.support.families import FAMILIES, make_model
 from tests.support.growing import GREEDY, Engine, equal, ids_of
@@ -204,7 +205,11 @@ PARTS = 4
 def cut_finely() -> Iterator[Engine]:
     """An engine of which each pass has as many boundaries as it can have."""
     made = make_model("qwen3_moe", torch.bfloat16)
-    with Engine(made, prefix_cache=False, max_segment_ms=0.001) as engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(course, "OP_BYTES", 1)
+        engine = Engine(made, prefix_cache=False)
+    object.__setattr__(engine.runner.backend.costs, "range_ns", 0.5)
+    with engine:
         yield engine
 
 

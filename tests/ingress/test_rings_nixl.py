@@ -71,7 +71,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_a_request_there_and_its_tokens_back(pair: Pair) -> None:
     stop = pair.ingress.stop
     assert stop.word == ANY_ARRIVAL
-    assert stop.watch() is None, "links move only while somebody drives them"  # type: ignore[func-returns-value]
+    assert stop.watch().look_ns < 1_000_000, "links move while `word` is read, and only then"
     pair.front_end.submit(submission(0, 10, 300, 1))
     pair.until(lambda: stop.word == 10)
     pair.front_end.submit(submission(1, 0, 4, 2))

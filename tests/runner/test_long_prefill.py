@@ -1,5 +1,6 @@
-"""Stopping the end of a prefill, or a decode, of 128k tokens: between two boundaries lies little
-attention, counted in FLOPs."""
+"""Stopping the end of a prefill, or a decode, of 128k tokens: between two polls lies little
+attention, counted in FLOPs. Layers that are swept poll inside ops, others between blocks of
+keys."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,10 +17,12 @@ from qllm.runner.cpu import cpu_runner
 from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step
 from qllm.runner.runner import TorchRunner
+from qllm.runner.sweep import KEY_VALUES
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, SamplingParams
 from tests.support.families import FAMILIES, make_model
+from tests.support.sweeps import Asked, run_one_by_one
 
 LONG, TOKENS, HEADS, GROUPS, HEAD, BOUND_MS = 131072, 24, 12, 4, 64, 5.0
 GREEDY = SamplingParams(temperature=0)
@@ -62,8 +65,16 @@ def long_runner(dtype: torch.dtype) -> TorchRunner:
 
 
 @pytest.fixture(scope="module")
-def runner() -> TorchRunner:
+def swept() -> TorchRunner:
     return long_runner(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def runner() -> TorchRunner:
+    """One whose ops run one by one."""
+    made = long_runner(torch.bfloat16)
+    run_one_by_one(made, BOUND_MS)
+    return made
 
 
 def hold(runner: TorchRunner, request: int, done: int) -> None:
@@ -127,9 +138,50 @@ def test_no_segment_of_an_attention_has_more_flops_than_the_bound(
 
 
 def test_blocks_of_queries_shrink_with_their_position(runner: TorchRunner) -> None:
-    assert runner.cuts.block(0) >= 32
-    assert runner.cuts.block(LONG) == 16  # the rest is cut by keys
-    assert long_runner(torch.float32).cuts.block(LONG) == 1  # torch does not stop between keys
+    plain = long_runner(torch.float32)  # torch does not stop between keys
+    for made in (runner, plain):
+        cuts, costs = made.cuts, made.backend.costs
+        assert cuts.block(0) > cuts.block(LONG) == cuts.min_block
+        read_ns = costs.segment_ns - costs.attn_ns
+        assert cuts.min_block * costs.project_ns >= read_ns, "as long as its weights are read"
+        assert cuts.min_block // 2 * costs.project_ns < read_ns
+
+
+def test_ops_that_are_swept_are_cut_by_memory_alone(swept: TorchRunner) -> None:
+    small_cuts = {
+        cpu_runner(make_model("olmoe", torch.bfloat16), max_segment_ms=bound).cuts
+        for bound in (0.001, 5.0, 1000.0)
+    }
+    assert len(small_cuts) == 1
+    assert swept.cuts.attn_cost_per_kv == 0
+    assert swept.cuts.max_cost > 2048
+
+
+@pytest.mark.parametrize("tokens", [[TOKENS], [1], [1, 1, 1]])
+def test_no_task_of_a_swept_attention_has_more_flops_than_the_bound(
+    swept: TorchRunner, tokens: list[int]
+) -> None:
+    """Tasks are counted: each has the same share of the op's work, but for the last of its keys."""
+    for request, num in enumerate(tokens):
+        hold(swept, request, LONG - num)
+    program = program_of(swept, *[Row(i, LONG - n, LONG, 0, 2) for i, n in enumerate(tokens)])
+    assert len(program.ops) == 10
+    swept.accept(program)
+    at = START
+    while program.ops[at.op].kind is not OpKind.ATTN:
+        at = swept.run(program, at, Lowered())
+    first = at.op
+    num_tasks = 0
+    while at.op == first:
+        at, num_tasks = swept.run(program, at, Asked(1)), num_tasks + 1
+    swept.drop(program)
+    for request in range(len(tokens)):
+        swept.remove(request)
+    num_queries = min(TOKENS, 48 // (HEADS // GROUPS))  # of a tile
+    keys = KEY_VALUES // (2 * HEAD)
+    assert num_tasks >= GROUPS * LONG // keys
+    gigaflops = 4e-9 * HEADS // GROUPS * HEAD * num_queries * keys
+    assert gigaflops / 50 <= BOUND_MS / 1000, "on a core with 50 GFLOP/s"
 
 
 def test_what_attention_over_latents_costs() -> None:
@@ -161,6 +213,7 @@ def test_without_a_bound_nothing_is_cut() -> None:
 def small(family: str) -> TorchRunner:
     """A runner whose attention stops after every block of keys."""
     made = cpu_runner(make_model(family, torch.bfloat16))
+    run_one_by_one(made, BOUND_MS)
     made.backend.costs = replace(made.backend.costs, query_key_ns=1e12)
     return made
 
@@ -182,7 +235,7 @@ def add(runner: TorchRunner) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stopping_between_keys_changes_no_bit(family: str) -> None:
-    whole, cut, outs = cpu_runner(make_model(family, torch.bfloat16)), small(family), []
+    whole, cut, outs = small(family), small(family), []
     whole.backend.costs = replace(whole.backend.costs, query_key_ns=1e-9, key_ns=1e-9)
     stops = []
     for made in (whole, cut):

@@ -187,7 +187,7 @@ def boundaries(runner: TorchRunner, program: Program) -> list[Index]:
 
 
 @pytest.mark.parametrize("grain", [Grain.LAYER, Grain.EXPERT])
-def test_a_call_returns_at_the_first_boundary_when_it_was_asked_before(
+def test_a_call_returns_as_soon_as_it_may_when_a_stop_is_due(
     grain: Grain, calls: list[int]
 ) -> None:
     runner = runner_of(model_of("qwen3"), native=True, fine=True)
@@ -205,11 +205,18 @@ def test_a_call_returns_at_the_first_boundary_when_it_was_asked_before(
             at = runner.run(program, at, stop)
             ends.append(at)
         runner.drop(program)
-        assert ends == found
+        if grain is Grain.LAYER:
+            assert ends == found
+        else:  # after every task
+            assert {*ends} > {*found}
+            assert len(ends) > 5 * len(found)
     runner.accept(program)
     del calls[:]
     assert runner.run(program, START, rang) == program.end  # false alarms: the word is still high
-    assert len(calls) == len(found) - 2  # all but EMBED and HEAD
+    if grain is Grain.LAYER:
+        assert len(calls) == len(found) - 2  # all but EMBED and HEAD
+    else:
+        assert len(calls) > 5 * len(found)
     runner.drop(program)
 
 

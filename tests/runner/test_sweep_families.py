@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from qllm.errors import InvariantError
-from qllm.kernels import cpu
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, OpKind
 from qllm.types import Grain
@@ -67,28 +66,6 @@ def test_int8_experts_are_swept(weights: str) -> None:
     assert runners[1].backend.sweep.num_layers == 3
     assert run_all(runners, 2) > 20
     assert runners[1].expert_bytes > 0
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_attention_stops_between_keys_beside_a_sweep(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runners = pair(make_model(family, torch.bfloat16))
-    for runner in runners:
-        stop_between_keys(runner)
-    calls: list[int] = []
-    real = cpu.native.sweep
-    monkeypatch.setattr(cpu.native, "sweep", lambda at: (calls.append(at), real(at)))
-    assert run_all(runners, 3) > 20
-    assert calls, "routers and experts are swept nevertheless"
-    runners[1].add(2, prompt_of(150, 2), GREEDY, 150, 160)
-    program = compiled(runners[1], [next_row(runners[1], 2)], Grain.EXPERT)
-    runners[1].accept(program)
-    at, between = START, 0
-    while at != program.end:
-        at = runners[1].run(program, at, Poll(0, 1.0))
-        between += at.pos > 0 and program.ops[at.op].kind is OpKind.ATTN
-    assert between >= 3
 
 
 def test_a_frame_that_stopped_between_keys_goes_on_where_they_are_swept() -> None:

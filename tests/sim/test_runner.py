@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,20 +115,27 @@ def boundaries(timeline: Timeline, program: Program, grain: Grain) -> list[Index
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=1, max_size=4),
     st.sampled_from([Grain.LAYER, Grain.EXPERT]),
     st.sampled_from([1 << 30, 16]),
+    st.sampled_from([0, 20_000]),
     st.data(),
 )
 def test_the_first_stop_is_found_without_stepping(
-    sizes: list[tuple[int, int]], grain: Grain, glue: int, data: st.DataObject
+    sizes: list[tuple[int, int]], grain: Grain, glue: int, task_ns: int, data: st.DataObject
 ) -> None:
     rows = [Row(i, lo, lo + n, 0, 4) for i, (n, lo) in enumerate(sizes)]
     program = make(rows, glue_block=glue, max_block=32, max_cost=64.0)
-    timeline = Timeline(program, Prices(UNEVEN, SHAPE))
+    timeline = Timeline(program, Prices(replace(UNEVEN, task_ns=task_ns), SHAPE))
     allowed = boundaries(timeline, program, grain)
     assert timeline.at(program.end) == timeline.total_ns
     assert timeline.loads_at(program.end) == timeline.loads
     steps = [timeline.at(b) - timeline.at(a) for a, b in itertools.pairwise([START, *allowed])]
     assert min(steps) > 0
     if grain is Grain.EXPERT:
+        if task_ns:
+            inside = {OpKind.EMBED, OpKind.EXPERTS}
+            ops = [b.op - (b.pos == 0) for b in allowed]
+            times = zip(steps, ops, strict=True)
+            longest = max(ns for ns, op in times if program.ops[op].kind not in inside)
+            assert longest <= 1.5 * task_ns
         for a, b in itertools.pairwise([START, *allowed]):
             reads = timeline.loads_at(b) - timeline.loads_at(a)
             assert reads == (program.ops[a.op].kind is OpKind.EXPERTS)

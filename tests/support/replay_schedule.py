@@ -6,13 +6,14 @@ without an engine, a scheduler or a policy.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from qllm.plan import Plan
 from qllm.record import trace
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.compile import compile_program
-from qllm.scheduler.program import START, Index, Program
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import FrameId, Grain, RequestId, Sampled
 
 
@@ -24,6 +25,13 @@ class Always:
 
     def now_ns(self) -> int:
         return 0
+
+
+def boundary_before(program: Program, index: Sequence[int]) -> Index:
+    """Where an op begins again that was left inside, after some of its tasks."""
+    op, pos = index
+    in_units = op < len(program.ops) and program.ops[op].kind in (OpKind.EXPERTS, OpKind.HEAD)
+    return Index(op, pos if in_units else 0)
 
 
 class Replayed(NamedTuple):
@@ -86,9 +94,11 @@ class Replayer:
         assert index == tuple(event.start), f"frame {event.frame_id}: {index} is not {event.start}"
         if event.why == "error":
             return
-        while index != tuple(event.end):
-            assert index < tuple(event.end), f"{index} went past {event.end}"
+        index, end = boundary_before(program, index), boundary_before(program, event.end)
+        while index != end:
+            assert index < end, f"{index} went past {end}"
             index = self.runner.run(program, index, Always())
+        index = Index(*event.end)
         self.frames[event.frame_id] = (program, index)
         if event.why == "done":
             assert index == program.end

@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from qllm.kernels import cpu
+from qllm.models.discover import base_model
 from qllm.plan import CutRule, Plan, Row
-from qllm.runner.cpu import cpu_runner
+from qllm.runner.cpu import CpuBackend, cpu_runner
+from qllm.runner.cuts import cut_rule
 from qllm.runner.protocol import Watch
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sweep import NOTHING
@@ -132,6 +134,23 @@ class Ringing(Watched):
         return Watch(self.cell.data_ptr(), -1)
 
 
+class Asked:
+    """A stop word for which every call of `run` returns after so many tasks."""
+
+    stop_at_ns: int | None = None
+    word = 0
+
+    def __init__(self, num_tasks: int) -> None:
+        self.num_tasks = num_tasks
+        self.cell = torch.zeros(1, dtype=torch.int64)
+
+    def now_ns(self) -> int:
+        return 0
+
+    def watch(self) -> Watch:
+        return Watch(self.cell.data_ptr(), int(self.cell), self.num_tasks)
+
+
 def count_calls(patch: pytest.MonkeyPatch, name: str) -> list[int]:
     """A list that gets one entry per call of a native function that takes one address."""
     made: list[int] = []
@@ -156,6 +175,17 @@ def runner_of(
         runner.backend.cuts = FINE
         object.__setattr__(runner.backend.costs, "range_ns", 2.5 * runner.backend.costs.unit_ns)
     return runner
+
+
+def run_one_by_one(runner: TorchRunner, max_segment_ms: float) -> None:
+    """Let every op run by itself, cut by rows and keys as those of layers that are not swept."""
+    backend = runner.backend
+    assert isinstance(backend, CpuBackend)
+    backend.sweep = NOTHING
+    config = base_model(runner.model).config
+    backend.cuts, backend.costs = cut_rule(
+        runner.parts, config, max_segment_ms, stops_between_keys=True
+    )
 
 
 _frames = iter(range(1 << 30))

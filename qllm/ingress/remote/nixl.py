@@ -32,6 +32,7 @@ from qllm.ingress.layout import FRONT_END, cell
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Memory
 from qllm.ingress.protocol import Cancel, Item, Revision, Submission, Update
 from qllm.ingress.shm import BEAT_NS, Doorbell, FrontEndPort, ShmIngress, ShmStop
+from qllm.runner.protocol import Watch
 from qllm.torchless import hide_torch
 from qllm.types import NS_PER_S
 
@@ -387,6 +388,10 @@ class RemotePort(FrontEndPort):
         return replace(item, arrival_ns=min(item.arrival_ns, now_ns))
 
 
+LOOK_NS = 500_000
+"""Time after which native code comes back to drive the links."""
+
+
 class NixlStop(ShmStop):
     """The stop word where front ends have no bell: the first word of every ring is looked at."""
 
@@ -394,8 +399,9 @@ class NixlStop(ShmStop):
 
     has_news: Callable[[], bool]
 
-    def watch(self) -> None:
-        """There is no such word: links move only while somebody drives them."""
+    def watch(self) -> Watch:
+        """The bell, which front ends over links do not ring: these move while `word` is read."""
+        return Watch(self._address, self.seen, look_ns=LOOK_NS)
 
     @property
     def word(self) -> int:

@@ -15,6 +15,7 @@
 #include <tuple>
 #include <utility>
 
+#include "course.h"
 #include "kernels.h"
 #include "pool.h"
 #include "sweep.h"
@@ -145,6 +146,17 @@ PyObject* threads(PyObject*, PyObject* number) {
   Py_RETURN_NONE;
 }
 
+PyObject* new_course(PyObject*, PyObject*) {
+  return PyLong_FromLongLong((long long)(intptr_t)(new Course));
+}
+
+PyObject* delete_course(PyObject*, PyObject* address) {
+  auto course = (Course*)(intptr_t)PyLong_AsLongLong(address);
+  if (PyErr_Occurred()) return nullptr;
+  delete course;
+  Py_RETURN_NONE;
+}
+
 // Copies of at most so many bytes keep the GIL: they take less time than to wait for who takes it.
 constexpr int64_t kShort = 1 << 18;
 
@@ -192,6 +204,8 @@ PyMethodDef methods[] = {
     QLLM_FUNCTION(pack_codes, &pack_codes, "See kernels.h."),
     QLLM_FUNCTION(sweep, &sweep, "See sweep.h."),
     QLLM_FUNCTION(head, &head, "See sweep.h."),
+    {"new_course", new_course, METH_NOARGS, "Address of a new course: see course.h."},
+    {"delete_course", delete_course, METH_O, "Free a course and its memory."},
     {"copy_rows", (PyCFunction)(void (*)())copy_rows, METH_FASTCALL,
      "Copy rows of a table: to, table, their numbers, how many, bytes of one."},
     {nullptr, nullptr, 0, nullptr},

@@ -1,3 +1,5 @@
+#include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "course.h"
 #include "pool.h"
 
 namespace qllm {
@@ -34,29 +37,37 @@ class Pool {
 
   int size() const { return size_.load(std::memory_order_relaxed); }
 
-  // The caller takes tasks too, and waits only for workers that entered while there were some: a
-  // worker that gets no core holds nobody up.
-  void run(int64_t count, int64_t most, Task task, const void* context) {
-    bool alone = size() < 2 || count < 2 || taken_.exchange(true);
+  // Runs tasks [first, count) and returns the first that was not; all run without a course. The
+  // caller takes tasks too, and waits only for workers that entered while there were some: a worker
+  // that gets no core holds up no other thread. `since` is when the caller polled last.
+  int64_t run(int64_t first, int64_t count, int64_t most, Task task, const void* context,
+              Course* course, int64_t& since) {
+    bool alone = size() < 2 || count - first < 2 || taken_.exchange(true);
     if (alone) {
-      for (int64_t i = 0; i < count; i++) task(context, i, i + 1);
-      return;
+      for (int64_t i = first; i < count; i++) {
+        if (course && course->must_stop(i, since)) return i;
+        task(context, i, i + 1);
+      }
+      return count;
     }
     task_ = task;
     context_ = context;
     count_ = count;
     most_ = most;
-    next_.store(0, std::memory_order_relaxed);
+    course_ = course;
+    next_.store(first, std::memory_order_relaxed);
     gate_.store(0, std::memory_order_release);
     {
       std::lock_guard<std::mutex> hold(mutex_);
       round_.fetch_add(1, std::memory_order_release);
     }
     if (sleepers_.load(std::memory_order_acquire)) wake_.notify_all();
-    drain();
+    drain(since);
     gate_.fetch_or(kClosed, std::memory_order_acq_rel);
     for (int spins = 0; gate_.load(std::memory_order_acquire) != kClosed; spins++) pause(spins);
+    int64_t end = std::min(next_.load(std::memory_order_relaxed), count);
     taken_.store(false);
+    return end;
   }
 
  private:
@@ -74,9 +85,10 @@ class Pool {
     return false;
   }
 
-  void drain() {
+  void drain(int64_t& since) {
     const int64_t threads = size();
     for (int64_t at; (at = next_.load(std::memory_order_relaxed)) < count_;) {
+      if (course_ && course_->must_stop(at, since)) return;
       int64_t num = std::max<int64_t>(1, std::min(most_, (count_ - at) / (2 * threads)));
       at = next_.fetch_add(num, std::memory_order_relaxed);
       int64_t end = std::min(at + num, count_), after = end + (threads - 1) * num;
@@ -97,7 +109,9 @@ class Pool {
       seen = round_.load(std::memory_order_acquire);
       if (stopping_) return;
       if (enter()) {
-        drain();
+        int64_t since = course_ ? now_ns() : 0;
+        drain(since);
+        if (course_) course_->saw(now_ns(), since);
         gate_.fetch_sub(1, std::memory_order_acq_rel);
       }
     }
@@ -117,6 +131,7 @@ class Pool {
   int64_t count_ = 0, most_ = 1;
   Task task_ = nullptr;
   const void* context_ = nullptr;
+  Course* course_ = nullptr;
 };
 
 // Never destroyed: threads may outlive main. A fork has none of them, so it begins anew.
@@ -125,7 +140,86 @@ std::atomic<pid_t> owner{getpid()};
 
 Pool& pool() { return *instance.load(std::memory_order_relaxed); }
 
+thread_local Course* course_of_thread = nullptr;
+thread_local KeptMemory memory_of_thread;
+std::atomic<int64_t> num_uses{0};
+
 }  // namespace
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+KeptMemory::~KeptMemory() { clear(); }
+
+void* KeptMemory::of(int64_t use, int64_t bytes) {
+  if (use >= int64_t(found_.size())) found_.resize(use + 1, {nullptr, 0});
+  auto& [data, size] = found_[use];
+  if (bytes > size) {
+    free(data);
+    num_bytes_ += bytes - size;
+    data = aligned_alloc(64, (bytes + 127) / 64 * 64);
+    size = bytes;
+  }
+  return data;
+}
+
+void KeptMemory::clear() {
+  for (auto& [data, size] : found_) free(data);
+  found_.clear();
+  num_bytes_ = 0;
+}
+
+void* kept_memory(int64_t use, int64_t bytes) {
+  Course* course = course_of_thread;
+  return (course ? course->memory : memory_of_thread).of(use, bytes);
+}
+
+int64_t new_use() { return num_uses.fetch_add(1); }
+
+void Course::begin(Polls& polls) {
+  polls_ = &polls;
+  before_ = first_ = done;
+  at_ = 0;
+  left_ = false;
+  stop_.store(false, std::memory_order_relaxed);
+  since_ = now_ns();
+  course_of_thread = this;
+}
+
+bool Course::end() {
+  course_of_thread = nullptr;
+  saw(now_ns(), since_);
+  polls_->tasks_left -= done - before_;
+  polls_ = nullptr;
+  kept_bytes = memory.num_bytes();
+  if (left_) return false;
+  done = 0;
+  return true;
+}
+
+int64_t Course::take_longest() { return longest_ns_.exchange(0, std::memory_order_relaxed); }
+
+void Course::saw(int64_t now, int64_t& since) {
+  int64_t longest = longest_ns_.load(std::memory_order_relaxed);
+  while (now - since > longest && !longest_ns_.compare_exchange_weak(longest, now - since)) {
+  }
+  since = now;
+}
+
+bool Course::must_stop(int64_t task, int64_t& since) {
+  int64_t now = now_ns();
+  saw(now, since);
+  if (!polls_->inside || at_ + task == first_) return false;
+  if (stop_.load(std::memory_order_relaxed)) return true;
+  const int64_t* watch = polls_->watch;
+  bool asked = watch && __atomic_load_n(watch, __ATOMIC_ACQUIRE) != polls_->seen;
+  if (!asked && now < polls_->stop_ns) return false;
+  stop_.store(true, std::memory_order_relaxed);
+  return true;
+}
 
 void set_threads(int threads) {
   if (owner.exchange(getpid()) != getpid()) instance.store(new Pool);
@@ -134,7 +228,25 @@ void set_threads(int threads) {
 int num_threads() { return pool().size(); }
 
 void run_tasks(int64_t count, int64_t most, Task task, const void* context) {
-  pool().run(count, most, task, context);
+  Course* course = course_of_thread;
+  int64_t none = 0;
+  if (!course) {
+    pool().run(0, count, most, task, context, nullptr, none);
+    return;
+  }
+  if (course->left_) return;
+  int64_t first = std::min(std::max<int64_t>(course->done - course->at_, 0), count), stop = count;
+  if (course->polls_->inside)
+    stop = std::min(count, std::max<int64_t>(
+                               course->before_ - course->at_ + course->polls_->tasks_left, first));
+  if (first < stop) {
+    course_of_thread = nullptr;  // tasks have none
+    stop = pool().run(first, stop, most, task, context, course, course->since_);
+    course_of_thread = course;
+    course->done = course->at_ + stop;
+  }
+  course->at_ += count;
+  course->left_ = stop < count;
 }
 
 }  // namespace qllm

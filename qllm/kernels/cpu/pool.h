@@ -15,7 +15,8 @@ int num_threads();
 // Run tasks [0, count) on all threads; returns when all are done. A thread takes up to `most` that
 // follow each other at a time, and fewer towards the end, so that none waits long for another.
 // `then` is the task that it will probably run next, which may be past the last. While another
-// caller has the threads, the tasks run on the caller's own.
+// caller has the threads, the tasks run on the caller's own. With a course (course.h) some of them
+// may be done already, or be left for later.
 void run_tasks(int64_t count, int64_t most, Task task, const void* context);
 
 namespace {

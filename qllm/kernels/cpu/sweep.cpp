@@ -1,10 +1,11 @@
 #include "sweep.h"
 
 #include <string.h>
-#include <time.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "pool.h"
 #include "scratch.h"
 
 namespace qllm {
@@ -14,14 +15,28 @@ enum Grain : int64_t { kEachStep = 0, kEachLayer = 1, kEachExpert = 2 };
 
 const Part kAllKeys{nullptr, nullptr, 0, int64_t(1) << 62, 1, 1};
 
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000 + t.tv_nsec;
+constexpr int64_t kKeyBlock = 64, kFewMore = 4;
+
+// A task goes through so many keys as `key_values` are: one with all of a long context would go on for
+// many milliseconds. What rows have seen is kept between the parts.
+void attend_keys(const Kernels& k, uint16_t* out, const uint16_t* q, const Heads& heads,
+                 const Sweep& s, const Layer& layer, const LayerOp& part) {
+  static const Kept<float> sums_, softmax_;
+  auto attend = [&](const Part& keys) {
+    k.attend(out, q, heads, layer.index, layer.window, part.spans, part.num_spans, keys);
+  };
+  int64_t blocks = s.key_values / (2 * heads.head_dim - heads.tail) / kKeyBlock;
+  int64_t step = std::max<int64_t>(blocks, 1) * kKeyBlock, most = 0;
+  for (int64_t i = 0; i < part.num_spans; i++) most = std::max(most, part.spans[i].hi);
+  if (most <= step + step / kFewMore) return attend(kAllKeys);
+  int64_t rows = (part.hi - part.lo) * heads.heads;
+  float *sums = sums_.of(rows * (heads.head_dim - heads.tail)), *softmax = softmax_.of(2 * rows);
+  for (int64_t at = 0; at < most; at += step)
+    attend({sums, softmax, at, at + step, at == 0, at + step >= most});
 }
 
 void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
-  static thread_local Scratch<uint16_t> q_, seen_, out_;
+  static const Kept<uint16_t> q_, seen_, out_;
   const Heads& heads = layer.latents ? layer.latents->heads : layer.attention->heads;
   int64_t rows = part.hi - part.lo, size = rows * heads.heads * (heads.head_dim - heads.tail);
   uint16_t *q = q_.of(rows * heads.heads * heads.head_dim), *out = seen_.of(size);
@@ -33,8 +48,8 @@ void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp&
   else
     k.attend_in(q, x, part.cos, part.sin, rows, *layer.attention, layer.index, part.spans,
                 part.num_spans);
-  if (!part.whole) memset(out, 0, size * sizeof *out);
-  k.attend(out, q, heads, layer.index, layer.window, part.spans, part.num_spans, kAllKeys);
+  if (!part.whole) parallel(1, [&](int64_t) { memset(out, 0, size * sizeof *out); });
+  attend_keys(k, out, q, heads, s, layer, part);
   if (layer.latents) {
     const uint16_t* seen = out;
     k.latents_out(out = out_.of(rows * layer.out->k), seen, *layer.latents, rows);
@@ -75,19 +90,27 @@ bool start_experts(Sweep& s, const Layer& layer) {
   return true;
 }
 
-void run_range(const Kernels& k, Sweep& s, const Layer& layer) {
-  int64_t stop = s.pos;
-  for (double ns = 0; stop < s.num_units && ns < s.range_ns; stop++)
-    ns += s.unit_ns + double(s.units[stop].hi - s.units[stop].lo) * s.row_ns;
+// The end of the range of units that begins at `s.pos`.
+int64_t end_of_range(const Sweep& s) {
+  int64_t stop = s.pos, rows = 0;
+  for (double ns = 0; stop < s.num_units && ns < s.range_ns; stop++) {
+    int64_t num = s.units[stop].hi - s.units[stop].lo;
+    if (stop > s.pos && rows + num > s.range_rows) break;
+    rows += num;
+    ns += s.unit_ns + double(num) * s.row_ns;
+  }
+  return stop;
+}
+
+void end_range(Sweep& s, const Layer& layer, int64_t stop) {
   for (int64_t i = s.pos; i < stop; i++)
     if (!i || s.units[i].expert != s.units[i - 1].expert) s.expert_bytes += layer.expert_bytes;
-  k.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos, *layer.experts);
   s.slots_done += s.units[stop - 1].hi - s.units[s.pos].lo;
   s.pos = stop < s.num_units ? stop : 0;
 }
 
 void combine(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
-  static thread_local Scratch<uint16_t> normed_;
+  static const Kept<uint16_t> normed_;
   int64_t rows = part.hi - part.lo, at = part.lo * s.top_k, first = part.lo * s.width;
   int64_t size = rows * s.width;
   const void* weights = (const char*)s.weights + at * (s.wide ? 4 : 2);
@@ -116,58 +139,80 @@ bool may_stop(const Sweep& s) {
 }
 
 template <class Polling>
-bool asked(const Polling& s, int64_t left_ns) {
-  return !s.watch || __atomic_load_n(s.watch, __ATOMIC_ACQUIRE) != s.seen || left_ns <= 0;
+Polls polls_of(const Polling& s) {
+  return {s.grain == kEachExpert && s.watch, s.watch, s.seen, s.stop_ns, s.tasks_left};
 }
 
-}  // namespace
+template <class Polling>
+bool asked(const Polling& s, const Polls& polls) {
+  return !s.watch || __atomic_load_n(s.watch, __ATOMIC_ACQUIRE) != s.seen ||
+         now_ns() >= s.stop_ns || polls.tasks_left <= 0;
+}
 
-void sweep(const Kernels& kernels, Sweep* given) {
-  Sweep& s = *given;
-  int64_t start = now_ns();
-  for (int64_t begin = start; s.layer < s.end_layer;) {
+void run(const Kernels& kernels, Sweep& s) {
+  Polls polls = polls_of(s);
+  while (s.layer < s.end_layer) {
     const Layer& layer = s.layers[s.layer];
     const LayerOp& part = s.parts[s.part];
+    int64_t stop = 0;
+    s.course->begin(polls);
     switch (part.kind) {
       case kAttn: attend(kernels, s, layer, part); break;
       case kRoute: route(kernels, s, layer, part); break;
       case kExperts:
         if (!s.pos && !start_experts(s, layer)) {
+          s.course->end();
           s.failed = 1;
           return;
         }
-        run_range(kernels, s, layer);
+        stop = end_of_range(s);
+        kernels.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos, *layer.experts);
         break;
       case kCombine: combine(kernels, s, layer, part); break;
     }
-    if (!s.pos && ++s.part == s.num_parts) finish_layer(s);
-    int64_t end = now_ns();
-    s.num_segments++;
-    if (end - begin > s.longest_ns) {
-      s.longest_ns = end - begin;
+    bool done = s.course->end();
+    int64_t longest = s.course->take_longest();
+    if (longest > s.longest_ns) {
+      s.longest_ns = longest;
       s.longest_kind = part.kind;
     }
-    begin = end;
-    if (s.single || (may_stop(s) && asked(s, s.left_ns - (end - start)))) return;
+    s.num_segments++;
+    if (!done) return;
+    if (part.kind == kExperts) end_range(s, layer, stop);
+    if (!s.pos && ++s.part == s.num_parts) finish_layer(s);
+    if (s.single || (may_stop(s) && asked(s, polls))) return;
   }
 }
 
-void head(const Kernels& kernels, HeadBlocks* given) {
-  static thread_local Scratch<uint16_t> logits_;
-  HeadBlocks& s = *given;
-  int64_t start = now_ns();
-  for (int64_t begin = start; s.at < s.end;) {
-    for (int64_t stop = s.at + s.step < s.end ? s.at + s.step : s.end; s.at < stop; s.at++) {
-      uint16_t* logits = logits_.of(s.rows * s.width);
-      kernels.linear(logits, s.x, *s.blocks[s.at], s.rows);
-      kernels.best(s.peaks, s.ids, logits, s.rows, s.blocks[s.at]->n, s.at * s.width);
-    }
-    int64_t end = now_ns();
+void run(const Kernels& kernels, HeadBlocks& s) {
+  static const Kept<uint16_t> logits_;
+  Polls polls = polls_of(s);
+  while (s.at < s.end) {
+    const Matrix& block = *s.blocks[s.at];
+    s.course->begin(polls);
+    uint16_t* logits = logits_.of(s.rows * s.width);
+    kernels.linear(logits, s.x, block, s.rows);
+    kernels.best(s.peaks, s.ids, logits, s.rows, block.n, s.at * s.width);
+    bool done = s.course->end();
+    s.longest_ns = std::max(s.longest_ns, s.course->take_longest());
     s.num_segments++;
-    if (end - begin > s.longest_ns) s.longest_ns = end - begin;
-    begin = end;
-    if (s.single || (s.grain == kEachExpert && asked(s, s.left_ns - (end - start)))) return;
+    if (!done) return;
+    s.at++;
+    if (s.single || (s.grain == kEachExpert && asked(s, polls))) return;
   }
 }
+
+template <class Call>
+void timed(const Kernels& kernels, Call& s) {
+  int64_t begin = now_ns();
+  run(kernels, s);
+  s.call_ns = now_ns() - begin;
+}
+
+}  // namespace
+
+void sweep(const Kernels& kernels, Sweep* s) { timed(kernels, *s); }
+
+void head(const Kernels& kernels, HeadBlocks* s) { timed(kernels, *s); }
 
 }  // namespace qllm

@@ -2,6 +2,7 @@
 // mirrors these structs.
 #pragma once
 
+#include "course.h"
 #include "kernels.h"
 
 namespace qllm {
@@ -44,21 +45,29 @@ struct Sweep {
   int64_t *ids, *token, *inverse;    // [S]
   Unit* units;                       // room for S
 
-  int64_t unit_rows;
-  double range_ns, unit_ns, row_ns;  // units of one range: see `Work` of qllm/runner/layers/work.py
+  // Units of one range: of so many rows at most, one unit at least, and as `Work` of
+  // qllm/runner/layers/work.py says.
+  int64_t unit_rows, range_rows;
+  double range_ns, unit_ns, row_ns;
+  int64_t key_values;  // most of keys, and of what is weighed for them, that one task goes through
+
+  // What the op that is begun has done inside; anything else that is kept is in the tensors.
+  Course* course;
 
   // Return at the boundaries of this grain when asked: when the word at `watch` is not `seen`, or
-  // when `left_ns` have passed. Without a watch every such boundary returns.
+  // after `stop_ns` of the monotonic clock, or `tasks_left` tasks. Without a watch every boundary
+  // between ops or ranges returns. At the grain of experts every task of an op ends at a boundary.
   int64_t grain;  // as Grain of qllm/types.py
   const int64_t* watch;
-  int64_t seen, left_ns;
+  int64_t seen, stop_ns, tasks_left;
   int64_t single;  // return after the first op or range
 
   // Where it is; `pos` and `num_units` are those of an EXPERTS op.
   int64_t layer, part, pos, num_units;
 
-  // What was done in this call.
-  int64_t num_layers, num_segments, longest_ns, longest_kind, slots_done, expert_bytes;
+  // What was done in this call: how long it took, the longest time between two polls of a thread, and
+  // in which op that was.
+  int64_t num_layers, num_segments, call_ns, longest_ns, longest_kind, slots_done, expert_bytes;
   int64_t failed;  // a router gave an id that is no expert's
 };
 
@@ -72,17 +81,19 @@ struct HeadBlocks {
   const uint16_t* x;
   int64_t rows;
   const Matrix* const* blocks;
-  int64_t width, step, end;  // a segment is `step` blocks
+  int64_t width, end;
 
-  // As in Sweep. The head is as the inside of a layer: it returns at the grain of experts alone.
+  // As in Sweep; a segment is a block. The head is as the inside of a layer: it returns at the grain
+  // of experts alone.
+  Course* course;
   int64_t grain;
   const int64_t* watch;
-  int64_t seen, left_ns, single;
+  int64_t seen, stop_ns, tasks_left, single;
 
   int64_t at;  // the first block that is not done
 
   // What was done in this call.
-  int64_t num_segments, longest_ns;
+  int64_t num_segments, call_ns, longest_ns;
 };
 
 // Runs until `end` or a boundary.

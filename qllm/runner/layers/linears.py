@@ -100,7 +100,7 @@ def _named(weight: Tensor | Quantised) -> str:
 
 
 class HeadBlocks(ctypes.Structure):
-    """Blocks of the head, from `at` to `end`, to be done in segments of `step`: see sweep.h."""
+    """Blocks of the head, from `at` to `end`: see sweep.h."""
 
     _fields_ = (
         ("peaks", c_void_p),
@@ -109,15 +109,17 @@ class HeadBlocks(ctypes.Structure):
         ("rows", c_int64),
         ("blocks", c_void_p),
         ("width", c_int64),
-        ("step", c_int64),
         ("end", c_int64),
+        ("course", c_void_p),
         ("grain", c_int64),
         ("watch", c_void_p),
         ("seen", c_int64),
-        ("left_ns", c_int64),
+        ("stop_ns", c_int64),
+        ("tasks_left", c_int64),
         ("single", c_int64),
         ("at", c_int64),
         ("num_segments", c_int64),
+        ("call_ns", c_int64),
         ("longest_ns", c_int64),
     )
 

@@ -417,7 +417,7 @@ def attend_some(
         x_TD: As of `attend`.
         rope: As of `attend`.
         step: As of `attend`.
-        pos: First key not seen; 0 begins.
+        pos: First key not seen, if the call before gave something; else it begins.
         begun: What the call before gave.
         costs: Of the model.
 
@@ -425,6 +425,7 @@ def attend_some(
         `mid`, or what to go on with and the next `pos`.
     """
     if isinstance(driver, NativeDriver):
+        pos = 0 if begun is None else pos
         num_keys = costs.keys(step.num_tokens, len(step.spans), step.num_keys - pos)
         return driver.attend_some(x_TD, rope, step, pos, begun, num_keys)
     return driver.attend(x_TD, rope, step), None, 0

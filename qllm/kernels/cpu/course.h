@@ -1,0 +1,106 @@
+// One op as a row of tasks that can be left after any of them and gone on with later.
+//
+// While a thread has a course, the tasks of all its `run_tasks` calls are one sequence. Threads take
+// them in order and poll before each one. A thread that finds a reason to stop takes no more, nor
+// do the others: each ends what it has taken, and what is done is the first `done` tasks, whatever
+// the number of threads. What comes after them in the op is called all the same and does nothing.
+//
+// To go on, the op is called again from its beginning with the same course. Calls of `run_tasks`
+// whose tasks are done return at once, and `Kept` memory holds what they left. So an op writes
+// memory that outlives one of its tasks in tasks alone, or writes the same again.
+#pragma once
+
+#include <stdint.h>
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+namespace qllm {
+
+// Monotonic nanoseconds.
+int64_t now_ns();
+
+constexpr int64_t kNever = int64_t(1) << 62;
+
+// Memory that a course, or a thread without one, keeps between calls, by the number of its use.
+class KeptMemory {
+ public:
+  KeptMemory() = default;
+  KeptMemory(const KeptMemory&) = delete;
+  KeptMemory& operator=(const KeptMemory&) = delete;
+  ~KeptMemory();
+  void* of(int64_t use, int64_t bytes);
+  int64_t num_bytes() const { return num_bytes_; }
+  // Gives all of it back.
+  void clear();
+
+ private:
+  std::vector<std::pair<void*, int64_t>> found_;
+  int64_t num_bytes_ = 0;
+};
+
+// What a call polls.
+struct Polls {
+  int64_t inside = 0;  // whether it may stop between two tasks
+  const int64_t* watch = nullptr;  // a word that changes when there may be a reason to stop; or null
+  int64_t seen = 0;                // what it was
+  int64_t stop_ns = kNever;        // monotonic time after which there is one
+  int64_t tasks_left = kNever;     // most tasks
+};
+
+// What Python reads of a course.
+struct Place {
+  int64_t done = 0;        // tasks of the op that are done
+  int64_t kept_bytes = 0;  // memory that it keeps
+};
+
+class Course : public Place {
+ public:
+  KeptMemory memory;
+
+  // Begins or goes on with an op on this thread, which has no course; tasks that are done are
+  // counted off `polls`. At least one task is done, if there is one.
+  void begin(Polls& polls);
+  // Whether the op is done; if so the next one begins with none of its tasks done.
+  bool end();
+
+  // The longest time between two polls of a thread since it was taken.
+  int64_t take_longest();
+
+  // For the pool. `since` is when the thread polled before.
+  bool must_stop(int64_t task, int64_t& since);
+  void saw(int64_t now, int64_t& since);
+
+ private:
+  friend void run_tasks(int64_t, int64_t, void (*)(const void*, int64_t, int64_t), const void*);
+
+  Polls* polls_ = nullptr;
+  int64_t at_ = 0;         // tasks of the op that calls have gone past
+  int64_t first_ = 0;      // the task that is done without a poll
+  int64_t before_ = 0;     // tasks that were done when this call began
+  int64_t since_ = 0;      // when the thread that has the course polled
+  bool left_ = false;      // a call of `run_tasks` ended before its last task
+  std::atomic<bool> stop_{false};
+  std::atomic<int64_t> longest_ns_{0};
+};
+
+// Memory of the course that this thread has, or of the thread.
+void* kept_memory(int64_t use, int64_t bytes);
+int64_t new_use();
+
+namespace {  // every instruction set has its own, as in vec.h
+
+// One use of such memory: what tasks leave for later ones, its start on a cache line. Larger memory
+// for the same use loses what was in it.
+template <class T>
+class Kept {
+ public:
+  T* of(int64_t size) const { return (T*)kept_memory(use_, size * int64_t(sizeof(T))); }
+
+ private:
+  int64_t use_ = new_use();
+};
+
+}  // namespace
+}  // namespace qllm
