@@ -386,6 +386,8 @@ class CudaBackend:
 
     # sampling
 
+    samples = True
+
     def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:
         simple = [runner.sampler.simple(row.request_id) for row in rows]
         found = [each for each in simple if each is not None]

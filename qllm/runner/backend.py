@@ -145,6 +145,11 @@ class Backend(Protocol):
         """Wait until the device is not far behind; called after every op."""
         ...
 
+    @property
+    def samples(self) -> bool:
+        """Whether `sample` may choose tokens."""
+        ...
+
     def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:
         """Sample on the device; None where the host has to."""
         ...

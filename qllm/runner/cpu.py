@@ -73,7 +73,7 @@ def cpu_runner(
                 activations=activations,
                 max_packed_bytes=max_packed_bytes,
             )
-        return CpuBackend(model, parts, compute, max_segment_ms)
+        return CpuBackend(model, parts, compute, max_segment_ms, batch_invariant)
 
     return TorchRunner(model, backend, rounding=(expert_weights, activations), clock=clock)
 
@@ -86,13 +86,19 @@ class CpuBackend:
         parts: Its parts.
         compute: Products, experts and the head.
         max_segment_ms: See `cpu_runner`.
+        batch_invariant: See `cpu_runner`.
     """
 
     bytes_read = 0
     """The runner counts, each expert once per layer of a program."""
 
     def __init__(
-        self, model: nn.Module, parts: ModelParts, compute: Compute, max_segment_ms: float
+        self,
+        model: nn.Module,
+        parts: ModelParts,
+        compute: Compute,
+        max_segment_ms: float,
+        batch_invariant: bool,
     ) -> None:
         self._model, self._parts, self.compute = model, parts, compute
         config, polls_inside = (
@@ -105,6 +111,7 @@ class CpuBackend:
             max_segment_ms,
             polls_inside=polls_inside,
             stops_between_keys=compute.stops_between_keys,
+            batch_invariant=batch_invariant,
         )
         room = room_of(parts, config, parts.lm_head.in_features)
         self._range_rows = room.rows(room.expert)
@@ -198,6 +205,8 @@ class CpuBackend:
 
     def pace(self) -> None:
         """Nothing runs ahead."""
+
+    samples = False
 
     def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:
         return None

@@ -45,6 +45,8 @@ LOGITS_AT_ONCE = 1 << 22
 """Most logits of prompt tokens that are held at once."""
 KEY_QUERIES = 16
 """Queries that an attention which stops between keys takes at once, if their projections fit."""
+CHUNK_BLOCK = 64
+"""Queries of a block where chunks end with one, and a block costs nothing."""
 LEAST_AROUND, MOST_AROUND = 64, 512
 """Queries of a block where every block is a call of the layer as the model's forward does it."""
 FEW_MORE = 1.25
@@ -190,6 +192,7 @@ def cut_rule(
     *,
     polls_inside: bool = False,
     stops_between_keys: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[CutRule, Costs]:
     """The cuts of a model for a bound on its segments; infinity does not cut.
 
@@ -200,6 +203,7 @@ def cut_rule(
         polls_inside: Every layer runs in `runner.sweep`, which polls inside ops.
         stops_between_keys: Attention does, so that blocks of queries need not shrink below
             `KEY_QUERIES` as their position grows.
+        batch_invariant: Level L2, where a chunk of a prompt ends with a block of queries.
     """
     dtype = parts.like.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
@@ -229,7 +233,9 @@ def cut_rule(
     if max_segment_ms == float("inf"):
         return NO_CUTS, costs
     if polls_inside:
-        return _cuts_by_memory(parts, config, width), replace(costs, range_ns=math.inf)
+        rule = _cuts_by_memory(parts, config, width)
+        rule = rule._replace(max_block=CHUNK_BLOCK) if batch_invariant else rule
+        return rule, replace(costs, range_ns=math.inf)
     if parts.around is not None:
         return _around_cuts(parts, costs), costs
     shared = max(_weights(layer.shared) + _weights(layer.router) for layer in parts.layers)

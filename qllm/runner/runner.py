@@ -18,11 +18,11 @@ from qllm.kernels.cpu import course
 from qllm.models.discover import ModelParts, discover
 from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
-from qllm.plan import CutRule, Row
+from qllm.plan import CutRule
 from qllm.runner.backend import Backend, OnLogits, OnSegment
 from qllm.runner.compute import RunOp
 from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
-from qllm.runner.heads import HeadState, last_tokens
+from qllm.runner.heads import HeadState, choose_some, last_tokens
 from qllm.runner.inference import inference
 from qllm.runner.layers import attention
 from qllm.runner.layers.around import embed
@@ -416,45 +416,22 @@ class TorchRunner:
             dead = {i for i, r in enumerate(members) if frame.is_dead(r)}
             pos = head.scores.run(vocabulary, parts, costs, pos, dead)
             return Swept(Index(op, pos), 1, 0, 0, OpKind.HEAD, 0)
-        inside, single = frame.course or course.take(), self.on_segment is not None
         first = pos - head.scores.num_units
+        if first >= num:  # tokens are chosen, a row at a time
+            is_done = choose_some(self, frame, head, members, first - num)
+            next_at = Index(op + 1, 0) if is_done else Index(op, pos + 1)
+            return Swept(next_at, 1, 0, 0, OpKind.HEAD, 0)
+        inside, single = frame.course or course.take(), self.on_segment is not None
         blocks = HeadBlocks(at=first, end=num, course=inside.address, single=single)
         let_poll(blocks, stop, program.stop_below, frame.grain)
         head.run(vocabulary, blocks, parts.logit_rule, costs.head_blocks(len(members), num))
         frame.course = course.keep(inside)
         next_at = Index(op, head.scores.num_units + blocks.at)
         if blocks.at == num:
-            self._sample(frame, head, members)
-            next_at = Index(op + 1, 0)
+            is_done = choose_some(self, frame, head, members, 0)
+            next_at = Index(op + 1, 0) if is_done else Index(op, next_at.pos + 1)
         ns = blocks.call_ns, blocks.longest_ns
         return Swept(next_at, blocks.num_segments, *ns, OpKind.HEAD, 0)
-
-    def _sample(self, frame: Frame, head: HeadState, members: tuple[int, ...]) -> None:
-        rows = [frame.program.rows[r] for r in members]
-        found: dict[int, Sampled] = {}
-        for i, token_id, peak in head.answers():
-            if rows[i].request_id not in frame.dead:
-                found[i] = self.sampler.greedy(rows[i].request_id, token_id, peak, rows[i].hi)
-        live = [j for j, i in enumerate(head.rest) if rows[i].request_id not in frame.dead]
-        if live:
-            logits = head.logits()[live] if len(live) < len(head.rest) else head.logits()
-            if self.parts.logit_rule is not None:
-                logits = self.parts.logit_rule(logits)
-            rest = [head.rest[j] for j in live]
-            chosen = [rows[i] for i in rest]
-            if not head.scores.num_units:
-                frame.unread = self.backend.sample(self, logits, chosen)
-            if frame.unread is None:
-                found.update(zip(rest, self._choose(logits, chosen), strict=True))
-        frame.sampled = [head.scores.add_to(i, found[i]) for i in sorted(found)]
-
-    def _choose(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
-        if self.on_logits is not None:
-            for i, row in enumerate(rows):
-                self.on_logits(row.request_id, row.hi, logits[i])
-        requests = [self.requests[row.request_id] for row in rows]
-        ids, outputs = [row.request_id for row in rows], [r.output_ids for r in requests]
-        return self.sampler.sample(logits, ids, [row.hi for row in rows], outputs)
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
         """The tensors of a parked frame."""
@@ -473,7 +450,8 @@ class TorchRunner:
                 frame.layer.work = work
                 work.restore(here["work.slots"], here["work.done"])
             if index == program.end and frame.head is not None:
-                self._sample(frame, frame.head, program.groups[program.ops[-1].group])
+                members = program.groups[program.ops[-1].group]
+                choose_some(self, frame, frame.head, members, len(members))
         self.frames[program.frame_id] = frame
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -208,6 +208,54 @@ def test_a_frame_parked_in_the_head_goes_on_after_a_checkpoint() -> None:
     assert runner.finish(program) == expected
 
 
+def between_rows(runner: TorchRunner, program: Program) -> Index:
+    """Where a pass stands of which some rows have their tokens and others have none."""
+    at = START
+    while True:
+        at = runner.run(program, at, Poll(-1))
+        assert at != program.end
+        head = runner.frames[0].head
+        if head is not None and head.chosen is not None:
+            assert program.ops[at.op].kind is OpKind.HEAD
+            return at
+
+
+def test_a_pass_stops_between_two_rows_that_are_sampled() -> None:
+    asked = [GREEDY, *ASKING, GREEDY]
+    expected, runner = tokens(runner_of(), asked), runner_of()
+    program = program_of(runner, asked)
+    at = between_rows(runner, program)
+    stops = [at]
+    while at != program.end:
+        at = runner.run(program, at, Poll(-1))
+        stops.append(at)
+    assert len(stops) == len(ASKING)
+    assert runner.finish(program) == expected
+
+
+def test_a_row_may_die_between_rows_that_are_sampled() -> None:
+    asked = [GREEDY, *ASKING, GREEDY]
+    expected, runner = tokens(runner_of(), asked), runner_of()
+    program = program_of(runner, asked)
+    at = between_rows(runner, program)
+    for dead in (0, len(ASKING)):  # one that has its token, and the last that has none
+        runner.kill(program, dead)
+    assert runner.run(program, at, Poll(99)) == program.end
+    assert runner.finish(program) == [expected[i] for i in (1, 2, 4)]
+
+
+def test_a_checkpoint_between_rows_samples_them_again() -> None:
+    asked = [GREEDY, *ASKING, GREEDY]
+    expected, runner = tokens(runner_of(), asked), runner_of()
+    program = program_of(runner, asked)
+    at = between_rows(runner, program)
+    frame = runner.export_frame(program, at)
+    runner.drop(program)
+    runner.import_frame(program, at, frame)
+    assert runner.run(program, at, Poll(99)) == program.end
+    assert runner.finish(program) == expected
+
+
 def test_greedy_rows_hold_no_logits_and_dead_rows_get_no_token() -> None:
     asked = [GREEDY] * 4
     expected, runner = tokens(runner_of(), asked), runner_of()
