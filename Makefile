@@ -40,7 +40,7 @@ test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest -W default tests/outside/on_ray/with_*.py $(ARGS)  # Ray itself warns
 
 check: $(READY)
-	scripts/check
+	scripts/check $(ARGS)
 
 sanitize: $(READY)  # the native scheduler and the CPU kernels under ASan, UBSan and TSan
 	scripts/sanitize $(ARGS)

@@ -1,4 +1,6 @@
-"""What holds for all tests: Triton's interpreter where no GPU is, and samples of many cases.
+"""What holds for all tests: Triton's interpreter where no GPU is; settings end with their test.
+
+Which tests run is chosen in `tests/support/lanes.py`.
 
 A failure is printed when it happens, so that a run that is stopped has said what failed. A test
 that leaves a setting of the server (QLLM_...) in the environment fails itself, not those after it.
@@ -14,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.support.lanes"]
 pytest.register_assert_rewrite("tests.support")
 
+from qllm.kernels import cpu  # noqa: E402 - after the assert rewriting
 from tests.support.warm import Nurseries  # noqa: E402 - its asserts are rewritten, too
 
 if TYPE_CHECKING:
@@ -27,19 +29,13 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's own library is imported
 
-# no example fails because the machine is slow, or stood still
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
-
 
 @pytest.fixture(autouse=True, scope="session")
 def _loaded_modules_are_not_collected() -> Iterator[None]:
     """Freeze the heap once instead of at the start of every engine.
 
     An engine that starts on a thread collects garbage and freezes what is left, and unfreezes it
-    when it is closed. Among thousands of tests, torch and transformers that takes 0.3 s of CPU.
+    when it is closed. With torch, transformers and all tests loaded that takes 0.3 s of CPU.
     """
     gc.collect()
     gc.freeze()
@@ -63,7 +59,7 @@ def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _authorities_are_read_once() -> Iterator[None]:
+def _ca_certificates_are_read_once() -> Iterator[None]:
     """Read the certificates of authorities once, not for each client: that takes 26 ms of CPU."""
     try:
         from httpx._transports import default
@@ -89,10 +85,27 @@ def _authorities_are_read_once() -> Iterator[None]:
 def _settings_end_with_their_test() -> Iterator[None]:
     before = _settings()
     yield
-    left = {k: v for k, v in _settings().items() if before.get(k) != v}
-    for name in left:
+    after = _settings()
+    if after == before:
+        return
+    for name in after:
         del os.environ[name]
-    assert not left, f"this test leaves {left} in the environment"
+    os.environ.update(before)
+    pytest.fail(f"this test leaves {after} in the environment, which was {before}")
+
+
+@pytest.fixture(autouse=True)
+def _numbers_and_threads_are_as_before() -> Iterator[None]:
+    """Seed torch, and put back its threads, those of our kernels, and their kind."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads(), cpu._threads
+    yield
+    if torch.get_num_threads() != before[0]:
+        torch.set_num_threads(before[0])
+    if cpu.native is not None:
+        cpu.native.use(cpu.kind())
+        if cpu._threads != before[1]:
+            cpu.set_threads(1 if before[1] is None else before[1][1])
 
 
 def _settings() -> dict[str, str]:
@@ -103,7 +116,7 @@ def _settings() -> dict[str, str]:
 def shared_engine() -> "Iterator[QLLMEngine]":
     """Make the engine that a worker's tests share.
 
-    A fixture of wider scope than one test may use it, if it leaves the engine idle.
+    Fixtures of a module or session may use it, if they leave the engine idle.
     """
     from tests.support.serving import tiny_engine
 
@@ -122,7 +135,6 @@ def engine(shared_engine: "QLLMEngine") -> "Iterator[QLLMEngine]":
 
     yield shared_engine
     assert_idle(shared_engine)
-    shared_engine.reset_prefix_cache()
 
 
 BEGAN = time.monotonic()

@@ -30,21 +30,14 @@ class Storage:
             flat = self._flat[name] = torch.empty(numel, dtype=dtype)
         return flat[:numel].view(shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """All of it, used or not. Callable from any thread."""
+        return sum(flat.nbytes for flat in list(self._flat.values()))
+
 
 class LayerBuffers:
     """Tensors of the layer that a call is in; a frame keeps them while it is parked there."""
-
-    names = (
-        "ids_TK",
-        "ints",
-        "mid_TD",
-        "next_TD",
-        "normed_TD",
-        "shared_TD",
-        "slots_SD",
-        "units",
-        "weights_TK",
-    )
 
     def __init__(
         self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int, storage: Storage
@@ -84,10 +77,10 @@ class LayerBuffers:
             "units": self.units.data_ptr(),
         }
 
-    def tensors(self) -> list[Tensor]:
+    @property
+    def num_bytes(self) -> int:
         """All it holds, whether it is in use or not."""
-        held = [getattr(self, name) for name in self.names]
-        return [tensor for tensor in held if tensor is not None]
+        return self.storage.num_bytes + self.next_TD.nbytes
 
     def load_from(self, state: LayerState) -> None:
         """Copy what ops one by one, or a restored frame, have left in a layer."""
@@ -122,7 +115,7 @@ class LayerBuffers:
             at: Place in `parts`, and units of an EXPERTS op that are done.
             num_units: Units of the layer, once its experts have begun.
         """
-        state.space, state.mid_TD = self, self.mid_TD
+        state.space, state.mid_TD, state.begun = self, self.mid_TD, None
         for kind, _, _, lo, hi in parts[: at.op]:
             if kind is OpKind.ROUTE:
                 shared: dict[str, RouterExtras] | None = None

@@ -257,11 +257,11 @@ class Frame:
 
         Callable from any thread: of a frame that runs it is a moment's value.
         """
-        layer, head = self.layer, self.head
-        held = [self.x_TD, self.master_TD]
-        held += layer.tensors() if layer.space is None else layer.space.tensors()
+        layer, head, inside = self.layer, self.head, self.course
+        held, space = [self.x_TD, self.master_TD], layer.space
+        held += layer.tensors() if space is None else []
         held += [] if head is None else head.tensors()
-        kept = 0 if self.course is None else self.course.num_bytes
+        kept = sum(x.num_bytes for x in (space, inside) if x is not None)
         return kept + sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
 
     def flush(self) -> None:

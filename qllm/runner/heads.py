@@ -4,21 +4,15 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qllm.models.logits import LogitRule
-from qllm.plan import Row
 from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
 from qllm.runner.scores import NO_SCORES, Scores
 from qllm.types import Sampled
-
-if TYPE_CHECKING:
-    from qllm.runner.frame import Frame
-    from qllm.runner.runner import TorchRunner
 
 
 def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -121,57 +115,3 @@ class HeadState:
         num = sum(name.startswith("head.") and name[5:].isdigit() for name in tensors)
         head.blocks = [tensors[f"head.{i}"] for i in range(num)]
         return head
-
-
-def choose_some(
-    runner: "TorchRunner", frame: "Frame", head: HeadState, members: Sequence[int], num_before: int
-) -> bool:
-    """Choose the tokens of greedy rows and of one more row, on a device of all rows.
-
-    Args:
-        runner: Whose requests they are.
-        frame: The frame, which is given the tokens at the end.
-        head: Of the frame; its blocks are done.
-        members: The rows of HEAD.
-        num_before: How often this was called before, if another frame did and `head` is a copy.
-
-    Returns:
-        Whether all have one. Between two calls a runner may stop.
-    """
-    rows = [frame.program.rows[r] for r in members]
-    begins = head.chosen is None
-    chosen = head.chosen = {} if head.chosen is None else head.chosen
-    if begins:
-        for i, token_id, peak in head.answers():
-            if not frame.is_dead(members[i]):
-                request_id, _, position = rows[i][:3]
-                chosen[i] = runner.sampler.greedy(request_id, token_id, peak, position)
-    live = [
-        (place, i)
-        for place, i in enumerate(head.rest)
-        if i not in chosen and not frame.is_dead(members[i])
-    ]
-    if live and begins and not head.scores.num_units and runner.backend.samples:
-        logits = _ruled(runner, head.logits([place for place, _ in live]))
-        frame.unread = runner.backend.sample(runner, logits, [rows[i] for _, i in live])
-    now = live[: num_before + 1 if begins else 1] if frame.unread is None else []
-    for place, i in now:
-        chosen[i] = _choose(runner, _ruled(runner, head.logits([place])), rows[i])
-    if len(now) < len(live) and frame.unread is None:
-        return False
-    frame.sampled = [head.scores.add_to(i, chosen[i]) for i in sorted(chosen)]
-    return True
-
-
-def _ruled(runner: "TorchRunner", logits_RV: Tensor) -> Tensor:
-    rule = runner.parts.logit_rule
-    return logits_RV if rule is None else rule(logits_RV)
-
-
-def _choose(runner: "TorchRunner", logits_1V: Tensor, row: Row) -> Sampled:
-    request_id, position = row.request_id, row.hi
-    if runner.on_logits is not None:
-        runner.on_logits(request_id, position, logits_1V[0])
-    outputs = runner.requests[request_id].output_ids
-    [found] = runner.sampler.sample(logits_1V, [request_id], [position], [outputs])
-    return found

@@ -20,9 +20,10 @@ from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule
 from qllm.runner.backend import Backend, OnLogits, OnSegment
+from qllm.runner.choosing import choose_some
 from qllm.runner.compute import RunOp
 from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
-from qllm.runner.heads import HeadState, choose_some, last_tokens
+from qllm.runner.heads import HeadState, last_tokens
 from qllm.runner.inference import inference
 from qllm.runner.layers import attention
 from qllm.runner.layers.around import embed
@@ -418,7 +419,7 @@ class TorchRunner:
             return Swept(Index(op, pos), 1, 0, 0, OpKind.HEAD, 0)
         first = pos - head.scores.num_units
         if first >= num:  # tokens are chosen, a row at a time
-            is_done = choose_some(self, frame, head, members, first - num)
+            is_done = self._choose(frame, members, first - num)
             next_at = Index(op + 1, 0) if is_done else Index(op, pos + 1)
             return Swept(next_at, 1, 0, 0, OpKind.HEAD, 0)
         inside, single = frame.course or course.take(), self.on_segment is not None
@@ -428,10 +429,15 @@ class TorchRunner:
         frame.course = course.keep(inside)
         next_at = Index(op, head.scores.num_units + blocks.at)
         if blocks.at == num:
-            is_done = choose_some(self, frame, head, members, 0)
+            is_done = self._choose(frame, members, 0)
             next_at = Index(op + 1, 0) if is_done else Index(op, next_at.pos + 1)
         ns = blocks.call_ns, blocks.longest_ns
         return Swept(next_at, blocks.num_segments, *ns, OpKind.HEAD, 0)
+
+    def _choose(self, frame: Frame, members: Sequence[int], num_before: int) -> bool:
+        """See `choose_some`."""
+        rule = self.parts.logit_rule
+        return choose_some(self, self.backend, rule, frame, members, num_before)
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
         """The tensors of a parked frame."""
@@ -451,7 +457,7 @@ class TorchRunner:
                 work.restore(here["work.slots"], here["work.done"])
             if index == program.end and frame.head is not None:
                 members = program.groups[program.ops[-1].group]
-                choose_some(self, frame, frame.head, members, len(members))
+                self._choose(frame, members, len(members))
         self.frames[program.frame_id] = frame
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:

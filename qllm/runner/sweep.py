@@ -284,10 +284,10 @@ class Sweep:
         cpu.native.sweep(ctypes.addressof(s))
         if s.failed:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
+        tasks_done = inside.done
         frame.course = course.keep(inside)
         self._leave(frame, s, space, x, ahead)
-        is_units = ahead.ops[s.part].kind is OpKind.EXPERTS
-        pos = s.pos if is_units else inside.done
+        pos = s.pos if ahead.ops[s.part].kind is OpKind.EXPERTS else tasks_done
         index = Index(first + (s.layer - stretch.start) * num + s.part, pos)
         longest = OpKind(s.longest_kind)
         ns = s.call_ns, s.longest_ns
@@ -361,7 +361,10 @@ class Sweep:
             bank = self._banks[s.layer]
             space.leave(frame.layer, bank, ahead.ops, Index(s.part, s.pos), s.num_units)
         else:
-            self._spare[s.top_k == 0] = space
+            is_dense = s.top_k == 0
+            other = self._spare.get(is_dense)
+            if other is None or other.storage.num_bytes <= space.storage.num_bytes:
+                self._spare[is_dense] = space
 
 
 def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeLayer | None:

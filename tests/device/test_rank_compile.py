@@ -186,7 +186,6 @@ def test_every_architecture_gets_its_lto_ir() -> None:
     assert codes != {cc: compile_device(load_policy("fcfs"), cc) for cc in ARCHITECTURES}
 
 
-@pytest.mark.slow  # one link: test_every_architecture_gets_its_kernel
 def test_rank_is_linked_into_the_scheduler_kernel_and_nothing_is_spilled() -> None:
     cubin, log = link_verbosely(load_policy("qllm2"), (9, 0))
     assert cubin.startswith(b"\x7fELF")
@@ -207,13 +206,13 @@ def test_what_functions_spill_is_read_of_the_linkers_log() -> None:
     assert spilled(log, "b") == {"b": 16}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # one architecture: test_rank_is_linked_into_the_scheduler_kernel_and_...
 @pytest.mark.parametrize(
     ("name", "capability"),
     [("edf", (8, 0)), ("priority-layered", (10, 0)), ("edf", (12, 0))],
 )
 def test_every_architecture_gets_its_kernel(name: str, capability: tuple[int, int]) -> None:
-    """With the test before: four architectures."""
+    """With sm_90, of which the test above says more: four architectures."""
     cubin = link_kernel(load_policy(name), capability)
     assert cubin.startswith(b"\x7fELF")
     assert b"qllm_turn" in cubin

@@ -364,7 +364,7 @@ def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> No
         return checkpoint.save(loop, runner_of(engine), path)
 
     with engine_of("mixtral", "fp32") as engine:
-        handle = engine.submit(prompt_of(9, 1), "BE", 400, sampling=asked, timeout_s=50.0)
+        handle = engine.submit(prompt_of(9, 1), "BE", 400, sampling=asked, timeout_s=300.0)
         next(iter(handle))
         assert engine.call(lambda: save(engine)) == 1
         handle.cancel()
@@ -372,7 +372,7 @@ def test_a_restored_request_keeps_what_is_left_of_its_time(tmp_path: Path) -> No
         loop: Any = loop_of(engine)
         (handle,) = engine.restore(path)
         left_ns = [live.submission.deadline_ns - engine.now_ns() for live in loop.live.values()]
-        assert all(0 < ns <= 50e9 for ns in left_ns)
+        assert all(0 < ns <= 300e9 for ns in left_ns)
         handle.cancel()
         assert handle.result(300).logprobs is None
 

@@ -286,7 +286,6 @@ def test_decodes_beside_a_long_prompt_survive_a_storm_swaps_and_a_restart(
     assert has_states is (name not in MIXES)
 
 
-@pytest.mark.slow  # a check of the list of cases
 def test_every_family_with_a_state_is_among_them() -> None:
     found = {x for x in MOE if discover(tiny_configs.tiny_model(x)).has_states}
     assert found == {*HYBRIDS, *KEYS_ALONE}

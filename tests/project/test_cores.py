@@ -168,7 +168,7 @@ def test_a_fork_has_threads_of_its_own_while_its_parent_computes() -> None:
         for _ in range(3):
             pid = os.fork()
             if pid == 0:
-                signal.alarm(30)  # ends a child that hangs
+                signal.alarm(120)  # ends a child that hangs
                 cpu.set_threads(2)
                 os._exit(int(bits(matrix.linear(x)) != bits(wanted)))
             assert os.waitpid(pid, 0)[1] == 0

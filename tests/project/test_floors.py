@@ -114,6 +114,7 @@ FLOORS = {
     "frontend.rebalance": Floor("frontend.routes", PURE),
     "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
     "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
+    "transformers": Floor("errors kernels models runner", STDLIB | {"torch", "transformers"}),
     "llm": Floor(
         f"{BASE} cores engine frontend grammar ingress models plugins record",
         STDLIB | {"rich", "transformers"},

@@ -1,8 +1,10 @@
 """The lanes of the tests: `make test` holds a part of everything that `make test-all` tests."""
 
+import ast
 import inspect
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.support.files import ROOT
 from tests.support.lanes import (
     BUDGET_S,
     KERNELS,
+    OUTSIDE,
     SELECTION,
     Report,
     Selection,
@@ -47,7 +50,7 @@ class Case(NamedTuple):
         return SimpleNamespace(params=dict(self.params))
 
     def iter_markers(self) -> Iterator[Any]:
-        return iter([SimpleNamespace(name=name, args=args) for name, args in self.marks])
+        return iter([SimpleNamespace(name=name, args=args, kwargs={}) for name, args in self.marks])
 
     def get_closest_marker(self, name: str) -> Any:
         return next((mark for mark in self.iter_markers() if mark.name == name), None)
@@ -90,6 +93,17 @@ def test_a_sample_without_a_number_has_every_value_of_every_parameter() -> None:
         assert len(kept) <= 10
 
 
+def test_a_sample_with_a_number_takes_every_value_before_it_takes_one_again() -> None:
+    for seed in range(50):
+        for num in (8, 10, 24):
+            kept = sample(cases_of(num), random.Random(seed))
+            assert len(kept) == num
+            assert {case.callspec.params["family"] for case in kept} == set(range(8))
+            assert {case.callspec.params["kind"] for case in kept} == set(range(3))
+        three = sample(cases_of(3), random.Random(seed))
+        assert len({case.callspec.params["family"] for case in three}) == 3
+
+
 def test_marks_say_in_which_lane_a_test_is() -> None:
     plain, slow, outside = marked("plain"), marked("slow", "slow"), marked("out", "outside")
     items = [plain, slow, outside, marked("gpu", "gpu"), marked("slow_out", "slow", "outside")]
@@ -101,7 +115,7 @@ def test_marks_say_in_which_lane_a_test_is() -> None:
     assert left == {
         "slow tests: make test-all": 1,
         "tests marked gpu: make gpu-check": 1,
-        "tests of other packages: make test-outside": 2,
+        OUTSIDE: 2,
     }
 
 
@@ -124,7 +138,7 @@ def test_a_seed_changes_the_order_and_keeps_cases_of_a_test_together() -> None:
         assert max(places) - min(places) == len(places) - 1
 
 
-def test_a_full_disk_ends_the_run_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_start_with_less_than_2_gib_free(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(free=5 << 20)
     monkeypatch.setattr("tests.support.lanes.shutil.disk_usage", lambda path: usage)
     with pytest.raises(pytest.exit.Exception, match="has 5 MiB free; the tests need 2048: free"):
@@ -160,15 +174,49 @@ def test_a_run_ends_with_what_it_left_out_and_what_cost_too_much(
 
 @pytest.fixture
 def suite(request: pytest.FixtureRequest) -> Selection:
-    """Return what this run collected. Skip if that is a part of the suite."""
-    found = request.config.stash[SELECTION]
-    files = {item.path for item in found.collected}
-    if len(files) < len(list((ROOT / "tests").rglob("test_*.py"))):
-        pytest.skip("this run collected a part of the suite")
+    """Return what this run collected. Skip if the command line asks for a part of the suite."""
+    config = request.config
+    asked = {Path(arg).resolve() for arg in config.args}
+    narrowed = config.option.keyword or config.option.markexpr or config.option.deselect
+    if narrowed or not asked & {ROOT, ROOT / "tests"}:
+        pytest.skip("the command line asks for a part of the suite")
+    found: Selection = config.stash[SELECTION]
     return found
 
 
-def test_every_test_is_in_the_lane_by_a_case(suite: Selection) -> None:
+def test_every_file_of_tests_has_a_test(suite: Selection) -> None:
+    files = {item.path for item in suite.collected}
+    assert [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if p not in files] == []
+
+
+def test_tests_that_lie_in_support_are_taken_by_a_test_file(suite: Selection) -> None:
+    """Files of several laws share them by importing them."""
+    there = {
+        (node.name, path)
+        for path in (ROOT / "tests" / "support").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+    taken = {
+        (item.function.__name__, Path(inspect.getfile(inspect.unwrap(item.function))))
+        for item in suite.collected
+        if isinstance(item, pytest.Function)
+    }
+    assert len(there) > 20
+    names = {name for name, path in taken if path.parent.name == "support"}
+    assert {name for name, _ in there} - names - {name for name, _ in taken} == set()
+
+
+def test_no_file_imports_a_test_file() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                assert ".test_" not in node.module, path
+
+
+def test_every_test_without_the_mark_of_another_lane_has_a_case_that_runs(
+    suite: Selection,
+) -> None:
     """Every test that is not marked: so no law, route or policy is left to other lanes."""
     tests: dict[str, set[bool]] = defaultdict(set)
     kept = set(ids(suite.kept))
@@ -187,7 +235,7 @@ def values(suite: Selection) -> Iterator[tuple[str, str, Any]]:
             yield item.nodeid.partition("[")[0], name, value
 
 
-def test_every_family_is_in_the_lane_under_many_laws(suite: Selection) -> None:
+def test_each_of_the_eight_families_is_a_parameter_of_ten_tests_that_run(suite: Selection) -> None:
     laws: dict[str, set[str]] = defaultdict(set)
     for test, _, value in values(suite):
         if isinstance(value, str) and value in FAMILIES:
@@ -195,7 +243,9 @@ def test_every_family_is_in_the_lane_under_many_laws(suite: Selection) -> None:
     assert {family: len(laws[family]) for family in FAMILIES if len(laws[family]) < 10} == {}
 
 
-def test_every_kind_of_kernel_is_in_the_lane_for_every_kernel(suite: Selection) -> None:
+def test_each_test_of_kernels_runs_with_every_kind_of_this_processor(
+    suite: Selection,
+) -> None:
     kinds: dict[str, set[str]] = defaultdict(set)
     here = set(cpu.native.available())
     for test, _, value in values(suite):
@@ -205,13 +255,20 @@ def test_every_kind_of_kernel_is_in_the_lane_for_every_kernel(suite: Selection) 
     assert {test: here - found for test, found in kinds.items() if found != here} == {}
 
 
-def test_every_route_is_in_the_lane(suite: Selection, engine: QLLMEngine, tmp_path: Path) -> None:
+def test_the_test_files_that_run_call_every_route(
+    suite: Selection, engine: QLLMEngine, tmp_path: Path
+) -> None:
     modules = {inspect.getmodule(item.function) for item in suite.kept if "server" in item.nodeid}
     source = "\n".join(inspect.getsource(module) for module in modules if module)
     with serving(engine, state_dir=tmp_path) as served:
         paths = set(served.server.config.app.openapi()["paths"])
     assert len(paths) > 25
-    fixed = {path.partition("{")[0].rstrip("/") for path in paths}
-    by_client = {path: path.removeprefix("/v1/").replace("/", ".") for path in fixed}
-    missing = [path for path in fixed if path not in source and by_client[path] not in source]
+    missing = [path for path in sorted(paths) if not re.search(call_of(path), source)]
     assert missing == []
+
+
+def call_of(path: str) -> str:
+    """Return a pattern of how a test calls a route: by its path, or by a client's method."""
+    by_path = re.sub(r"\\{[^}]*\\}", r"[^\\s\"'/]+", re.escape(path)) + r"[\"'?]"
+    words = [word for word in path.split("/") if word and word != "v1" and word[0] != "{"]
+    return rf"{by_path}|\.{re.escape('.'.join(words))}[.(]"

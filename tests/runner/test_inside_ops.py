@@ -26,6 +26,7 @@ from tests.support.sweeps import (
     model_of,
     next_row,
     prompt_of,
+    qwen3,
     runner_of,
 )
 
@@ -162,6 +163,37 @@ def test_rows_rounded_to_int8_stop_at_every_task(kernels: str) -> None:
     for runner in runners:
         add_prompts(runner, (19, 3))
     assert assert_same_answers(*runners, num_tasks=1) > 200
+
+
+NARROW: dict[str, Any] = {"intermediate_size": 400, "moe_intermediate_size": 400}
+"""Experts and MLPs whose second product reads more than the first, as the attention's here does."""
+
+
+@pytest.mark.parametrize("activations", ["bf16", "int8"])
+@pytest.mark.parametrize("kernels", ["emulated AMX", cpu.native.available()[0]])
+def test_an_op_that_is_left_early_keeps_what_its_later_products_have_no_room_for(
+    kernels: str, activations: str
+) -> None:
+    """Each pass has a course of its own, whose memory is as large as what was done needed."""
+    torch.manual_seed(0)
+    model = qwen3(mlp_only_layers=[1], num_hidden_layers=2, num_attention_heads=8, **NARROW)
+    model = model.bfloat16().eval()
+    weights = "int4" if activations == "int8" else "auto"
+    runners = pair(model, expert_weights=weights, activations=activations)
+    cpu.native.use(kernels)
+    for runner in runners:
+        add_prompts(runner, (41, 20))
+    program = whole_program(runners[0])
+    assert runners[0].run(program, START, Watched()) == program.end
+    expected = held(runners[0], program, program.end)
+    runner, course._spare[:] = runners[1], []
+    for first in range(1, 60):
+        program, at = whole_program(runner), START
+        while at != program.end:
+            at = runner.run(program, at, Asked(first))
+        assert_same(held(runner, program, program.end), expected)
+        runner.drop(program)
+        course._spare.clear()
 
 
 def test_the_number_of_tasks_is_kept_to_whatever_the_number_of_threads() -> None:

@@ -51,7 +51,6 @@ def invariant_engine(shared_invariant: QLLMEngine) -> Iterator[QLLMEngine]:
     """Yield that engine. After the test it is idle and keeps nothing of prompts."""
     yield shared_invariant
     assert_idle(shared_invariant)
-    shared_invariant.reset_prefix_cache()
 
 
 @pytest.fixture(scope="session")
@@ -70,4 +69,3 @@ def holding(shared_holding: Holding) -> Iterator[Holding]:
     yield shared_holding
     shared_holding.gate.touch()
     assert_idle(shared_holding.engine)
-    shared_holding.engine.reset_prefix_cache()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared en
 
 ASK = {"prompt": "a", "max_tokens": 1}
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-HASTE_S = 0.3
+HASTE_S = 1.0
 
 
 def bearer(key: str) -> dict[str, str]:

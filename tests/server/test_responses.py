@@ -135,6 +135,7 @@ def test_a_stream_has_the_events_of_the_api(responding: openai.OpenAI) -> None:
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("engine")
 def test_every_event_is_of_their_types(keyed: Serving) -> None:
     """Not read by the client, which takes anything, but held to its types."""
     judge: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -396,6 +397,7 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
 # -- refusals
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("more", "says", "param"),
     [

@@ -59,7 +59,7 @@ def _use(engine: QLLMEngine, path: str, is_quick: bool) -> None:
         assert other.submit("hello", max_tokens=3).result(300).token_ids
         left = other.submit("hello", "BE", 200, sampling=LONG)
         next(iter(left))
-    assert left.result(1).finish_reason is FinishReason.CANCELLED
+    assert left.result(300).finish_reason is FinishReason.CANCELLED
     command = [sys.executable, "-c", ATTACHED.replace("1500", "200"), path]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as killed:
         assert killed.stdin is not None

@@ -134,8 +134,8 @@ def pid_of(engine: QLLMEngine) -> int:
 def assert_idle(engine: QLLMEngine) -> None:
     """Check that an engine has no request, no open prompt, no parked frame and no KV in use.
 
-    Requests that clients left are given time to end. What is still open then is cancelled, so that
-    the next test finds an idle engine.
+    Requests that clients left are given time to end. What is still open then is cancelled, and what
+    is kept of prompts is forgotten, so that the next test finds an idle engine that knows nothing.
     """
 
     def found() -> dict[str, Any]:
@@ -148,12 +148,16 @@ def assert_idle(engine: QLLMEngine) -> None:
     assert engine.failure is None, f"a test ended the shared engine: {engine.failure}"
     engine.raise_if_closed()
     try:
-        wait_for(lambda: not found(), 10)
+        wait_for(lambda: not found(), 60)
     except AssertionError:
         left = found()
         for handle in engine.client.open_handles():
             handle.cancel()
+        with suppress(AssertionError):
+            wait_for(lambda: not found())
         raise AssertionError(f"a test leaves the shared engine busy: {left}") from None
+    finally:
+        engine.reset_prefix_cache()
 
 
 def stand_still(path: str) -> None:

@@ -1,10 +1,10 @@
 """A pytest plugin: the tests that a run takes, their order, and what each file costs.
 
 `--lane short` (the default, `make test`) leaves out tests marked `slow`, and all but a sample of
-the cases of tests marked `sampled`. `--lane all` (`make test-all`) takes every case. Tests of
-other packages are in neither: `--lane outside` (`make test-outside`) takes those alone. A run says
-at its end how many tests it left out and why, what this machine lacks, and which files cost more
-than their budget. It writes what every file cost to `.benchmarks/durations.json`.
+the cases of tests marked `sampled`. `--lane all` (`make test-all`) takes every case. Tests that run
+programs of other packages are in neither: `--lane outside` (`make test-outside`) takes those alone.
+A run says at its end how many tests it left out and why, what this machine lacks, and which files
+cost more than their budget. It writes what every file cost to `.benchmarks/durations.json`.
 """
 
 import json
@@ -17,13 +17,16 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.files import ROOT
 
 LANES = ("short", "all", "outside")
 COMMANDS = {"gpu": "make gpu-check", "peers": "make test-peers", "talk": "make test-talk"}
 """Marks of tests that need what this machine may lack, and the command that runs them."""
+OUTSIDE = "tests that run programs of other packages: make test-outside"
 BUDGET_S = 20.0
 """Processor time of a file in the short lane, with its set-up. A file that takes more is named."""
 MIN_FREE_BYTES = 2 << 30
@@ -41,6 +44,10 @@ class Selection(NamedTuple):
     """The others, by the reason."""
 
 
+# no example fails because the machine is slow, or stood still
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 SELECTION = pytest.StashKey[Selection]()
 
 
@@ -50,6 +57,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--seed", type=int, help="draw other samples, and run files and tests in another order"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis draw the same examples in every run, or others with `--seed`."""
+    config.pluginmanager.register(Report(config), "lanes-report")
+    seed = config.getoption("--seed")
+    settings.register_profile("lane", settings.get_profile("any machine"), derandomize=seed is None)
+    settings.load_profile("lane")
+    if seed is not None:
+        hypothesis.core.global_force_seed = seed
 
 
 def pytest_sessionstart() -> None:
@@ -64,7 +81,7 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the lane. A test that the command line names always runs."""
+    """Keep the tests of the lane. One that the command line names as `FILE::name` always runs."""
     files = {Path(name).resolve() for name in config.args}
     lane, seed = config.getoption("--lane"), config.getoption("--seed")
     for item in items:
@@ -132,7 +149,7 @@ def reason_to_leave(item: pytest.Item, lane: str) -> str | None:
         if mark in marks:
             return f"tests marked {mark}: {command}"
     if (lane == "outside") != ("outside" in marks):
-        return "tests of other packages: make test-outside" if lane != "outside" else "our own"
+        return OUTSIDE if lane != "outside" else "tests of qllm itself: make test-all"
     if lane == "short" and "slow" in marks:
         return "slow tests: make test-all"
     return None
@@ -141,16 +158,23 @@ def reason_to_leave(item: pytest.Item, lane: str) -> str | None:
 def sample(cases: Sequence[pytest.Item], rng: random.Random) -> list[pytest.Item]:
     """Draw some cases of one test.
 
-    `sampled(count)` keeps so many. `sampled` alone keeps a small set in which every value of every
-    parameter occurs, such as each family and each kind of kernel.
+    `sampled` keeps a small set in which every value of every parameter occurs, such as each family
+    and each kind of kernel. `sampled(count)` keeps so many: of that set first, then others.
     """
     marker = cases[0].get_closest_marker("sampled")
     assert marker is not None
+    assert not marker.kwargs, "write sampled(8), without a keyword"
     drawn = rng.sample(cases, len(cases))
-    if marker.args:
-        return drawn[: marker.args[0]]
-    missing = {value for case in cases for value in values_of(case)}
-    kept = []
+    kept = covering(drawn)
+    if not marker.args:
+        return kept
+    return [*kept, *(case for case in drawn if case not in kept)][: marker.args[0]]
+
+
+def covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Choose cases in which every value of every parameter occurs."""
+    missing = {value for case in drawn for value in values_of(case)}
+    kept: list[pytest.Item] = []
     while missing:
         best = max(drawn, key=lambda case: len(missing & values_of(case)))
         missing -= values_of(best)
@@ -195,7 +219,7 @@ class Report:
         self.cpu_seconds: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.found: dict[str, Any] = {}
-        """What a worker found out: counts of tests that it left out, and kinds of kernels."""
+        """What a worker reported: counts of tests that it left out, and kinds of kernels."""
         self._began = 0.0
 
     def pytest_collection_finish(self) -> None:
@@ -264,7 +288,7 @@ class Report:
         if "kernels" in self.found:
             yield f"kernels of this processor: {', '.join(self.found['kernels'])}"
         if self.found.get("no_kernels"):
-            yield f"not run, as it cannot: {', '.join(self.found['no_kernels'])}"
+            yield f"kernels that this processor cannot run: {', '.join(self.found['no_kernels'])}"
         if self.config.getoption("--lane") == "short":
             for path, seconds in self.cpu_seconds.most_common():
                 if seconds > BUDGET_S:
@@ -282,7 +306,3 @@ def kernels() -> dict[str, list[str]]:
 
     here = cpu.native.available() if cpu.native else []
     return {"kernels": here, "no_kernels": [kind for kind in KERNELS if kind not in here]}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Report(config), "lanes-report")

@@ -1,4 +1,4 @@
-"""How tests wait: for a condition, with a limit that does not depend on how fast the machine is."""
+"""How tests wait: for a condition, with a limit that only a hang reaches."""
 
 import time
 from collections.abc import Callable
@@ -16,8 +16,9 @@ def wait_for(
 ) -> None:
     """Wait until a condition is true.
 
-    The limit counts naps, not the time: a machine that stands still for a minute, or is shared
-    with other work, only makes the naps longer.
+    The limit counts naps, not the time: a machine that stands still for a minute only makes one nap
+    longer. Where other work takes the processor from what is waited for, naps go on; so the limit
+    is far above what an idle machine needs.
 
     Args:
         condition: Returns something true at last.

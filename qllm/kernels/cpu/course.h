@@ -1,7 +1,7 @@
 // One op as a row of tasks that can be left after any of them and gone on with later.
 //
 // While a thread has a course, the tasks of all its `run_tasks` calls are one sequence. Threads take
-// them in order and poll before each one. A thread that finds a reason to stop takes no more, nor
+// them in order, one or a few small ones at a time, and poll before they take. A thread that finds a reason to stop takes no more, nor
 // do the others: each ends what it has taken, and what is done is the first `done` tasks, whatever
 // the number of threads. What comes after them in the op is called all the same and does nothing.
 //
@@ -57,16 +57,19 @@ struct Place {
 
 class Course : public Place {
  public:
-  KeptMemory memory;
-
   // Begins or goes on with an op on this thread, which has no course; tasks that are done are
-  // counted off `polls`. At least one task is done, if there is one.
+  // counted off `polls`. At least one task is done, if there is one and `polls` allows one.
   void begin(Polls& polls);
   // Whether the op is done; if so the next one begins with none of its tasks done.
   bool end();
 
-  // The longest time between two polls of a thread since it was taken.
+  // The longest time between two polls of a thread since it was taken; without polls inside, the
+  // longest op.
   int64_t take_longest();
+
+  // Memory for a use of the op. Once the op is left it only says where that is, and is no larger: a
+  // later product may need more of what an earlier one, which is not done, still reads.
+  void* kept(int64_t use, int64_t bytes);
 
   // For the pool. `since` is when the thread polled before.
   bool must_stop(int64_t task, int64_t& since);
@@ -75,6 +78,7 @@ class Course : public Place {
  private:
   friend void run_tasks(int64_t, int64_t, void (*)(const void*, int64_t, int64_t), const void*);
 
+  KeptMemory memory_;
   Polls* polls_ = nullptr;
   int64_t at_ = 0;         // tasks of the op that calls have gone past
   int64_t first_ = 0;      // the task that is done without a poll

@@ -11,7 +11,7 @@ from ctypes import c_int64
 from qllm.kernels.cpu import native
 
 OP_BYTES = 64 << 20
-"""Memory that one op may keep from one of its tasks to another; it bounds the op's rows."""
+"""About the memory that one op may keep between its tasks; it bounds the op's rows."""
 
 
 class PlaceStruct(ctypes.Structure):
@@ -49,13 +49,16 @@ _spare: list[Course] = []
 
 def take() -> Course:
     """A course between two ops."""
-    return _spare.pop() if _spare else Course()
+    try:
+        return _spare.pop()
+    except IndexError:
+        return Course()
 
 
 def give_back(course: Course) -> None:
-    """Let others use a course that is between two ops; the memory of one is kept."""
-    if not _spare:
-        _spare.append(course)
+    """Let others use a course that is between two ops; the one with the most memory is kept."""
+    if not _spare or course.num_bytes > _spare[0].num_bytes:
+        _spare[:] = [course]
 
 
 def keep(course: Course) -> Course | None:

@@ -174,10 +174,14 @@ void KeptMemory::clear() {
 
 void* kept_memory(int64_t use, int64_t bytes) {
   Course* course = course_of_thread;
-  return (course ? course->memory : memory_of_thread).of(use, bytes);
+  return course ? course->kept(use, bytes) : memory_of_thread.of(use, bytes);
 }
 
 int64_t new_use() { return num_uses.fetch_add(1); }
+
+void* Course::kept(int64_t use, int64_t bytes) {
+  return memory_.of(use, left_ ? 0 : bytes);
+}
 
 void Course::begin(Polls& polls) {
   polls_ = &polls;
@@ -194,7 +198,7 @@ bool Course::end() {
   saw(now_ns(), since_);
   polls_->tasks_left -= done - before_;
   polls_ = nullptr;
-  kept_bytes = memory.num_bytes();
+  kept_bytes = memory_.num_bytes();
   if (left_) return false;
   done = 0;
   return true;
@@ -210,9 +214,10 @@ void Course::saw(int64_t now, int64_t& since) {
 }
 
 bool Course::must_stop(int64_t task, int64_t& since) {
+  if (!polls_->inside) return false;
   int64_t now = now_ns();
   saw(now, since);
-  if (!polls_->inside || at_ + task == first_) return false;
+  if (at_ + task == first_) return false;
   if (stop_.load(std::memory_order_relaxed)) return true;
   const int64_t* watch = polls_->watch;
   bool asked = watch && __atomic_load_n(watch, __ATOMIC_ACQUIRE) != polls_->seen;

@@ -48,7 +48,8 @@ void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp&
   else
     k.attend_in(q, x, part.cos, part.sin, rows, *layer.attention, layer.index, part.spans,
                 part.num_spans);
-  if (!part.whole) parallel(1, [&](int64_t) { memset(out, 0, size * sizeof *out); });
+  if (!part.whole)
+    parallel(rows, [&](int64_t r) { memset(out + r * (size / rows), 0, size / rows * sizeof *out); });
   attend_keys(k, out, q, heads, s, layer, part);
   if (layer.latents) {
     const uint16_t* seen = out;

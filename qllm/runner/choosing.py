@@ -1,0 +1,72 @@
+"""The end of HEAD: tokens of greedy rows, and of the others a row at a time."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qllm.models.logits import LogitRule
+from qllm.plan import Row
+from qllm.runner.backend import Asking, Backend
+from qllm.runner.frame import Frame
+from qllm.types import Sampled
+
+
+def choose_some(
+    runner: Asking,
+    backend: Backend,
+    rule: LogitRule | None,
+    frame: Frame,
+    members: Sequence[int],
+    num_before: int,
+) -> bool:
+    """Choose the tokens of greedy rows and of one more row, on a device of all rows.
+
+    Args:
+        runner: Whose requests they are.
+        backend: Of the runner.
+        rule: What the model does to its logits; None is nothing.
+        frame: It is given the tokens at the end; all blocks of its head are done.
+        members: The rows of HEAD.
+        num_before: How often this was called before, if another frame did and `head` is a copy.
+
+    Returns:
+        Whether all have one. Between two calls a runner may stop.
+    """
+    head = frame.head
+    assert head is not None
+    rows = [frame.program.rows[r] for r in members]
+    begins = head.chosen is None
+    chosen = head.chosen = {} if head.chosen is None else head.chosen
+    if begins:
+        for i, token_id, peak in head.answers():
+            if not frame.is_dead(members[i]):
+                request_id, _, position = rows[i][:3]
+                chosen[i] = runner.sampler.greedy(request_id, token_id, peak, position)
+    live = [
+        (place, i)
+        for place, i in enumerate(head.rest)
+        if i not in chosen and not frame.is_dead(members[i])
+    ]
+    if live and begins and not head.scores.num_units and backend.samples:
+        logits = _ruled(rule, head.logits([place for place, _ in live]))
+        frame.unread = backend.sample(runner, logits, [rows[i] for _, i in live])
+    now = live[: num_before + 1 if begins else 1] if frame.unread is None else []
+    for place, i in now:
+        chosen[i] = _choose(runner, _ruled(rule, head.logits([place])), rows[i])
+    if len(now) < len(live) and frame.unread is None:
+        return False
+    frame.sampled = [head.scores.add_to(i, chosen[i]) for i in sorted(chosen)]
+    return True
+
+
+def _ruled(rule: LogitRule | None, logits_RV: Tensor) -> Tensor:
+    return logits_RV if rule is None else rule(logits_RV)
+
+
+def _choose(runner: Asking, logits_1V: Tensor, row: Row) -> Sampled:
+    request_id, position = row.request_id, row.hi
+    if runner.on_logits is not None:
+        runner.on_logits(request_id, position, logits_1V[0])
+    outputs = runner.requests[request_id].output_ids
+    [found] = runner.sampler.sample(logits_1V, [request_id], [position], [outputs])
+    return found
