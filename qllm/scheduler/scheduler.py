@@ -391,10 +391,8 @@ class Scheduler:
     def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
         """Count the run for the requests whose rows took part in it."""
         program = parked.program
-        # a run that ends where it began has done tasks inside that op
-        began_there = end == parked.index and end != program.end
-        reached = Index(end.op, 1) if began_there else end
-        for row in program.rows_between(parked.index, reached):
+        begun = end == parked.index and end != program.end  # tasks inside an op were done
+        for row in program.rows_between(parked.index, Index(end.op, 1) if begun else end):
             request = self.requests.get(row.request_id)
             if request is None or row.request_id in parked.dead:
                 continue

@@ -251,6 +251,10 @@ def from_checkpoint(case: Case, path: Path, **room: Any) -> Seen:
 
 
 CASES = [*(f"{family} bf16" for family in NATIVE), *HYBRIDS, *MIXES]
+LONGEST = "kimi_linear"
+"""Its modules in transformers take 130 s of processor time for the storm; others take 10."""
+CASES.remove(LONGEST)
+CASES.append(pytest.param(LONGEST, marks=pytest.mark.slow))
 
 
 @pytest.mark.sampled(3)

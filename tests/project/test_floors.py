@@ -166,6 +166,7 @@ POLICIES = Floor(
 )
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
+    "kernels.transformers_experts": "transformers",
     "serving.fleet": "frontend.members frontend.router frontend.routes",
     "serving.rebalancing": "frontend.rebalance frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
