@@ -16,6 +16,7 @@ from qllm.plan import Plan
 from qllm.policy import CostTable, RankPolicy, View, next_row
 from qllm.record import trace
 from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import Index
 from qllm.scheduler.rank_plan import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
 from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
@@ -388,6 +389,26 @@ def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) ->
     assert sum(gap > target_ns for gap in gaps) <= 0.03 * len(gaps)
     assert sum(gaps) > 1.2 * len(gaps) * min(gaps), "nobody rode"
     assert any(number in world.finished or scheduler.requests[number].served_ns for number in batch)
+    world.run()
+    finished_well(world)
+
+
+def test_a_run_that_ends_where_it_began_counts_for_its_requests() -> None:
+    """A runner that stops inside the first units of an op has no other place to name."""
+    world = World(Fcfs(), costs=SLOW)
+    number, run = world.submit(BE, 50, 2), world.runner.run
+
+    def first_tasks(program: Any, start: Index, stop: Any) -> Index:
+        world.runner.run = run  # type: ignore[method-assign]
+        world.clock.at_ns += 1000
+        return start
+
+    world.runner.run = first_tasks  # type: ignore[method-assign]
+    while world.runner.run is not run and number not in world.finished:
+        world.step()
+    request = world.scheduler.requests[number]
+    assert request.served_ns == 1000
+    assert request.last_progress_ns == world.clock()
     world.run()
     finished_well(world)
 
