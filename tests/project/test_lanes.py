@@ -269,6 +269,6 @@ def test_the_test_files_that_run_call_every_route(
 
 def call_of(path: str) -> str:
     """Return a pattern of how a test calls a route: by its path, or by a client's method."""
-    by_path = re.sub(r"\\{[^}]*\\}", r"[^\\s\"'/]+", re.escape(path)) + r"[\"'?]"
+    by_path = re.sub(r"\\{[^}]*\\}", r"[^\\s\"'/]+", re.escape(path)) + r"/?[\"'?]"
     words = [word for word in path.split("/") if word and word != "v1" and word[0] != "{"]
     return rf"{by_path}|\.{re.escape('.'.join(words))}[.(]"

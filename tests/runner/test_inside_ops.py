@@ -187,7 +187,7 @@ def test_an_op_that_is_left_early_keeps_what_its_later_products_have_no_room_for
     assert runners[0].run(program, START, Watched()) == program.end
     expected = held(runners[0], program, program.end)
     runner, course._spare[:] = runners[1], []
-    for first in range(1, 60):
+    for first in range(1, 60, 2):
         program, at = whole_program(runner), START
         while at != program.end:
             at = runner.run(program, at, Asked(first))
