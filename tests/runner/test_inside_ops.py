@@ -18,6 +18,7 @@ from tests.support.families import FAMILIES, make_model
 from tests.support.sweeps import (
     GREEDY,
     Asked,
+    Poll,
     Watched,
     assert_same,
     compiled,
@@ -252,6 +253,31 @@ def test_a_row_may_die_inside_an_op(kind: OpKind) -> None:
     alone.accept(row)
     assert alone.run(row, START, Watched()) == row.end
     assert alone.finish(row) == [left]
+
+
+def test_a_row_may_die_after_any_task_of_an_attention() -> None:
+    """The tiles of the others have other numbers then, so what is done counts no more."""
+    both, alone = pair(model_of("qwen3"))
+    add_prompts(alone, (40, 17))
+    row = compiled(alone, [next_row(alone, 1)], Grain.EXPERT)
+    alone.accept(row)
+    assert alone.run(row, START, Watched()) == row.end
+    expected = held(alone, row, row.end)["head.x"]
+    num_inside = 0
+    for num_tasks in range(1, 60):
+        add_prompts(both, (40, 17))
+        program, at = whole_program(both), START
+        while (program.ops[at.op].kind, program.ops[at.op].layer) != (OpKind.ATTN, 1):
+            at = both.run(program, at, Poll(0, 1.0))
+        at = both.run(program, at, Asked(num_tasks))
+        num_inside += program.ops[at.op].kind is OpKind.ATTN
+        both.kill(program, 0)
+        assert both.run(program, at, Watched()) == program.end
+        assert torch.equal(held(both, program, program.end)["head.x"][1:], expected), num_tasks
+        both.drop(program)
+        for request in range(NUM_PROMPTS):
+            both.remove(request)
+    assert num_inside > 20
 
 
 def test_a_frame_inside_an_op_says_what_it_keeps() -> None:
