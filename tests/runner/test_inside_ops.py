@@ -280,6 +280,22 @@ def test_a_row_may_die_after_any_task_of_an_attention() -> None:
     assert num_inside > 20
 
 
+def test_an_attention_in_which_a_row_is_dead_stops_at_every_task() -> None:
+    """Tokens of no row get zeros, once."""
+    expected, found = pair(model_of("qwen3"))
+    ends = []
+    for runner, num_tasks in ((expected, 1 << 40), (found, 1)):
+        add_prompts(runner, (40, 17))
+        program, at = whole_program(runner), START
+        while (program.ops[at.op].kind, program.ops[at.op].layer) != (OpKind.ATTN, 1):
+            at = runner.run(program, at, Poll(0, 1.0))
+        runner.kill(program, 0)
+        while at != program.end:
+            at = runner.run(program, at, Asked(num_tasks))
+        ends.append(held(runner, program, program.end))
+    assert_same(ends[1], ends[0])
+
+
 def test_a_frame_inside_an_op_says_what_it_keeps() -> None:
     runner = runner_of(model_of("qwen3"), native=True)
     add_prompts(runner, (40, 17))
