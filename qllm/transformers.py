@@ -35,7 +35,7 @@ CHECKED_ROWS = 16
 """Rows of the first call that are compared with `grouped_mm`."""
 BOUND = 8.0
 """Largest difference, in what one rounding of the input changes; as of the start-up check."""
-_HELD = "_qllm_experts"
+_HELD, _FAILED = "_qllm_experts", "_qllm_failed"
 _log = logging.getLogger("qllm")
 _said: set[str] = set()
 
@@ -44,7 +44,6 @@ class _Held:
     """The packed weights of one block of experts."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         self._bank = NativeBank(module)
         self._bank.pack()
         vars(module).pop("forward")  # the module's own asks `ALL_EXPERTS_FUNCTIONS`
@@ -57,7 +56,7 @@ class _Held:
         self._bank.unpack()
 
     def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The experts' weighted sum [T, D]."""
+        """Return the experts' weighted sum [T, D]."""
         work = Work(self._bank, ids_TK, 1 << 30)
         work.run(cpu.dense(x_TD), 0, len(work.units))
         return work.combine(0, len(x_TD), weights_TK, x_TD.dtype)
@@ -66,7 +65,7 @@ class _Held:
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What a module of experts computes, with our kernels.
+    """Compute what a module of experts does, with our kernels.
 
     Args:
         self: The module, as `use_experts_implementation` made it.
@@ -116,10 +115,10 @@ def _give_back(module: nn.Module) -> None:
 
 
 def _why_not(module: Any, x_TD: Tensor, is_packed: bool) -> str | None:
-    """Why our kernels cannot run a call; None if they can."""
+    """Return why our kernels cannot run a call, or None if they can."""
     if cpu.MISSING is not None:
         return cpu.MISSING
-    if vars(module).get("_qllm_failed"):
+    if vars(module).get(_FAILED):
         return "their check failed"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, *module.parameters())):
         return "the call needs gradients; run it under torch.no_grad()"
@@ -156,7 +155,7 @@ def _taken(module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     error_T = (found - expected).norm(dim=-1)
     if not bool((error_T <= BOUND * torch.maximum(spread_T, floor_T)).all()):
         held.give_back()
-        vars(module)["_qllm_failed"] = True
+        vars(module)[_FAILED] = True
         _say(type(module).__name__, "their check failed")
         return _plain(module, given)
     vars(module)[_HELD] = held

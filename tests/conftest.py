@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from qllm.kernels import cpu
+
 pytest_plugins = ["tests.support.lanes"]
 pytest.register_assert_rewrite("tests.support")
 
-from qllm.kernels import cpu  # noqa: E402 - after the assert rewriting
 from tests.support.warm import Nurseries  # noqa: E402 - its asserts are rewritten, too
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ def _numbers_and_threads_are_as_before() -> Iterator[None]:
 
 def _settings() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key.startswith("QLLM_")}
+
+
+@pytest.fixture
+def one_thread() -> None:
+    """Let torch compute with one thread in a test; the fixture above puts its number back."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ def make(shape: dict[str, int], implementation: str) -> Any:
 
     Args:
         shape: Fields of its config.
-        implementation: Of its experts.
+        implementation: Name of the experts' implementation in transformers.
     """
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -86,8 +86,8 @@ def compare(shape: dict[str, int], rounds: int) -> dict[str, dict[str, Any]]:
     """Time all implementations in turn.
 
     Args:
-        shape: Of the model.
-        rounds: How often.
+        shape: Fields of the model's config.
+        rounds: Number of rounds.
 
     Returns:
         Per row, milliseconds of each implementation (medians) and each rival's ratio to ours.

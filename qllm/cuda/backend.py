@@ -310,7 +310,7 @@ class CudaBackend:
         if part is None:
             return None
         self._replay(runner, frame, part)
-        return Swept(Index(part.end_op, 0), 1, 0, 0, program.ops[at.op].kind, 0)
+        return Swept(Index(part.end_op, 0), 0, 0, program.ops[at.op].kind, 0)
 
     def _part(self, runner: Asking, frame: Frame, program: Program, op: int) -> Part | None:
         if self.stages is None or runner.on_logits is not None:

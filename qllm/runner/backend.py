@@ -147,7 +147,7 @@ class Backend(Protocol):
 
     @property
     def samples(self) -> bool:
-        """Whether `sample` may choose tokens."""
+        """True if the device can choose tokens itself, with `sample`."""
         ...
 
     def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:

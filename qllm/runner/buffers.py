@@ -24,7 +24,7 @@ class Storage:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in the memory of that name, in which nothing else may lie."""
+        """Return an uninitialised tensor in the memory of that name; nothing else may lie there."""
         numel, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < numel or flat.dtype is not dtype:
             flat = self._flat[name] = torch.empty(numel, dtype=dtype)

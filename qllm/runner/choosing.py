@@ -22,12 +22,12 @@ def choose_some(
     """Choose the tokens of greedy rows and of one more row, on a device of all rows.
 
     Args:
-        runner: Whose requests they are.
-        backend: Of the runner.
+        runner: The runner that has the requests.
+        backend: The runner's backend.
         rule: What the model does to its logits; None is nothing.
-        frame: It is given the tokens at the end; all blocks of its head are done.
+        frame: A frame whose head has all blocks. It gets the tokens at the end.
         members: The rows of HEAD.
-        num_before: How often this was called before, if another frame did and `head` is a copy.
+        num_before: Calls that a frame before a checkpoint had; their rows are chosen again.
 
     Returns:
         Whether all have one. Between two calls a runner may stop.

@@ -15,7 +15,7 @@ from qllm.models.heard import warn_of_unheard
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
-from qllm.runner.cuts import cut_rule, nominal_ms, room_of
+from qllm.runner.cuts import cut_rule, nominal_ms
 from qllm.runner.frame import Frame
 from qllm.runner.kv import RequestKV, SlabKV
 from qllm.runner.layers.attention import Span, Step
@@ -101,22 +101,16 @@ class CpuBackend:
         batch_invariant: bool,
     ) -> None:
         self._model, self._parts, self.compute = model, parts, compute
-        config, polls_inside = (
-            base_model(model).config,
-            compute.sweep.num_layers == len(parts.layers),
-        )
+        self.polls_inside = compute.sweep.num_layers == len(parts.layers)
+        """True if every op polls before each of its tasks; else the runner polls between ops."""
         self.cuts, self.costs = cut_rule(
             parts,
-            config,
+            base_model(model).config,
             max_segment_ms,
-            polls_inside=polls_inside,
+            polls_inside=self.polls_inside,
             stops_between_keys=compute.stops_between_keys,
             batch_invariant=batch_invariant,
         )
-        room = room_of(parts, config, parts.lm_head.in_features)
-        self._range_rows = room.rows(room.expert)
-        self.polls_inside = polls_inside
-        """Whether every op polls before each of its tasks; else the runner polls between ops."""
         cpu.set_threads(torch.get_num_threads())
         self.sweep = compute.sweep
         """Runs what it covers in one call; with `runner.sweep.NOTHING` every op runs by itself."""
@@ -199,8 +193,7 @@ class CpuBackend:
     ) -> Swept | None:
         if not self.sweep.covers(program.ops[at.op]):
             return None
-        single = runner.on_segment is not None
-        sizes = Sizes(self.costs, self.cuts.expert_block, self._range_rows, single)
+        sizes = Sizes(self.costs, self.cuts.expert_block, runner.on_segment is not None)
         return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
 
     def pace(self) -> None:

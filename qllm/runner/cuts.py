@@ -1,4 +1,4 @@
-"""Where ops are cut by rows: a pure function of the configuration and the kernels.
+"""The rule by which ops are cut by rows. It depends on the configuration and the kernels alone.
 
 Where our kernels run every layer, an op polls by itself, before each of its tasks. It gets as many
 rows as the memory `course.OP_BYTES` holds, and nothing here depends on the speed of a machine.
@@ -57,10 +57,12 @@ FILL = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Nominal nanoseconds."""
+    """Nominal nanoseconds, and how many rows the memory of an op holds."""
 
+    range_rows: int
+    """Most rows of one range of expert units, which has one unit at least."""
     range_ns: float
-    """Aim of one range of expert units."""
+    """Aim of one range."""
     unit_ns: float
     """One expert's weights."""
     row_ns: float
@@ -72,9 +74,9 @@ class Costs:
     segment_ns: float
     """What a segment may take."""
     read_ns: float
-    """The weights of an attention."""
+    """Reading the weights of an attention."""
     attn_ns: float
-    """What it may take after reading these."""
+    """What a segment may take after that."""
     project_ns: float
     """One token through the projections of an attention."""
     query_key_ns: float
@@ -136,7 +138,7 @@ def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
 
 
 def _rows_as_long(read_ns: float, row_ns: float) -> int:
-    """Rows that multiply for as long as their weights are read, a power of two."""
+    """Return how many rows multiply for as long as their weights are read, a power of two."""
     size = 1
     while size * row_ns < read_ns:
         size *= 2
@@ -194,16 +196,16 @@ def cut_rule(
     stops_between_keys: bool = False,
     batch_invariant: bool = False,
 ) -> tuple[CutRule, Costs]:
-    """The cuts of a model for a bound on its segments; infinity does not cut.
+    """Return the cuts of a model for a bound on its segments, and its nominal costs.
 
     Args:
-        parts: Of the model.
-        config: Of the model.
-        max_segment_ms: The bound.
-        polls_inside: Every layer runs in `runner.sweep`, which polls inside ops.
-        stops_between_keys: Attention does, so that blocks of queries need not shrink below
-            `KEY_QUERIES` as their position grows.
-        batch_invariant: Level L2, where a chunk of a prompt ends with a block of queries.
+        parts: The parts of the model.
+        config: The model's config.
+        max_segment_ms: The bound; infinity does not cut.
+        polls_inside: True if every layer runs in `runner.sweep`, which polls inside ops.
+        stops_between_keys: True if attention stops between blocks of keys, so that blocks of
+            queries need not shrink below `KEY_QUERIES` as their position grows.
+        batch_invariant: True at level L2, where a chunk of a prompt ends with a block of queries.
     """
     dtype = parts.like.dtype
     flops = FLOPS_PER_NS.get(dtype, 20.0)
@@ -217,7 +219,9 @@ def cut_rule(
     all_ns = [_attn_ns(layer, config, dtype, width, in_pairs) for layer in parts.layers]
     attn = _Attn(*map(max, zip(*all_ns, strict=True)))
     free = max(segment - attn.read, segment / 4)
+    room = _room_of(parts, config, width)
     costs = Costs(
+        range_rows=room.rows(room.expert),
         read_ns=attn.read,
         attn_ns=free,
         project_ns=attn.project,
@@ -233,7 +237,7 @@ def cut_rule(
     if max_segment_ms == float("inf"):
         return NO_CUTS, costs
     if polls_inside:
-        rule = _cuts_by_memory(parts, config, width)
+        rule = room.cuts()
         rule = rule._replace(max_block=CHUNK_BLOCK) if batch_invariant else rule
         return rule, replace(costs, range_ns=math.inf)
     if parts.around is not None:
@@ -256,7 +260,7 @@ def cut_rule(
 
 
 def nominal_ms(rule: CutRule, costs: Costs) -> float:
-    """The longest attention or expert that a rule leaves whole: what is held where ops are cut."""
+    """Return how long the longest attention or expert takes that a rule leaves whole."""
     attn = costs.read_ns + rule.max_cost * costs.project_ns
     expert = costs.unit_ns + rule.expert_block * costs.row_ns
     return max(attn, expert) / NS_PER_MS
@@ -269,7 +273,7 @@ def _expert_block(costs: Costs) -> int:
     return max(_power_of_two(free / row_ns), min(_rows_as_long(costs.unit_ns, row_ns), 1024))
 
 
-class Room(NamedTuple):
+class _Room(NamedTuple):
     """Bytes that a token, or a row of an expert, takes while an op is under way."""
 
     attn: int
@@ -278,19 +282,29 @@ class Room(NamedTuple):
     expert: int
 
     def rows(self, num_bytes: int) -> int:
-        """Rows that fit; at least 16."""
+        """Return how many rows of so many bytes fit, at least 16."""
         return max(16, course.OP_BYTES // max(1, num_bytes))
 
+    def cuts(self) -> CutRule:
+        """Return the rule by which ops have as many rows as fit."""
+        return CutRule(
+            max_cost=float(self.rows(self.attn)),
+            attn_cost_per_kv=0.0,
+            glue_block=_power_of_two(self.rows(self.glue), high=1 << 16),
+            dense_block=_power_of_two(self.rows(self.dense), high=1 << 16),
+            expert_block=_power_of_two(self.rows(self.expert)),
+        )
 
-def room_of(parts: ModelParts, config: Any, width: int) -> Room:
-    """What ops keep: their inputs as kernels read them, and what is between two products."""
+
+def _room_of(parts: ModelParts, config: Any, width: int) -> _Room:
+    """Count what ops keep: inputs as kernels read them, and what is between two products."""
     item = parts.like.element_size()
     attn = max((_attn_room(x.self_attn, config, width) for x in parts.layers), default=0)
     shared = max((_widest(x.shared) for x in parts.layers), default=0)
     dense = max((_widest(x.mlp) for x in parts.layers if not x.is_moe), default=0)
     moe: Any = next((x.experts for x in parts.layers if x.experts is not None), None)
     hidden = 0 if moe is None else moe.down_proj[0].numel() // width
-    return Room(
+    return _Room(
         attn * item,
         (width + 3 * shared) * item + parts.shape.num_experts * 4,
         (2 * width + 3 * dense) * item,
@@ -307,24 +321,13 @@ def _widest(mlp: Any) -> int:
 
 
 def _attn_room(attn: Any, config: Any, width: int) -> int:
-    """Values: what every projection gives, queries and what they saw, and sums of it in fp32."""
+    """Count the values of a token: projections, queries, what they saw, and its sums in fp32."""
     if attn is None:
         return width
     heads = _heads(attn, config)
     value = getattr(attn, "kv_lora_rank", None) or getattr(attn, "head_dim", None)
     value = value or width // heads
     return width + sum(m.out_features for m in _linears(attn)) + 6 * heads * int(value)
-
-
-def _cuts_by_memory(parts: ModelParts, config: Any, width: int) -> CutRule:
-    room = room_of(parts, config, width)
-    return CutRule(
-        max_cost=float(room.rows(room.attn)),
-        attn_cost_per_kv=0.0,
-        glue_block=_power_of_two(room.rows(room.glue), high=1 << 16),
-        dense_block=_power_of_two(room.rows(room.dense), high=1 << 16),
-        expert_block=_power_of_two(room.rows(room.expert)),
-    )
 
 
 def _around_cuts(parts: ModelParts, costs: Costs) -> CutRule:

@@ -43,8 +43,8 @@ class HeadState:
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
         self.chosen: dict[int, Sampled] | None = None
-        """What rows were given, once all blocks are done; not kept by `export`: it is chosen
-        again, and is the same."""
+        """Tokens of rows that have one, once all blocks are done. `export` leaves them out: a
+        restored frame chooses again, and gets the same."""
 
     def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None, step: int) -> None:
         """Do some blocks, at least a task of one; greedy rows see logits after the rule.
@@ -59,7 +59,7 @@ class HeadState:
         if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
             return
         start, stop = blocks.at, min(blocks.at + step, blocks.end)
-        blocks.at, blocks.num_segments = stop, 1
+        blocks.at = stop
         for block in range(start, stop):
             logits_BV = head(self.x_BD, block)
             if self.rest:

@@ -416,12 +416,12 @@ class TorchRunner:
         if pos < head.scores.num_units:
             dead = {i for i, r in enumerate(members) if frame.is_dead(r)}
             pos = head.scores.run(vocabulary, parts, costs, pos, dead)
-            return Swept(Index(op, pos), 1, 0, 0, OpKind.HEAD, 0)
+            return Swept(Index(op, pos), 0, 0, OpKind.HEAD, 0)
         first = pos - head.scores.num_units
         if first >= num:  # tokens are chosen, a row at a time
             is_done = self._choose(frame, members, first - num)
             next_at = Index(op + 1, 0) if is_done else Index(op, pos + 1)
-            return Swept(next_at, 1, 0, 0, OpKind.HEAD, 0)
+            return Swept(next_at, 0, 0, OpKind.HEAD, 0)
         inside, single = frame.course or course.take(), self.on_segment is not None
         blocks = HeadBlocks(at=first, end=num, course=inside.address, single=single)
         let_poll(blocks, stop, program.stop_below, frame.grain)
@@ -431,8 +431,7 @@ class TorchRunner:
         if blocks.at == num:
             is_done = self._choose(frame, members, 0)
             next_at = Index(op + 1, 0) if is_done else Index(op, next_at.pos + 1)
-        ns = blocks.call_ns, blocks.longest_ns
-        return Swept(next_at, blocks.num_segments, *ns, OpKind.HEAD, 0)
+        return Swept(next_at, blocks.call_ns, blocks.longest_ns, OpKind.HEAD, 0)
 
     def _choose(self, frame: Frame, members: Sequence[int], num_before: int) -> bool:
         """See `choose_some`."""

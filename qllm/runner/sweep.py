@@ -98,7 +98,6 @@ class _Sweep(ctypes.Structure):
         ("pos", c_int64),
         ("num_units", c_int64),
         ("num_layers", c_int64),
-        ("num_segments", c_int64),
         ("call_ns", c_int64),
         ("longest_ns", c_int64),
         ("longest_kind", c_int64),
@@ -115,8 +114,6 @@ class Sizes(NamedTuple):
     """How large a range of expert units is."""
     unit_rows: int
     """Most rows of one expert unit."""
-    range_rows: int
-    """Most rows of a range of them, which has one unit at least."""
     single: bool
     """Return after the first op or range."""
 
@@ -126,8 +123,6 @@ class Swept(NamedTuple):
 
     at: Index
     """The first op not done."""
-    num_segments: int
-    """Ops and ranges of expert units, the one that was left included."""
     polled_ns: int
     """The time in which it polled by itself; 0 if it did not."""
     longest_ns: int
@@ -138,7 +133,7 @@ class Swept(NamedTuple):
     """Weights of the experts that had a unit; 0 where the device counts them."""
 
     def segment_ns(self, whole_ns: int) -> int:
-        """The longest time without a poll, of all that this took; what is around polls counts."""
+        """Return the longest time without a poll; the caller's time around the polls counts."""
         return max(0, whole_ns - self.polled_ns) + self.longest_ns
 
 
@@ -268,7 +263,7 @@ class Sweep:
             x=x.data_ptr(),
             next=space.next_TD.data_ptr(),
             unit_rows=sizes.unit_rows,
-            range_rows=sizes.range_rows,
+            range_rows=sizes.costs.range_rows,
             range_ns=sizes.costs.range_ns,
             unit_ns=sizes.costs.unit_ns,
             row_ns=sizes.costs.row_ns,
@@ -290,8 +285,7 @@ class Sweep:
         pos = s.pos if ahead.ops[s.part].kind is OpKind.EXPERTS else tasks_done
         index = Index(first + (s.layer - stretch.start) * num + s.part, pos)
         longest = OpKind(s.longest_kind)
-        ns = s.call_ns, s.longest_ns
-        return Swept(index, s.num_segments, *ns, longest, s.expert_bytes)
+        return Swept(index, s.call_ns, s.longest_ns, longest, s.expert_bytes)
 
     def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
         """What a layer is given; layers after it write over it."""

@@ -1,6 +1,6 @@
 """Log-probabilities of prompts: those of `model.forward`, however the prompt was computed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -118,18 +118,10 @@ def whole(family: str, kernels: str, dtype: torch.dtype) -> list[Logprobs]:
     return world.found()
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """The bits of torch's products depend on the number of its threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    whole.cache_clear()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_one_pass_has_the_bits_of_forward() -> None:
+    """The bits of torch's products depend on the number of its threads."""
+    whole.cache_clear()
     found = whole("mixtral", "reference", torch.float32)
     assert len(found) == 39
     assert found == by_forward(make_model("mixtral"), PROMPT)

@@ -1,7 +1,6 @@
 """A program that stops inside its ops, at any task, has the bits of one that does not stop."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,19 +31,10 @@ from tests.support.sweeps import (
 )
 
 assert cpu.MISSING is None, cpu.MISSING
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PROMPTS = 2
 SHARE = 0.05
 """Part of the stops at which another request runs."""
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    cpu.set_threads(1)
-    cpu.native.use(cpu.native.available()[0])
-    torch.set_num_threads(before)
 
 
 def add_prompts(runner: TorchRunner, lengths: tuple[int, ...]) -> None:

@@ -100,6 +100,14 @@ def program_of(runner: TorchRunner, *rows: Row, frame: int = 0) -> Program:
     )
 
 
+def at_the_end(runner: TorchRunner, tokens: list[int]) -> Program:
+    """The last tokens, so many each, of requests that have the KV of all before."""
+    for request, num in enumerate(tokens):
+        hold(runner, request, LONG - num)
+    rows = [Row(request, LONG - num, LONG, 0, 2) for request, num in enumerate(tokens)]
+    return program_of(runner, *rows)
+
+
 def segments(runner: TorchRunner, program: Program) -> list[tuple[Index, Index]]:
     """Run to the end, stopping wherever a stop is seen: where each segment began and ended."""
     seen, index = [], START
@@ -115,10 +123,7 @@ def segments(runner: TorchRunner, program: Program) -> list[tuple[Index, Index]]
 def test_no_segment_of_an_attention_has_more_flops_than_the_bound(
     runner: TorchRunner, tokens: list[int]
 ) -> None:
-    for request, num in enumerate(tokens):
-        hold(runner, request, LONG - num)
-    rows = [Row(request, LONG - num, LONG, 0, 2) for request, num in enumerate(tokens)]
-    program = program_of(runner, *rows)
+    program = at_the_end(runner, tokens)
     attended = dict.fromkeys(program.ops, 0)
     for begin, end in segments(runner, program):
         op = program.ops[begin.op]
@@ -162,9 +167,7 @@ def test_no_task_of_a_swept_attention_has_more_flops_than_the_bound(
     swept: TorchRunner, tokens: list[int]
 ) -> None:
     """Tasks are counted: each has the same share of the op's work, but for the last of its keys."""
-    for request, num in enumerate(tokens):
-        hold(swept, request, LONG - num)
-    program = program_of(swept, *[Row(i, LONG - n, LONG, 0, 2) for i, n in enumerate(tokens)])
+    program = at_the_end(swept, tokens)
     assert len(program.ops) == 10
     swept.accept(program)
     at = START

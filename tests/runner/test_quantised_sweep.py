@@ -1,7 +1,7 @@
 """Programs on packed weights of 4 and 8 bits: at every boundary the bits of bf16 weights."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,17 +27,9 @@ from tests.support.sweeps import (
 )
 
 assert cpu.MISSING is None, cpu.MISSING
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEP = 2.0**-5
 """One scale for all, so that what was rounded rounds to itself."""
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    cpu.set_threads(1)
-    torch.set_num_threads(before)
 
 
 def rounded(weight: Tensor, code: str) -> Quantised:

@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,16 +37,8 @@ from tests.support.sweeps import (
 )
 from tests.support.watching import has_changed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 COVERED = {"qwen3": 4, "part_dense": 4, "part_torch": 3, "mixtral": 4, "olmoe": 4}
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    cpu.set_threads(1)
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("fine", [False, True])

@@ -393,18 +393,20 @@ def test_few_gaps_under_a_target_are_longer_than_it(prompts: tuple[int, ...]) ->
     finished_well(world)
 
 
-def test_a_run_that_ends_where_it_began_counts_for_its_requests() -> None:
+def test_a_run_that_ends_where_it_began_counts_for_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A runner that stops inside the first units of an op has no other place to name."""
     world = World(Fcfs(), costs=SLOW)
     number, run = world.submit(BE, 50, 2), world.runner.run
 
     def first_tasks(program: Any, start: Index, stop: Any) -> Index:
-        world.runner.run = run  # type: ignore[method-assign]
+        monkeypatch.setattr(world.runner, "run", run)
         world.clock.at_ns += 1000
         return start
 
-    world.runner.run = first_tasks  # type: ignore[method-assign]
-    while world.runner.run is not run and number not in world.finished:
+    monkeypatch.setattr(world.runner, "run", first_tasks)
+    while world.runner.run is first_tasks and number not in world.finished:
         world.step()
     request = world.scheduler.requests[number]
     assert request.served_ns == 1000

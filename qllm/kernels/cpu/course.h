@@ -1,9 +1,10 @@
 // One op as a row of tasks that can be left after any of them and gone on with later.
 //
 // While a thread has a course, the tasks of all its `run_tasks` calls are one sequence. Threads take
-// them in order, one or a few small ones at a time, and poll before they take. A thread that finds a reason to stop takes no more, nor
-// do the others: each ends what it has taken, and what is done is the first `done` tasks, whatever
-// the number of threads. What comes after them in the op is called all the same and does nothing.
+// them in order, one or a few small ones at a time, and poll before they take. A thread that finds a
+// reason to stop takes no more, nor do the others: each ends what it has taken, and what is done is
+// the first `done` tasks, whatever the number of threads. What comes after them in the op is called
+// all the same and does nothing.
 //
 // To go on, the op is called again from its beginning with the same course. Calls of `run_tasks`
 // whose tasks are done return at once, and `Kept` memory holds what they left. So an op writes
@@ -29,11 +30,9 @@ class KeptMemory {
   KeptMemory() = default;
   KeptMemory(const KeptMemory&) = delete;
   KeptMemory& operator=(const KeptMemory&) = delete;
-  ~KeptMemory();
+  ~KeptMemory();  // gives all of it back
   void* of(int64_t use, int64_t bytes);
   int64_t num_bytes() const { return num_bytes_; }
-  // Gives all of it back.
-  void clear();
 
  private:
   std::vector<std::pair<void*, int64_t>> found_;

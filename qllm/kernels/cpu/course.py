@@ -1,4 +1,4 @@
-"""How far one op is inside, and the memory that its tasks left (`Course` of course.h).
+"""The place inside an op that was left, with the memory of its tasks (`Course` of course.h).
 
 An op is a row of tasks: a panel of outputs for some rows, a tile of queries and a range of keys, a
 few rows of a norm. It can be left after any task. What is done is the first `done` of them.
@@ -48,7 +48,7 @@ _spare: list[Course] = []
 
 
 def take() -> Course:
-    """A course between two ops."""
+    """Return a course that is between two ops."""
     try:
         return _spare.pop()
     except IndexError:

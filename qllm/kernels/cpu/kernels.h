@@ -121,7 +121,10 @@ struct Span {
   int64_t capacity, at, lo, hi;
 };
 
-// Keys [begin, end) of an attention that is done in parts, from multiples of 64 on. What rows have
+// Softmax goes over blocks of so many keys at fixed positions.
+constexpr int64_t kKeys = 64;
+
+// Keys [begin, end) of an attention that is done in parts, from multiples of kKeys on. What rows have
 // seen is kept between the parts; with one part, `sums` is null.
 struct Part {
   float *sums, *softmax;  // [T, N, H - tail]; [T, N, 2]: largest score and sum

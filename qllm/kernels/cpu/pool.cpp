@@ -152,7 +152,9 @@ int64_t now_ns() {
   return t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-KeptMemory::~KeptMemory() { clear(); }
+KeptMemory::~KeptMemory() {
+  for (auto& [data, size] : found_) free(data);
+}
 
 void* KeptMemory::of(int64_t use, int64_t bytes) {
   if (use >= int64_t(found_.size())) found_.resize(use + 1, {nullptr, 0});
@@ -164,12 +166,6 @@ void* KeptMemory::of(int64_t use, int64_t bytes) {
     size = bytes;
   }
   return data;
-}
-
-void KeptMemory::clear() {
-  for (auto& [data, size] : found_) free(data);
-  found_.clear();
-  num_bytes_ = 0;
 }
 
 void* kept_memory(int64_t use, int64_t bytes) {

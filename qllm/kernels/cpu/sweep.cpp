@@ -15,7 +15,7 @@ enum Grain : int64_t { kEachStep = 0, kEachLayer = 1, kEachExpert = 2 };
 
 const Part kAllKeys{nullptr, nullptr, 0, int64_t(1) << 62, 1, 1};
 
-constexpr int64_t kKeyBlock = 64, kFewMore = 4;
+constexpr int64_t kFewMore = 4;
 
 // A task goes through so many keys as `key_values` are: one with all of a long context would go on for
 // many milliseconds. What rows have seen is kept between the parts.
@@ -25,8 +25,8 @@ void attend_keys(const Kernels& k, uint16_t* out, const uint16_t* q, const Heads
   auto attend = [&](const Part& keys) {
     k.attend(out, q, heads, layer.index, layer.window, part.spans, part.num_spans, keys);
   };
-  int64_t blocks = s.key_values / (2 * heads.head_dim - heads.tail) / kKeyBlock;
-  int64_t step = std::max<int64_t>(blocks, 1) * kKeyBlock, most = 0;
+  int64_t blocks = s.key_values / (2 * heads.head_dim - heads.tail) / kKeys;
+  int64_t step = std::max<int64_t>(blocks, 1) * kKeys, most = 0;
   for (int64_t i = 0; i < part.num_spans; i++) most = std::max(most, part.spans[i].hi);
   if (most <= step + step / kFewMore) return attend(kAllKeys);
   int64_t rows = (part.hi - part.lo) * heads.heads;
@@ -177,7 +177,6 @@ void run(const Kernels& kernels, Sweep& s) {
       s.longest_ns = longest;
       s.longest_kind = part.kind;
     }
-    s.num_segments++;
     if (!done) return;
     if (part.kind == kExperts) end_range(s, layer, stop);
     if (!s.pos && ++s.part == s.num_parts) finish_layer(s);
@@ -196,7 +195,6 @@ void run(const Kernels& kernels, HeadBlocks& s) {
     kernels.best(s.peaks, s.ids, logits, s.rows, block.n, s.at * s.width);
     bool done = s.course->end();
     s.longest_ns = std::max(s.longest_ns, s.course->take_longest());
-    s.num_segments++;
     if (!done) return;
     s.at++;
     if (s.single || (s.grain == kEachExpert && asked(s, polls))) return;

@@ -67,7 +67,7 @@ struct Sweep {
 
   // What was done in this call: how long it took, the longest time between two polls of a thread, and
   // in which op that was.
-  int64_t num_layers, num_segments, call_ns, longest_ns, longest_kind, slots_done, expert_bytes;
+  int64_t num_layers, call_ns, longest_ns, longest_kind, slots_done, expert_bytes;
   int64_t failed;  // a router gave an id that is no expert's
 };
 
@@ -83,8 +83,7 @@ struct HeadBlocks {
   const Matrix* const* blocks;
   int64_t width, end;
 
-  // As in Sweep; a segment is a block. The head is as the inside of a layer: it returns at the grain
-  // of experts alone.
+  // As in Sweep. The head is as the inside of a layer: it returns at the grain of experts alone.
   Course* course;
   int64_t grain;
   const int64_t* watch;
@@ -93,7 +92,7 @@ struct HeadBlocks {
   int64_t at;  // the first block that is not done
 
   // What was done in this call.
-  int64_t num_segments, call_ns, longest_ns;
+  int64_t call_ns, longest_ns;
 };
 
 // Runs until `end` or a boundary.

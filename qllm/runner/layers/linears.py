@@ -118,7 +118,6 @@ class HeadBlocks(ctypes.Structure):
         ("tasks_left", c_int64),
         ("single", c_int64),
         ("at", c_int64),
-        ("num_segments", c_int64),
         ("call_ns", c_int64),
         ("longest_ns", c_int64),
     )
