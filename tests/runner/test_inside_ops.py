@@ -198,6 +198,15 @@ def test_the_number_of_tasks_is_kept_to_whatever_the_number_of_threads() -> None
     assert len(found[0]) > 100
 
 
+def test_the_number_of_tasks_goes_on_from_op_to_op() -> None:
+    num_calls = []
+    for num_tasks in (1, 50):
+        runner = runner_of(model_of("qwen3"), native=True)
+        add_prompts(runner, (100, 33))
+        num_calls.append(len(run_in_pieces(runner, whole_program(runner), num_tasks)))
+    assert num_calls[0] <= 50 * num_calls[1] < num_calls[0] + 50 * 10
+
+
 def stopped_in(runner: TorchRunner, program: Program, kind: OpKind) -> Index:
     """Run up to the middle of an op of a kind in the second layer."""
     at = START

@@ -1,10 +1,10 @@
 // One op as a row of tasks that can be left after any of them and gone on with later.
 //
 // While a thread has a course, the tasks of all its `run_tasks` calls are one sequence. Threads take
-// them in order, one or a few small ones at a time, and poll before they take. A thread that finds a
-// reason to stop takes no more, nor do the others: each ends what it has taken, and what is done is
-// the first `done` tasks, whatever the number of threads. What comes after them in the op is called
-// all the same and does nothing.
+// them in order, one or a few small ones at a time, and poll before they take. Each thread that finds
+// a reason to stop ends what it has taken and takes no more. So what is done is the first `done`
+// tasks, whatever the number of threads. What comes after them in the op is called all the same and
+// does nothing.
 //
 // To go on, the op is called again from its beginning with the same course. Calls of `run_tasks`
 // whose tasks are done return at once, and `Kept` memory holds what they left. So an op writes
@@ -84,7 +84,6 @@ class Course : public Place {
   int64_t before_ = 0;     // tasks that were done when this call began
   int64_t since_ = 0;      // when the thread that has the course polled
   bool left_ = false;      // a call of `run_tasks` ended before its last task
-  std::atomic<bool> stop_{false};
   std::atomic<int64_t> longest_ns_{0};
 };
 

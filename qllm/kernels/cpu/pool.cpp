@@ -184,7 +184,6 @@ void Course::begin(Polls& polls) {
   before_ = first_ = done;
   at_ = 0;
   left_ = false;
-  stop_.store(false, std::memory_order_relaxed);
   since_ = now_ns();
   course_of_thread = this;
 }
@@ -214,12 +213,9 @@ bool Course::must_stop(int64_t task, int64_t& since) {
   int64_t now = now_ns();
   saw(now, since);
   if (at_ + task == first_) return false;
-  if (stop_.load(std::memory_order_relaxed)) return true;
   const int64_t* watch = polls_->watch;
   bool asked = watch && __atomic_load_n(watch, __ATOMIC_ACQUIRE) != polls_->seen;
-  if (!asked && now < polls_->stop_ns) return false;
-  stop_.store(true, std::memory_order_relaxed);
-  return true;
+  return asked || now >= polls_->stop_ns;
 }
 
 void set_threads(int threads) {
