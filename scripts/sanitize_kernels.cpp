@@ -345,25 +345,29 @@ int packing() {
   return 0;
 }
 
-// Blocks of the head, the last one narrower, while another thread asks it to stop now and then.
+// Blocks of the head, the last one narrower, whole and then while another thread asks it to stop:
+// it goes on from the task after the last one that is done.
 int polled_head() {
-  const int64_t width = 70, wide = 64, num = 5, rows = 3;
+  const int64_t width = 70, wide = 640, num = 5, rows = 3;
   std::vector<Packed> weights;
   for (int64_t i = 0; i < num; i++) weights.emplace_back(kPortable, i + 1 < num ? wide : 7, width);
   std::vector<const Matrix*> blocks;
   for (auto& one : weights) blocks.push_back(&one.matrix);
   Half x = values(rows * width);
   std::vector<float> wanted;
-  for (int64_t step : {num, int64_t(1), int64_t(2)}) {
+  for (bool rings : {false, true, true}) {
     std::atomic<bool> is_over{false};
     int64_t word = 0;
     std::thread bell([&] {
-      while (!is_over.load()) __atomic_fetch_add(&word, 1, __ATOMIC_RELEASE);
+      while (!is_over.load()) __atomic_fetch_add(&word, int64_t(rings), __ATOMIC_RELEASE);
     });
     std::vector<float> peaks(rows, -INFINITY);
     std::vector<int64_t> ids(rows);
+    Course course;
     HeadBlocks s{};
-    s = {peaks.data(), ids.data(), x.data(), rows, blocks.data(), wide, step, num, 2, &word, 0, 1 << 30, 0, 0, 0, 0};
+    s.peaks = peaks.data(), s.ids = ids.data(), s.x = x.data(), s.rows = rows;
+    s.blocks = blocks.data(), s.width = wide, s.end = num, s.course = &course;
+    s.grain = 2, s.watch = &word, s.stop_ns = s.tasks_left = kNever;
     for (; s.at < num; head(kPortable, &s)) s.seen = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
     is_over.store(true);
     bell.join();
