@@ -14,6 +14,50 @@
 namespace qllm {
 namespace {  // every instruction set has its own, as in vec.h
 
+#if defined(QLLM_EMULATE)
+typedef uint32_t Words[16][16];  // a tile
+
+inline float flushed(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits &= bits & 0x7f800000 ? 0xffffffff : 0x80000000;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+inline float half(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return flushed(x);
+}
+// Even and odd values of k apart, then both to the sum. The loops over j are for the vectoriser.
+inline __attribute__((always_inline)) void add_products(Words c, const Words a, const Words b) {
+  for (int i = 0; i < 16; i++) {
+    float even[16] = {}, odd[16] = {}, sums[16];
+    for (int k = 0; k < 16; k++) {
+      float x = half(a[i][k] << 16), y = half(a[i][k] & 0xffff0000);
+      for (int j = 0; j < 16; j++) {
+        even[j] = flushed(__builtin_fmaf(x, half(b[k][j] << 16), even[j]));
+        odd[j] = flushed(__builtin_fmaf(y, half(b[k][j] & 0xffff0000), odd[j]));
+      }
+    }
+    memcpy(sums, c[i], sizeof sums);
+    for (int j = 0; j < 16; j++)
+      sums[j] = flushed(flushed(sums[j]) + flushed(even[j] + odd[j]));
+    memcpy(c[i], sums, sizeof sums);
+  }
+}
+inline void dot_plain(Words c, const Words a, const Words b) { add_products(c, a, b); }
+#if defined(__x86_64__)  // tests run this much: 20 times faster, the same bits
+inline bool has_fma() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+__attribute__((target("avx2,fma"))) inline void dot_fma(Words c, const Words a, const Words b) {
+  add_products(c, a, b);
+}
+#else
+inline bool has_fma() { return false; }
+inline void dot_fma(Words c, const Words a, const Words b) { add_products(c, a, b); }
+#endif
+#endif
+
 // Tiles are the thread's own while one of these lives. What was in them is lost.
 class Tiles {
 #if !defined(QLLM_EMULATE)
@@ -59,24 +103,11 @@ class Tiles {
 
 #else
 
-  uint32_t at_[8][16][16];
+  Words at_[8];
   int64_t bytes_;
 
   int64_t rows(int tile) const { return tile > 5 ? bytes_ / 4 : 16; }
   int64_t row_bytes(int tile) const { return tile == 4 || tile == 5 ? bytes_ : 64; }
-  static float flushed(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if (!(bits & 0x7f800000)) bits &= 0x80000000;
-    memcpy(&x, &bits, 4);
-    return x;
-  }
-  static float half(uint32_t pair, bool high) {
-    uint32_t bits = high ? pair & 0xffff0000 : pair << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return flushed(x);
-  }
 
  public:
   explicit Tiles(int64_t bytes = 64) : bytes_(bytes) {}
@@ -93,21 +124,10 @@ class Tiles {
   void store(void* to) {
     memcpy(to, at_[T], sizeof at_[T]);
   }
-  // As Intel's manual has TDPBF16PS: even and odd values of k apart, then both to the sum.
+  // As Intel's manual has TDPBF16PS.
   template <int C, int A, int B>
   void dot() {
-    for (int i = 0; i < 16; i++)
-      for (int j = 0; j < 16; j++) {
-        float part[2] = {0, 0}, sum;
-        for (int k = 0; k < 16; k++)
-          for (int odd = 0; odd < 2; odd++) {
-            float x = half(at_[A][i][k], odd), y = half(at_[B][k][j], odd);
-            part[odd] = flushed(__builtin_fmaf(x, y, part[odd]));
-          }
-        memcpy(&sum, &at_[C][i][j], 4);
-        sum = flushed(flushed(sum) + flushed(part[0] + part[1]));
-        memcpy(&at_[C][i][j], &sum, 4);
-      }
+    (has_fma() ? dot_fma : dot_plain)(at_[C], at_[A], at_[B]);
   }
   template <int C, int A, int B>
   void dot_bytes() {
