@@ -18,13 +18,11 @@ which needs the model in bf16 in memory twice: fewer `--layers`. A table, then o
 """
 
 import argparse
-import json
 import os
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,9 @@ import gguf
 import numpy as np
 from transformers import Qwen3MoeConfig
 
-from bench.common import ROOT, Table, machine, paired, plain
+from bench.common import Table, machine, paired, plain
 from bench.models.checkpoint_30b import SEED, SHAPE, STEP, write
-from bench.serving.servers import preload
+from bench.models.rival import Rival, library
 from qllm import QLLMEngine, SamplingParams
 
 PROMPT, TOKENS = 512, 24
@@ -46,25 +44,32 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class Writer:
-    """Writes a file of noise."""
+    """Writes a file of noise.
 
-    def __init__(self, path: Path, num_layers: int) -> None:
+    Args:
+        path: Of the file.
+        num_layers: That it has.
+        shape: Fields of a `Qwen3MoeConfig`.
+    """
+
+    def __init__(self, path: Path, num_layers: int, shape: Mapping[str, Any] | None = None) -> None:
+        self._shape = shape = shape or SHAPE
         self._rng = np.random.Generator(np.random.PCG64DXSM(SEED))
         self._writer = writer = gguf.GGUFWriter(str(path), "qwen3moe")
-        vocab = SHAPE["vocab_size"]
+        vocab = shape["vocab_size"]
         writer.add_block_count(num_layers)
-        writer.add_context_length(SHAPE["max_position_embeddings"])
-        writer.add_embedding_length(SHAPE["hidden_size"])
-        writer.add_feed_forward_length(SHAPE["intermediate_size"])
-        writer.add_head_count(SHAPE["num_attention_heads"])
-        writer.add_head_count_kv(SHAPE["num_key_value_heads"])
-        writer.add_key_length(SHAPE["head_dim"])
-        writer.add_value_length(SHAPE["head_dim"])
-        writer.add_layer_norm_rms_eps(SHAPE["rms_norm_eps"])
-        writer.add_rope_freq_base(SHAPE["rope_theta"])
-        writer.add_expert_count(SHAPE["num_experts"])
-        writer.add_expert_used_count(SHAPE["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(SHAPE["moe_intermediate_size"])
+        writer.add_context_length(shape["max_position_embeddings"])
+        writer.add_embedding_length(shape["hidden_size"])
+        writer.add_feed_forward_length(shape["intermediate_size"])
+        writer.add_head_count(shape["num_attention_heads"])
+        writer.add_head_count_kv(shape["num_key_value_heads"])
+        writer.add_key_length(shape["head_dim"])
+        writer.add_value_length(shape["head_dim"])
+        writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+        writer.add_rope_freq_base(shape["rope_theta"])
+        writer.add_expert_count(shape["num_experts"])
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("qwen2")
         letters = [chr(33 + i) for i in range(94)]
@@ -89,9 +94,16 @@ class Writer:
 
     def layer(self, index: int) -> None:
         """The tensors of a layer."""
-        d, h, f = SHAPE["hidden_size"], SHAPE["head_dim"], SHAPE["moe_intermediate_size"]
-        num, at = SHAPE["num_experts"], f"blk.{index}"
-        queries, keys = SHAPE["num_attention_heads"] * h, SHAPE["num_key_value_heads"] * h
+        d, h, f = (
+            self._shape["hidden_size"],
+            self._shape["head_dim"],
+            self._shape["moe_intermediate_size"],
+        )
+        num, at = self._shape["num_experts"], f"blk.{index}"
+        queries, keys = (
+            self._shape["num_attention_heads"] * h,
+            self._shape["num_key_value_heads"] * h,
+        )
         for name, width in (
             ("attn_norm", d),
             ("ffn_norm", d),
@@ -110,7 +122,7 @@ class Writer:
 
     def whole(self, num_layers: int) -> None:
         """All of it."""
-        d, vocab = SHAPE["hidden_size"], SHAPE["vocab_size"]
+        d, vocab = self._shape["hidden_size"], self._shape["vocab_size"]
         self.packed("token_embd.weight", vocab, d)
         self.plain("output_norm.weight", np.ones(d))
         self.packed("output.weight", vocab, d)
@@ -120,51 +132,6 @@ class Writer:
         self._writer.write_kv_data_to_file()
         self._writer.write_tensors_to_file()
         self._writer.close()
-
-
-class Rival:
-    """Another library, in a process of its own.
-
-    Args:
-        python: Of its environment.
-        script: Beside this file; speaks as `answering.py` says.
-        what: The file or folder that it reads.
-        threads: That it computes with.
-    """
-
-    def __init__(self, python: str, script: str, what: Path, threads: int) -> None:
-        command = [python, str(ROOT / "bench/models" / script), str(what), str(threads)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"LD_PRELOAD": preload(Path(python).parents[1])},
-        )
-        self.about = self._next()
-
-    def _next(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                found: dict[str, Any] = json.loads(line)
-                return found
-        raise SystemExit(f"{self._process.args} ended; run it to see why")
-
-    def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
-        assert self._process.stdin is not None
-        print(
-            json.dumps({"prompt": prompt, "tokens": tokens}), file=self._process.stdin, flush=True
-        )
-        found = self._next()
-        return found["prompt_s"], found["token_s"]
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
 
 
 def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float, float]:
@@ -266,7 +233,7 @@ def main() -> None:
         with ExitStack() as opened:
             rivals: dict[str, Rival] = {}
             for command in commands(args, place, file):
-                rival = Rival(*command, args.threads)
+                rival = library(*command, str(args.threads))
                 opened.callback(rival.close)
                 if rival.about["name"] in rivals:
                     raise SystemExit(f"two environments have {rival.about['name']}; name one")

