@@ -11,7 +11,7 @@ BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
 
-.PHONY: demo talk test test-all test-outside test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-families bench-report clean
+.PHONY: demo talk test test-all test-outside test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-shapes bench-families bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -84,6 +84,12 @@ bench-weights: $(READY)
 	.venv/bin/python -m bench.models.checkpoint_30b .benchmarks/30b
 	.venv/bin/python -m bench.models.real_size .benchmarks/30b --out bench/results/real_size.json
 	rm -rf .benchmarks/30b
+
+# Up to 20 GB of memory and 10 of disk. After `make bench-peers`, whose environments have the rivals:
+# ARGS="--vllm VENV/bin/python --llama OTHER/bin/python".
+bench-shapes: $(READY)
+	$(PIP) --requirement locks/gguf.txt
+	.venv/bin/python -m bench shapes --out bench/results/shapes-cpu.json $(ARGS)
 
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
 	OMP_NUM_THREADS=1 .venv/bin/python -m bench.models.families --out bench/results/families.json $(ARGS)

@@ -54,6 +54,7 @@ make bench-peers       the same trace against vLLM, transformers, llama.cpp and 
 make bench-capacity    ours and vLLM at capacity, and a single stream
 make bench-kernels     the CPU kernels against what the machine can do
 make bench-engine      the engine by itself
+make bench-shapes      two layers each of eight published shapes, and the machine's floors
 make bench-papers      what the papers claim, about an hour
 make bench-report      this page and its figure
 qllm bench 300m --workload S2 --policy qllm2,chunked-priority:step_tokens=256/512
@@ -426,6 +427,7 @@ SMALL = {
     "weights.json": ("Experts in 4 bits", itemgetter("lines")),
     "real_size.json": ("30B parameters in 4 bits", itemgetter("lines")),
     "four_bits.json": ("In 4 bits, beside llama.cpp", itemgetter("lines")),
+    "shapes-cpu.json": ("Shapes of published models", itemgetter("lines")),
     "perplexity_talk.json": ("Perplexity of `talk` per format", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }

