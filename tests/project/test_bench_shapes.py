@@ -202,6 +202,17 @@ def test_one_that_fails_is_a_row_and_the_others_go_on(monkeypatch: pytest.Monkey
     assert found[3]["ttft_ms"] == {"bound": [500.0] * 2, "free": [500.0] * 2}
 
 
+def test_a_step_without_all_rows_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "REST_S", 0)
+    rival = Answers(1.0)
+    monkeypatch.setattr(rival, "ask", lambda question: {"prompt_s": 1.0, "token_s": None})
+    asking = shapes.Asking({"bound": rival}, {})
+    asking.ask("prefill", {"tokens": 1})
+    asking.ask("decode", {"tokens": 12})
+    assert list(asking.found) == ["prefill"]
+    assert asking.refused == {"bound, decode": "no step had every row"}
+
+
 def test_a_process_that_ends_says_its_last_line() -> None:
     with pytest.raises(RivalError, match="ended with 1: ValueError: no such shape"):
         Rival([sys.executable, "-c", "print('x'); raise ValueError('no such shape')"])
