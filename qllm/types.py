@@ -412,6 +412,12 @@ class SamplingParams:
         return any(limits) or self.thinking_token_budget is not None
 
     @property
+    def has_penalties(self) -> bool:
+        """True if tokens that are there already make themselves less likely, or more."""
+        changed = self.repetition_penalty != 1 or self.frequency_penalty != 0
+        return changed or self.presence_penalty != 0
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0

@@ -56,11 +56,8 @@ def make(shape: dict[str, int], implementation: str) -> Any:
     """
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=1024,
-        num_hidden_layers=2,
-        norm_topk_prob=True,
+        **{"vocab_size": 1024, "num_hidden_layers": 2, "norm_topk_prob": True, **shape},
         tie_word_embeddings=False,
-        **shape,
     )
     config._experts_implementation = implementation
     with torch.device("meta"):

@@ -304,7 +304,7 @@ WORD = 0xFFFFFFFF
 
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """`sampler.uniform` of every row, fp64. int64 wraps, so products keep their low 64 bits."""
+    """`runner.sampling.share_of` of every row, over 2^53. int64 wraps: the low 64 bits stay."""
     c: list[Tensor] = [positions_B & WORD, (positions_B >> 32) & WORD]
     c += [torch.zeros_like(positions_B), torch.zeros_like(positions_B)]
     k0, k1 = seeds_B & WORD, (seeds_B >> 32) & WORD

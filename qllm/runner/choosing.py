@@ -1,4 +1,4 @@
-"""The end of HEAD: tokens of greedy rows, and of the others a row at a time."""
+"""The end of HEAD: tokens of greedy rows, and of the others a few rows at a time."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,9 @@ from qllm.runner.backend import Asking, Backend
 from qllm.runner.frame import Frame
 from qllm.types import Sampled
 
+TOKENS_AT_ONCE = 1 << 20
+"""Logits of sampled rows that are looked at between two polls: about a millisecond."""
+
 
 def choose_some(
     runner: Asking,
@@ -19,7 +22,7 @@ def choose_some(
     members: Sequence[int],
     num_before: int,
 ) -> bool:
-    """Choose the tokens of greedy rows and of one more row, on a device of all rows.
+    """Choose the tokens of greedy rows and of a few more, on a device of all rows.
 
     Args:
         runner: The runner that has the requests.
@@ -50,9 +53,12 @@ def choose_some(
     if live and begins and not head.scores.num_units and backend.samples:
         logits = _ruled(rule, head.logits([place for place, _ in live]))
         frame.unread = backend.sample(runner, logits, [rows[i] for _, i in live])
-    now = live[: num_before + 1 if begins else 1] if frame.unread is None else []
-    for place, i in now:
-        chosen[i] = _choose(runner, _ruled(rule, head.logits([place])), rows[i])
+    now = list[tuple[int, int]]()
+    if live and frame.unread is None:
+        num = max(1, TOKENS_AT_ONCE // head.vocab_size) * (num_before + 1 if begins else 1)
+        now = live[:num]
+        logits = _ruled(rule, head.logits([place for place, _ in now]))
+        chosen |= _choose(runner, logits, {i: rows[i] for _, i in now})
     if len(now) < len(live) and frame.unread is None:
         return False
     frame.sampled = [head.scores.add_to(i, chosen[i]) for i in sorted(chosen)]
@@ -63,10 +69,12 @@ def _ruled(rule: LogitRule | None, logits_RV: Tensor) -> Tensor:
     return logits_RV if rule is None else rule(logits_RV)
 
 
-def _choose(runner: Asking, logits_1V: Tensor, row: Row) -> Sampled:
-    request_id, position = row.request_id, row.hi
+def _choose(runner: Asking, logits_RV: Tensor, rows: dict[int, Row]) -> dict[int, Sampled]:
+    ids = [row.request_id for row in rows.values()]
+    positions = [row.hi for row in rows.values()]
     if runner.on_logits is not None:
-        runner.on_logits(request_id, position, logits_1V[0])
-    outputs = runner.requests[request_id].output_ids
-    [found] = runner.sampler.sample(logits_1V, [request_id], [position], [outputs])
-    return found
+        for request_id, position, logits_V in zip(ids, positions, logits_RV, strict=True):
+            runner.on_logits(request_id, position, logits_V)
+    outputs = [runner.requests[i].output_ids for i in ids]
+    found = runner.sampler.sample(logits_RV, ids, positions, outputs)
+    return dict(zip(rows, found, strict=True))

@@ -81,6 +81,11 @@ class HeadState:
         """Row, id and logit of the greedy rows."""
         return zip(self.greedy, self.ids_G, self.peaks_G, strict=True)
 
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a row of the rest."""
+        return sum(block.shape[1] for block in self.blocks)
+
     def logits(self, places: Sequence[int]) -> Tensor:
         """Logits [., V] of these rows of the rest."""
         blocks = self.blocks

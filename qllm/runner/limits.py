@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,40 @@ from qllm.runner.thinking import Thinking, starts_inside
 from qllm.types import SamplingParams
 
 Ids = npt.NDArray[np.int64]
+WORD_BITS = 32
+NO_IDS: Ids = np.empty(0, np.int64)
+
+
+class Rules(NamedTuple):
+    """The tokens that may come next."""
+
+    forced: int | None = None
+    """The one token that may come; with it the other rules say nothing."""
+    words: npt.NDArray[np.int32] | None = None
+    """Bit i % 32 of word i // 32 allows token i; None allows all."""
+    allowed: Ids = NO_IDS
+    """All tokens that may come, if there are some."""
+    banned: Ids = NO_IDS
+    ends: Ids = NO_IDS
+    """Tokens that are banned unless nothing else may come."""
+
+    def apply(self, x_V: npt.NDArray[np.float64]) -> None:
+        """Set the logits of tokens that may not come to -inf, in place."""
+        if self.forced is not None:
+            x_V.fill(-np.inf)
+            x_V[self.forced] = 0
+            return
+        if self.words is not None:
+            keep_allowed(torch.from_numpy(x_V), torch.from_numpy(self.words))
+        if self.allowed.size:
+            kept = x_V[self.allowed]
+            x_V.fill(-np.inf)
+            x_V[self.allowed] = kept
+        x_V[self.banned] = -np.inf
+        kept = x_V[self.ends]
+        x_V[self.ends] = -np.inf
+        if self.ends.size and x_V.max() == -np.inf:
+            x_V[self.ends] = kept
 
 
 class Limits:
@@ -47,55 +82,53 @@ class Limits:
         self._end_ids = frozenset({*ends, *sampling.stop_token_ids})
         self._ends = _ids(sorted(self._end_ids))
 
-    def forbid(self, x_V: npt.NDArray[np.float64], outputs: Sequence[int]) -> str | None:
-        """Set the logits of tokens that may not come next to -inf, in place.
+    def rules(self, outputs: Sequence[int], vocab_size: int) -> Rules | str:
+        """Return the rules for the next token, or why no token may come next.
 
         Args:
-            x_V: Logits.
             outputs: The tokens of the answer so far.
-
-        Returns:
-            Why no token may come next; None if one may.
+            vocab_size: Number of logits of a row.
 
         Raises:
-            ValueError: An id is outside the vocabulary.
+            InvariantError: An id is outside the vocabulary.
         """
         if self._thinking is not None and (end := self._thinking.forced(outputs)) is not None:
-            x_V.fill(-np.inf)
-            x_V[end] = 0
-            return None
+            return Rules(forced=end)
+        words, banned, waits = None, NO_IDS, len(outputs) < self._min_tokens
         if self._matcher is not None:
-            if (why := self._keep_form(self._matcher, x_V, outputs)) is not None:
+            if (said := self._of_form(outputs)) is None:
+                banned = self._ends  # an answer that has a form does not end before it
+            elif (why := self._allow(self._matcher, said)) is not None:
                 return why
-            if len(outputs) >= self._min_tokens:
-                return None
+            else:
+                words = self._matcher.words
+                if len(words) * WORD_BITS < vocab_size:
+                    raise InvariantError(
+                        f"a mask of {len(words) * WORD_BITS} tokens, and {vocab_size} logits"
+                    )
+            if not waits:
+                return Rules(words=words, banned=banned)
         if self._allowed.size:
-            _check(self._allowed, len(x_V), "allowed_token_ids")
-            kept = x_V[self._allowed]
-            x_V.fill(-np.inf)
-            x_V[self._allowed] = kept
-        for *before, last in self._bad:
-            if not before or (before == list(outputs[-len(before) :])):
-                x_V[last] = -np.inf
-        if len(outputs) < self._min_tokens and self._ends.size:
-            _check(self._ends, len(x_V), "stop_token_ids")
-            kept = x_V[self._ends]
-            x_V[self._ends] = -np.inf
-            if x_V.max() == -np.inf:  # nothing but an end may come
-                x_V[self._ends] = kept
-        return None if x_V.max() > -np.inf else "its bad_words allow no further token"
+            _check(self._allowed, vocab_size, "allowed_token_ids")
+        if waits and self._ends.size:
+            _check(self._ends, vocab_size, "stop_token_ids")
+        bad = [
+            last
+            for *before, last in self._bad
+            if not before or before == list(outputs[-len(before) :])
+        ]
+        banned = np.concatenate((banned, _ids(bad))) if bad else banned
+        return Rules(
+            words=words,
+            allowed=self._allowed,
+            banned=banned,
+            ends=self._ends if waits else NO_IDS,
+        )
 
-    def _keep_form(
-        self, matcher: Matcher, x_V: npt.NDArray[np.float64], outputs: Sequence[int]
-    ) -> str | None:
-        """Forbid what the form does not allow; behind reasoning, if there is any."""
-        if (said := self._of_form(outputs)) is None:
-            x_V[self._ends] = -np.inf  # what has a form does not end before it
-            return None
+    def _allow(self, matcher: Matcher, said: Sequence[int]) -> str | None:
+        """Find out what the form allows behind `said`, and why nothing may come if so."""
         why = None if self._thinking is None else self._thinking.wrong
-        if (why := why or matcher.allow(said)) is None:
-            keep_allowed(torch.from_numpy(x_V), torch.from_numpy(matcher.words))
-        return why
+        return why or matcher.allow(said)
 
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
         """Begin with what the next `forbid` needs, if `outputs` do not end the answer.

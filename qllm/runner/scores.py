@@ -17,8 +17,9 @@ from torch import Tensor
 
 from qllm.models.discover import ModelParts
 from qllm.models.logits import LogitRule
-from qllm.runner.sampler import logprobs_of
-from qllm.types import Logprobs, PromptLogprobs, Sampled
+from qllm.runner.limits import Rules
+from qllm.runner.sampling import SampledRow, choose_all, readable
+from qllm.types import Logprobs, PromptLogprobs, Sampled, SamplingParams
 
 
 class Head(Protocol):
@@ -58,6 +59,7 @@ class Score:
     ) -> None:
         self.member, self.num_top = member, num_top
         self.targets = list(targets)
+        self._sampling = SamplingParams(temperature=0, logprobs=num_top)
         self.found = PromptLogprobs.empty(num_top)
         self.blocks: list[Tensor] = []
         """Logits of the present block of positions, [R, up to HEAD_BLOCK] each."""
@@ -101,13 +103,14 @@ class Score:
         logits_V = torch.cat([block[row] for block in self.blocks])
         if rule is not None:
             logits_V = rule(logits_V)
-        found = logprobs_of(logits_V.float().cpu().numpy(), target, self.num_top)
-        if found.chosen != found.chosen:
+        given = SampledRow(readable(logits_V), self._sampling, 0, rules=Rules(forced=target))
+        [choice] = choose_all([given])
+        if choice.logprobs is None:
             raise ValueError(
                 f"the log-probability of prompt token {len(self.found.chosen) + 1} is not a "
                 "number; the model's output is broken"
             )
-        return found
+        return choice.logprobs
 
     def tensors(self) -> list[Tensor]:
         """All it holds."""

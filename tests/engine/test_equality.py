@@ -56,7 +56,7 @@ for case in cases:
         )
         tokens = found.sequences[0, len(ids):].tolist()
         logits = torch.cat(found.logits).float()
-        logprobs = torch.log_softmax(logits, -1)
+        logprobs = torch.log_softmax(logits.double(), -1).float()
         rows.append([tokens, [logprobs[i, t].item() for i, t in enumerate(tokens)]])
     out[case] = rows
 assert "qllm" not in sys.modules

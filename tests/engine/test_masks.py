@@ -12,7 +12,8 @@ from qllm.grammar import Vocabulary
 from qllm.kernels import cpu
 from qllm.kernels.cpu.masks import by_hand, keep_allowed
 from qllm.models.tokenizer import load_tokenizer
-from qllm.runner.sampler import Sampler, draw, uniform, weights
+from qllm.runner.sampler import Sampler
+from qllm.runner.sampling import draw, share_of, weights
 from qllm.types import SamplingParams, StructuredOutputs
 
 VOCAB, ENDS = 3072, frozenset({2, 0})
@@ -60,7 +61,7 @@ def plain_token(
     x = np.where(bits == 1, logits.astype(np.float64), -np.inf)
     if sampling.greedy:
         return int(x.argmax())
-    return draw(weights(x, sampling), uniform(sampling.seed or 0, 10 + len(outputs)))
+    return draw(weights(x, sampling), share_of(sampling.seed or 0, 10 + len(outputs)))
 
 
 @given(

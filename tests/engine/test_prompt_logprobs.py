@@ -41,7 +41,7 @@ def by_forward(model: nn.Module, ids: list[int]) -> list[Logprobs]:
         logits_PV = model(torch.tensor([ids])).logits[0].float()
     found = []
     for logits_V, token in zip(logits_PV, ids[1:], strict=False):
-        values = torch.log_softmax(logits_V, -1)
+        values = torch.log_softmax(logits_V.double(), -1).float()
         best = values.topk(3)
         top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         found.append(Logprobs(float(values[token]), top))

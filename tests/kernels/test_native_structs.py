@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu import attention, course, deltas, experts, norms, quantised, routers
+from qllm.kernels.cpu import attention, course, deltas, experts, norms, quantised, routers, sampling
 from qllm.runner import sweep
 from qllm.runner.layers import linears
 
@@ -26,6 +26,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Router": routers._Router,
     "Experts": experts._Experts,
     "Mlp": experts._Mlp,
+    "SampleRow": sampling.SampleStruct,
     "Place": course.PlaceStruct,
     "Layer": sweep._Layer,
     "LayerOp": sweep._LayerOp,

@@ -15,7 +15,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from qllm.kernels import reference
 from qllm.kernels.triton import sampling
-from qllm.runner import sampler
+from qllm.runner import sampling as definition
+from qllm.runner.sampler import Sampler
 from qllm.types import SamplingParams
 from tests.support.interpret import DEVICES, unwritten
 from tests.support.triton_cases import DTYPES, FEW, Noise
@@ -90,7 +91,7 @@ def test_the_device_samples_what_the_cpu_samples(
     if coarse:  # many ties
         logits = logits.round()
     positions = [position + i for i in range(len(params))]
-    cpu = sampler.Sampler()
+    cpu = Sampler()
     for i, p in enumerate(params):
         cpu.add(i, p, [])
     rows = list(range(len(params)))
@@ -137,7 +138,9 @@ def test_a_long_row_is_read_as_often_as_it_has_to_be(monkeypatch: pytest.MonkeyP
 def test_there_is_one_random_number(device: str, seed: int) -> None:
     positions = [0, 1, 77, 2**33 + 5]
     column = torch.tensor([seed] * 4, device=device), torch.tensor(positions, device=device)
-    assert reference.uniforms(*column).tolist() == [sampler.uniform(seed, p) for p in positions]
+    assert reference.uniforms(*column).tolist() == [
+        definition.share_of(seed, p) * 2.0**-53 for p in positions
+    ]
 
 
 @DEVICES
@@ -193,9 +196,9 @@ def test_edges_are_those_of_the_cpu(
         monkeypatch.setattr(sampling, name, size)
     ids = torch.arange(24)
     logits = torch.stack([row(ids).to(dtype) for row, _ in EDGES]).to(device)
-    seeds = [seed for seed in range(999) if sampler.uniform(seed, kept) > 0.97]
+    seeds = [seed for seed in range(999) if definition.share_of(seed, kept) > 0.97 * 2**53]
     params = [SamplingParams(seed=s, **how) for s, (_, how) in zip(seeds, EDGES, strict=False)]
-    positions, cpu = [kept] * len(EDGES), sampler.Sampler()
+    positions, cpu = [kept] * len(EDGES), Sampler()
     for i, p in enumerate(params):
         cpu.add(i, p, [])
     found = cpu.sample(logits, range(len(params)), positions, [[]] * len(params))

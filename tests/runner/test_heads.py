@@ -12,6 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from qllm.kernels import cpu
 from qllm.kernels.cpu import course
 from qllm.plan import Plan, Row
+from qllm.runner import choosing
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.heads import HeadState
 from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
@@ -208,6 +209,11 @@ def test_a_frame_parked_in_the_head_goes_on_after_a_checkpoint() -> None:
     assert runner.finish(program) == expected
 
 
+@pytest.fixture
+def a_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "TOKENS_AT_ONCE", 1)
+
+
 def between_rows(runner: TorchRunner, program: Program) -> Index:
     """Where a pass stands of which some rows have their tokens and others have none."""
     at = START
@@ -220,6 +226,7 @@ def between_rows(runner: TorchRunner, program: Program) -> Index:
             return at
 
 
+@pytest.mark.usefixtures("a_row_at_a_time")
 def test_a_pass_stops_between_two_rows_that_are_sampled() -> None:
     asked = [GREEDY, *ASKING, GREEDY]
     expected, runner = tokens(runner_of(), asked), runner_of()
@@ -233,6 +240,7 @@ def test_a_pass_stops_between_two_rows_that_are_sampled() -> None:
     assert runner.finish(program) == expected
 
 
+@pytest.mark.usefixtures("a_row_at_a_time")
 def test_a_row_may_die_between_rows_that_are_sampled() -> None:
     asked = [GREEDY, *ASKING, GREEDY]
     expected, runner = tokens(runner_of(), asked), runner_of()
@@ -244,6 +252,7 @@ def test_a_row_may_die_between_rows_that_are_sampled() -> None:
     assert runner.finish(program) == [expected[i] for i in (1, 2, 4)]
 
 
+@pytest.mark.usefixtures("a_row_at_a_time")
 def test_a_checkpoint_between_rows_samples_them_again() -> None:
     asked = [GREEDY, *ASKING, GREEDY]
     expected, runner = tokens(runner_of(), asked), runner_of()

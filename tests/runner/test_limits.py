@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qllm.grammar import Vocabulary
-from qllm.runner.limits import Limits
+from qllm.runner.limits import Limits, Rules
 from qllm.types import SamplingParams
 
 SIZE, EOS, STOP = 8, 2, 6
@@ -21,7 +21,9 @@ def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
 def forbidden(sampling: SamplingParams, outputs: Sequence[int]) -> set[int]:
     x_V = np.zeros(SIZE)
     limits = Limits(sampling, Vocabulary(tokenizer, SIZE, frozenset({EOS})), None)
-    assert limits.forbid(x_V, outputs) is None
+    rules = limits.rules(outputs, SIZE)
+    assert isinstance(rules, Rules)
+    rules.apply(x_V)
     return set(np.flatnonzero(x_V == -np.inf).tolist())
 
 

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from qllm.errors import InvariantError
-from qllm.runner.sampler import Sampler, draw, philox4x32, uniform, weights
+from qllm.runner.sampler import Sampler
+from qllm.runner.sampling import draw, philox4x32, share_of, weights
 from qllm.types import Sampled, SamplingParams
 
 
@@ -71,16 +72,17 @@ def test_philox_gives_the_published_words(counter: str, key: str, block: str) ->
 
 
 def test_uniform_is_made_of_the_first_53_bits_of_seed_and_position() -> None:
-    assert uniform(0, 0) == (0x6627E8D5E169C58D >> 11) / 2**53
+    assert share_of(0, 0) == 0x6627E8D5E169C58D >> 11
     seed, position = 0x299F31D0A4093822, 5
     high, low, _, _ = philox4x32((5, 0, 0, 0), (0xA4093822, 0x299F31D0))
-    assert uniform(seed, position) == ((high << 32 | low) >> 11) / 2**53
-    assert uniform(seed, 2**32 + 5) != uniform(seed, position)
+    assert share_of(seed, position) == (high << 32 | low) >> 11
+    assert share_of(seed, 2**32 + 5) != share_of(seed, position)
 
 
 def test_draw_inverts_the_cumulative_weight_in_id_order() -> None:
     w = np.array([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
-    assert [draw(w, u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)] == [1, 1, 3, 3, 4, 4]
+    shares = (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)
+    assert [draw(w, int(u * 2**53)) for u in shares] == [1, 1, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -285,14 +287,16 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     for position in range(200):
         sampling = SamplingParams(repetition_penalty=1.7, seed=8)
         got = sample_one(x[0], sampling, prompt, outputs, position).token_id
-        assert got == int(torch.searchsorted(probabilities, uniform(8, position), right=True))
+        assert got == int(
+            torch.searchsorted(probabilities, share_of(8, position) / 2**53, right=True)
+        )
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:
     x = rows(1, 30, 2)[0]
     sampling = SamplingParams(temperature=3.0, top_k=2, seed=0, logprobs=5, logit_bias={0: 100.0})
     token_id, logprobs = sample_one(x, sampling)[1:3]
-    expected = torch.log_softmax(x, 0)
+    expected = torch.log_softmax(x.double(), 0).float()
     assert token_id == 0
     assert logprobs is not None
     assert logprobs.chosen == float(expected[0])

@@ -119,11 +119,14 @@ class Kernel:
         launched = self._cell(at, "launch_ns")
         if launched.value:
             self._zero_ns, launched.value = time.monotonic_ns() - launched.value, 0
-        now_ns = time.monotonic_ns() - self._zero_ns
+        now_ns, left = time.monotonic_ns() - self._zero_ns, self._cell(at, "turns_left")
+        before = left.value
         branch = self._native.loop_turn(server, state, self._rank.address, at, now_ns, 1)
         if branch == lanes.NOTHING:
             time.sleep(0.0003)
-        return branch, bool(self._cell(at, "goes_on").value)
+        goes_on = bool(self._cell(at, "goes_on").value)
+        # the next launch may be prepared by now: it has other turns left, and then says so too
+        return branch, goes_on and left.value == before - 1
 
 
 def runner_of(model: Any, config: Any) -> TorchRunner:

@@ -190,6 +190,37 @@ struct Unit {
   int64_t expert, lo, hi;  // rows [lo, hi) of the sorted slots
 };
 
+// A row of logits of which a token is chosen, as qllm/runner/sampling.py defines it.
+struct SampleRow {
+  const void* logits;       // [num], bf16 or fp32
+  int64_t num, is_half;
+  double temperature, min_p, top_p;  // temperature 0 is greedy
+  int64_t top_k;            // 0 keeps all
+  int64_t share;            // of the weight, in units of 2^-53
+  const int64_t* bias_ids;  // distinct
+  const double* bias;
+  int64_t num_bias;
+  double repetition, frequency, presence;
+  const int64_t* prompt_ids;  // distinct
+  int64_t num_prompt;
+  const int64_t* outputs;
+  int64_t num_outputs;
+  int64_t forced;           // the one token that may come, or -1
+  const uint32_t* words;    // bit i % 32 of word i / 32 allows token i; or null
+  const int64_t* allowed;   // all that may come, if there are some
+  int64_t num_allowed;
+  const int64_t* banned;
+  int64_t num_banned;
+  const int64_t* ends;      // banned unless nothing else may come
+  int64_t num_ends;
+  int64_t num_top;          // likeliest tokens to report; -1 reports no log-probability at all
+  int64_t* top_ids;         // [num_top]
+  float* top;               // [num_top], log-probabilities
+  int64_t token;            // the choice; -1 if there is none
+  double peak;              // the largest logit, NaN if one is NaN; without a finite one no choice
+  float logprob;            // of the token
+};
+
 struct Kernels {
   const char* name;
   void (*pack)(uint16_t* packed, const uint16_t* weight, int64_t n, int64_t k, int64_t row_stride,
@@ -241,6 +272,8 @@ struct Kernels {
                int64_t first);
   // x [num] is -inf where bit i of `words` is 0
   void (*mask)(double* x, const uint32_t* words, int64_t num);
+  // Chooses a token of each row
+  void (*sample)(SampleRow* rows, int64_t num);
 };
 
 // Packs weights of one format. Of groups of zeros a scale that is too large or small becomes 1.

@@ -201,6 +201,7 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(gate),
     QLLM_KERNEL(best),
     QLLM_KERNEL(mask),
+    QLLM_KERNEL(sample),
     QLLM_FUNCTION(pack_codes, &pack_codes, "See kernels.h."),
     QLLM_FUNCTION(sweep, &sweep, "See sweep.h."),
     QLLM_FUNCTION(head, &head, "See sweep.h."),
