@@ -1,7 +1,7 @@
-"""Sampling at a vocabulary of 151,936: milliseconds of a row, and 16 sampled rows against 16 greedy.
+"""Sampling at a vocabulary of 151,936: time of a row, and 16 sampled rows against 16 greedy.
 
-    rows        each setting's time of a row, with all its Python, on one thread: the kernel and the
-                definition (numpy) in turn
+    rows        each setting's time of a row, with all its Python, on one thread: the kernel, six
+                rows in a call as an engine asks it, and the definition (numpy) in turn
     engine      tokens per second of 16 requests that are sampled over 16 that are greedy, in turn:
                 two layers of the shape of Qwen3-30B-A3B with the whole vocabulary, seeded weights
 
@@ -22,6 +22,7 @@ from bench.common import Table, machine, paired, plain
 from bench.kernels.transformers_experts import SHAPES, make
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
+from qllm.runner.choosing import TOKENS_AT_ONCE
 from qllm.runner.sampler import Sampler
 from qllm.runner.sampling import Choice, SampledRow, choose, choose_all
 
@@ -49,20 +50,22 @@ def seconds(do: Callable[[], Any]) -> float:
 def row_ms(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Time one row by the kernel and by the definition, in turn."""
     rng = np.random.default_rng(SEED)
-    logits = torch.from_numpy(rng.standard_normal((1, VOCAB)).astype(np.float32) * 3).bfloat16()
+    num = TOKENS_AT_ONCE // VOCAB
+    logits = torch.from_numpy(rng.standard_normal((num, VOCAB)).astype(np.float32) * 3).bfloat16()
     sampling, sampler = SamplingParams(temperature=0.8, seed=SEED, **settings), Sampler()
     outputs = [int(i) for i in rng.integers(0, VOCAB, OUTPUTS)]
-    sampler.add(0, sampling, outputs[:50])
+    for i in range(num):
+        sampler.add(i, sampling, outputs[:50])
     row = SampledRow(logits[0], sampling, 2**52, outputs=np.array(outputs, np.int64))
 
     def kernel() -> None:
-        sampler.sample(logits, [0], [OUTPUTS], [outputs])
+        sampler.sample(logits, range(num), [OUTPUTS] * num, [outputs] * num)
 
     def definition() -> Choice:
         return choose(row)
 
     assert choose_all([row])[0] == definition()
-    found = [(seconds(kernel), seconds(definition)) for _ in range(rounds + 1)][1:]
+    found = [(seconds(kernel) / num, seconds(definition)) for _ in range(rounds + 1)][1:]
     ms = paired([1e3 * one for one, _ in found])
     return {"ms": ms, "definition_over_kernel": paired([two / one for one, two in found])}
 
