@@ -1,5 +1,6 @@
 """The kernel that samples, against its definition: the same token and log-probabilities, always."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -153,3 +154,27 @@ def test_exponentials_are_those_of_the_library(z: float) -> None:
 @pytest.mark.parametrize("size", [1, 2**17, 2**18, 2**24])
 def test_the_weights_of_any_vocabulary_have_a_sum_in_64_bits(size: int) -> None:
     assert size * 2 ** sampling.weight_bits(size) < 2**62
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+def test_a_nucleus_ends_at_the_token_that_fills_it(kernels: str, size: int) -> None:
+    """Half of the tokens have the share exactly, and one weight more takes another token."""
+    logits_V = torch.tensor([0.0, -3.0] * (size // 2))
+    w_V = sampling.weights(logits_V.double().numpy(), SamplingParams())
+    mass, total = int(w_V[0]) * size // 2, int(w_V.sum())
+    top_p = mass / total
+    while math.ceil(top_p * total) > mass:
+        top_p = math.nextafter(top_p, 0)
+    assert math.ceil(top_p * total) == mass
+    above = math.nextafter(top_p, 1)
+    while math.ceil(above * total) == mass:
+        above = math.nextafter(above, 1)
+    for share in (top_p, above):
+        for drawn in np.linspace(0, 2**53 - 1, 400, dtype=np.int64).tolist():
+            row = SampledRow(logits_V, SamplingParams(top_p=share), drawn)
+            assert choose_all([row]) == [choose(row)], kernels
+    kept = [
+        np.count_nonzero(sampling.weights(logits_V.double().numpy(), SamplingParams(top_p=p)))
+        for p in (top_p, above)
+    ]
+    assert kept == [size // 2, size // 2 + 1]
