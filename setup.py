@@ -31,7 +31,9 @@ FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "
 FLAGS += [
     "-ffp-contract=off"
 ]  # one rounding per operation, as in Python; fma where the source says
-QUIET = [f"-Wno-{name}" for name in ("uninitialized", "maybe-uninitialized", "array-bounds", "psabi")]
+QUIET = [
+    f"-Wno-{name}" for name in ("uninitialized", "maybe-uninitialized", "array-bounds", "psabi")
+]
 STRIP = "-Wl,-s"
 OBJECTS = "build/objects"
 """Kept between builds: an editable install, a wheel and `build_ext` compile a file once."""

@@ -170,6 +170,7 @@ OWN_BENCHES = {
     "serving.fleet": "frontend.members frontend.router frontend.routes",
     "serving.rebalancing": "frontend.rebalance frontend.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
+    "kernels.sampling": "runner",
     # captures the stages of models that it only compiles
     "gpu.kernels": "models.formats models.quantised_weights",  # rows of experts that are rounded
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover models.formats "
