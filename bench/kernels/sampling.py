@@ -87,7 +87,7 @@ def whole_engine(rounds: int) -> dict[str, Any]:
     model = make({**SHAPES["Qwen3-30B-A3B"], "vocab_size": VOCAB}, "eager")
     found = []
     with QLLMEngine.from_model(
-        model, run_in="thread", max_kv_tokens=8192, prefix_cache=False, conformance=False
+        model, max_kv_tokens=8192, prefix_cache=False, conformance=False
     ) as engine:
         rng = np.random.default_rng(SEED)
         for _ in range(rounds + 1):

@@ -37,9 +37,11 @@ ATTENTION = {
     "4d62a8e741c1": "row_norm",  # olmoe; "clipped_row_norm" if its config sets `clip_qkv`
     "126b22544a55": "sinks",  # gpt_oss
     "9ff91ca11356": "gated_head_norm",  # qwen3_next, qwen3_5, qwen3_5_moe
+    "6ed299336953": "flagged_head_norm",  # glm4_moe: `use_qk_norm`
 }
 """Fingerprint of Attention.forward -> what it does beside projections: norms of queries and keys
-per head or over all heads, limits of what is projected, sinks, a gate of what it gives."""
+per head or over all heads, limits of what is projected, sinks, a gate of what it gives. A module
+that turns only the first values of a head has "part_" before it."""
 LATENTS = "bf6d046d789e"
 """Fingerprint of the forward of multi-head latent attention: deepseek_v3."""
 DELTA_NET = {
@@ -109,12 +111,16 @@ def _is_from_one(norm: Any) -> bool:
 def attention_kind(attn: Any) -> str | None:
     """A value of ATTENTION, if all of an attention module is known: its projections too."""
     kind = ATTENTION.get(fingerprint(attn))
+    if kind == "flagged_head_norm":
+        kind = "head_norm" if attn.use_qk_norm else "plain"
     if getattr(attn.config, "clip_qkv", None) is not None:
         kind = "clipped_row_norm" if kind == "row_norm" else None
-    turns = {"sinks": HALF_TABLE, "gated_head_norm": PART}.get(str(kind), HALVES)
     linears = [getattr(attn, f"{x}_proj", None) for x in "qkvo"]
-    is_known = all(type(x) is nn.Linear for x in linears) and uses(attn, turns)
-    return kind if is_known else None
+    if kind is None or not all(type(x) is nn.Linear for x in linears):
+        return None
+    if uses(attn, {"sinks": HALF_TABLE, "gated_head_norm": PART}.get(kind, HALVES)):
+        return kind
+    return f"part_{kind}" if kind in {"plain", "head_norm"} and uses(attn, PART) else None
 
 
 def is_latents(attn: Any) -> bool:

@@ -69,7 +69,7 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
 
 def _num_rotated(attn: Any) -> int:
     """The first values of a head, which are turned."""
-    if not str(attention_kind(attn)).startswith("gated"):
+    if not str(attention_kind(attn)).startswith(("gated", "part")):
         return int(attn.head_dim)
     rope = getattr(attn.config, "rope_parameters", None) or {}
     return int(attn.head_dim * rope.get("partial_rotary_factor", 1.0))
