@@ -99,7 +99,8 @@ def load(
         expert_weights: See `EngineConfig`; "int4" and "mxfp4" round as weights are read.
 
     Raises:
-        ConfigError: The name, dtype, device or load format is none that is known.
+        ConfigError: The name, dtype, device or load format is none that is known, or the model has
+            no experts that `expert_weights` can round.
         ModelError: The model is not there, broken, not a causal decoder, or quantised in a way
             that is not read.
     """
@@ -373,6 +374,11 @@ def _streamed(
     with _naming_weights(name):
         model, info, outcome = stream(model_class, config, checkpoint, kind, device, rounding)
     _refuse_misfit(name, info)
+    if rounding is not None and not outcome.kept:
+        raise ConfigError(
+            f"expert_weights={rounding!r}: model {name!r} has no experts that can be rounded; use "
+            'expert_weights="auto"'
+        )
     refuse_integers(model, name, rest)
     return model, outcome.text(rounding or checkpoint.format, kind)
 

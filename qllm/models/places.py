@@ -42,6 +42,8 @@ def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
         module, _, parameter = target.rpartition(".")
         if parameter not in WEIGHTS or dims[target] != 3:
             continue
+        if not hasattr(model.get_submodule(module), "is_transposed"):
+            continue  # llama4: experts that are not of transformers' interface run as they are
         if converter is None:
             found[name] = Place(module, parameter, 0, None)
         elif (place := _in_list(name, *converter)) is not None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm import QLLMEngine
 from qllm.config import EngineConfig
@@ -214,3 +215,26 @@ def test_what_cannot_read_them_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(activations.cpu, "MISSING", "no compiler")
     with pytest.raises(ConfigError, match="needs our CPU kernels: no compiler"):
         cpu_runner(floats, activations="int8")
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "qwen3"])
+def test_a_model_without_experts_that_can_be_rounded_is_refused(
+    family: str, tmp_path: Path
+) -> None:
+    """Llama 4 has experts of its own kind, and Qwen 3 has none."""
+    small: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    if family == "llama4_text":
+        small |= {"num_local_experts": 2, "intermediate_size_mlp": 64}
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = AutoConfig.for_model(family, **small, **ends)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"expert_weights='int4'.* can be rounded; use"):
+        load(tmp_path, expert_weights="int4")
