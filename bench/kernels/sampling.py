@@ -2,14 +2,15 @@
 
     rows        each setting's time of a row, with all its Python, on one thread: the kernel, six
                 rows in a call as an engine asks it, and the definition (numpy) in turn
-    engine      tokens per second of 16 requests that are sampled over 16 that are greedy, in turn:
-                two layers of the shape of Qwen3-30B-A3B with the whole vocabulary, seeded weights
+    engine      tokens per second of 16 requests that are sampled over 16 that are greedy, in turn,
+                on all cores: two layers of the shape of Qwen3-30B-A3B with the whole vocabulary, seeded weights
 
 A table, then one JSON line.
 """
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,7 @@ def whole_engine(rounds: int) -> dict[str, Any]:
     model = make({**SHAPES["Qwen3-30B-A3B"], "vocab_size": VOCAB}, "eager")
     found = []
     with QLLMEngine.from_model(
-        model, max_kv_tokens=8192, prefix_cache=False, conformance=False
+        model, threads=os.cpu_count(), max_kv_tokens=8192, prefix_cache=False, conformance=False
     ) as engine:
         rng = np.random.default_rng(SEED)
         for _ in range(rounds + 1):
