@@ -3,7 +3,8 @@
     rows        each setting's time of a row, with all its Python, on one thread: the kernel, six
                 rows in a call as an engine asks it, and the definition (numpy) in turn
     engine      tokens per second of 16 requests that are sampled over 16 that are greedy, in turn,
-                on all cores: two layers of the shape of Qwen3-30B-A3B with the whole vocabulary, seeded weights
+                on all cores: two layers of the shape of Qwen3-30B-A3B with the whole vocabulary,
+                seeded weights
 
 A table, then one JSON line.
 """

@@ -42,6 +42,8 @@ class HeadState:
         """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
         self.blocks: list[Tensor] = []
         """Logits of the rest, [R, up to HEAD_BLOCK] each."""
+        self._logits_RV: Tensor | None = None
+        """Memory of all blocks, so that a row of it is a row; a restored frame has none."""
         self.chosen: dict[int, Sampled] | None = None
         """Tokens of rows that have one, once all blocks are done. `export` leaves them out: a
         restored frame chooses again, and gets the same."""
@@ -64,7 +66,7 @@ class HeadState:
             logits_BV = head(self.x_BD, block)
             if self.rest:
                 rest = logits_BV[list(self.rest)] if self.greedy else logits_BV
-                self.blocks.append(rest)
+                self._keep(rest, block * HEAD_BLOCK, head.vocab_size)
             if self.greedy:
                 mine = logits_BV[list(self.greedy)] if self.rest else logits_BV
                 self._see(mine if rule is None else rule(mine), block * HEAD_BLOCK)
@@ -81,6 +83,14 @@ class HeadState:
         """Row, id and logit of the greedy rows."""
         return zip(self.greedy, self.ids_G, self.peaks_G, strict=True)
 
+    def _keep(self, rest_RV: Tensor, first: int, vocab_size: int) -> None:
+        """Keep the logits of a block, which begins with token `first`."""
+        if first == 0:
+            self._logits_RV = rest_RV.new_empty(len(self.rest), vocab_size)
+        if self._logits_RV is not None:
+            rest_RV = self._logits_RV[:, first : first + rest_RV.shape[1]].copy_(rest_RV)
+        self.blocks.append(rest_RV)
+
     @property
     def vocab_size(self) -> int:
         """Logits of a row of the rest."""
@@ -89,6 +99,8 @@ class HeadState:
     def logits(self, places: Sequence[int]) -> Tensor:
         """Logits [., V] of these rows of the rest."""
         blocks = self.blocks
+        if self._logits_RV is not None and len(places) == places[-1] - places[0] + 1:
+            return self._logits_RV[places[0] : places[-1] + 1]
         if len(places) < len(self.rest):
             blocks = [block[list(places)] for block in blocks]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)

@@ -145,7 +145,8 @@ class Head:
         self._rule, self.norm = rule, norm
         weight = weight_of(lm_head)
         bias = None if lm_head.bias is None else lm_head.bias.detach()
-        starts = range(0, int(weight.shape[0]), HEAD_BLOCK)
+        self.vocab_size = int(weight.shape[0])
+        starts = range(0, self.vocab_size, HEAD_BLOCK)
         self._biases = [None if bias is None else bias[a : a + HEAD_BLOCK] for a in starts]
         self._weights = [_rows(weight, slice(a, a + HEAD_BLOCK)) for a in starts]
         self.num_blocks = len(self._weights)
