@@ -377,6 +377,47 @@ int polled_head() {
   return 0;
 }
 
+// Rows of several sizes with every setting: their tokens and log-probabilities.
+std::vector<float> sampled(const Kernels& k) {
+  std::vector<SampleRow> rows;
+  std::vector<Half> logits;
+  std::vector<std::vector<int64_t>> ids;
+  std::vector<std::vector<float>> tops;
+  const std::vector<uint32_t> words(64, 0xfffffff7);
+  const std::vector<double> bias{1.5};
+  static const int64_t some[] = {0, 1, 2, 0};
+  for (int64_t num : {4, 64, 100, 700, 1024, 2048})
+    for (int64_t kind = 0; kind < 8; kind++) {
+      logits.emplace_back(num);
+      for (int64_t i = 0; i < num; i++)  // bf16 of 1 to 2, and the same below 0
+        logits.back()[i] = uint16_t(0x3f80 | ((i * 40503 + kind) & 0x807f));
+      ids.emplace_back(5);
+      tops.emplace_back(5);
+      SampleRow r{};
+      r.num = num, r.is_half = 1, r.forced = r.num_top = -1;
+      r.temperature = kind ? 0.7 : 0, r.top_p = kind & 1 ? 0.9 : 1, r.top_k = kind & 2 ? 3 : 0;
+      r.min_p = kind == 5 ? 0.1 : 0, r.repetition = kind == 6 ? 1.2 : 1;
+      r.frequency = kind == 7 ? 0.3 : 0, r.share = (int64_t(1) << 53) - 1 - kind * 1000000007;
+      if (kind & 4) {
+        r.bias_ids = r.outputs = r.prompt_ids = r.banned = r.ends = some, r.bias = bias.data();
+        r.num_bias = r.num_banned = r.num_ends = 1, r.num_outputs = 4, r.num_prompt = 3;
+        r.words = words.data(), r.num_top = std::min<int64_t>(num, 5);
+      }
+      rows.push_back(r);
+    }
+  for (size_t i = 0; i < rows.size(); i++) {
+    rows[i].logits = logits[i].data();
+    rows[i].top_ids = ids[i].data(), rows[i].top = tops[i].data();
+  }
+  k.sample(rows.data(), int64_t(rows.size()));
+  std::vector<float> found;
+  for (auto& r : rows) {
+    found.push_back(float(r.token)), found.push_back(r.logprob);
+    for (int64_t i = 0; i < r.num_top; i++) found.push_back(float(r.top_ids[i])), found.push_back(r.top[i]);
+  }
+  return found;
+}
+
 }  // namespace
 
 int main() {
@@ -394,6 +435,7 @@ int main() {
     Results alone = everything(*k);
     set_threads(3);
     if (everything(*k).all != alone.all) return printf("%s: threads change bits\n", k->name), 1;
+    if (sampled(*k) != sampled(kPortable)) return printf("%s: other tokens\n", k->name), 1;
     printf("%s: ok\n", k->name);
   }
   if (pool()) return printf("pool: tasks got lost\n"), 1;

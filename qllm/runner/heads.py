@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qllm.models.logits import LogitRule
-from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
+from qllm.runner.layers.linears import Head, HeadBlocks
 from qllm.runner.scores import NO_SCORES, Scores
 from qllm.types import Sampled
 
@@ -41,7 +41,7 @@ class HeadState:
         self.ids_G = array("q", [0]) * len(self.greedy)
         """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
         self.blocks: list[Tensor] = []
-        """Logits of the rest, [R, up to HEAD_BLOCK] each."""
+        """Logits of the rest, [R, up to the head's block_size] each."""
         self._logits_RV: Tensor | None = None
         """Memory of all blocks, so that a row of it is a row; a restored frame has none."""
         self.chosen: dict[int, Sampled] | None = None
@@ -66,10 +66,10 @@ class HeadState:
             logits_BV = head(self.x_BD, block)
             if self.rest:
                 rest = logits_BV[list(self.rest)] if self.greedy else logits_BV
-                self._keep(rest, block * HEAD_BLOCK, head.vocab_size)
+                self._keep(rest, block * head.block_size, head.vocab_size)
             if self.greedy:
                 mine = logits_BV[list(self.greedy)] if self.rest else logits_BV
-                self._see(mine if rule is None else rule(mine), block * HEAD_BLOCK)
+                self._see(mine if rule is None else rule(mine), block * head.block_size)
 
     def _see(self, logits_GV: Tensor, first: int) -> None:
         x_GV = logits_GV.float().numpy()

@@ -62,7 +62,7 @@ class Score:
         self._sampling = SamplingParams(temperature=0, logprobs=num_top)
         self.found = PromptLogprobs.empty(num_top)
         self.blocks: list[Tensor] = []
-        """Logits of the present block of positions, [R, up to HEAD_BLOCK] each."""
+        """Logits of the present block of positions, [R, up to the head's block_size] each."""
         self._chunks = list(chunks)
         self._num_blocks, self._rows = shape
         self._normed_RD: Tensor | None = None

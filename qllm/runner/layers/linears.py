@@ -146,9 +146,10 @@ class Head:
         weight = weight_of(lm_head)
         bias = None if lm_head.bias is None else lm_head.bias.detach()
         self.vocab_size = int(weight.shape[0])
-        starts = range(0, self.vocab_size, HEAD_BLOCK)
-        self._biases = [None if bias is None else bias[a : a + HEAD_BLOCK] for a in starts]
-        self._weights = [_rows(weight, slice(a, a + HEAD_BLOCK)) for a in starts]
+        self.block_size = size = HEAD_BLOCK
+        starts = range(0, self.vocab_size, size)
+        self._biases = [None if bias is None else bias[a : a + size] for a in starts]
+        self._weights = [_rows(weight, slice(a, a + size)) for a in starts]
         self.num_blocks = len(self._weights)
         held = linear_in(lm_head)
         self.kernel = _torch_name(held)
@@ -167,13 +168,13 @@ class Head:
             return False
         x_BD = x_BD.contiguous()
         blocks.peaks, blocks.ids = peaks_B.buffer_info()[0], ids_B.buffer_info()[0]
-        blocks.x, blocks.rows, blocks.width = x_BD.data_ptr(), x_BD.shape[0], HEAD_BLOCK
+        blocks.x, blocks.rows, blocks.width = x_BD.data_ptr(), x_BD.shape[0], self.block_size
         blocks.blocks = self._addresses.buffer_info()[0]
         cpu.native.head(ctypes.addressof(blocks))
         return True
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
-        """Logits [B, up to HEAD_BLOCK] of one block."""
+        """Logits [B, up to block_size] of one block."""
         if self._native is not None:
             return self._native[block].linear(x_BD)
         weight = self._weights[block]
