@@ -172,7 +172,7 @@ void attention(const Kernels& k, Results& results, int64_t heads, int64_t groups
   results.add(out);
 }
 
-void latents(const Kernels& k, Results& results, int64_t heads, bool low_rank) {
+void latents(const Kernels& k, Results& results, int64_t heads, bool low_rank, Rotation rotation) {
   const int64_t width = 70, rank = 64, tail = 32, key = 14, value = 18, tokens = Slabs::kTokens;
   int64_t q_width = heads * (key + tail), q_rank = low_rank ? 38 : q_width;
   Packed down(k, q_rank + rank + tail, width), up(k, q_width, q_rank);
@@ -185,9 +185,9 @@ void latents(const Kernels& k, Results& results, int64_t heads, bool low_rank) {
   }
   Latents m{{heads, 1, rank + tail, tail, nullptr, 0.2f}, down.matrix,
             low_rank ? up.matrix : Matrix{}, norm.norm, q_norm.norm, kv_norm.norm,
-            into.data(), out_of.data(), key, value, low_rank};
+            into.data(), out_of.data(), key, value, rotation};
   Slabs slabs(1, rank, tail);
-  Half x = values(tokens * width), cos = values(tokens * tail), sin = values(tokens * tail);
+  Half x = values(tokens * width), cos = values(2 * tokens * tail), sin = values(tokens * tail);
   Half q(tokens * heads * (rank + tail)), mid(tokens * heads * rank), out(tokens * heads * value);
   k.latents_in(q.data(), x.data(), cos.data(), sin.data(), tokens, m, Slabs::kIndex, slabs.spans,
                3);
@@ -201,7 +201,7 @@ void latents(const Kernels& k, Results& results, int64_t heads, bool low_rank) {
 
 void routers(const Kernels& k, Results& results) {
   const int64_t width = 70, num = 12, tokens = 11;
-  for (RouterKind kind : {kSigmoid, kSparseMixer}) {
+  for (RouterKind kind : {kSigmoid, kSparseMixer, kSoftmaxFp32}) {
     Packed weight(k, num, width, kind == kSparseMixer);
     Normed norm(width, kLayer);
     std::vector<float> correction(num, 0.1f);
@@ -288,8 +288,8 @@ Results everything(const Kernels& k) {
     attention(k, results, 50, 1, 32, window);
   }
   for (bool low_rank : {false, true}) {
-    latents(k, results, 3, low_rank);
-    latents(k, results, 49, low_rank);
+    latents(k, results, 3, low_rank, low_rank ? kPairs : kHalves);
+    latents(k, results, 49, low_rank, kComplex);
   }
   routers(k, results);
   experts(k, results);

@@ -8,7 +8,7 @@ from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
 from qllm.cuda.step import PagedStep
 from qllm.cuda.together import Together
 from qllm.kernels.routing import Angles, HeadNorms, Norm
-from qllm.models.fingerprints import attention_kind, is_latents, norm_kind
+from qllm.models.fingerprints import attention_kind, norm_kind, rotation_of_latents
 from qllm.runner.layers.drivers import Rope
 
 ROTATING = {"plain", "head_norm", "row_norm", "clipped_row_norm", "sinks"}
@@ -102,7 +102,7 @@ def is_known_attention(attn: Any) -> bool:
     """Whether `known_attention` knows all of a module."""
     if not keeps_latents(attn):
         return attention_kind(attn) in ROTATING
-    return is_latents(attn) and all(
+    return rotation_of_latents(attn) in {"halves", "pairs"} and all(
         norm_kind(norm) == "rms"
         for norm in (attn.kv_a_layernorm, attn.q_a_layernorm)
         if norm is not None

@@ -46,7 +46,7 @@ class Router(NamedTuple):
 def known_router(router: Any) -> Router | None:
     """What `choose` needs of a router of transformers, if it knows its kind and no hook listens."""
     weight, kind = getattr(router, "weight", None), router_kind(router)
-    if kind is None or weight is None or is_heard(router):
+    if kind in {None, "softmax_fp32"} or weight is None or is_heard(router):
         return None
     bias, is_wide = getattr(router, "bias", None), kind == "sigmoid"
     dtype = torch.float32 if kind in {"wide", "sigmoid"} else weight.dtype
@@ -55,7 +55,7 @@ def known_router(router: Any) -> Router | None:
     return Router(weight, bias, _rule(router, kind), router.top_k, dtype, is_wide)
 
 
-def _rule(router: Any, kind: str) -> Rule:
+def _rule(router: Any, kind: str | None) -> Rule:
     if kind == "sigmoid":
         correction_E = router.e_score_correction_bias.detach()
         groups = Groups(

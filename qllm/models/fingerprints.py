@@ -42,8 +42,11 @@ ATTENTION = {
 """Fingerprint of Attention.forward -> what it does beside projections: norms of queries and keys
 per head or over all heads, limits of what is projected, sinks, a gate of what it gives. A module
 that turns only the first values of a head has "part_" before it."""
-LATENTS = "bf6d046d789e"
-"""Fingerprint of the forward of multi-head latent attention: deepseek_v3."""
+LATENTS = {
+    "bf6d046d789e": "real",  # deepseek_v3: "halves", or "pairs" by its config
+    "5034c8bfb8e2": "complex",  # deepseek_v2
+}
+"""Fingerprint of the forward of multi-head latent attention -> how it rotates."""
 DELTA_NET = {
     "9c6d1d9d60c0": "grouped",  # qwen3_next: projections by head of keys
     "a4d53c1d0b20": "split",  # qwen3_5, qwen3_5_moe
@@ -68,9 +71,10 @@ HALVES = {"apply_rotary_pos_emb": "d7bb227c7094", "rotate_half": "b59dbfffe0ee"}
 HALF_TABLE = {"apply_rotary_pos_emb": "72775e3bfa6e", "_apply_rotary_emb": "1d2cfaf3e4af"}
 PART = {"apply_rotary_pos_emb": "5b52c0dc5bb2", "rotate_half": "b59dbfffe0ee"}
 PAIRS = {"apply_rotary_pos_emb_interleave": "5af815f3c610"}
+COMPLEX = {"apply_rotary_emb": "3c585dc0d8cb"}
 """Functions of a model's file and their digests. A head is rotated in halves; with cos and sin of
-half its width; the first values of it, in halves; in pairs, which come out in halves. All in the
-dtype of the model."""
+half its width; the first values of it, in halves; in pairs, which come out in halves: all in the
+dtype of the model. In pairs as complex numbers, in fp32."""
 NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
 WIDE_NORM = "6f6c68e4a6b2"
@@ -87,6 +91,7 @@ ROUTER = {
     "f94b2215875a": "chosen",  # granitemoe
     "f082c497de82": "chosen",  # granitemoe of transformers 5.17
     "e77292a9baca": "sigmoid",  # deepseek_v3: groups, and a correction for the choice
+    "02159fcb353d": "softmax_fp32",  # deepseek_v2: groups if its `topk_method` says so
     "234a8dc21586": "sparse_mixer",  # phimoe
 }
 """Fingerprint of Router.forward: softmax over all experts, then top-k; softmax over the chosen,
@@ -123,14 +128,16 @@ def attention_kind(attn: Any) -> str | None:
     return f"part_{kind}" if kind in {"plain", "head_norm"} and uses(attn, PART) else None
 
 
-def is_latents(attn: Any) -> bool:
-    """Whether all of a multi-head latent attention is known."""
-    return (
-        fingerprint(attn) == LATENTS
-        and source_digest(type(attn).expand_kv) == EXPANSION
-        and all(type(x) is nn.Linear for x in latent_linears(attn))
-        and uses(attn, PAIRS if attn.config.rope_interleave else HALVES)
-    )
+def rotation_of_latents(attn: Any) -> str | None:
+    """How a multi-head latent attention rotates ("halves", "pairs", "complex"), if all is known."""
+    kind = LATENTS.get(fingerprint(attn))
+    if kind is None or source_digest(type(attn).expand_kv) != EXPANSION:
+        return None
+    if kind == "real":
+        kind = "pairs" if attn.config.rope_interleave else "halves"
+    functions = {"halves": HALVES, "pairs": PAIRS, "complex": COMPLEX}[kind]
+    is_known = all(type(x) is nn.Linear for x in latent_linears(attn)) and uses(attn, functions)
+    return kind if is_known else None
 
 
 def latent_linears(attn: Any) -> list[Any]:
@@ -238,7 +245,7 @@ def _of_layer(parts: LayerParts) -> Iterator[tuple[str, nn.Module, str | None]]:
         is_known = delta_net_kind(attn) is not None
         yield "attention", attn, "delta_net" if is_known else None
     else:
-        is_known = fingerprint(attn) == LATENTS and is_latents(attn)
+        is_known = rotation_of_latents(attn) is not None
         yield "attention", attn, "latents" if is_known else None
     if parts.is_moe and parts.mlp is not None:
         yield "experts block", parts.mlp, BLOCK_GLUE.get(fingerprint(parts.mlp))

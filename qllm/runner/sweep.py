@@ -399,7 +399,8 @@ def _ahead(
         part = structs[i]
         part.spans = step.addresses(layer.slab, x_TD).address
         part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
-        part.cos, part.sin = frame.rope.addresses(group, lo, hi, frame.tokens(group))
+        tables = frame.rope.addresses(group, lo, hi, frame.tokens(group))
+        part.cos, part.sin = tables[0], tables[-1]
         steps.append(step)
     return LayerOps(ops, structs, steps)
 

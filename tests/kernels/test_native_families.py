@@ -192,9 +192,12 @@ def test_no_cut_no_neighbour_and_no_thread_changes_a_bit(family: str) -> None:
         assert torch.equal(attended(driver, parts, x, spans_of([[0, 100], [0, 30]])), whole)
 
 
+@pytest.mark.parametrize("rotation", ["pairs", "complex"])
 @pytest.mark.parametrize("low_rank", [True, False])
 @pytest.mark.parametrize("heads", [2, 50])
-def test_latents_attend_as_the_keys_and_values_they_stand_for(low_rank: bool, heads: int) -> None:
+def test_latents_attend_as_the_keys_and_values_they_stand_for(
+    heads: int, low_rank: bool, rotation: str
+) -> None:
     """MLA written out in fp64: rotation in pairs, latents expanded, one softmax per head."""
     d, rank, tail, key, value, q_rank, num = 48, 64, 32, 16, 24, 40, 80
     q_width = heads * (key + tail)
@@ -212,11 +215,13 @@ def test_latents_attend_as_the_keys_and_values_they_stand_for(low_rank: bool, he
         num_rotated=tail,
         value_dim=value,
         scale=(key + tail) ** -0.5,
-        interleaved=True,
+        rotation=rotation,
         arena=cpu.Arena(),
     )
     x, angle = rand(num, d, seed=5), torch.arange(num)[:, None] * 0.9 ** torch.arange(tail // 2)
     cos, sin = (t.repeat(1, 2).bfloat16() for t in (angle.cos(), angle.sin()))
+    if rotation == "complex":
+        cos = sin = torch.polar(torch.ones_like(angle), angle)
     spans = [Span(SlabKV(1, 100), 0, 0, num)]
     at = Step(spans, num, latent=True).addresses(kernel.slab, x)
     q = kernel.enter(x, cos, sin, 0, at.address, 1)
@@ -252,7 +257,7 @@ def test_latents_that_the_kernels_are_not_made_for_are_refused() -> None:
         with pytest.raises(ValueError, match=f"latents of {rank} and {tail}"):
             Latents(
                 cpu.Matrix([rand(rank + tail, 8)]), None, ones, ones, rand(1, 8, rank),
-                num_rotated=tail, value_dim=4, scale=1.0, interleaved=True, arena=cpu.Arena(),
+                num_rotated=tail, value_dim=4, scale=1.0, rotation="pairs", arena=cpu.Arena(),
             )  # fmt: skip
 
 
@@ -299,6 +304,22 @@ def test_the_sparse_mixer_rounds_as_the_module() -> None:
     assert torch.equal(found.ids_TK[same], expected.ids_TK[same])
     off = (found.weights_TK - expected.weights_TK)[same].abs()
     assert off.max() < 2**-7
+
+
+def test_the_softmax_router_in_fp32_keeps_to_the_groups_with_the_best_experts() -> None:
+    weight, norm, x = rand(24, 64, seed=1), Norm(torch.ones(64).bfloat16(), 1e-6), rand(200, 64)
+    how: dict[str, Any] = {"kind": "softmax_fp32", "renormalise": False, "wide": True}
+    router = Router(weight, norm, top_k=5, groups=6, top_groups=2, scaling=16.0, **how)
+    normed, ids, weights = router(x)
+    scores = (normed.double() @ weight.double().t()).softmax(-1)
+    best = scores.view(-1, 6, 4).amax(-1).topk(2, -1)[1]
+    in_groups = F.one_hot(best, 6).sum(1).repeat_interleave(4, 1).bool()
+    expected = scores.masked_fill(~in_groups, -torch.inf).topk(5, -1)[1]
+    assert torch.equal(ids.sort(1)[0], expected.sort(1)[0])
+    torch.testing.assert_close(weights.double(), 16 * scores.gather(1, ids), rtol=1e-5, atol=1e-9)
+    _, ids, weights = Router(weight, norm, top_k=5, **how)(x)
+    assert torch.equal(ids.sort(1)[0], scores.topk(5, -1)[1].sort(1)[0])
+    torch.testing.assert_close(weights.double(), scores.gather(1, ids), rtol=1e-5, atol=1e-9)
 
 
 def test_the_sigmoid_router_keeps_to_the_best_groups() -> None:

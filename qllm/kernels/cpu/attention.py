@@ -21,6 +21,8 @@ HEAD_MULTIPLE = 32
 """Widths of a head are multiples of this; of MLA, both parts of a key."""
 MAX_ROTATED = 256
 """Most rotated values of a key of MLA (`kMaxRotated` of kernels.h)."""
+ROTATIONS = ("halves", "pairs", "complex")
+"""How MLA rotates (`Rotation` of kernels.h)."""
 
 
 class _Heads(ctypes.Structure):
@@ -60,7 +62,7 @@ class _Latents(ctypes.Structure):
         ("out_of", c_void_p),
         ("key", c_int64),
         ("value", c_int64),
-        ("interleaved", c_int64),
+        ("rotation", c_int64),
     )
 
 
@@ -118,7 +120,10 @@ class _Attends:
     def enter(
         self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
     ) -> Tensor:
-        """Queries [T, N * H]; keys and values go where the spans (an address) say."""
+        """Queries [T, N * H]; keys and values go where the spans (an address) say.
+
+        Cos and sin are bf16 [1, T, .]; where a rotation is complex both are its numbers.
+        """
         x_TD, cos, sin = dense(x_TD), dense(cos), dense(sin)
         num_tokens = x_TD.shape[0]
         q = x_TD.new_empty((num_tokens, self._sizes()[0]))
@@ -271,7 +276,7 @@ class Latents(_Attends):
         num_rotated: F, rotated values of a key.
         value_dim: V.
         scale: Of scores.
-        interleaved: Pairs are rotated, not halves.
+        rotation: One of `ROTATIONS`.
         arena: Where weights lie.
 
     Raises:
@@ -289,7 +294,7 @@ class Latents(_Attends):
         num_rotated: int,
         value_dim: int,
         scale: float,
-        interleaved: bool,
+        rotation: str,
         arena: Arena,
     ) -> None:
         num, both, rank = expand_NVR.shape
@@ -319,7 +324,7 @@ class Latents(_Attends):
             out_of.data_ptr(),
             key,
             value_dim,
-            interleaved,
+            ROTATIONS.index(rotation),
         )
 
     def _leave(self, out: Tensor) -> Tensor:

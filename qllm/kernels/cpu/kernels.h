@@ -101,6 +101,13 @@ struct Attention {
 
 constexpr int64_t kMaxRotated = 256;
 
+// What is rotated of a latent key, and what cos and sin are.
+enum Rotation : int64_t {
+  kHalves,   // x[i] with x[half + i], in bf16
+  kPairs,    // x[2 i] with x[2 i + 1], in bf16; they come out in halves
+  kComplex,  // x[2 i] with x[2 i + 1], in fp32; cos is [T, tail / 2] complex numbers, sin is not read
+};
+
 // The same of MLA. What is cached of a token is one latent of width R = H - tail and `tail` rotated
 // values; a query of E unrotated values per head is brought into the space of the latents, and
 // what attention gave out of it.
@@ -111,7 +118,7 @@ struct Latents {
   Norm norm, q_norm, kv_norm;
   const uint16_t *into, *out_of;  // packed [R, E] and [value, R] per head, one after the other
   int64_t key, value;             // E, and the width of what leaves a head
-  int64_t interleaved;            // rotated in pairs
+  int64_t rotation;
 };
 
 // Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op. Its keys of layer l,
@@ -135,6 +142,7 @@ enum RouterKind : int64_t {
   kSoftmax,      // over all experts, then top-k
   kSigmoid,      // fp32; `correction` is added for the choice, which the best groups take part in
   kSparseMixer,  // twice: the best, weighed against those within `jitter` of it
+  kSoftmaxFp32,  // as kSoftmax, of logits in fp32; the groups with the best expert take part
 };
 
 struct Router {

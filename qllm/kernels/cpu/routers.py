@@ -9,7 +9,7 @@ from torch import Tensor
 from qllm.kernels.cpu import Matrix, MatrixStruct, dense, native
 from qllm.kernels.cpu.norms import Norm, NormStruct
 
-KINDS = ("softmax", "sigmoid", "sparse_mixer")
+KINDS = ("softmax", "sigmoid", "sparse_mixer", "softmax_fp32")
 """`RouterKind` of kernels.h."""
 MAX_TOP_K = 64
 
@@ -36,15 +36,15 @@ class Router:
     Args:
         weight_ED: Of the router.
         norm: Before it.
-        kind: "softmax" of the logits, rounded to bf16, over all experts; "sigmoid" of logits in
-            fp32; "sparse_mixer", of two experts.
+        kind: "softmax" of the logits, rounded to bf16, over all experts; "softmax_fp32" and
+            "sigmoid" of logits in fp32; "sparse_mixer", of two experts.
         top_k: Experts per token.
         renormalise: Divide the weights by their sum.
         wide: Weights stay fp32; else they are rounded to bf16.
         bias_E: Of the logits.
         correction_E: Added to the scores for the choice alone; with "sigmoid".
         groups: The experts of all but `top_groups` of so many equal groups are not chosen; with
-            "sigmoid".
+            "sigmoid" (groups of the two best experts) and the softmaxes (of the best expert).
         top_groups: See `groups`.
         scaling: Of the weights; not with "sparse_mixer".
         jitter: Of "sparse_mixer": relative distance from the best score, beyond which an expert

@@ -21,10 +21,10 @@ from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.discover import LayerParts
 from qllm.models.fingerprints import (
     attention_kind,
-    is_latents,
     is_swiglu,
     latent_linears,
     norm_kind,
+    rotation_of_latents,
     router_kind,
 )
 from qllm.models.heard import is_heard
@@ -180,7 +180,7 @@ class NativeDriver(FastDriver):
 
     def _knows_latents(self, attn: Any) -> bool:
         return (
-            is_latents(attn)
+            rotation_of_latents(attn) is not None
             and not is_heard(attn)
             and attn.kv_lora_rank % HEAD_MULTIPLE == 0
             and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
@@ -261,7 +261,7 @@ class NativeDriver(FastDriver):
             num_rotated=attn.qk_rope_head_dim,
             value_dim=attn.v_head_dim,
             scale=attn.scaling,
-            interleaved=attn.config.rope_interleave,
+            rotation=str(rotation_of_latents(attn)),
             arena=self._arena,
         )
         self._finish_attention(attn, linears[:-1])
@@ -286,6 +286,16 @@ class NativeDriver(FastDriver):
                 "correction_E": router.e_score_correction_bias,
                 "groups": router.num_group,
                 "top_groups": router.topk_group,
+                "scaling": router.routed_scaling_factor,
+            }
+        elif kind == "softmax_fp32":
+            is_grouped = router.topk_method == "group_limited_greedy"
+            settings = {
+                "kind": kind,
+                "renormalise": False,
+                "wide": True,
+                "groups": router.num_group if is_grouped else 1,
+                "top_groups": router.topk_group if is_grouped else 1,
                 "scaling": router.routed_scaling_factor,
             }
         elif kind == "sparse_mixer":
@@ -366,8 +376,7 @@ class NativeDriver(FastDriver):
         begin, end = step.first_key(window) if pos == 0 else pos, step.num_keys
         stop = begin + num_keys
         if pos == 0:
-            cos, sin = rope
-            q = kernel.enter(x_TD, cos, sin, self._index, spans.address, len(step.spans))
+            q = kernel.enter(x_TD, rope[0], rope[-1], self._index, spans.address, len(step.spans))
             if stop < end:
                 begun = kernel.begin(q)
         if begun is not None and stop < end:
