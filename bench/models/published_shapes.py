@@ -4,7 +4,7 @@ Fields are those of each `config.json` that decide what is computed. What differ
 
 - The vocabulary has 16,384 tokens in all: with two layers, a whole one would measure the head.
 - Layers are two, chosen so that every kind of layer occurs. Those before the first with experts
-  (DeepSeek-V2-Lite and GLM-4.5-Air have one) are left out.
+  (DeepSeek-V2-Lite, GLM-4.5-Air and ERNIE-4.5-21B-A3B have one) are left out. Qwen3-8B is dense.
 - Llama-4-Scout has its positions unscaled, which changes no time.
 """
 
@@ -204,6 +204,42 @@ SHAPES: dict[str, Shape] = {
         },
         {"layer_types": ["linear_attention", "full_attention"]},
         note="one layer of linear attention, one of full",
+    ),
+    "ERNIE-4.5-21B-A3B": Shape(
+        "Ernie4_5_MoeConfig",
+        "baidu/ERNIE-4.5-21B-A3B-PT",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 1536,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_k": 6,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 1,
+            "use_bias": False,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+        },
+        note="without its first layer, which has no experts",
+    ),
+    "Qwen3-8B": Shape(
+        "Qwen3Config",
+        "Qwen/Qwen3-8B",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+        },
+        note="dense",
     ),
     "Llama-4-Scout": Shape(
         "Llama4TextConfig",

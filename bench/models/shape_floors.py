@@ -116,7 +116,7 @@ class Needs:
     def __init__(self, model: Any) -> None:
         self._config = config = model.config
         self._attentions = list(_attentions(config))
-        self._top_k: int = config.num_experts_per_tok
+        self._top_k: int = getattr(config, "num_experts_per_tok", 0)
         self._num_experts, self.experts, self.largest = 1, 0, 0
         for module in model.modules():
             found = [getattr(module, name, None) for name in EXPERTS]

