@@ -53,7 +53,7 @@ YARN = {
     "beta_slow": 1,
     "original_max_position_embeddings": 64,
 }
-"""Of DeepSeek-V2-Lite, with a shorter original length."""
+"""The rotation of DeepSeek-V2-Lite, with a shorter original length."""
 BEST_GROUPS = {
     "topk_method": "group_limited_greedy",
     "n_group": 4,
