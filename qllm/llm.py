@@ -40,8 +40,8 @@ from qllm.frontend.prompts import (
     asked_sampling,
     check_sampling,
     for_one,
+    ids_that_fit,
     to_sampling,
-    to_token_ids,
 )
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
@@ -296,7 +296,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         """
         self._client.raise_if_closed()
         shape = self._client.info.shape
-        token_ids = to_token_ids(prompt, self.tokenizer, shape.vocab_size)
+        token_ids = ids_that_fit(prompt, self.tokenizer, self.config, shape)
         asked = asked_sampling(sampling, options, self.sampling_defaults)
         params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
         level = priority_class(priority)

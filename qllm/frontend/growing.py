@@ -21,6 +21,9 @@ LEAST_CHARS = 64
 CONTEXT, AGREE, HELD = 48, 8, 8
 """Tokens that are tokenised again, of which so many, the last, have to come out the same; and
 tokens at the end that more text may change."""
+MOST_AT_ONCE = 16_384
+"""Characters that are tokenised in one call, which keeps the interpreter's lock for a part of its
+time."""
 SET_ASIDE = 4096
 """Characters that are not tokenised again are set aside so many at a time."""
 
@@ -185,11 +188,16 @@ class GrowingText:
 
     def append(self, piece: Any) -> None:
         self._num_bytes += _num_bytes(piece)
-        if piece:
-            self._new.append(piece)
-            self._num_new += len(piece)
-        if self._num_new >= self._num_wanted:
-            self._look()
+        self._add(piece)
+
+    def _add(self, piece: str) -> None:
+        """Take a piece, and look at what is enough to be looked at."""
+        for at in range(0, len(piece), MOST_AT_ONCE):
+            part = piece[at : at + MOST_AT_ONCE]
+            self._new.append(part)
+            self._num_new += len(part)
+            if self._num_new >= self._num_wanted:
+                self._look()
 
     def num_bytes_before(self, from_token: Any) -> int:
         _, kept = self._kept(from_token)
@@ -198,12 +206,14 @@ class GrowingText:
     def replace(self, from_token: Any, piece: Any) -> None:
         keep, kept = self._kept(from_token)
         num_bytes = _num_bytes(piece)
-        self._aside, self._num_aside, self._tail = [], 0, kept + piece
+        self._aside, self._num_aside, self._tail = [], 0, kept
         self._num_bytes = len(kept[len(self._head) :].encode()) + num_bytes
         del self.token_ids[keep:]
         if self._starts is not None:
             del self._starts[keep:]
         self.num_same = min(self.num_same, keep)
+        self._num_wanted = LEAST_CHARS
+        self._add(piece)
         self._look()
 
     def _kept(self, from_token: Any) -> tuple[int, str]:

@@ -159,7 +159,7 @@ class GrowingPrompt:
 
             def render(text: str) -> list[int]:
                 messages = [*chat[:-1], {**chat[-1], "content": text}]
-                return render_chat(messages, engine.tokenizer, **template)
+                return render_chat(messages, engine.tokenizer, most_tokens=engine.most, **template)
 
             head = template_head(chat, engine.tokenizer, template)
             self._growing = GrowingText(engine.tokenizer, render, head)
@@ -220,7 +220,7 @@ class GrowingPrompt:
             )
 
         def encode(text: str) -> Sequence[int]:
-            return to_token_ids(text, engine.tokenizer, vocab_size)
+            return to_token_ids(text, engine.tokenizer, vocab_size, engine.most)
 
         return GrowingText(engine.tokenizer, encode)
 

@@ -7,12 +7,14 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from qllm.errors import InvalidRequestError, check_text, shown
-from qllm.frontend.checks import is_int
+from qllm.config import EngineConfig
+from qllm.errors import ContextLengthError, InvalidRequestError, check_text, shown
+from qllm.frontend.checks import is_int, longest
 from qllm.frontend.detokenizer import decoded
 from qllm.grammar import Vocabulary
-from qllm.models.tokenizer import ids_of
+from qllm.models.tokenizer import LONG_TEXT, ids_of, longest_token, renders_as_usual
 from qllm.names import new_seed
+from qllm.plan import ModelShape
 from qllm.types import THOUGHT, Prompt, SamplingParams
 
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
@@ -189,26 +191,33 @@ def for_one(
     return replace(sampling, max_tokens=None), most
 
 
-def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def to_token_ids(
+    prompt: Prompt, tokenizer: Any, vocab_size: int, most_tokens: int | None = None
+) -> tuple[int, ...]:
     """Encode text, render chat messages with the model's template, or check ids.
 
     Args:
         prompt: Text, a list of messages (`role`, `content`), or a list of token ids.
         tokenizer: A transformers tokenizer, or None if the model came without one.
         vocab_size: Ids must be in [0, vocab_size).
+        most_tokens: A text that must have more tokens than these is refused before it is encoded.
 
     Raises:
         InvalidRequestError: The prompt is empty, of another shape, no text, or holds an unknown
             id.
+        ContextLengthError: A text must have more than `most_tokens`.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty; pass at least one character")
         check_text("the prompt", prompt)
-        ids = ids_of(_needed(tokenizer), prompt)
+        ids = _encoded(_needed(tokenizer), prompt, most_tokens)
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
         first = prompt[0]
-        ids = render_chat(prompt, tokenizer) if isinstance(first, Mapping) else _checked(prompt)
+        if isinstance(first, Mapping):
+            ids = render_chat(prompt, tokenizer, most_tokens=most_tokens)
+        else:
+            ids = _checked(prompt)
     else:
         raise InvalidRequestError(
             f"prompt={shown(prompt):.80} must be a non-empty string, list of messages or list of "
@@ -222,6 +231,27 @@ def to_token_ids(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[int, 
             f"token id {shown(wrong)} must be in [0, {vocab_size}), the vocabulary"
         )
     return tuple(ids)
+
+
+def ids_that_fit(
+    prompt: Prompt, tokenizer: Any, config: EngineConfig, shape: ModelShape
+) -> tuple[int, ...]:
+    """The same for an engine, which refuses a text that is too long before it is encoded."""
+    return to_token_ids(prompt, tokenizer, shape.vocab_size, longest(config, shape))
+
+
+def _encoded(
+    tokenizer: Any, text: str, most_tokens: int | None, *, special: bool = True
+) -> list[int]:
+    """Encode a text, if so many tokens can hold it."""
+    if most_tokens is not None and len(text) >= LONG_TEXT:
+        most = most_tokens * longest_token(tokenizer)
+        if len(text) > most:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters; {most_tokens} tokens, the longest prompt "
+                f"with its answer, have at most {most}; make it shorter"
+            )
+    return ids_of(tokenizer, text, special=special)
 
 
 def _needed(tokenizer: Any) -> Any:
@@ -248,6 +278,7 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    most_tokens: int | None = None,
 ) -> list[int]:
     """Render messages with the model's chat template and encode them.
 
@@ -258,10 +289,12 @@ def render_chat(
         variables: Further variables of the template.
         add_generation_prompt: Begin the assistant's answer.
         continue_final_message: Leave the last message open instead, for the answer to go on with.
+        most_tokens: As for `to_token_ids`, of the text that the template makes.
 
     Raises:
         InvalidRequestError: A message has another shape or is no text, or the template refuses
             them.
+        ContextLengthError: They must have more than `most_tokens`.
     """
     for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
         check_text(name, value)
@@ -278,18 +311,21 @@ def render_chat(
     wrong = next((name for name in variables or () if name in known), None)
     if wrong is not None:
         raise InvalidRequestError(f"{wrong!r} is no variable of a chat template; leave it out")
+    is_usual = renders_as_usual(tokenizer)
     try:
         rendered = tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=True,
+            tokenize=not is_usual,
+            return_dict=not is_usual,
             **(variables or {}),
         )
     except Exception as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    if is_usual:
+        return _encoded(tokenizer, rendered, most_tokens, special=False)
     return list(rendered["input_ids"])
 
 

@@ -6,6 +6,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from qllm.errors import ModelError
 from qllm.models.folders import GGUF, first_line, locate, read_json
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that are all in tokenizer.json: AutoTokenizer would find the same one."""
+LONG_TEXT = 2048
+"""Characters from which on a text is encoded without the interpreter's lock."""
+_LONGEST: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
+"""What `longest_token` found."""
 
 
 def import_tokenizers(name_or_path: str, trust_remote_code: bool) -> None:
@@ -81,20 +86,47 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
+def ids_of(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     """The ids that a tokenizer makes of a text.
 
     Where transformers' layers would only hand the text on to the tokenizers library, it is asked
-    itself: 0.05 ms less.
+    itself: 0.05 ms less for a short text, and a third of the time for a long one, of which it
+    gives the interpreter's lock back.
+
+    Args:
+        tokenizer: Of transformers.
+        text: What is encoded.
+        special: Whether the tokens are added that stand around every text.
     """
     kind: Any = type(tokenizer)
     if _hands_on(kind):
         backend = tokenizer.backend_tokenizer
         is_plain = backend.truncation is None and backend.padding is None
         if is_plain and backend.encode_special_tokens == tokenizer.split_special_tokens:
-            ids: list[int] = backend.encode(text).ids
+            ids: list[int]
+            if len(text) < LONG_TEXT:
+                ids = backend.encode(text, add_special_tokens=special).ids
+            else:
+                ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
             return ids
-    return list(tokenizer(text)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def longest_token(tokenizer: Any) -> int:
+    """The characters of the longest token of a tokenizer."""
+    found = _LONGEST.get(tokenizer)
+    if found is None:
+        found = _LONGEST[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+    return found
+
+
+def renders_as_usual(tokenizer: Any) -> bool:
+    """Whether a chat's tokens are those of the text that its template makes, as `ids_of` has it."""
+    from transformers import PreTrainedTokenizerBase
+
+    kind: Any = type(tokenizer)
+    usual = PreTrainedTokenizerBase.apply_chat_template
+    return _hands_on(kind) and kind.apply_chat_template is usual
 
 
 @lru_cache
