@@ -91,6 +91,9 @@ class EngineConfig:
     default_max_tokens: int | None = None
     """`max_tokens` of a request that names none, cut to what fits. None: 256, and for a chat over
     HTTP whatever fits."""
+    clamp_max_tokens: bool = True
+    """A `max_tokens` beyond what fits is a ceiling: the answer ends with the context. False refuses
+    such a request."""
     ls_slo: str = ""
     """Latency targets of LS requests that bring none, like "ttft=500ms,tpot=100ms". `qllm2` lets
     BE have the time that they leave; without a TPOT target BE stretches decode steps by
@@ -157,7 +160,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_COUNT}]")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
-        for name in ("conformance", "record", "kv_dir_reset"):
+        for name in ("clamp_max_tokens", "conformance", "record", "kv_dir_reset"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r} must be True or False")

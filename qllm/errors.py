@@ -4,7 +4,7 @@ QllmError
 ├── ConfigError            a setting, alias, policy or capability is wrong: fix the call
 ├── ModelError             a model cannot be found, loaded or driven safely
 ├── InvalidRequestError    a request is wrong; raised by `submit`, also a ValueError
-│   └── ContextLengthError prompt and answer do not fit
+│   └── ContextLengthError a prompt, or what is asked for with it, does not fit
 ├── QueueFullError         too many requests are waiting: try again later
 ├── EngineClosedError      the engine was closed or has crashed
 ├── RequestFailedError     raised by `result()` of a request that ended in `error`

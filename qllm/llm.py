@@ -275,8 +275,8 @@ class QLLMEngine(Offline, KeptKv, Opens):
         Args:
             prompt: Text, a list of chat messages, or a list of token ids.
             priority: "LS", "BE" or an integer class; smaller is sooner (LS = 0, BE = 10).
-            max_tokens: Most tokens to produce; by default `default_max_tokens`, cut to what fits;
-                "fit" takes what fits where that setting is not made.
+            max_tokens: Most tokens to produce, and never more than fit; by default
+                `default_max_tokens`; "fit" takes what fits where that setting is not made.
             sampling: How tokens are chosen; by default as the model's generation config says.
             stop: Strings that end the answer, beside those in `sampling`.
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.

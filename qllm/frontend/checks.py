@@ -109,14 +109,15 @@ def most_tokens(
 
     Args:
         num_prompt_tokens: Length of its prompt.
-        max_tokens: What was asked for; None is the default, cut to what fits; "fit" is the default
-            if one is set, else all that fits.
+        max_tokens: What was asked for, a ceiling: what fits is the most. None is the default; "fit"
+            is the default if one is set, else all that fits.
         config: Settings of the engine.
         shape: Of the model.
 
     Raises:
         InvalidRequestError: It is no integer >= 1.
-        ContextLengthError: Prompt and answer do not fit.
+        ContextLengthError: The prompt does not fit with one token behind it; or, without the
+            setting `clamp_max_tokens`, with `max_tokens` of them.
     """
     most = longest(config, shape)
     name = "the model's longest sequence" if most == shape.max_position else "max_kv_tokens"
@@ -125,17 +126,19 @@ def most_tokens(
             f"the prompt has {num_prompt_tokens} tokens; with at least one to produce it must "
             f"be shorter than {most} ({name})"
         )
+    room = most - num_prompt_tokens
     if max_tokens is None or max_tokens == FIT:
         usual = most if max_tokens == FIT else DEFAULT_MAX_TOKENS
-        return min(config.default_max_tokens or usual, most - num_prompt_tokens)
+        return min(config.default_max_tokens or usual, room)
     if not is_int(max_tokens) or max_tokens < 1:
         raise InvalidRequestError(f"max_tokens={shown(max_tokens)} must be an integer >= 1")
-    if num_prompt_tokens + max_tokens > most:
+    if max_tokens > room and not config.clamp_max_tokens:
         raise ContextLengthError(
             f"{num_prompt_tokens} prompt tokens and max_tokens={shown(max_tokens)} exceed {most} "
-            f"({name}); ask for at most {most - num_prompt_tokens}"
+            f"({name}); ask for at most {room}, or let the answer end there with "
+            "clamp_max_tokens=True"
         )
-    return int(max_tokens)
+    return int(min(max_tokens, room))
 
 
 def salt_digest(salt: str, owner: str = "") -> bytes:

@@ -296,7 +296,9 @@ class Front:
             return prompt
         most = ask.truncate
         if most == TO_FIT:
-            most = max(1, self.max_model_len - (ask.max_tokens or 1))
+            most = self.max_model_len - (ask.max_tokens or 1)
+            if most < 1:  # a ceiling, which no prompt leaves room for
+                most = self.max_model_len - 1
         vocab_size = engine.vocabulary.vocab_size
         return to_token_ids(prompt, engine.tokenizer, vocab_size)[-most:]
 

@@ -1,5 +1,6 @@
 """`POST /v1/messages`, as Anthropic's clients call it."""
 
+import math
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -88,13 +89,13 @@ class MessageWriter:
             "usage": self._usage(answer),
         }
 
-    @staticmethod
-    def _end(answer: Answer, blocks: Blocks, reason: FinishReason) -> dict[str, Any]:
+    def _end(self, answer: Answer, blocks: Blocks, reason: FinishReason) -> dict[str, Any]:
         """Why the answer ended."""
         stop = answer.handles[0].stop_string
         why = "stop_sequence" if stop is not None else "end_turn"
         if reason is FinishReason.LENGTH:
-            why = "max_tokens"
+            is_asked = answer.num_tokens[0] >= (self._asked.most_tokens() or math.inf)
+            why = "max_tokens" if is_asked else "model_context_window_exceeded"
         elif blocks.reader.num_calls and stop is None and not blocks.reader.is_in_call:
             why = "tool_use"
         return {"stop_reason": why, "stop_sequence": stop}

@@ -290,7 +290,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": True}, "max_tokens=True must be an integer"),
     ({"max_tokens": 2.0}, "max_tokens=2.0 must be an integer"),
     ({"max_tokens": "5"}, "max_tokens='5' must be an integer"),
-    ({"max_tokens": 510}, "3 prompt tokens and max_tokens=510 exceed 512.*at most 509"),
     ({"priority": "urgent"}, "priority='urgent' is unknown; use 'LS', 'BE' or an integer"),
     ({"priority": True}, "priority=True is unknown"),
     ({"priority": None}, "priority=None is unknown"),
@@ -378,9 +377,22 @@ def test_bad_sampling_is_refused_when_it_is_made(wrong: dict[str, Any], message:
 
 
 def test_kv_that_can_never_fit_is_refused() -> None:
+    too_long = pytest.raises(InvalidRequestError, match=r"64.*shorter than 64 .max_kv_tokens")
+    with engine_of(max_kv_tokens=64) as engine, too_long:
+        engine.submit(ids(64))
+
+
+def test_max_tokens_are_a_ceiling() -> None:
     with engine_of(max_kv_tokens=64) as engine:
-        with pytest.raises(InvalidRequestError, match=r"64.*shorter than 64 .max_kv_tokens"):
-            engine.submit(ids(64))
+        for asked in (4, 5, 65536, 2**70):
+            result = engine.submit(ids(60), max_tokens=asked, ignore_eos=True).result(300)
+            assert (len(result.token_ids), result.finish_reason) == (4, FinishReason.LENGTH)
+        grown = engine.open("LS", "a" * 40).send(10**9, ignore_eos=True).result(300)
+        assert len(grown.prompt_token_ids) + len(grown.token_ids) == 64
+
+
+def test_max_tokens_beyond_the_context_are_refused_where_that_is_set() -> None:
+    with engine_of(max_kv_tokens=64, clamp_max_tokens=False) as engine:
         with pytest.raises(InvalidRequestError, match=r"exceed 64 .max_kv_tokens.*at most 4"):
             engine.submit(ids(60), max_tokens=5)
         assert len(engine.submit(ids(60), max_tokens=4).result(300).token_ids) == 4

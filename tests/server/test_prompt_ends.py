@@ -153,8 +153,8 @@ def test_each_way_a_prompt_can_end_gives_its_seat_back(one: Serving) -> None:
     assert is_free(one)
 
     name = opened(one)  # refused, then sent
-    refused = one.post(PLAIN, {**ASK, "prompt_id": name, "max_tokens": 10**7})
-    assert "exceed" in message(refused, 400)
+    refused = one.post(PLAIN, {**ASK, "prompt_id": name, "min_tokens": 10**7})
+    assert "min_tokens=10000000 must" in message(refused, 400)
     assert one.front._num_ls == 1
     assert one.post(PLAIN, {**ASK, "prompt_id": name}).status_code == 200
     wait_for(lambda: is_free(one))
@@ -162,8 +162,8 @@ def test_each_way_a_prompt_can_end_gives_its_seat_back(one: Serving) -> None:
     for wrong, status in ((b"nonsense\n", 400), (lines({"append": "x" * 5_000_000}), 413)):
         assert post(one, PLAIN, lines(ASK) + wrong).status_code == status
         wait_for(lambda: is_free(one))
-    assert "exceed" in message(
-        post(one, PLAIN, lines({**ASK, "max_tokens": 10**7}, {"append": "x"})), 400
+    assert "min_tokens=10000000 must" in message(
+        post(one, PLAIN, lines({**ASK, "min_tokens": 10**7}, {"append": "x"})), 400
     )
     wait_for(lambda: is_free(one))
 
@@ -293,8 +293,8 @@ def test_a_prompt_is_idle_again_after_its_sending_was_refused(
     seen = changing(monkeypatch)
     name = opened(one, "x")
     assert one.post(f"/v1/prompts/{name}/append", {"append": "y"}).status_code == 200
-    ask = {**ASK, "prompt_id": name, "max_tokens": 10**7}
-    assert "exceed" in message(one.post(PLAIN, ask), 400)
+    ask = {**ASK, "prompt_id": name, "min_tokens": 10**7}
+    assert "min_tokens=10000000 must" in message(one.post(PLAIN, ask), 400)
     wait_for(lambda: seen[0].timer is not None)
     assert httpx.delete(f"{one.url}/v1/prompts/{name}", timeout=60).status_code == 200
 

@@ -119,7 +119,7 @@ def test_be_by_header_and_by_body(patient: Serving) -> None:
         (lines({**ASK, "prompt": ["a", "b"]}), "not a list of prompts"),
         (lines({**ASK, "prompt_id": "prompt-1"}), "prompt_id"),
         (lines(ASK), "the prompt is empty"),
-        (lines({**ASK, "max_tokens": 10**7}, {"append": "x"}), "exceed"),
+        (lines({**ASK, "min_tokens": 10**7}, {"append": "x"}), "min_tokens=10000000 must"),
         (lines(ASK, {"append": "word " * 40_000}), "so far, and at most"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_chat_by_its_id(patient: Serving) -> None:
 def test_what_is_refused_leaves_it_open(patient: Serving, want: str) -> None:
     name = patient.post("/v1/prompts", {"prompt": TEXT}).json()["id"]
     for wrong, text in (
-        ({"max_tokens": 10**7}, "exceed"),
+        ({"min_tokens": 10**7}, "min_tokens=10000000 must"),
         ({"prompt": "another"}, "leave prompt out"),
         ({"n": 2}, "n=2 cannot be asked"),
         ({"temperature": -1}, "temperature"),
