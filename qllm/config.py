@@ -1,11 +1,13 @@
 """Settings of the engine: one frozen object, checked when it is made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from qllm.errors import ConfigError, shown
+from qllm.spelling import read_all
 from qllm.types import MAX_TIME_MS, Exactness, Grain, Priority, Slo
 
 GRAINS = {grain.name.lower(): grain for grain in Grain}
@@ -24,6 +26,13 @@ CHOICES = {
 ON_CUDA = ("auto", "int4", "mxfp4")
 """Values of `expert_weights` that a GPU's kernels read."""
 DEVICE_LOOP = "conditional"
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_WORDS = {
+    "bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16",
+    "float": "float32", "fp32": "float32", "f32": "float32",
+}  # fmt: skip
+"""Other names of dtypes, of vLLM and llama.cpp."""
 GONE = {
     "attention": "CUDA has one attention kernel, and it needs no setting; leave it out",
     "host": "say where the engine runs with run_in='process' or run_in='thread'",
@@ -37,6 +46,7 @@ GONE_VALUES = {
 """Values that settings had once."""
 PAGE_SIZE = 64
 """Tokens of a page of the prefix cache, or a KV block if that is larger."""
+SLO_EXAMPLE = "ttft=500ms,tpot=50ms"
 MAX_KV_GIB = 1 << 20
 MAX_COUNT = (1 << 31) - 1
 """Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
@@ -161,9 +171,7 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
             raise ConfigError(f"block_size={self.block_size} must be a power of two in [1, 256]")
         for name in ("clamp_max_tokens", "conformance", "record", "kv_dir_reset"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r} must be True or False")
+            check_bool(name, getattr(self, name))
         self._check_sizes()
         if self.prefix_cache is not False and self.prefix_cache_tokens < self.page_size:
             raise ConfigError(
@@ -172,6 +180,8 @@ class EngineConfig:
             )
         if self.loop != "host":
             self._check_loop()
+        if not isinstance(self.ls_slo, str):
+            raise ConfigError(f"ls_slo={shown(self.ls_slo)} must be text like {SLO_EXAMPLE}")
         if self.ls_slo:
             parse_slo(self.ls_slo)
 
@@ -214,8 +224,8 @@ class EngineConfig:
 
     def _check_choices(self) -> None:
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if not any(type(value) is type(x) and value == x for x in known):  # 1 is not True
                 state = GONE_VALUES.get((name, value), "is unknown")
                 raise ConfigError(
                     f"{name}={value!r} {state}; use one of {', '.join(map(str, known))}"
@@ -327,6 +337,56 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**settings)
 
 
+KINDS = get_type_hints(EngineConfig) | {name: Literal[known] for name, known in CHOICES.items()}
+"""The type of each setting; of those in CHOICES the values."""
+
+
+def spelled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of the engine whose values are written as text, each by its type.
+
+    Raises:
+        ConfigError: A text is no value of its setting.
+    """
+    return read_all(settings, KINDS)
+
+
+def named_dtype(dtype: Any) -> Any:
+    """Return a dtype that is named by text under its own name; anything else as it is.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    low = dtype.lower().removeprefix("torch.")
+    name = DTYPE_WORDS.get(low, low)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={shown(dtype)} is unknown; use one of {', '.join(DTYPES)}")
+    return name
+
+
+def named_device(device: Any) -> Any:
+    """Return a device that is named by text in lower case; anything else as it is.
+
+    Raises:
+        ConfigError: It is neither a CPU nor a GPU.
+    """
+    found = device.lower() if isinstance(device, str) else device
+    if str(found).split(":")[0] not in DEVICES:
+        raise ConfigError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}")
+    return found
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Return if a setting is a bool.
+
+    Raises:
+        ConfigError: It is something else, which might mean one.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)} must be True or False")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -347,8 +407,7 @@ def parse_slo(text: str) -> Slo:
             number = -1.0
         if name not in ("ttft", "tpot") or name in found or not 0 < number <= MAX_TIME_MS:
             raise ConfigError(
-                f"slo {shown(text)} must be like ttft=500ms,tpot=50ms, with times in "
-                f"(0, {MAX_TIME_MS}] ms"
+                f"slo {shown(text)} must be like {SLO_EXAMPLE}, with times in (0, {MAX_TIME_MS}] ms"
             )
         found[name] = number
     return Slo(ttft_ms=found.get("ttft"), tpot_ms=found.get("tpot"))

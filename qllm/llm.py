@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from qllm.config import EngineConfig, engine_config
+from qllm.config import EngineConfig, check_bool, engine_config, named_device, named_dtype
 from qllm.cores import Threads, num_threads
 from qllm.errors import ConfigError, EngineClosedError, QueueFullError, RequestFailedError
 from qllm.frontend.checks import (
@@ -53,8 +53,6 @@ from qllm.record.trace import Trace
 from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
 
 PLACES = ("process", "thread")
-DEVICES = ("cpu", "cuda")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class QLLMEngine(Offline, KeptKv, Opens):
@@ -127,14 +125,12 @@ class QLLMEngine(Offline, KeptKv, Opens):
         """
         config = engine_config(settings)
         count, made = num_threads(threads), load_policy(policy, policy_settings)
-        if str(device).split(":")[0] not in DEVICES:
-            raise ConfigError(f"device={device!r} is unknown; use one of {', '.join(DEVICES)}")
+        device, dtype = named_device(device), named_dtype(dtype)
         if str(device) != "cpu":
             from qllm.models.loader import check_device
 
             check_device(device)
-        if isinstance(dtype, str) and dtype not in DTYPES:
-            raise ConfigError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+        check_bool("trust_remote_code", trust_remote_code)
         if run_in not in PLACES:
             raise ConfigError(f"run_in={run_in!r} is unknown; use one of {', '.join(PLACES)}")
         if not isinstance(listen, str | None):
@@ -209,6 +205,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
             ConfigError: A secret, NIXL, the tokenizer or a device is missing; sides differ.
             EngineClosedError: Nobody answers there, or who answers is not the engine.
         """
+        check_bool("trust_remote_code", trust_remote_code)
         client = meet(address, profile, secret_file, fleet)
         where = client.hello.model if tokenizer is None else os.fspath(tokenizer)
         policy, config = client.hello.trace_meta["policy"], client.hello.config

@@ -2,11 +2,13 @@
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from qllm.errors import ConfigError
 from qllm.policy import make_policy
+from qllm.spelling import read_all
 from qllm.types import Cap
 
 GROUP = "qllm.policies"
@@ -52,10 +54,24 @@ def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) ->
         if settings:
             raise ConfigError("policy_settings go with a policy given by name; set them on it")
         return policy
+    return make_policy(policy, _factory(policy), settings or {})
+
+
+def _factory(policy: str) -> Any:
     points = installed_policies()
     if policy not in points:
         raise ConfigError(f"unknown policy {policy!r}; installed: {', '.join(sorted(points))}")
-    return make_policy(policy, load_factory(points[policy]), settings or {})
+    return load_factory(points[policy])
+
+
+def spelled_for(policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a policy whose values are written as text, each by its field's type.
+
+    Raises:
+        ConfigError: A text is no value of its setting, or the policy is unknown.
+    """
+    factory = _factory(policy)
+    return read_all(settings, get_type_hints(factory) if is_dataclass(factory) else {})
 
 
 def cap_names(caps: Cap) -> str:

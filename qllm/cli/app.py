@@ -62,25 +62,27 @@ OWN_FLAGS = ("policy", "dtype", "device", "threads", "trust_remote_code")
 OF_POLICY = "policy."
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    """`name=value`, the value as JSON where it is JSON, `inf` as infinity, else as text."""
-    import json
-
+def parse_setting(text: str) -> tuple[str, str]:
+    """Split `name=value`."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ConfigError(f"{text!r} must be NAME=VALUE")
-    try:
-        return name, json.loads("Infinity" if value == "inf" else value)
-    except ValueError:
-        return name, value
+    return name, value
 
 
 def engine_settings(texts: Iterable[str] | None) -> dict[str, Any]:
-    """Settings of the engine from `--set NAME=VALUE`.
+    """Return settings of the engine from `--set NAME=VALUE`.
 
     Raises:
-        ConfigError: One is none of the engine's: says where it goes.
+        ConfigError: One is none of the engine's: says where it goes. Or its value is not allowed.
     """
+    from qllm.config import spelled
+
+    return spelled(_of_engine(texts))
+
+
+def _of_engine(texts: Iterable[str] | None) -> dict[str, str]:
+    """Texts of the engine's settings by name."""
     found = dict(parse_setting(text) for text in texts or ())
     for name in found:
         if name in OWN_FLAGS:
@@ -94,15 +96,15 @@ def engine_settings(texts: Iterable[str] | None) -> dict[str, Any]:
     return found
 
 
-def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the engine, and of the policy: those that begin with `policy.`.
+def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return texts of the engine's settings, and of the policy's: those begin with `policy.`.
 
     Raises:
         ConfigError: One is of neither: says where it goes.
     """
     given = list(texts or ())
     of_policy = [text for text in given if text.startswith(OF_POLICY)]
-    engine = engine_settings(text for text in given if not text.startswith(OF_POLICY))
+    engine = _of_engine(text for text in given if not text.startswith(OF_POLICY))
     return engine, dict(parse_setting(text.removeprefix(OF_POLICY)) for text in of_policy)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qllm.errors import ConfigError
+from qllm.spelling import read_all
 
 from .app import (
     Device,
@@ -82,13 +83,20 @@ def bench(
     """
     quiet()
     from qllm.config import parse_slo
-    from qllm.measure.bench import Load, bench_engine, bench_server, table_rows
+    from qllm.measure.bench import (
+        OF_A_TRACE,
+        OF_A_WORKLOAD,
+        Load,
+        bench_engine,
+        bench_server,
+        table_rows,
+    )
     from qllm.measure.variants import parse_variants
 
     load = Load(
         name=workload,
         file=trace,
-        scale=dict(parse_setting(item) for item in scale or ()),
+        scale=read_all(dict(map(parse_setting, scale or ())), OF_A_WORKLOAD | OF_A_TRACE),
         seed=seed,
         warmup_s=warmup,
         window_s=seconds,

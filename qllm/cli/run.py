@@ -51,20 +51,22 @@ def run(
     ] = None,
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
-    settings, policy_settings = split_settings(setting)
+    settings, of_policy = split_settings(setting)
     sampling = _sampling(temperature, seed)
     quiet()
+    from qllm.config import spelled
     from qllm.llm import QLLMEngine
+    from qllm.plugins import spelled_for
 
     with QLLMEngine.from_pretrained(
         model,
         policy=policy,
-        policy_settings=policy_settings,
+        policy_settings=spelled_for(policy, of_policy),
         dtype=None if dtype == "auto" else dtype,
         device=device or "cpu",
         trust_remote_code=trust_remote_code,
         threads=threads,
-        **{"default_max_tokens": max_tokens, **settings},
+        **{"default_max_tokens": max_tokens, **spelled(settings)},
     ) as engine:
         talk = _Talk(engine, sampling, raw)
         if stdin:

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from qllm.errors import ConfigError, pip_install
+from qllm.spelling import read_list
 from qllm.torchless import forgo_torch
 
-from .app import Device, Threads, app, clean, parse_setting, quiet, split_settings
+from .app import Device, app, clean, parse_setting, quiet, split_settings
 from .settings import FLAGS, WithServerSettings
 
 OF_RAY = "ray."
@@ -40,22 +41,28 @@ def serve(
         ),
     ] = None,
     secret_file: Annotated[
-        Path | None, typer.Option(help="What engine and front end both know.")
+        str | None, typer.Option(help="What engine and front end both know.")
     ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What clients call the model; repeat it for more.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    port: Annotated[str | None, typer.Option(help="0 takes a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="See `qllm policies`.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
     device: Device = None,
-    threads: Threads = None,
+    threads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER|auto",
+            help="Threads to compute with; auto takes the cores that this process may use.",
+        ),
+    ] = None,
     state_dir: Annotated[
-        Path | None,
+        str | None,
         typer.Option(help="Folder of batches and kept responses; without one there are none."),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="One API key per line.")] = None,
+    api_key_file: Annotated[str | None, typer.Option(help="One API key per line.")] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,7 +111,7 @@ def serve(
         "engine_address": engine,
         "route": route,
         "secret_file": secret_file,
-        "served_model_name": served_model_name or None,
+        "served_model_name": _all_of("served_model_name", served_model_name),
         "host": host,
         "port": port,
         "policy": policy,
@@ -113,13 +120,13 @@ def serve(
         "threads": threads,
         "state_dir": state_dir,
         "api_key_file": api_key_file,
-        "api_keys": ",".join(api_key) if api_key else None,
+        "api_keys": ",".join(_all_of("api_keys", api_key) or ()) or None,
         "trust_remote_code": trust_remote_code or None,
         "engine": engine_settings or None,
         "policy_settings": policy_settings or None,
         "ray": dict(parse_setting(text.removeprefix(OF_RAY)) for text in of_ray) if ray else None,
     }
-    flags: dict[str, Any] = dict(parse_setting(text) for text in server or ())
+    flags: dict[str, Any] = dict(map(parse_setting, server or ()))
     flags |= ctx.meta.get(FLAGS, {})
     flags |= {name: value for name, value in named.items() if value is not None}
     loaded = load_config(config, os.environ, flags)
@@ -131,3 +138,8 @@ def serve(
     if loaded.device == "cpu":  # else torch is asked whether it sees a GPU
         forgo_torch()
     return (serve_engine if loaded.role in ENGINE_ROLES else run)(loaded)
+
+
+def _all_of(name: str, texts: list[str] | None) -> tuple[str, ...] | None:
+    """The items of a flag that may be repeated, each of which may be a list."""
+    return tuple(item for text in texts or () for item in read_list(name, text)) or None

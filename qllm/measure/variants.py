@@ -1,11 +1,10 @@
 """Policies with settings, as one writes them on a command line."""
 
-import json
 from itertools import product
 from typing import Any, NamedTuple
 
 from qllm.errors import ConfigError
-from qllm.plugins import load_policy
+from qllm.plugins import load_policy, spelled_for
 
 
 class Variant(NamedTuple):
@@ -35,8 +34,9 @@ def parse_variants(text: str) -> list[Variant]:
         name, *pairs = part.split(":")
         axes = [_axis(pair) for pair in pairs]
         for values in product(*(values for _, values in axes)):
-            settings = {key: value for (key, _), value in zip(axes, values, strict=True)}
-            shown = (f"{key}={value}" for key, value in settings.items())
+            given = {key: value for (key, _), value in zip(axes, values, strict=True)}
+            settings = spelled_for(name, given)
+            shown = (f"{key}={value}" for key, value in given.items())
             found.append(Variant(":".join((name, *shown)), name, settings))
     labels = [variant.label for variant in found]
     if not found or len(set(labels)) < len(labels):
@@ -46,15 +46,8 @@ def parse_variants(text: str) -> list[Variant]:
     return found
 
 
-def _axis(text: str) -> tuple[str, list[Any]]:
+def _axis(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
     if not (key and equals and values):
         raise ConfigError(f"policy setting {text!r} must be NAME=VALUE or NAME=VALUE/VALUE")
-    return key, [_value(value) for value in values.split("/")]
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return key, values.split("/")

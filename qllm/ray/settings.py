@@ -10,6 +10,7 @@ from qllm.config import engine_config
 from qllm.errors import ConfigError
 from qllm.frontend.routes import load_route
 from qllm.server.config import ServerConfig, load_config
+from qllm.spelling import read_all
 from qllm.types import Priority
 
 NOT_HERE = ("role", "listen", "engine_address", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
@@ -75,7 +76,8 @@ def settings_of(config: ServerConfig) -> RaySettings:
     if wrong:
         raise ConfigError(f"{wrong[0]} does not go with Ray: its own proxy and handles do that")
     try:
-        return RaySettings(**(config.ray or {}))
+        kinds = {name: field.annotation for name, field in RaySettings.model_fields.items()}
+        return RaySettings(**read_all(config.ray or {}, kinds))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(("ray", *map(str, first["loc"])))

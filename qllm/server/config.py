@@ -4,43 +4,33 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-    TomlConfigSettingsSource,
-)
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from qllm.cores import num_threads, parse_threads
+from qllm.config import spelled
+from qllm.cores import Threads, num_threads
 from qllm.errors import ConfigError
+from qllm.plugins import spelled_for
+from qllm.spelling import read_all, read_list
 
 PREFIX = "QLLM_"
 MIB = 1 << 20
 
 
-Names = Annotated[tuple[str, ...], NoDecode]
-"""A list, or a string with commas between."""
-
-
-class ServerConfig(BaseSettings):
+class ServerConfig(BaseModel):
     """Settings of one server: the file, the environment, the flags and their help are made of it.
 
     A file has the same names; engine and policy settings are its tables `engine` and
-    `policy_settings`. In the environment a name is QLLM_ and the name in capitals; lists have
-    commas, tables are JSON. The string below a field is its help.
+    `policy_settings`. In the environment a name is QLLM_ and the name in capitals; tables are
+    JSON. `qllm.spelling` reads what is written as text. The string below a field is its help.
     """
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=PREFIX)
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = ""
     """Alias, folder or hub id. Of a front end: where its tokenizer is, if not there too."""
-    served_model_name: Names = ()
+    served_model_name: tuple[str, ...] = ()
     """What clients call the model, a string or several; by default `model`. Answers have the
     first."""
     role: Literal["all", "engine", "prefill", "decode", "frontend"] = "all"
@@ -73,7 +63,7 @@ class ServerConfig(BaseSettings):
     dtype: str = "auto"
     device: str = "cpu"
     """"cpu", or "cuda" where torch sees a GPU."""
-    threads: int | None = None
+    threads: Threads = None
     """Threads to compute with; "auto" becomes the cores that the server may use."""
     trust_remote_code: bool = False
     state_dir: Path | None = None
@@ -94,7 +84,7 @@ class ServerConfig(BaseSettings):
     """Certificates of the authorities that clients' certificates are checked with."""
     ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
     """Whether clients need a certificate of their own."""
-    cors_origins: Names = ()
+    cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call; none by default."""
     max_ls: int = Field(256, ge=1)
     """Most LS requests in flight; over it see `ls_overflow`."""
@@ -162,30 +152,17 @@ class ServerConfig(BaseSettings):
     access_log: bool = True
     """One line per HTTP request: status, id, class, TTFT, tokens."""
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *_: PydanticBaseSettingsSource,
-        **__: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """A `ServerConfig(...)` is what is given; `load_config` reads the other sources."""
-        return (init_settings,)
-
     @field_validator("cors_origins", mode="before")
     @classmethod
     def _with_commas(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return tuple(item.strip() for item in value.split(",") if item.strip())
+        return read_list("cors_origins", value) if isinstance(value, str) else value
 
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         if not isinstance(value, str | list | tuple):
             return value
-        names = value.split(",") if isinstance(value, str) else list(value)
+        names = read_list("served_model_name", value) if isinstance(value, str) else list(value)
         if not all(isinstance(name, str) and name.strip() for name in names):
             raise ValueError("a name of the model must be a string that is not empty")
         return tuple(dict.fromkeys(name.strip() for name in names))
@@ -193,7 +170,7 @@ class ServerConfig(BaseSettings):
     @field_validator("threads", mode="before")
     @classmethod
     def _count_threads(cls, value: Any) -> int | None:
-        return parse_threads(value) if isinstance(value, str) else num_threads(value)
+        return num_threads(value)
 
     @property
     def is_fleet(self) -> bool:
@@ -228,7 +205,7 @@ def load_config(
         environ: The environment; every name that begins with QLLM_ counts.
         flags: Those given on the command line.
 
-    The tables `engine` and `policy_settings` are merged name by name.
+    Tables are merged name by name. A setting whose text is empty is not given by that source.
 
     Raises:
         ConfigError: A name is unknown or a value is not allowed.
@@ -241,10 +218,13 @@ def load_config(
     }
     for source, values in sources.items():
         _refuse_unknown(source, values)
-        for name, value in values.items():
+        for name, value in _read(source, values).items():
             old = merged.get(name)
             both = isinstance(old, dict) and isinstance(value, dict)
             merged[name] = {**old, **value} if both else value  # type: ignore[dict-item]
+    if merged.get("policy_settings"):
+        policy = merged.get("policy", ServerConfig.model_fields["policy"].default)
+        merged["policy_settings"] = spelled_for(policy, merged["policy_settings"])
     if merged.get("engine_address") is not None:
         merged.setdefault("role", "frontend")
     try:
@@ -323,33 +303,35 @@ def _file(path: Path | None) -> Mapping[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     try:
-        return TomlConfigSettingsSource(ServerConfig, path).toml_data
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        hint = "texts stand in quotes, and true, false and inf in lower case"
+        raise ConfigError(f"{path} is not TOML: {error}; {hint}") from error
 
 
-class _Environment(EnvSettingsSource):
-    """The variables of one environment, which need not be this process's."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = {name.lower(): text for name, text in environ.items()}
-        super().__init__(ServerConfig)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return self._environ
+def _environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+    return {
+        name.removeprefix(PREFIX).lower(): text
+        for name, text in environ.items()
+        if name.startswith(PREFIX)
+    }
 
 
-def _environment(environ: Mapping[str, str]) -> Mapping[str, Any]:
-    ours = [name for name in environ if name.startswith(PREFIX)]
-    given = {name.removeprefix(PREFIX).lower(): environ[name] for name in ours}
-    _refuse_unknown("environment", given)
+KINDS = {name: field.annotation for name, field in ServerConfig.model_fields.items()}
+
+
+def _read(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of one source by their types, those of the table `engine` too."""
     try:
-        return _Environment({name: environ[name] for name in ours})()
-    except SettingsError as error:
-        tables = ("engine", "policy_settings", "objectives", "ray")
-        name = next(name for name in tables if f'"{name}"' in str(error))
-        why = f"{PREFIX}{name.upper()} is not JSON: {error.__cause__}"
-        raise ConfigError(why) from error
+        found = read_all(values, KINDS)
+        if isinstance(found.get("engine"), dict):
+            found["engine"] = spelled(found["engine"])
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in the {source})") from None
+    for table in ("policy_settings", "ray"):  # theirs are known once the sources are merged
+        if isinstance(found.get(table), dict):
+            found[table] = {name: x for name, x in found[table].items() if x != ""}
+    return found
 
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
@@ -358,7 +340,7 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: The file holds no key, though it was named.
     """
-    keys = [key.strip() for key in config.api_keys.get_secret_value().split(",")]
+    keys = list(read_list("api_keys", config.api_keys.get_secret_value()))
     if config.api_key_file is not None:
         lines = config.api_key_file.read_text().splitlines()
         found = [key for line in lines if (key := line.partition("#")[0].strip())]

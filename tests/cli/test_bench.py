@@ -67,7 +67,7 @@ def test_policies_are_compared_on_a_trace_file(
     [
         (["1m"], "give either a named workload or a trace file"),
         (["1m", "--workload", "S99"], "unknown workload 'S99'; known: S1"),
-        (["1m", "--workload", "S2", "--scale", "cv=99"], "cv=99 must be in"),
+        (["1m", "--workload", "S2", "--scale", "cv=99"], "cv=99.0 must be in"),
         (["--workload", "S2"], "give MODEL to serve here, or --url"),
         (["1m", "--workload", "S2", "--policy", "none-such"], "unknown policy 'none-such'"),
         (["1m", "--workload", "S2", "--slo", "fast"], "ttft"),

@@ -149,7 +149,7 @@ def test_what_an_extra_needs_is_named_as_pip_knows_it() -> None:
 
     text = pip_install("server")
     assert text.startswith("pip install ")
-    for name in ("fastapi", "uvicorn", "pydantic-settings"):
+    for name in ("fastapi", "uvicorn", "prometheus-client"):
         assert name in text
     assert "nvidia-cuda-nvrtc==13.0.*" in pip_install("device")
     assert "pyproject.toml" in pip_install("no-such-extra")

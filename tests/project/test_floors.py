@@ -33,10 +33,11 @@ FLOORS = {
     # values, and rules without a clock
     "errors": Floor("", PURE),
     "types": Floor("errors", PURE),
-    "config": Floor("errors types", PURE | {"pydantic"}),
+    "spelling": Floor("errors", PURE),
+    "config": Floor("errors spelling types", PURE | {"pydantic"}),
     "plan": Floor("errors types", PURE),
     "policy": Floor("errors types plan", PURE),
-    "plugins": Floor("errors types policy", PURE),
+    "plugins": Floor("errors types policy spelling", PURE),
     "cores": Floor("errors", PURE | {"os"}),
     "names": Floor("", {"os", "random"}),
     "torchless": Floor("", PURE),
@@ -120,14 +121,13 @@ FLOORS = {
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} names cores frontend grammar_check ingress llm record",
+        f"__init__ {BASE} names cores frontend grammar_check ingress llm plugins record spelling",
         STDLIB
         | {
             "fastapi",
             "httptools",
             "prometheus_client",
             "pydantic",
-            "pydantic_settings",
             "starlette",
             "uvicorn",
         },
@@ -147,7 +147,7 @@ FLOORS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "ray": Floor(
-        f"__init__ {BASE} frontend ingress llm record server torchless",
+        f"__init__ {BASE} frontend ingress llm record server spelling torchless",
         STDLIB | {"fastapi", "numpy", "pydantic", "ray"},
     ),
     "ray.load": Floor("types frontend.routes", PURE | {"threading"}),
@@ -155,7 +155,7 @@ FLOORS = {
     "ray.stats": Floor("", PURE),
     "cli": Floor(
         f"{BASE} cores device.rank frontend.routes kernels llm measure models plugins ray record "
-        "server sim torchless workloads",
+        "server sim spelling torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),

@@ -73,9 +73,9 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         ('model = "tiny"\nport = 70000', {}, {}, "port=70000.*65535"),
         ("", {"QLLM_MODLE": "x"}, {}, "QLLM_MODLE in the environment.*did you mean model"),
         ("", {"QLLM_PORT": "tcp://10.0.0.1:80"}, {}, "port='tcp://10.0.0.1:80'"),
-        ("", {"QLLM_ENGINE": "{"}, {}, "QLLM_ENGINE is not JSON"),
+        ("", {"QLLM_ENGINE": "{"}, {}, r"engine='{' is not JSON: .*\(in the environment\)"),
         ("", {}, {"model": "tiny", "colour": 1}, "'colour' in the flags"),
-        ("", {}, {"model": "tiny", "ls_overflow": "drop"}, "'demote' or 'refuse'"),
+        ("", {}, {"model": "tiny", "ls_overflow": "drop"}, "must be one of demote, refuse"),
         ("", {}, {"model": "tiny", "drain_s": -1}, "drain_s=-1"),
     ],
 )

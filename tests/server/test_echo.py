@@ -135,7 +135,7 @@ def test_every_name_is_listed_and_accepted(named: Serving) -> None:
 
 @pytest.mark.parametrize(
     ("given", "names"),
-    [({}, ("m",)), ("a", ("a",)), ("a, b,a", ("a", "b")), (["b", "a"], ("b", "a"))],
+    [({}, ("m",)), ("a", ("a",)), ("a, b,,a", ("a", "b")), (["b", "a"], ("b", "a"))],
 )
 def test_names_come_as_one_string_or_as_a_list(given: Any, names: tuple[str, ...]) -> None:
     flags = {"model": "m", **({"served_model_name": given} if given else {})}
@@ -146,7 +146,7 @@ def test_names_come_as_one_string_or_as_a_list(given: Any, names: tuple[str, ...
         assert load_config(None, environ, {}).model_names == names
 
 
-@pytest.mark.parametrize("given", ["", "a,,b", ["a", ""], [1], 5])
+@pytest.mark.parametrize("given", [["a", ""], [1], "[1]", {"a": 1}])
 def test_a_name_that_is_none_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="served_model_name"):
         load_config(None, {}, {"model": "m", "served_model_name": given})

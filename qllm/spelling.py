@@ -1,0 +1,248 @@
+"""How a value of a setting is written as text: the same for flags, the environment and files."""
+
+import json
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from enum import Enum
+from pathlib import PurePath
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from qllm.errors import ConfigError, shown
+
+NONE = ("none", "null")
+BOOLS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+}
+"""The words that pydantic takes for a bool."""
+COUNTS: Mapping[str, int | Decimal] = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+}
+SIZES: Mapping[str, int | Decimal] = {
+    "b": 1,
+    **{f"{unit}b": size for unit, size in COUNTS.items() if unit},
+    **COUNTS,
+}
+TIMES_MS: Mapping[str, int | Decimal] = {
+    "us": Decimal("0.001"),
+    "ms": 1,
+    "s": 1000,
+    "m": 60_000,
+    "min": 60_000,
+    "h": 3_600_000,
+}
+Units = tuple[Mapping[str, int | Decimal], int, str]
+UNITS: dict[str, Units] = {
+    "_ms": (TIMES_MS, 1, "500ms or 2s"),
+    "_s": (TIMES_MS, 1000, "10s or 500ms"),
+    "_gib": (SIZES, 2**30, "8GiB or 500MB"),
+    "_bytes": (SIZES, 1, "4MiB or 500kB"),
+}
+"""Units by how the name of a setting ends: each unit's size, what a number without one counts, and
+an example."""
+NUMBER = re.compile(r"([+-]?(?:[\d_]+\.?[\d_]*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.I)
+MAX_DIGITS = 30
+"""Digits of the largest integer that is read: `1e999999999` would fill the memory."""
+
+
+class Unset(Enum):
+    """The type of `UNSET`."""
+
+    UNSET = "unset"
+
+
+UNSET = Unset.UNSET
+"""What an empty text says: the setting is not given here."""
+
+
+def read(name: str, text: str, kind: Any) -> Any:
+    """Return the value that a text spells, or UNSET.
+
+    Args:
+        name: What the setting is called; its end says the unit of numbers.
+        text: The text, of a flag, a variable or a file.
+        kind: The type of the setting.
+
+    Raises:
+        ConfigError: The text is none of this type's; the message says what is allowed.
+    """
+    word = text.strip()
+    if not word:
+        return UNSET
+    for alternative in sorted(alternatives(kind), key=_rank):
+        found = _read_as(name, text, _unquoted(word), alternative)
+        if found is not UNSET:
+            return found
+    raise ConfigError(f"{name}={shown(text)} must be {allowed(name, kind)}")
+
+
+def read_all(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of settings by their types; empty texts are left out.
+
+    What a file has as a bool or a number is read as its text is, so that every place agrees. A
+    name without a type is read as `Any`.
+    """
+    found = {name: _value(name, x, kinds.get(name, Any)) for name, x in given.items()}
+    return {name: value for name, value in found.items() if value is not UNSET}
+
+
+def read_list(name: str, text: str) -> tuple[str, ...]:
+    """Return the items of a list: as JSON, or with commas between.
+
+    Raises:
+        ConfigError: It begins like JSON and is no list of strings.
+    """
+    if not text.strip().startswith(("[", "{")):
+        return tuple(item.strip() for item in text.split(",") if item.strip())
+    try:
+        items = json.loads(text)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f'{name}={shown(text)} must be like a,b or a list like ["a", "b"]')
+    return tuple(items)
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """Return the types that a type is a union of; each value of a Literal is one."""
+    if get_origin(kind) is Annotated:
+        return alternatives(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [found for inner in get_args(kind) for found in alternatives(inner)]
+    if get_origin(kind) is Literal:  # a string stands for itself
+        return [x if isinstance(x, str) else type(x) for x in get_args(kind)]
+    return [kind]
+
+
+def allowed(name: str, kind: Any) -> str:
+    """Return what may be typed for a setting of this type, in words."""
+    units = units_of(name)
+    number = f", like {units[2]}" if units else ""
+    words = {
+        bool: "true or false",
+        int: f"an integer{number}",
+        float: f"a number{number}, or inf",
+        type(None): "none",
+        dict: 'a JSON object like {"name": "value"}',
+        tuple: "a list with commas between",
+    }
+    kinds = sorted(alternatives(kind), key=_rank)
+    choices = [found for found in kinds if isinstance(found, str)]
+    said = ["one of " + ", ".join(choices)] if len(choices) > 1 else choices
+    said += [words.get(_plain(found), "text") for found in kinds if not isinstance(found, str)]
+    return ", or ".join(dict.fromkeys(said))
+
+
+def units_of(name: str) -> Units | None:
+    """Return the units that the end of a name says."""
+    return next((units for end, units in UNITS.items() if name.endswith(end)), None)
+
+
+def _value(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, str):
+        value = read(name, value, kind)
+    elif (value is None or isinstance(value, bool | int | float)) and kind is not Any:
+        value = read(name, str(value), kind)
+    if not isinstance(value, dict):
+        return value
+    of_values = next((get_args(x)[1] for x in alternatives(kind) if get_args(x)[1:]), Any)
+    if of_values is Any:  # a table, which is read by types of its own
+        return value
+    return {key: _value(f"{name}.{key}", x, of_values) for key, x in value.items()}
+
+
+def _plain(kind: Any) -> Any:
+    return get_origin(kind) or kind
+
+
+def _rank(kind: Any) -> int:
+    """Which alternative is tried first: what few texts spell; what every text spells is last."""
+    order = (type(None), bool, int, float, dict, tuple)
+    if isinstance(kind, str):
+        return -1
+    return order.index(_plain(kind)) if _plain(kind) in order else len(order)
+
+
+def _unquoted(word: str) -> str:
+    """The text between quotes, which shells take away and files of variables may not."""
+    is_quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"
+    return word[1:-1] if is_quoted else word
+
+
+def _read_as(name: str, text: str, word: str, kind: Any) -> Any:
+    """The value if the text spells one of this alternative, else UNSET."""
+    low, plain = word.lower(), _plain(kind)
+    if isinstance(kind, str):
+        return kind if low == kind.lower() else UNSET
+    if plain is type(None):
+        return None if low in NONE else UNSET
+    if plain is bool:
+        return BOOLS.get(low, UNSET)
+    if plain in (int, float):
+        return _number(name, low, plain)
+    if plain is tuple:
+        return read_list(name, text)
+    if plain is dict:
+        return _table(name, text, kind)
+    if plain is Any:
+        return _anything(word)
+    if plain is str or (isinstance(plain, type) and issubclass(plain, PurePath)):
+        return plain(word)
+    return text  # a secret: nothing of it is a quote, and none is no word
+
+
+def _number(name: str, low: str, kind: type[Any]) -> Any:
+    if low.lstrip("+-") in ("inf", "infinity"):
+        return float(low) if kind is float else UNSET
+    found = NUMBER.fullmatch(low)
+    if found is None:
+        return UNSET
+    units, per, _ = units_of(name) or (COUNTS, 1, "")
+    unit = found[2]
+    try:
+        number = Decimal(found[1])
+    except InvalidOperation:
+        return UNSET
+    if unit and unit not in units:
+        return UNSET
+    value = number * units[unit] / per if unit else number
+    if kind is float:
+        return float(value)
+    if value.adjusted() > MAX_DIGITS or value != value.to_integral_value():
+        return UNSET
+    return int(value)
+
+
+def _table(name: str, text: str, kind: Any) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        hint = f"{error}; names and texts stand in double quotes, true and false in lower case"
+        raise ConfigError(f"{name}={shown(text)} is not JSON: {hint}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={shown(text)} must be {allowed(name, kind)}")
+    return found
+
+
+def _anything(word: str) -> Any:
+    """The value of a setting whose type nobody says: a word, a number or JSON, else text."""
+    low = word.lower()
+    if low in NONE:
+        return None
+    if low in ("true", "false"):
+        return low == "true"
+    for kind in (int, float):
+        if (found := _number("", low, kind)) is not UNSET:
+            return found
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
