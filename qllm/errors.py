@@ -16,7 +16,8 @@ QllmError
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -43,7 +44,8 @@ DISTRIBUTION = "qllm-runtime"
 def shown(value: object) -> str:
     """A wrong value in a message: as `repr` has it, and short whatever it is."""
     try:
-        text = repr(value)
+        with contained():
+            text = repr(value)
     except Exception as error:  # noqa: BLE001 - a huge int, deep nesting: it is wrong all the same
         return f"<{type(value).__name__}: {type(error).__name__}>"
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -59,6 +61,37 @@ def brief(value: object) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return shown(value[: 2 * MAX_SHOWN] if isinstance(value, str) else value)
+
+
+class OutsideError(Exception):
+    """What somebody else's code raised to end its thread or process; says which error it was."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Run somebody else's code, whose `SystemExit` and kin become an error like any other.
+
+    A `KeyboardInterrupt` stays one: the user raises it, whatever code runs.
+
+    Raises:
+        OutsideError: The code raised what is neither an `Exception` nor a `KeyboardInterrupt`.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise OutsideError(told(error)) from error
+
+
+def told(error: BaseException) -> str:
+    """Say what an error of somebody else's code is, also where its own text raises."""
+    try:
+        with contained():
+            text = str(error)
+    except Exception:  # noqa: BLE001 - whatever its `__str__` does
+        text = "(its text cannot be made)"
+    return text if isinstance(error, OutsideError) else f"{type(error).__name__}: {text}"
 
 
 class QllmError(Exception):

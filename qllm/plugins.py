@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, OutsideError, contained, told
 from qllm.policy import make_policy
 from qllm.spelling import read_all
 from qllm.types import Cap
@@ -35,11 +35,12 @@ def load_factory(point: EntryPoint) -> Any:
         ConfigError: The import fails, whatever it raised; the message names the package's part.
     """
     try:
-        return point.load()
+        with contained():
+            return point.load()
     except Exception as error:
         raise ConfigError(
             f"policy {point.name!r} cannot be loaded from {point.value}: "
-            f"{type(error).__name__}: {error}; repair or uninstall its package"
+            f"{told(error)}; repair or uninstall its package"
         ) from error
 
 
@@ -54,7 +55,12 @@ def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) ->
         if settings:
             raise ConfigError("policy_settings go with a policy given by name; set them on it")
         return policy
-    return make_policy(policy, _factory(policy), settings or {})
+    factory = _factory(policy)
+    try:
+        with contained():
+            return make_policy(policy, factory, settings or {})
+    except OutsideError as error:
+        raise ConfigError(f"policy {policy!r} cannot be made: {error}") from error
 
 
 def _factory(policy: str) -> Any:
@@ -86,10 +92,11 @@ def pickled_policy(policy: Any) -> bytes:
         ConfigError: It cannot be pickled.
     """
     try:
-        return pickle.dumps(policy)
+        with contained():
+            return pickle.dumps(policy)
     except Exception as error:
         raise ConfigError(
-            f"policy {policy!r} cannot be pickled ({error}), so it cannot reach the engine's "
+            f"policy {policy!r} cannot be pickled ({told(error)}), so it cannot reach the engine's "
             "process; pass run_in='thread', or give it a name (see docs/policies.md)"
         ) from error
 
@@ -101,9 +108,10 @@ def unpickled_policy(data: bytes) -> Any:
         ConfigError: Its class cannot be imported here.
     """
     try:
-        return pickle.loads(data)
+        with contained():
+            return pickle.loads(data)
     except Exception as error:
         raise ConfigError(
-            f"the policy object cannot be made again in the engine's process ({error!r}); put its "
-            f"class into a module that can be imported there, or pass run_in='thread'"
+            f"the policy object cannot be made again in the engine's process ({told(error)}); put "
+            "its class into a module that can be imported there, or pass run_in='thread'"
         ) from error

@@ -16,7 +16,7 @@ from qllm.engine.live import Live, request_of
 from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Newcomers, Sink
 from qllm.engine.revising import Revising, why
-from qllm.errors import PolicyError, without_ticket
+from qllm.errors import PolicyError, contained, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
 from qllm.record import trace
@@ -206,7 +206,8 @@ class EngineLoop:
 
     def _call(self, call: Call) -> None:
         try:
-            result = call.function()
+            with contained():
+                result = call.function()
         except Exception as error:  # noqa: BLE001 - belongs to the caller, who gets it
             call.answer(None, error)
         else:

@@ -31,7 +31,7 @@ from qllm.engine.own_threads import set_own_torch_threads
 from qllm.engine.pulling import Puller, give
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
-from qllm.errors import ConfigError, EngineClosedError, QllmError
+from qllm.errors import ConfigError, EngineClosedError, QllmError, contained
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.messages import EngineCard, Hello, Restored, Source, Start
@@ -103,7 +103,8 @@ class EngineProcess:
             self._owner.send(("failed", error))
             return 1
         try:
-            self._engine = engine = self._load()
+            with contained():
+                self._engine = engine = self._load()
         except Exception as error:  # noqa: BLE001 - raised again in the front end
             self._unlink()
             self._owner.send(("failed", portable_error(error)))

@@ -18,7 +18,7 @@ from qllm.engine import checkpoint
 from qllm.engine.build import EngineCore, LoadedRunner
 from qllm.engine.handed import HandedIngress
 from qllm.engine.handover import Pull
-from qllm.errors import ConfigError, EngineClosedError
+from qllm.errors import ConfigError, EngineClosedError, contained
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
 from qllm.ingress.messages import Restored
@@ -141,7 +141,8 @@ class ServedEngine(ABC):
 
         def call() -> None:
             try:
-                box[:] = [function(), None]
+                with contained():
+                    box[:] = [function(), None]
             except Exception as error:  # noqa: BLE001 - raised where it was asked for
                 box[1] = error
             done.set()

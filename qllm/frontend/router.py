@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qllm.errors import contained, told
 from qllm.frontend.routes import (
     FALLBACK,
     PAGE_TOKENS,
@@ -194,12 +195,13 @@ class Router:
 
     def _asked(self, request: RequestView, engines: list[EngineView]) -> EngineView:
         try:
-            found = self.route(request, engines)
+            with contained():
+                found = self.route(request, engines)
             if any(found is engine for engine in engines):
                 return found
             why = f"it returned {found!r:.80}, which is none of the engines"
         except Exception as error:  # noqa: BLE001 - whatever a plug-in raises
-            why = f"{type(error).__name__}: {error}"
+            why = told(error)
         self.num_errors += 1
         if self.num_errors == 1 or self.num_errors % 1000 == 0:
             _log.error("the route made no choice, error %d: %s", self.num_errors, why)

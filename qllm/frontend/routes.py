@@ -19,7 +19,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Literal
 
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, contained, told
 from qllm.types import Priority
 
 Role = Literal["both", "prefill", "decode"]
@@ -249,11 +249,10 @@ def load_route(name: str) -> Route:
             "function route(request, engines) -> engine that can be imported"
         )
     try:
-        found = getattr(import_module(module), function)
+        with contained():
+            found = getattr(import_module(module), function)
     except Exception as error:
-        raise ConfigError(
-            f"route={name!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"route={name!r} cannot be imported: {told(error)}") from error
     if not callable(found):
         raise ConfigError(f"route={name!r} is {found!r:.80}, and no function")
     return found  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
-from qllm.errors import PolicyError
+from qllm.errors import PolicyError, contained, told
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, StepReport, View, next_row
 from qllm.scheduler.blocks import BlockPool, SwapSpace
@@ -117,7 +117,8 @@ class Trial:
                 return False
             return True
         try:
-            twin.policy.on_step_done(twin.view(self.now_ns), trial.report)
+            with contained():
+                twin.policy.on_step_done(twin.view(self.now_ns), trial.report)
         except Exception:  # noqa: BLE001 - that is the question
             return False
         return True
@@ -167,11 +168,12 @@ def _accepts_another(trial: Trial, ended: tuple[RequestId, ...]) -> bool:
     if twin.policy is trial.scheduler.policy:
         return True  # it is no copy: what it is told now, it would remember
     view = twin.view(trial.now_ns)
-    if hook := getattr(twin.policy, "on_finish", None):
-        with suppress(Exception):  # so that the arrival is not its second
+    with suppress(Exception), contained():  # so that the arrival is not its second
+        if hook := getattr(twin.policy, "on_finish", None):
             hook(view, others[-1])
     try:
-        twin.policy.on_arrival(view, others[-1])
+        with contained():
+            twin.policy.on_arrival(view, others[-1])
     except Exception:  # noqa: BLE001 - that is the question
         return False
     return True
@@ -265,14 +267,13 @@ def call_hook(
         subject: What it is told of.
         now_ns: The engine's clock.
     """
-    hook = getattr(scheduler.policy, name, None)
-    if hook is None:
-        return None
     try:
-        hook(scheduler.view(now_ns), subject)
+        with contained():
+            if (hook := getattr(scheduler.policy, name, None)) is not None:
+                hook(scheduler.view(now_ns), subject)
     except Exception as error:  # noqa: BLE001 - a decision raises it
         kind = type(scheduler.policy).__name__
-        text = f"policy {kind} raised in {name}: {type(error).__name__}: {error}"
+        text = f"policy {kind} raised in {name}: {told(error)}"
         if isinstance(subject, Request):
             return HookError(text, name, (subject.request_id,), True)
         order = sorted({row.request_id for row in subject.rows}, reverse=True)
@@ -290,7 +291,8 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
     ended = set(gone)
     policy, is_copy = scheduler.policy, True
     try:
-        policy = copy.deepcopy(policy)
+        with contained():
+            policy = copy.deepcopy(policy)
     except Exception:  # noqa: BLE001 - it holds a lock, a file: `plan` is pure all the same
         is_copy = False
     twin = scheduler.empty(policy)
@@ -310,7 +312,8 @@ def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State
             twin.frames[frame_id] = mine_parked
     twin.away = {i: replace(p) for i, p in scheduler.away.items() if i not in ended}
     for request_id in gone if is_copy else ():
-        if request_id in scheduler.requests and (hook := getattr(policy, "on_finish", None)):
-            with suppress(Exception):  # that would be blamed on the request that ends
-                hook(twin.view(now_ns), scheduler.requests[request_id])
+        if request_id in scheduler.requests:
+            with suppress(Exception), contained():  # that would be blamed on the request that ends
+                if hook := getattr(policy, "on_finish", None):
+                    hook(twin.view(now_ns), scheduler.requests[request_id])
     return twin

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-from qllm.errors import ConfigError, InvariantError
+from qllm.errors import ConfigError, InvariantError, contained, told
 from qllm.plan import Plan, Row
 from qllm.policy import RankPolicy, View
 from qllm.scheduler.blocks import SwapSpace
@@ -19,13 +19,19 @@ def refuse_policy(policy: Any, capabilities: Cap) -> None:
     Raises:
         ConfigError: It needs a capability the engine lacks, or plans in neither way.
     """
-    missing = policy.needs & ~capabilities
+    try:
+        with contained():
+            missing = policy.needs & ~capabilities
+            plans = isinstance(policy, RankPolicy) or callable(getattr(policy, "plan", None))
+    except Exception as error:
+        text = f"policy {type(policy).__name__} cannot say what it needs: {told(error)}"
+        raise ConfigError(text) from error
     if missing:
         raise ConfigError(
             f"policy {type(policy).__name__} needs {missing}, which this engine does not have; it "
             f"has {capabilities}"
         )
-    if not isinstance(policy, RankPolicy) and not callable(getattr(policy, "plan", None)):
+    if not plans:
         raise ConfigError(
             f"policy {type(policy).__name__} is neither a RankPolicy nor has a plan(view)"
         )
@@ -33,7 +39,7 @@ def refuse_policy(policy: Any, capabilities: Cap) -> None:
 
 def malformed(plan: Any) -> str | None:
     """Say what of an alleged plan is not of its type; ends a sentence like `broken_rule`."""
-    if not isinstance(plan, Plan):
+    if type(plan) is not Plan:  # properties of another class may say this now and that later
         return f"returned {type(plan).__name__} instead of a Plan"
     rows = plan.rows if isinstance(plan.rows, tuple) else (plan.rows,)
     if not _are_rows(rows):

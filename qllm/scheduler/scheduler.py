@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from qllm.errors import CheckpointError, InvariantError, PolicyError
+from qllm.errors import CheckpointError, InvariantError, PolicyError, contained, told
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
 from qllm.scheduler.acquire import acquire, evict, start_over
@@ -237,17 +237,18 @@ class Scheduler:
 
     def _ask(self, view: View) -> Plan:
         try:
-            ranking = self._ranked(view.now_ns)
-            if ranking is not None:
-                return shape_plan(view, ranking.policy, ranking)
-            plan: Plan = self.policy.plan(view)
+            with contained():
+                if (ranking := self._ranked(view.now_ns)) is not None:
+                    return shape_plan(view, ranking.policy, ranking)
+                plan: Plan = self.policy.plan(view)
+                wrong = malformed(plan)
         except Exception as error:
             raise self._raised(error) from error
-        wrong = malformed(plan)
         if wrong is not None:
             raise self._broken(wrong)
         return plan
 
+    @contained()
     def _ranked(self, now_ns: int) -> Ranking | None:
         """The order of all requests as of now; None if the policy plans by itself."""
         if not isinstance(self.policy, RankPolicy):
@@ -275,7 +276,7 @@ class Scheduler:
         return PolicyError(f"policy {type(self.policy).__name__} {what}")
 
     def _raised(self, error: Exception) -> PolicyError:
-        broken = self._broken(f"raised {type(error).__name__}: {error}")
+        broken = self._broken(f"raised {told(error)}")
         if self._ranking is not None:
             broken.request_id, self._ranking.asking = self._ranking.asking, None
         return broken

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qllm.errors import shown
+from qllm.errors import contained, shown
 from qllm.policy import Freed, RequestView, View
 from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
@@ -14,6 +14,7 @@ class BadVictimError(Exception):
     """A policy named a victim that the rules forbid; the scheduler adds the policy's name."""
 
 
+@contained()
 def victims_for(
     policy: Any,
     ranking: Ranking | None,
@@ -48,6 +49,7 @@ def victims_for(
 
     Raises:
         BadVictimError: The policy named somebody it must not.
+        OutsideError: It raised `SystemExit`, or kin.
     """
     if ranking is not None:
         order = [(victim, Evict.SWAP) for victim in _by_rank(ranking, view, request)]

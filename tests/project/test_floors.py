@@ -113,7 +113,7 @@ FLOORS = {
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
     "frontend.routes": Floor("errors types", PURE),
     "frontend.rebalance": Floor("frontend.routes", PURE),
-    "frontend.router": Floor("types frontend.routes", PURE | {"logging"}),
+    "frontend.router": Floor("errors types frontend.routes", PURE | {"logging"}),
     "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
     "transformers": Floor("errors kernels models runner", STDLIB | {"torch", "transformers"}),
     "llm": Floor(
