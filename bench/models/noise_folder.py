@@ -27,6 +27,10 @@ def skeleton(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def _is_drawn(name: str, like: Tensor) -> bool:
+    return like.dim() >= 2 and not name.endswith("bias")
+
+
 class Noise:
     """Weights by name and shape."""
 
@@ -38,7 +42,7 @@ class Noise:
 
     def parts(self, name: str, like: Tensor) -> list[Tensor]:
         """Return what a tensor consists of, one after the other."""
-        if like.dim() >= 2:
+        if _is_drawn(name, like):
             spread = 1.0 if EMBEDDING in name else like.shape[-1] ** -0.5
             return self._drawn(spread, like.numel())
         kind = name.rpartition(".")[2]
@@ -72,7 +76,7 @@ def write(model: Any, folder: Path) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, like in stored.items():
-        assert like.dim() < 2 or like.dtype == torch.bfloat16, f"{name} is in {like.dtype}"
+        assert not _is_drawn(name, like) or like.dtype == torch.bfloat16, f"{name}: {like.dtype}"
         end = at + like.numel() * like.element_size()
         about = {"dtype": DTYPES[like.dtype], "shape": list(like.shape)}
         header[name] = about | {"data_offsets": [at, end]}

@@ -15,7 +15,7 @@ from qllm.plugins import load_factory, load_policy, pickled_policy, unpickled_po
 from qllm.policy import RankPolicy, View, next_row
 from qllm.sim.world import LIMITS, World
 from qllm.types import Cap, Evict
-from tests.support.blame import BE, ERROR, LENGTH, LS, N, Eager, assert_ended, ids, on, served
+from tests.support.blame import BE, ERROR, LENGTH, LS, Eager, N, assert_ended, ids, on, served
 from tests.support.serving import tiny_engine
 
 
