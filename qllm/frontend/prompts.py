@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -9,7 +10,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import ContextLengthError, InvalidRequestError, check_text, shown
-from qllm.frontend.checks import is_int, longest
+from qllm.frontend.checks import is_int, longest, most_tokens
 from qllm.frontend.detokenizer import decoded
 from qllm.grammar import Vocabulary
 from qllm.models.tokenizer import LONG_TEXT, ids_of, longest_token, renders_as_usual
@@ -236,7 +237,9 @@ def to_token_ids(
 def ids_that_fit(
     prompt: Prompt, tokenizer: Any, config: EngineConfig, shape: ModelShape
 ) -> tuple[int, ...]:
-    """The same for an engine, which refuses a text that is too long before it is encoded."""
+    """The same for an engine, which refuses a prompt that is too long before it looks at it."""
+    if isinstance(prompt, array):
+        most_tokens(len(prompt), None, config, shape)
     return to_token_ids(prompt, tokenizer, shape.vocab_size, longest(config, shape))
 
 
@@ -246,7 +249,7 @@ def _encoded(
     """Encode a text, if so many tokens can hold it."""
     if most_tokens is not None and len(text) >= LONG_TEXT:
         most = most_tokens * longest_token(tokenizer)
-        if len(text) > most:
+        if 0 < most < len(text):
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters; {most_tokens} tokens, the longest prompt "
                 f"with its answer, have at most {most}; make it shorter"
@@ -261,6 +264,8 @@ def _needed(tokenizer: Any) -> Any:
 
 
 def _checked(prompt: Sequence[Any]) -> list[int]:
+    if isinstance(prompt, array):
+        return prompt.tolist()
     for item in prompt:
         if not is_int(item):
             raise InvalidRequestError(

@@ -113,10 +113,11 @@ def ids_of(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """The characters of the longest token of a tokenizer."""
+    """The characters of the longest token of a tokenizer; 0 if it does not list its tokens."""
     found = _LONGEST.get(tokenizer)
     if found is None:
-        found = _LONGEST[tokenizer] = max(map(len, tokenizer.get_vocab()), default=1)
+        tokens = getattr(tokenizer, "get_vocab", dict[str, int])()
+        found = _LONGEST[tokenizer] = max(map(len, tokens), default=0)
     return found
 
 

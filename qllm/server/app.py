@@ -123,18 +123,14 @@ def create_app(
     makes_answers = [part.routes(front, prompts) for part in (chat, completions)]
     makes_answers.append(messages.routes(front))
     makes_answers.append(responses.routes(front, None if state is None else state.responses))
-    for router in makes_answers:
+    others = [part.routes(front) for part in (requests, tools, probes, ui)]
+    others += [prompt_routes.routes(front, prompts), docs.routes()]
+    others += [] if state is None else state.routers()
+    for router in (*makes_answers, *others):
         app.include_router(router)
-    for part in (requests, tools, probes, ui):
-        app.include_router(part.routes(front))
-    app.include_router(prompt_routes.routes(front, prompts))
-    app.include_router(docs.routes())
-    if state is not None:
-        for router in state.routers():
-            app.include_router(router)
     limits = Limits(config.rate_per_minute, config.max_concurrent)
     keys = Keys(read_api_keys(config), config.admin_api_key.get_secret_value().strip())
-    layers: ASGIApp = Shortcut(app.build_middleware_stack(), makes_answers)
+    layers: ASGIApp = Shortcut(app.build_middleware_stack(), front.apart, (*makes_answers, *others))
     layers = Guard(layers, config, keys, limits, metrics, log)
     if config.cors_origins:
         layers = CORSMiddleware(

@@ -12,6 +12,8 @@ from starlette.types import Scope
 from qllm.errors import InvalidRequestError
 from qllm.types import Priority, Slo
 
+from .fields import Packed
+
 SHORT = 2048
 """Characters, or ids, from which on a text is not short."""
 EACH = 32
@@ -61,7 +63,7 @@ class Ask:
 
     answer_id: str
     prompts: Sequence[str | list[int]] = ()
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, Any]] | Packed | None = None
     """A chat, instead of prompts."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, `tools` among them."""
@@ -87,6 +89,8 @@ class Ask:
     """A prompt that came in pieces, instead of prompts: `open_prompts.Opened`. It has its class."""
     replay: bool = True
     """Whether it goes on with a new engine when its engine has ended."""
+    num_bytes: int = 0
+    """How long the body is that it came in, and the conversation before it; 0 if they are short."""
 
     @property
     def names(self) -> frozenset[str | None]:
@@ -101,11 +105,12 @@ class Ask:
         A form of the answer is built from a schema or words first, which takes its time. A prompt
         that came in pieces is tokenised whole when it is sent.
         """
-        if self.template or not _SLOW.isdisjoint(self.sampling):
+        if self.num_bytes or self.template or not _SLOW.isdisjoint(self.sampling):
             return math.inf
         if self.opened is not None:
             return float(self.opened.num_bytes)
-        texts = self.prompts if self.messages is None else [m.get("content") for m in self.messages]
+        chat: Any = self.messages
+        texts = self.prompts if chat is None else [m.get("content") for m in chat]
         return self.n * sum(EACH + len(x) if isinstance(x, str | list) else math.inf for x in texts)
 
     @property

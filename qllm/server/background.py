@@ -25,9 +25,11 @@ from . import access, chat
 from .answers import owner_of
 from .best_effort import BestEffort, EngineGoneError
 from .blocks import named_event
-from .errors import ApiError, from_engine, parse, unexpected
+from .bodies import JSON, chat_of, read
+from .errors import ApiError, from_engine, unexpected
 from .front import Front
 from .open_answer import Answer
+from .protocol import ChatRequest
 from .response_store import UNFINISHED, ResponseStore
 from .response_writer import OPENING, ResponseWriter, failed
 from .responses_protocol import ResponsesRequest
@@ -184,12 +186,14 @@ class Background:
         self._tell(response_id)
 
     async def _answer(self, row: Row, begun: dict[str, Any]) -> None:
-        body: ResponsesRequest = parse(ResponsesRequest, json.loads(row["asked"]))
-        before: list[Row] = []
+        do, raw = self._front.best_effort, row["asked"].encode()
+        body: ResponsesRequest = await do(len(raw), read, raw, JSON, ResponsesRequest)
+        before: list[str] = []
         if row["previous"] is not None:
             get = self._kept.conversation
             before = await asyncio.to_thread(get, row["previous"], row["owner"])
-        asked = body.chat(before)
+        num_bytes = body.num_bytes + sum(map(len, before))
+        asked: ChatRequest = await do(num_bytes, chat_of, body, before)
 
         async def keep(response: dict[str, Any]) -> None:
             await asyncio.to_thread(self._kept.change, row["id"], response)

@@ -101,6 +101,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
         cache_ttl_s=body.cache_ttl_s,
+        num_bytes=body.num_bytes,
     )
 
 

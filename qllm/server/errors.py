@@ -222,9 +222,9 @@ def _path(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str | Non
     return _path(rest, data, is_missing=is_missing) if rest and isinstance(name, str) else None
 
 
-def _no_json(request: Request, error: RequestValidationError) -> ApiError | None:
+def _no_json(kind: str | None, error: RequestValidationError) -> ApiError | None:
     """Why a body is no JSON: where it goes wrong, or that it is not called so."""
-    first, kind = error.errors()[0], request.headers.get("content-type")
+    first = error.errors()[0]
     if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
         return ApiError(400, "the body is missing; send JSON")
     if first["type"] == "json_invalid":
@@ -254,11 +254,16 @@ def _wrong_method(request: Request) -> ApiError:
     return found
 
 
-def from_request(request: Request, error: RequestValidationError) -> ApiError:
-    """What FastAPI, or `bodies.read`, found wrong with a request as an answer."""
+def from_request(kind: str | None, error: RequestValidationError) -> ApiError:
+    """What FastAPI, or `bodies.read`, found wrong with a request as an answer.
+
+    Args:
+        kind: What the request calls its body.
+        error: What was found.
+    """
     first = error.errors()[0]
     inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
-    return _no_json(request, error) or from_validation([inside], error.body)
+    return _no_json(kind, error) or from_validation([inside], error.body)
 
 
 def parse(model: type[BaseModel], data: object) -> Any:
@@ -286,7 +291,8 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return from_request(request, error).response(request.url.path)
+        kind = request.headers.get("content-type")
+        return from_request(kind, error).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)

@@ -1,11 +1,12 @@
 """What all bodies of requests have in common: which fields they may have, and what says nothing."""
 
 import json
+import pickle
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from qllm.errors import brief, check_text
 
@@ -60,6 +61,20 @@ class Body(BaseModel):
     """A JSON body: no unknown fields, no conversion between types; null says nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    ids: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of token ids; see `bodies.packed`."""
+    packs: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of messages."""
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """What came of it, in bytes; 0 if it was read at once, which long ones are not."""
+        return self._num_bytes
+
+    @num_bytes.setter
+    def num_bytes(self, value: int) -> None:
+        self._num_bytes = value
 
     @model_validator(mode="before")
     @classmethod
@@ -100,6 +115,19 @@ def _with_defaults(model: type[BaseModel]) -> frozenset[str]:
         for name, field in model.model_fields.items()
         if not field.is_required() and field.get_default(call_default_factory=True) is not None
     )
+
+
+class Packed(NamedTuple):
+    """A list that is not opened in the server's process: a million objects would stop it."""
+
+    data: bytes
+    num: int
+    """How many items it has."""
+
+    def opened(self) -> list[Any]:
+        """Its items."""
+        found: list[Any] = pickle.loads(self.data)
+        return found
 
 
 class Asked(Body):

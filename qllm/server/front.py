@@ -2,25 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from qllm.errors import (
     EngineClosedError,
-    InvalidRequestError,
     QllmError,
     RequestFailedError,
 )
 from qllm.frontend.checks import FIT, longest
 from qllm.frontend.handle import Handle, Listener, Result
-from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
 from qllm.types import Priority, SamplingParams
 
-from . import access
+from . import access, texts
+from .apart import LONG, NICE, Apart, Given
 from .ask import TO_FIT, Ask, Served
 from .at_once import AtOnce
 from .config import ServerConfig
@@ -66,6 +65,8 @@ class Front:
         self._text = {priority: TextWork(priority.name) for priority in Priority}
         """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
         self._at_once = AtOnce()
+        self.apart = Apart(lambda: self.engine.tokenizer)
+        """Does what grows with a body."""
         self._num_ls = 0
 
     @property
@@ -92,6 +93,11 @@ class Front:
         """Run text work off the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._text[priority].pool, function, *args)
+
+    async def best_effort(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Do what nobody's answer waits for, on a thread of BE; see `Apart.do`."""
+        do = partial(self.apart.do, num_bytes, function, *args, nice=NICE)
+        return await self.in_thread(Priority.BE, do)
 
     async def open(self, ask: Ask, wanted: Priority) -> Answer:
         """Admit a request and submit its choices.
@@ -237,16 +243,13 @@ class Front:
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
         """Tokenise and submit; on a thread of the class."""
         defaults = _defaults(engine)
-        prompts: list[Any] = list(ask.prompts)
         handles: list[Handle] = []
         ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
         if ask.opened is not None:
             return [self._send(engine, ask, ttl_s)]
         try:
-            if ask.messages is not None:
-                prompts = [self.render(ask)]
-            for prompt in prompts:
-                first: Any = self._cut(engine, ask, prompt)
+            for prompt in self._prompts(ask, priority):
+                first: Any = prompt
                 for choice in range(ask.n):
                     keywords = {**defaults, **ask.sampling}
                     if choice and keywords.get("seed") is not None:
@@ -291,7 +294,25 @@ class Front:
         """Most tokens of a prompt and its answer."""
         return longest(self.engine.config, self.engine.client.info.shape)
 
-    def _cut(self, engine: QLLMEngine, ask: Ask, prompt: Any) -> Any:
+    def _prompts(self, ask: Ask, priority: Priority) -> list[Any]:
+        """The prompts of a request: token ids, or texts that are short."""
+        if ask.messages is not None:
+            return [self._cut(ask, self.render(ask, priority))]
+        return [self._cut(ask, self._encoded(ask, x, priority)) for x in ask.prompts]
+
+    def _encoded(self, ask: Ask, prompt: Any, priority: Priority) -> Any:
+        is_short = isinstance(prompt, str) and len(prompt) < LONG and ask.truncate is None
+        if is_short or not isinstance(prompt, str):
+            return prompt
+        vocab_size, nice = self.engine.vocabulary.vocab_size, _nice(priority)
+        how = (prompt, Given.TOKENIZER, vocab_size, self._most_of(ask))
+        return self.apart.do(len(prompt), texts.encoded, *how, nice=nice)
+
+    def _most_of(self, ask: Ask) -> int | None:
+        """The most tokens of a text that is encoded; of one that is cut there may be more."""
+        return self.max_model_len if ask.truncate is None else None
+
+    def _cut(self, ask: Ask, prompt: Any) -> Any:
         if ask.truncate is None:
             return prompt
         most = ask.truncate
@@ -299,8 +320,7 @@ class Front:
             most = self.max_model_len - (ask.max_tokens or 1)
             if most < 1:  # a ceiling, which no prompt leaves room for
                 most = self.max_model_len - 1
-        vocab_size = engine.vocabulary.vocab_size
-        return to_token_ids(prompt, engine.tokenizer, vocab_size)[-most:]
+        return prompt[-most:]
 
     def check(self, ask: Ask) -> None:
         """Refuse a chat that is to be asked later, where it can be told now.
@@ -311,24 +331,19 @@ class Front:
         """
         engine = self.engine
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
-        engine.check(self.render(ask), _most(ask), params)
+        engine.check(self.render(ask, Priority.BE), _most(ask), params)
 
-    def render(self, ask: Ask) -> list[int]:
-        """The token ids of a chat.
+    def render(self, ask: Ask, priority: Priority) -> Sequence[int]:
+        """The token ids of a chat; on a thread of its class.
 
         Raises:
             ApiError: A message is wrong.
             InvalidRequestError: The chat template refuses them.
         """
-        variables = dict(ask.template)
-        names = ("tools", "add_generation_prompt", "continue_final_message")
-        how = {name: variables.pop(name) for name in names if name in variables}
-        assert ask.messages is not None
-        try:
-            messages = [flat_message(message) for message in ask.messages]
-        except InvalidRequestError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        return render_chat(messages, self.engine.tokenizer, variables=variables, **how)
+        how = (ask.messages, Given.TOKENIZER, dict(ask.template), self._most_of(ask))
+        nice = _nice(priority)
+        found: Sequence[int] = self.apart.do(ask.num_bytes, texts.rendered, *how, nice=nice)
+        return found
 
     def _closed(self, answer: Answer) -> None:
         _cancel_all(answer.handles)
@@ -389,11 +404,16 @@ class Front:
             await asyncio.wait(self._settling, timeout=30)
         for text in self._text.values():
             text.close()
+        await asyncio.to_thread(self.apart.close)
 
 
 def _cancel_all(handles: list[Handle]) -> None:
     for handle in handles:
         handle.cancel()
+
+
+def _nice(priority: Priority) -> int:
+    return NICE if priority is Priority.BE else 0
 
 
 def _defaults(engine: QLLMEngine) -> dict[str, Any]:

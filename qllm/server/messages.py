@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from qllm.types import FinishReason, Priority
 
 from . import chat
 from .answers import respond
-from .ask import EACH
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
-from .bodies import aside
+from .bodies import chat_of
 from .calls import make_reader
 from .errors import ANTHROPIC_RESPONSES, ApiError
 from .front import Front
@@ -154,17 +154,18 @@ def routes(front: Front) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
-        asked = await aside(body.chat, EACH * len(body.messages))
+        asked = await front.apart.run(body.num_bytes, chat_of, body)
         writer = MessageWriter(front, asked)
         ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
         return await respond(request, front, writer, body, ask)
 
     @router.post(f"{ENDPOINT}/count_tokens", responses=ANTHROPIC_RESPONSES)
-    async def count_tokens(body: CountRequest) -> dict[str, int]:
+    async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation as its model would see it."""
         front.check_model(body.model)
-        asked = await aside(body.chat, EACH * len(body.messages))
+        asked = await front.apart.run(body.num_bytes, chat_of, body)
         ask = chat.ask_of(asked, "count", None)
-        return {"input_tokens": len(await front.in_thread(Priority.BE, front.render, ask))}
+        ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
+        return JSONResponse({"input_tokens": len(ids)})
 
     return router

@@ -198,6 +198,8 @@ class OutputConfig(Body):
 class Conversation(Asked):
     """What a message and its count of tokens have in common."""
 
+    packs = ("messages",)
+
     model: str
     messages: Items[Message] = Field(min_length=1)
     system: TextOr[TextPart] | None = None

@@ -9,6 +9,7 @@ A prompt that gets nothing for `prompt_idle_s` is abandoned: its KV and its seat
 
 import asyncio
 import secrets
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -358,4 +359,4 @@ def _num_bytes(piece: Any) -> int:
     if isinstance(piece, list) and piece and isinstance(piece[0], Mapping):
         parts = (x.get("content", x.get("text")) for x in piece if isinstance(x, Mapping))
         return sum(map(_num_bytes, parts))
-    return 4 * len(piece) if isinstance(piece, list) else 0
+    return 4 * len(piece) if isinstance(piece, list | array) else 0

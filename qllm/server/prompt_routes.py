@@ -16,7 +16,8 @@ from qllm.frontend.growing_prompt import Piece
 from qllm.types import Priority
 
 from .answers import wanted_class
-from .bodies import aside, read, schema_of
+from .ask import header
+from .bodies import read, schema_of
 from .errors import RESPONSES
 from .fields import Body, Items
 from .front import Front
@@ -28,6 +29,8 @@ Text = TextOr[int]
 
 class OpenRequest(Body):
     """`POST /v1/prompts`: a prompt or messages, of which the last one grows."""
+
+    ids = ("prompt",)
 
     model: str | None = None
     prompt: str | Items[int] | None = None
@@ -74,6 +77,8 @@ def template_of(chat: ChatRequest) -> dict[str, Any]:
 class AppendRequest(Body):
     """A piece that comes at the end."""
 
+    ids = ("append",)
+
     append: Text
 
     def piece(self) -> tuple[Piece, int | None]:
@@ -83,6 +88,8 @@ class AppendRequest(Body):
 
 class ReplaceRequest(Body):
     """A piece that follows the first tokens, in place of all that did."""
+
+    ids = ("replace",)
 
     replace: Text
     from_: int = Field(alias="from", ge=0)
@@ -107,7 +114,8 @@ class _Routes:
     async def open(self, request: Request) -> dict[str, Any]:
         """Open a prompt."""
         raw, front = await request.body(), self._front
-        body: OpenRequest = await aside(partial(read, request, raw, OpenRequest), len(raw))
+        how = (raw, header(request.scope, "content-type"), OpenRequest)
+        body: OpenRequest = await front.apart.run(len(raw), read, *how)
         front.check_model(body.model)
         wanted = wanted_class(request, body.asked_class(), front.config.objectives)
         given: Any = body.prompt or "" if body.messages is None else body.messages
@@ -124,13 +132,14 @@ class _Routes:
     async def grow(
         self, name: str, request: Request, model: type[AppendRequest] | type[ReplaceRequest]
     ) -> dict[str, Any]:
-        """Give a prompt the piece that is in a body; the body is read on the same thread."""
+        """Give a prompt the piece that is in a body; the body is read on its thread, or apart."""
         prompts, config = self._prompts, self._front.config
         opened = prompts.found(request.state.caller, name)
-        raw = await request.body()
+        raw, apart = await request.body(), self._front.apart
+        how = (raw, header(request.scope, "content-type"), model)
 
         def do() -> dict[str, Any]:
-            piece, keep = read(request, raw, model).piece()
+            piece, keep = apart.do(len(raw), read, *how).piece()
             opened.add(piece, keep, config.max_prompt_bytes)
             return opened.shown(config.prompt_idle_s)
 

@@ -290,6 +290,7 @@ class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
     no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, True)}
+    ids = ("prompt",)
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: int | None = Field(16, ge=0)
@@ -352,6 +353,7 @@ class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
     no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, False)}
+    packs = ("messages",)
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)

@@ -16,10 +16,11 @@ BUSY_S = 10
 """After which one with too many unfinished responses may try again."""
 EVENTS_AT_ONCE = 256
 _CHAIN = """
-WITH RECURSIVE chain(id, previous, status, input, response, depth) AS (
-    SELECT id, previous, status, input, response, 0 FROM responses WHERE id = ? AND owner = ?
+WITH RECURSIVE chain(id, previous, status, input, output, depth) AS (
+    SELECT id, previous, status, input, response -> '$.output' AS output, 0
+    FROM responses WHERE id = ? AND owner = ?
     UNION ALL
-    SELECT r.id, r.previous, r.status, r.input, r.response, depth + 1
+    SELECT r.id, r.previous, r.status, r.input, r.response -> '$.output', depth + 1
     FROM responses r JOIN chain ON r.id = chain.previous WHERE r.owner = ?
 ) SELECT * FROM chain ORDER BY depth DESC
 """
@@ -38,8 +39,8 @@ class ResponseStore:
     def add(
         self,
         owner: str,
-        asked: Row,
-        items: Sequence[Row],
+        asked: str,
+        items: str,
         response: Row,
         *,
         events: Sequence[str] = (),
@@ -50,8 +51,8 @@ class ResponseStore:
 
         Args:
             owner: Whose it is.
-            asked: The body of its request.
-            items: Its own input, without that of the responses before it.
+            asked: The body of its request, as JSON.
+            items: Its own input, without that of the responses before it, as JSON.
             response: As the API shows it.
             events: The first of its stream, if it is one.
             most_unfinished: That this owner may have with this one.
@@ -63,7 +64,7 @@ class ResponseStore:
         at = int(time.time()) if now_s is None else now_s
         values = (
             response["id"], owner, at, response["status"], response["previous_response_id"],
-            json.dumps(asked), json.dumps(list(items)), json.dumps(response),
+            asked, items, json.dumps(response),
         )  # fmt: skip
         with self._store.change() as db:
             _refuse_more(db, owner, most_unfinished)
@@ -82,13 +83,13 @@ class ResponseStore:
         """
         return dict(json.loads(self._row(response_id, owner)["response"]))
 
-    def items(self, response_id: str, owner: str) -> list[Row]:
-        """The input of a response.
+    def items(self, response_id: str, owner: str) -> str:
+        """The input of a response, as JSON.
 
         Raises:
             ApiError: 404.
         """
-        return list(json.loads(self._row(response_id, owner)["input"]))
+        return str(self._row(response_id, owner)["input"])
 
     def _row(self, response_id: str, owner: str) -> Row:
         sql = "SELECT * FROM responses WHERE id = ? AND owner = ?"
@@ -97,8 +98,10 @@ class ResponseStore:
             raise ApiError(404, text, code="response_not_found")
         return rows[0]
 
-    def conversation(self, response_id: str, owner: str) -> list[Row]:
+    def conversation(self, response_id: str, owner: str) -> list[str]:
         """The input and output items of a response and of all before it, oldest first.
+
+        Each is a list of items as JSON.
 
         Raises:
             ApiError: It is not there, has not ended well, or one before it was deleted.
@@ -116,10 +119,7 @@ class ResponseStore:
             how = "when it has ended" if status in UNFINISHED else "from the response before it"
             text = f"response {response_id!r} is {status}; go on {how}"
             raise ApiError(400, text, param=field)
-        found: list[Row] = []
-        for row in rows:
-            found += json.loads(row["input"]) + json.loads(row["response"])["output"]
-        return found
+        return [text for row in rows for text in (row["input"], row["output"])]
 
     def delete(self, response_id: str, owner: str) -> None:
         """Forget a response.

@@ -1,6 +1,7 @@
 """`/v1/responses`, as OpenAI has it. State is kept where there is a state folder."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -12,9 +13,8 @@ from qllm.types import Priority
 
 from . import chat
 from .answers import EventStream, respond
-from .ask import EACH
 from .background import Background
-from .bodies import aside
+from .bodies import chat_of, kept_of
 from .errors import RESPONSES, ApiError
 from .front import Front
 from .protocol import ChatRequest
@@ -52,13 +52,15 @@ async def _chat_of(
 ) -> ChatRequest:
     """As a chat, with what it goes on with in front."""
     front.check_model(body.model)
-    before = []
+    before: list[str] = []
     if state is None:
         _refuse_without_state(body)
     elif body.previous_response_id is not None:
         get = state.kept.conversation
         before = await asyncio.to_thread(get, body.previous_response_id, owner)
-    return await aside(partial(body.chat, before), EACH * (body.num_items + len(before)))
+    num_bytes = body.num_bytes + sum(map(len, before))
+    found: ChatRequest = await front.apart.run(num_bytes, chat_of, body, before)
+    return found
 
 
 def routes(front: Front, state: State | None) -> APIRouter:
@@ -76,7 +78,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
         owner, keep = _caller(request), None
         asked = await _chat_of(front, state, body, owner)
         if state is not None and body.store is not False:
-            raw, items = await aside(body.kept, EACH * body.num_items)
+            raw, items = await front.apart.run(body.num_bytes, kept_of, body)
             add = partial(state.kept.add, owner, raw, items)
             keep = partial(asyncio.to_thread, add)
         writer = ResponseWriter(front, body, asked, keep)
@@ -88,12 +90,12 @@ def routes(front: Front, state: State | None) -> APIRouter:
         return await _in_background(front, state.background, writer, body.stream, owner, add)
 
     @router.post(f"{ENDPOINT}/input_tokens", responses=RESPONSES)
-    async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, Any]:
+    async def input_tokens(body: InputTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation as its model would see it."""
         asked = await _chat_of(front, state, body, _caller(request))
         ask = chat.ask_of(asked, "count", None)
-        num_tokens = len(await front.in_thread(Priority.BE, front.render, ask))
-        return {"object": "response.input_tokens", "input_tokens": num_tokens}
+        ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     @router.post(f"{ENDPOINT}/compact", responses=RESPONSES)
     async def compact() -> None:
@@ -175,8 +177,9 @@ def state_routes(front: Front, state: State) -> APIRouter:
         after: str | None = None,
     ) -> dict[str, Any]:
         """The input of a response, without that of the responses before it."""
-        items = await asyncio.to_thread(kept.items, response_id, _caller(request))
-        return _page(items if order == "asc" else items[::-1], limit, after)
+        text = await asyncio.to_thread(kept.items, response_id, _caller(request))
+        found: dict[str, Any] = await front.apart.run(len(text), page_of, text, order, limit, after)
+        return found
 
     @router.delete(f"{ENDPOINT}/{{response_id}}", responses=RESPONSES)
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
@@ -201,8 +204,9 @@ def _caller(request: Request) -> str:
     return str(request.state.caller)
 
 
-def _page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """A part of a list as the API shows it."""
+def page_of(text: str, order: str, limit: int, after: str | None) -> dict[str, Any]:
+    """A part of a list, whose JSON is given, as the API shows it."""
+    items = json.loads(text) if order == "asc" else json.loads(text)[::-1]
     ids = [item["id"] for item in items]
     if after is not None:
         if after not in ids:

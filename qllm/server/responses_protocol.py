@@ -122,6 +122,8 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Asked):
     """`POST /v1/responses`."""
 
+    packs = ("input",)
+
     model: str | None = None
     input: TextOr[InputItem]
     instructions: str | None = None
@@ -188,11 +190,6 @@ class ResponsesRequest(Asked):
             raise ValueError("background needs store: the response is asked for later")
         return self
 
-    @property
-    def num_items(self) -> int:
-        """How many items its input has; 0 for text."""
-        return len(self.input) if isinstance(self.input, list) else 0
-
     def kept(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What is kept of it: its fields, and its input items."""
         return self.model_dump(by_alias=True, exclude_unset=True), self.items()
@@ -206,7 +203,7 @@ class ResponsesRequest(Asked):
             given = [item.model_dump(by_alias=True, exclude_none=True) for item in self.input]
         return [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in given]
 
-    def chat(self, before: Sequence[Mapping[str, Any]]) -> ChatRequest:
+    def chat(self, before: Sequence[Mapping[str, Any]] = ()) -> ChatRequest:
         """As a chat.
 
         Args:

@@ -172,6 +172,7 @@ def serve(config: ServerConfig) -> None:
         app = create_app(engine, config, make, load_s)
         front: Front = app.state.front
         server = make_server(app, config)
+        front.apart.start()
         freeze_garbage()
         give_memory_back()
         host, port = sock.getsockname()[:2]

@@ -9,7 +9,6 @@ The first line is the usual body. The engine computes what came while the next l
 hangs up cancels.
 """
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -25,8 +24,9 @@ from qllm.errors import InvalidRequestError
 
 from . import chat, completions
 from .answers import CLIENT_GONE, Writer, respond, wanted_class
+from .apart import Apart
 from .ask import Ask, check_alone, is_ndjson
-from .bodies import aside
+from .bodies import loads, packed
 from .errors import ApiError, from_validation
 from .front import Front
 from .open_prompts import Opened, OpenPrompts
@@ -67,27 +67,33 @@ async def blocks_of(request: Request) -> AsyncIterator[tuple[int, bytes]]:
 
 def _json(number: int, line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        line.decode()
+        return loads(line)
+    except ApiError as error:
+        raise _at(number, error) from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"line {number} of the body is no UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"line {number} of the body is no JSON: {error}") from None
 
 
-def _change(number: int, line: Any) -> AppendRequest | ReplaceRequest:
+def change_of(number: int, raw: bytes) -> AppendRequest | ReplaceRequest:
     """What a line asks for.
 
     Raises:
         ApiError: It is neither of the two.
     """
+    line = _json(number, raw)
     if not isinstance(line, dict) or not line.keys() & {"append", "replace"}:
         text = f'line {number}: it must be {{"append": ...}} or {{"replace": ..., "from": ...}}'
         raise ApiError(400, text)
     kind = AppendRequest if "append" in line else ReplaceRequest
     try:
-        return kind.model_validate(line)
+        return packed(kind.model_validate(line), len(raw))
     except ValidationError as error:
         raise _at(number, from_validation(error.errors(), line)) from error
+    except ApiError as error:
+        raise _at(number, error) from error
 
 
 def _at(number: int, error: ApiError) -> ApiError:
@@ -95,7 +101,7 @@ def _at(number: int, error: ApiError) -> ApiError:
     return ApiError(error.status_code, text, param=error.param, code=error.code)
 
 
-def _add_lines(opened: Opened, number: int, block: bytes, most_bytes: int) -> None:
+def _add_lines(opened: Opened, apart: Apart, number: int, block: bytes, most_bytes: int) -> None:
     """Do what lines ask for, up to the first that is wrong; on a thread.
 
     Raises:
@@ -105,9 +111,10 @@ def _add_lines(opened: Opened, number: int, block: bytes, most_bytes: int) -> No
     for at, line in enumerate(block.split(b"\n"), number):
         if not line.strip():
             continue
-        change = _change(at, _json(at, line))
+        change = apart.do(len(line), change_of, at, line)
         try:
-            opened.add(*change.piece(), most_bytes)
+            piece, keep = change.piece()
+            opened.add(piece, keep, most_bytes)
         except InvalidRequestError as error:
             raise type(error)(f"line {at}: {error}") from error
         except ApiError as error:
@@ -129,15 +136,15 @@ class _Streamed:
         return await self._serve(request, ChatRequest)
 
     async def _serve(self, request: Request, model: type[_Body]) -> Response:
-        blocks, prompts = blocks_of(request), self._prompts
-        most_bytes = self._front.config.max_prompt_bytes
+        blocks, prompts, front = blocks_of(request), self._prompts, self._front
+        most_bytes = front.config.max_prompt_bytes
         try:
-            body, rest = await _first(blocks, model)
+            body, rest = await _first(blocks, front.apart, model)
             writer, ask = self._asked(body)
             opened = await self._open(request, body, ask)
             try:
                 async for number, block in _chain(rest, blocks):
-                    add = partial(_add_lines, opened, number, block, most_bytes)
+                    add = partial(_add_lines, opened, front.apart, number, block, most_bytes)
                     await prompts.change(opened, add, len(block))
             except BaseException:
                 prompts.cancel(opened, "was given up")
@@ -147,7 +154,7 @@ class _Streamed:
         try:
             with prompts.sent(opened):
                 whole = replace(ask, opened=opened)
-                return await respond(request, self._front, writer, body, whole)
+                return await respond(request, front, writer, body, whole)
         finally:
             if opened.prompt.is_open:
                 prompts.cancel(opened, "was refused")
@@ -192,7 +199,7 @@ def routes(front: Front, prompts: OpenPrompts) -> list[Route]:
     ]
 
 
-def _body(number: int, line: bytes, model: type[_Body]) -> _Body:
+def first_of(number: int, line: bytes, model: type[_Body]) -> _Body:
     """The first line, which is the usual body.
 
     Raises:
@@ -205,13 +212,15 @@ def _body(number: int, line: bytes, model: type[_Body]) -> _Body:
         text = "prompt_id: the body is the prompt; leave it out"
         raise ApiError(400, text, param="prompt_id")
     try:
-        return model.model_validate(first)
+        return packed(model.model_validate(first), len(line), messages=False)
     except ValidationError as error:
         raise _at(number, from_validation(error.errors(), first)) from error
+    except ApiError as error:
+        raise _at(number, error) from error
 
 
 async def _first(
-    blocks: AsyncIterator[tuple[int, bytes]], model: type[_Body]
+    blocks: AsyncIterator[tuple[int, bytes]], apart: Apart, model: type[_Body]
 ) -> tuple[_Body, tuple[int, bytes]]:
     """The usual body, and what came behind its line.
 
@@ -223,7 +232,8 @@ async def _first(
         if left:
             number += block.count(b"\n", 0, len(block) - len(left))
             line, _, rest = left.partition(b"\n")
-            return await aside(partial(_body, number, line, model), len(line)), (number + 1, rest)
+            body = await apart.run(len(line), first_of, number, line, model)
+            return body, (number + 1, rest)
     raise ApiError(400, "the body is empty; its first line is the usual JSON")
 
 

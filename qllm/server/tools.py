@@ -4,24 +4,22 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 
-from qllm.errors import InvalidRequestError
-from qllm.frontend.detokenizer import decoded
-from qllm.frontend.prompts import render_chat, to_token_ids
-from qllm.types import Priority
-
+from . import texts
 from .answers import owner_of
+from .apart import Given
+from .bodies import JSON
 from .errors import RESPONSES, ApiError
 from .fields import Body, Items
 from .front import Front
 
-MAX_TOKEN_ID = 2**31
-
 
 class TokenizeRequest(Body):
     """`POST /tokenize`: a prompt or messages."""
+
+    packs = ("messages",)
 
     model: str | None = None
     prompt: str | None = None
@@ -44,31 +42,10 @@ class DeleteKvRequest(Body):
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
+    ids = ("tokens",)
+
     model: str | None = None
     tokens: Items[int]
-
-
-def token_ids(front: Front, body: TokenizeRequest) -> list[int]:
-    """The ids of a prompt or chat."""
-    tokenizer = front.engine.tokenizer
-    if body.messages is not None:
-        return render_chat(body.messages, tokenizer)
-    return list(to_token_ids(body.prompt or "", tokenizer, MAX_TOKEN_ID))
-
-
-def text_of(front: Front, tokens: list[int]) -> str:
-    """The text of ids.
-
-    Raises:
-        InvalidRequestError: The model has no tokenizer, or an id is not in its vocabulary.
-    """
-    tokenizer = front.engine.tokenizer
-    if tokenizer is None:
-        raise InvalidRequestError("the model came without a tokenizer")
-    wrong = next((i for i in tokens if not 0 <= i < len(tokenizer)), None)
-    if wrong is not None:
-        raise InvalidRequestError(f"token id {wrong} must be in [0, {len(tokenizer)})")
-    return decoded(tokenizer, tokens)
 
 
 def card(front: Front, name: str, started: int) -> dict[str, Any]:
@@ -107,17 +84,20 @@ def routes(front: Front) -> APIRouter:
         return card(front, name, started)
 
     @router.post("/tokenize", responses=RESPONSES)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a prompt, or of messages in the chat template."""
         front.check_model(body.model)
-        ids = await front.in_thread(Priority.BE, token_ids, front, body)
-        return {"tokens": ids, "count": len(ids)}
+        what = (body.prompt, body.messages, Given.TOKENIZER)
+        found = await front.best_effort(body.num_bytes, texts.tokenized, *what)
+        return Response(found, media_type=JSON)
 
     @router.post("/detokenize", responses=RESPONSES)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         front.check_model(body.model)
-        return {"prompt": await front.in_thread(Priority.BE, text_of, front, body.tokens)}
+        what = (body.tokens, Given.TOKENIZER)
+        found = await front.best_effort(body.num_bytes, texts.detokenized, *what)
+        return Response(found, media_type=JSON)
 
     @router.post("/reset_prefix_cache", responses={n: RESPONSES[n] for n in (403, 503)})
     async def reset_prefix_cache(request: Request) -> dict[str, str]:

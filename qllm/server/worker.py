@@ -13,15 +13,17 @@ import sqlite3
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from . import access, chat, completions
 from .answers import Renderer, owner_of
+from .apart import NICE
 from .ask import Ask
 from .best_effort import BestEffort, EngineGoneError
+from .bodies import chat_of, loads, packed
 from .errors import ApiError, parse
 from .fields import Body
 from .front import Front
@@ -34,8 +36,8 @@ from .store import UNFINISHED, Row, Store, now
 MAX_LINES = 50_000
 MAX_ERRORS = 100
 """Most errors of a wrong file that are told."""
-LINES_AT_ONCE = 64
-"""Read from a file at a time."""
+BYTES_AT_ONCE = 65_536
+"""Read from a file at a time, and the rest of the last line."""
 STORAGE_RETRY_S = 5.0
 """Until a batch is tried again whose answers or files could not be written."""
 
@@ -90,11 +92,15 @@ def problems(lines: Iterator[bytes], endpoint: str, most_bytes: int) -> tuple[in
 
 def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> Problem | None:
     try:
-        line: Line = parse(Line, json.loads(text))
+        data = loads(text)
     except ApiError as error:
-        return Problem("invalid_line", error.message, number, error.param)
+        return Problem("invalid_json_line", error.message, number)
     except (ValueError, RecursionError) as error:
         return Problem("invalid_json_line", f"not JSON: {error}", number)
+    try:
+        line: Line = parse(Line, data)
+    except ApiError as error:
+        return Problem("invalid_line", error.message, number, error.param)
     if line.method != "POST" or line.url != endpoint:
         text_ = f"{line.method} {line.url} must be POST {endpoint}, the batch's endpoint"
         return Problem("mismatched_url", text_, number, "url")
@@ -105,36 +111,61 @@ def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> Problem
     return None
 
 
-def prepare(front: Front, endpoint: str, body: dict[str, Any]) -> tuple[Ask, Renderer]:
+def problems_of(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[Problem]]:
+    """The same of the file at a path."""
+    with open(path, "rb") as lines:
+        return problems(lines, endpoint, most_bytes)
+
+
+def custom_id_of(text: bytes) -> str:
+    """What a line's answer is called."""
+    return str(loads(text)["custom_id"])
+
+
+def line_of(text: bytes, endpoint: str) -> tuple[str, Any]:
+    """What a line's answer is called, and its body, or the `ApiError` that says what is wrong."""
+    line = loads(text)
+    try:
+        return line["custom_id"], _body_of(line["body"], endpoint, len(text))
+    except ApiError as error:
+        return line["custom_id"], error
+
+
+def _body_of(body: dict[str, Any], endpoint: str, num_bytes: int) -> Any:
+    if body.get("stream"):
+        raise ApiError(400, "a batch line cannot be a stream; leave stream out", param="stream")
+    if body.get("prompt_id") is not None:
+        raise ApiError(400, "a batch line has a prompt of its own", param="prompt_id")
+    models: dict[str, type[Body]] = {
+        chat.ENDPOINT: ChatRequest,
+        completions.ENDPOINT: CompletionRequest,
+        RESPONSES_ENDPOINT: ResponsesRequest,
+    }
+    return packed(parse(models[endpoint], body), num_bytes)
+
+
+async def prepare(front: Front, body: Any) -> tuple[Ask, Renderer]:
     """A line's body as work for the engine.
 
     Raises:
         ApiError: It is wrong.
     """
-    if body.get("stream"):
-        raise ApiError(400, "a batch line cannot be a stream; leave stream out", param="stream")
-    if body.get("prompt_id") is not None:
-        raise ApiError(400, "a batch line has a prompt of its own", param="prompt_id")
-    if endpoint == chat.ENDPOINT:
-        asked: ChatRequest = parse(ChatRequest, body)
-        front.check_model(asked.model)
-        chat_writer = chat.ChatWriter(front, asked)
-        return chat.ask_of(asked, chat_writer.answer_id, None), chat_writer
-    if endpoint == RESPONSES_ENDPOINT:
-        return _prepare_response(front, parse(ResponsesRequest, body))
-    wanted: CompletionRequest = parse(CompletionRequest, body)
-    front.check_model(wanted.model)
-    writer = completions.CompletionWriter(front, wanted)
-    return completions.ask_of(wanted, writer.answer_id, None), writer
+    front.check_model(body.model)
+    if isinstance(body, ChatRequest):
+        chat_writer = chat.ChatWriter(front, body)
+        return chat.ask_of(body, chat_writer.answer_id, None), chat_writer
+    if isinstance(body, ResponsesRequest):
+        return await _prepare_response(front, body)
+    writer = completions.CompletionWriter(front, body)
+    return completions.ask_of(body, writer.answer_id, None), writer
 
 
-def _prepare_response(front: Front, body: ResponsesRequest) -> tuple[Ask, Renderer]:
+async def _prepare_response(front: Front, body: ResponsesRequest) -> tuple[Ask, Renderer]:
     for name in ("previous_response_id", "background", "store"):
         if getattr(body, name):
             text = f"a batch line has no {name}: what it answers is in the output file only"
             raise ApiError(400, text, param=name)
-    front.check_model(body.model)
-    asked = body.chat([])
+    asked: ChatRequest = await front.best_effort(body.num_bytes, chat_of, body)
     writer = ResponseWriter(front, body, asked, None)
     return chat.ask_of(asked, writer.answer_id, None), writer
 
@@ -222,10 +253,10 @@ class Worker:
             await self._advance(batch_id)
 
     def _validate(self, batch: Row) -> None:
-        with open(self._store.path(batch["input_file_id"]), "rb") as lines:
-            total, found = problems(
-                iter(lines), batch["endpoint"], self._front.config.max_body_bytes
-            )
+        path, most = self._store.path(batch["input_file_id"]), self._front.config.max_body_bytes
+        what = (path, batch["endpoint"], most)
+        num_bytes = path.stat().st_size
+        total, found = self._front.apart.do(num_bytes, problems_of, *what, nice=NICE)
         if found:
             errors = json.dumps({"object": "list", "data": [p._asdict() for p in found]})
             self._store.move(batch["id"], "failed", only_from=("validating",), errors=errors)
@@ -239,11 +270,12 @@ class Worker:
         try:
             async with asyncio.timeout(max(0, batch["expires_at"] - now())):
                 with open(self._store.path(batch["input_file_id"]), "rb") as file:
-                    lines = enumerate(file)
-                    while some := await asyncio.to_thread(lambda: [*islice(lines, LINES_AT_ONCE)]):
-                        for number, text in some:
+                    first = 0
+                    while some := await asyncio.to_thread(file.readlines, BYTES_AT_ONCE):
+                        for number, text in enumerate(some, first):
                             if number not in done:
                                 await self._start_line(batch, number, text, running)
+                        first += len(some)
                 await _all(running)
         except TimeoutError:
             pass
@@ -265,11 +297,14 @@ class Worker:
             old.result()
 
     async def _line(self, batch: Row, number: int, text: bytes) -> None:
-        line, place = json.loads(text), (batch["id"], number)
+        place, what = (batch["id"], number), (text, batch["endpoint"])
+        custom_id, given = await self._front.best_effort(len(text), line_of, *what)
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
             access.begin(batch["owner"])
-            status, body = 200, await self._ask(batch, line["body"], place)
+            if isinstance(given, ApiError):
+                raise given
+            status, body = 200, await self._ask(batch, given, place)
         except ApiError as error:
             status, body = error.status_code, error.body()
         except EngineGoneError:
@@ -280,7 +315,7 @@ class Worker:
             status, body = failed.status_code, failed.body()
         record = {
             "id": request_id,
-            "custom_id": line["custom_id"],
+            "custom_id": custom_id,
             "response": {"status_code": status, "request_id": request_id, "body": body},
             "error": None,
         }
@@ -290,11 +325,9 @@ class Worker:
         self._front.metrics.batch_line(status)
         self._best_effort.forget(place)
 
-    async def _ask(
-        self, batch: Row, body: dict[str, Any], place: tuple[str, int]
-    ) -> dict[str, Any]:
-        endpoint, owner = batch["endpoint"], batch["owner"]
-        ask, writer = prepare(self._front, endpoint, body)
+    async def _ask(self, batch: Row, body: Any, place: tuple[str, int]) -> dict[str, Any]:
+        owner = batch["owner"]
+        ask, writer = await prepare(self._front, body)
         salt = blake2b(f"{place[0]}\n{ask.cache_salt}".encode("utf-8", "surrogatepass")).hexdigest()
         ask = replace(ask, cache_owner=owner_of(owner), cache_salt=salt)
         return await self._best_effort.answer(place, ask, writer)
@@ -308,7 +341,7 @@ class Worker:
                 if number not in done:
                     record = {
                         "id": f"batch_req_{secrets.token_hex(12)}",
-                        "custom_id": json.loads(text)["custom_id"],
+                        "custom_id": self._front.apart.do(len(text), custom_id_of, text),
                         "response": None,
                         "error": error,
                     }

@@ -72,7 +72,6 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     for prompt in ("a" * (most + 1), [{"role": "user", "content": "a" * most}]):
         with pytest.raises(ContextLengthError, match=f"at most {most}"):
             engine.submit(prompt)
-    with pytest.raises(ContextLengthError), engine.open(prompt="") as growing:
+    with engine.open(prompt="") as growing, pytest.raises(ContextLengthError):
         growing.append("a" * (most + 1))
-        growing.send()
     assert asked == [most]

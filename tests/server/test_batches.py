@@ -284,7 +284,7 @@ def test_a_folder_of_version_1_is_brought_up_to_date(tmp_path: Path) -> None:
         kept = ResponseStore(store)
         response_id = f"resp_{len(kept.unfinished())}"
         row = {"id": response_id, "status": "queued", "previous_response_id": None}
-        kept.add("me", {}, [], row)
+        kept.add("me", "{}", "[]", row)
         assert kept.get(response_id, "me") == row
         assert store.rows("SELECT 1 FROM sqlite_master WHERE name = 'responses_by_age'")
         store.close()

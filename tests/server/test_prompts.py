@@ -321,10 +321,13 @@ def test_an_idle_prompt_is_abandoned(engine: QLLMEngine, monkeypatch: pytest.Mon
 
 def test_a_batch_line_has_no_prompt_id() -> None:
     from qllm.server.errors import ApiError
-    from qllm.server.worker import prepare
+    from qllm.server.worker import line_of
 
-    with pytest.raises(ApiError, match="a prompt of its own"):
-        prepare(None, PLAIN, {"prompt_id": "prompt-1"})  # type: ignore[arg-type]
+    text = json.dumps({"custom_id": "a", "body": {"prompt_id": "prompt-1"}}).encode()
+    custom_id, error = line_of(text, PLAIN)
+    assert custom_id == "a"
+    assert isinstance(error, ApiError)
+    assert "a prompt of its own" in error.message
 
 
 def test_many_retrievers_write_one_prompt(patient: Serving) -> None:

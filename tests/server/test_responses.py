@@ -471,11 +471,11 @@ def test_old_responses_are_forgotten(tmp_path: Path) -> None:
     kept = ResponseStore(store)
     response: dict[str, Any] = {"status": "completed", "previous_response_id": None, "output": []}
     now_s = int(time.time())
-    kept.add("me", {}, [], {**response, "id": "a"}, now_s=now_s)
-    kept.add("me", {}, [], {**response, "id": "b", "status": "queued"}, now_s=now_s)
-    kept.add("me", {}, [], {**response, "id": "c"}, now_s=now_s + KEPT_S)
+    kept.add("me", "{}", "[]", {**response, "id": "a"}, now_s=now_s)
+    kept.add("me", "{}", "[]", {**response, "id": "b", "status": "queued"}, now_s=now_s)
+    kept.add("me", "{}", "[]", {**response, "id": "c"}, now_s=now_s + KEPT_S)
     assert kept.get("a", "me")["id"] == "a"
-    kept.add("me", {}, [], {**response, "id": "d"}, now_s=now_s + KEPT_S + 1)
+    kept.add("me", "{}", "[]", {**response, "id": "d"}, now_s=now_s + KEPT_S + 1)
     with pytest.raises(ApiError, match="there is no response 'a'"):
         kept.get("a", "me")
     assert kept.unfinished() == ["b"]

@@ -282,7 +282,7 @@ def test_the_store_numbers_events_and_takes_none_after_the_end(tmp_path: Path) -
     store = Store(tmp_path)
     kept = ResponseStore(store)
     row: dict[str, Any] = {"id": "a", "status": "queued", "previous_response_id": None}
-    kept.add("me", {}, [], row, events=["0", "1"])
+    kept.add("me", "{}", "[]", row, events=["0", "1"])
     assert kept.events("a", -1) == (["0", "1"], False)
     assert kept.add_event("a", "2")
     assert kept.change("a", {**row, "status": "completed"}, "3")
@@ -304,7 +304,7 @@ def test_nothing_is_left_of_a_client_that_read_a_stream_to_its_end(tmp_path: Pat
     store = Store(tmp_path)
     kept = ResponseStore(store)
     row: dict[str, Any] = {"id": "a", "status": "queued", "previous_response_id": None}
-    kept.add("me", {}, [], row, events=["0"])
+    kept.add("me", "{}", "[]", row, events=["0"])
     kept.change("a", {**row, "status": "completed"}, "1")
 
     async def read() -> None:

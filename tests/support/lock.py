@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 BEAT_S = 0.0005
 TRIES = 3
@@ -37,4 +38,4 @@ def _longest_hold_s(do: Callable[[], object]) -> float:
         over.set()
         thread.join()
     beats.sort()
-    return max(b - a for a, b in zip(beats, beats[1:], strict=False))
+    return max(b - a for a, b in pairwise(beats))

@@ -1,0 +1,70 @@
+"""The process that waits for work which grows with a body, and those that do it.
+
+It forks for each work: what the work needs, the tokenizer too, is there already, and nothing that
+a body does to a process outlives it.
+"""
+
+import gc
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from qllm.models.tokenizer import longest_token
+
+from . import app  # noqa: F401 - forked processes have all functions then
+from .apart import MEMORY_BYTES, filled
+
+_log = logging.getLogger("qllm.server")
+
+
+def main(fd: int) -> None:
+    """Wait for work in a process of its own, and fork for each, until the server is gone.
+
+    Args:
+        fd: A socket, over which sockets come.
+    """
+    tokenizer = pickle.load(sys.stdin.buffer)
+    if tokenizer is not None:
+        longest_token(tokenizer)  # it is remembered
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=fd) as control:
+        while True:
+            _, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not fds:
+                return
+            try:
+                if os.fork() == 0:
+                    control.close()
+                    _serve(fds[0], tokenizer)
+                    os._exit(0)
+            except OSError:  # no process to be had: its socket closes
+                _log.exception("work cannot be done in a process of its own")
+            os.close(fds[0])
+
+
+def _serve(fd: int, tokenizer: Any) -> None:
+    """Do one work; who ends before its reply is written has failed."""
+    with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as file:
+        cpu_s, nice, function, args = pickle.load(file)
+        os.nice(nice)
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        try:
+            reply = True, function(*filled(args, tokenizer))
+        except MemoryError:
+            return
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            error.add_note(traceback.format_exc())
+            error.__cause__ = error.__context__ = None
+            reply = False, error
+        pickle.dump(reply, file, pickle.HIGHEST_PROTOCOL)

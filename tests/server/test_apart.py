@@ -1,0 +1,136 @@
+"""Work in a process of its own: what comes back, and what it may not do to others."""
+
+import os
+import signal
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from qllm.errors import ContextLengthError
+from qllm.server import apart
+from qllm.server.apart import LONG, Apart, Given
+from qllm.server.bodies import (
+    MOST_CONTAINERS,
+    MOST_DEPTH,
+    MOST_DIGITS,
+    MOST_UNPACKED,
+    MOST_VALUES,
+    read,
+)
+from qllm.server.errors import ApiError
+from qllm.server.fields import Packed
+from qllm.server.protocol import ChatRequest, CompletionRequest
+from qllm.server.texts import encoded
+from tests.support.waiting import wait_for
+
+JSON = "application/json"
+
+
+class Letters:
+    """A tokenizer of a test."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 97}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(x) for x in text]}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Apart]:
+    made = Apart(Letters)
+    yield made
+    process = made._process
+    made.close()
+    assert process is None or process.poll() == 0, "it outlives the server"
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def fill() -> int:
+    return len(bytearray(apart.MEMORY_BYTES))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("work", [spin, fill, die])
+def test_what_takes_too_much_is_refused_and_ends_nothing_else(
+    shared: Apart, monkeypatch: pytest.MonkeyPatch, work: Any
+) -> None:
+    monkeypatch.setattr(apart, "CPU_S", 1)
+    with pytest.raises(ApiError, match="make it shorter") as caught:
+        shared.do(LONG, work)
+    assert (caught.value.status_code, caught.value.code) == (400, "body_too_costly")
+    assert shared.do(LONG, os.getpid) != os.getpid()
+
+
+def test_each_work_has_a_process_and_short_work_has_none(shared: Apart) -> None:
+    assert len({shared.do(LONG, os.getpid) for _ in range(3)} | {os.getpid()}) == 4
+    assert shared.do(LONG - 1, os.getpid) == os.getpid()
+    assert shared.do(LONG, os.nice, 0, nice=apart.NICE) == apart.NICE
+
+
+def test_an_error_is_raised_as_it_was(shared: Apart) -> None:
+    with pytest.raises(ContextLengthError, match="at most"):
+        shared.do(LONG, encoded, "a" * LONG, Given.TOKENIZER, 1 << 20, 1)
+    with pytest.raises(KeyError, match="a bug") as caught:
+        shared.do(LONG, fail)
+    assert "in fail" in caught.value.__notes__[0]
+
+
+def test_the_process_that_waits_is_started_again(shared: Apart) -> None:
+    shared.start()
+    process = shared._process
+    assert process is not None
+    process.kill()
+    wait_for(lambda: process.poll() is not None)
+    assert list(shared.do(LONG, encoded, "abc", Given.TOKENIZER, 1 << 20, None)) == [97, 98, 99]
+
+
+MANY = {
+    "lists and objects": b'{"prompt": [' + b"[]," * MOST_CONTAINERS + b"[]]}",
+    "values": b'{"prompt": [' + b"1," * MOST_VALUES + b"1]}",
+    "inside each other": b'{"prompt": '
+    + b"[" * MOST_DEPTH
+    + b"]" * MOST_DEPTH
+    + b" " * LONG
+    + b"}",
+    "digits": b'{"prompt": "", "seed": ' + b"1" * (MOST_DIGITS + 1) + b" " * LONG + b"}",
+    "values beside its ids": b'{"prompt": "", "stop": [' + b'"",' * MOST_UNPACKED + b'""]}',
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_too_much_of_something_is_refused_by_name(what: str) -> None:
+    with pytest.raises(ApiError, match=what):
+        read(MANY[what], JSON, CompletionRequest)
+
+
+def test_what_is_in_a_text_is_not_counted() -> None:
+    text = ('[{,\\"' * (MOST_VALUES // 2)) + "1" * (MOST_DIGITS + 1)
+    raw = b'{"prompt": "' + text.encode() + b'"}'
+    assert read(raw, JSON, CompletionRequest).prompt == text.replace('\\"', '"')
+
+
+def test_long_lists_come_back_compact(shared: Apart) -> None:
+    ids = b'{"prompt": [' + b"17," * LONG + b"17]}"
+    body = shared.do(len(ids), read, ids, JSON, CompletionRequest)
+    assert body.prompts() == [array("q", [17] * (LONG + 1))]
+    several = b'{"prompt": [[1, 2], [' + b"17," * LONG + b"17]]}"
+    assert [len(x) for x in read(several, JSON, CompletionRequest).prompts()] == [2, LONG + 1]
+    turn = b'{"role": "user", "content": "a"}'
+    chat = b'{"messages": [' + (turn + b",") * LONG + turn + b"]}"
+    packed: Any = shared.do(len(chat), read, chat, JSON, ChatRequest).messages
+    assert isinstance(packed, Packed)
+    assert (packed.num, len(packed.opened())) == (LONG + 1, LONG + 1)
