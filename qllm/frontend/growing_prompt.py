@@ -161,7 +161,7 @@ class GrowingPrompt:
                 messages = [*chat[:-1], {**chat[-1], "content": text}]
                 return render_chat(messages, engine.tokenizer, most_tokens=engine.most, **template)
 
-            head = template_head(chat, engine.tokenizer, template)
+            head = template_head(chat, engine.tokenizer, template, engine.most)
             self._growing = GrowingText(engine.tokenizer, render, head)
             prompt = last
         if prompt:

@@ -335,7 +335,10 @@ def render_chat(
 
 
 def template_head(
-    messages: Sequence[Any], tokenizer: Any, options: Mapping[str, Any] | None = None
+    messages: Sequence[Any],
+    tokenizer: Any,
+    options: Mapping[str, Any] | None = None,
+    most_tokens: int | None = None,
 ) -> str:
     """What a chat template puts before the content of the last message.
 
@@ -343,12 +346,19 @@ def template_head(
         messages: As for `render_chat`.
         tokenizer: Likewise.
         options: Keywords of `render_chat`.
+        most_tokens: As for `to_token_ids`.
 
     Raises:
         InvalidRequestError: As `render_chat`.
+        ContextLengthError: It has more than `most_tokens`.
     """
     marked = [*messages[:-1], {**messages[-1], "content": MARK}]
-    rendered = render_chat(marked, tokenizer, **(options or {}))
+    rendered = render_chat(marked, tokenizer, most_tokens=most_tokens, **(options or {}))
+    if most_tokens is not None and len(rendered) > most_tokens:
+        raise ContextLengthError(
+            f"the prompt begins with {len(rendered)} tokens, and at most {most_tokens} can be "
+            "served; make it shorter"
+        )
     return decoded(tokenizer, rendered).partition(MARK)[0]
 
 
