@@ -51,7 +51,8 @@ def bodies_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     kinds = itertools.cycle(WORST)
     needed = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a"}
     base = {name: needed.get(name, 1) for name in schema.get("required", ())}
-    base |= {"model": "tiny"} if "model" in schema["properties"] else {}
+    usual = {"model": "tiny", "max_tokens": 1, "max_output_tokens": 1}
+    base |= {name: value for name, value in usual.items() if name in schema["properties"]}
     for name in (*schema["properties"], "unknown"):
         # the fields that hold a prompt get all of them
         some = WORST if name in needed or name in ("tokens", "append") else [next(kinds)]
