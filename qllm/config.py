@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any, Literal, get_type_hints
 
 from qllm.errors import ConfigError, shown
+from qllm.floor import Floor
 from qllm.spelling import read_all
 from qllm.types import MAX_TIME_MS, Exactness, Grain, Priority, Slo
 
@@ -82,6 +83,11 @@ class EngineConfig:
     """Most prefill tokens in one step."""
     max_segment_ms: float = 5.0
     """Declared bound on the work between two boundaries; infinity does not cut."""
+    min_be_share: float = 0.0
+    """Part of the engine's time that BE gets at least while it can run, whatever LS does, over
+    every `be_share_window_ms`; `qllm doctor` says what LS waits longer. 0 is no floor."""
+    be_share_window_ms: float = 2000.0
+    """The time over which `min_be_share` holds. A shorter one costs LS more."""
     exactness: str = "order"
     """"order" (L1) or "batch-invariant" (L2)."""
     kernels: str = "fast"
@@ -193,6 +199,7 @@ class EngineConfig:
                 f"max_segment_ms={shown(segment)} must be a number in (0, {MAX_TIME_MS}], or "
                 "infinity"
             )
+        self.floor  # noqa: B018 - checks what it is made of
         swap = self.swap_kv_tokens
         if not isinstance(swap, int) or isinstance(swap, bool) or not 0 <= swap <= MAX_COUNT:
             raise ConfigError(
@@ -292,6 +299,11 @@ class EngineConfig:
     def default_slo(self, priority: int) -> Slo:
         """Targets of a request that brings none."""
         return parse_slo(self.ls_slo) if self.ls_slo and priority <= Priority.LS else Slo()
+
+    @property
+    def floor(self) -> Floor:
+        """What BE gets whatever LS does."""
+        return Floor.of(self.min_be_share, self.be_share_window_ms, self.max_segment_ms)
 
     @property
     def grain(self) -> Grain:

@@ -100,6 +100,7 @@ class NativeDecider:
             finest_grain=limits.grain,
             max_segment_ns=limits.max_segment_ns,
             whole_steps=int(limits.whole_steps),
+            **{f"floor_{name}": number for name, number in limits.floor._asdict().items()},
         )
         self.policy = policy
         self.costs = NO_COSTS

@@ -15,7 +15,7 @@ import numpy as np
 
 from qllm.ingress.structs import TYPEDEFS, Dtype, c_struct
 
-VERSION = 4
+VERSION = 5
 """Version of everything in this file; the extension refuses a block of another one."""
 NONE = -(2**63)
 """A time or a threshold that is not set."""
@@ -126,11 +126,13 @@ on it is scratch of one call."""
 
 _LIMITS = numbers("capacity", "seats", "num_blocks", "num_marks", "num_layers")
 _LIMITS += numbers("max_step_tokens", "block_size", "finest_grain", "max_segment_ns")
-_LIMITS += numbers("whole_steps")
+_LIMITS += numbers("whole_steps", "floor_rate", "floor_window_ns", "floor_slice_ns")
 _POLICY = numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
 _POLICY += numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
 _POLICY += numbers("max_be_stall_ms")
 _COUNTERS = numbers("ride_credit_ns", "ride_margin_ns", "ride_spent_ns", "ride_best_ns")
+_COUNTERS += numbers("owed_ns", "owed_since_ns", "owed_ls", "owed_grows", "owed_pays")
+_COUNTERS += numbers("ls_ns", "be_ns", "paid_ns")
 _COUNTERS += numbers("idle_since_ns", "num_live", "num_free")
 _COUNTERS += numbers("free_request", "free_frame", "next_frame_id", "epoch", "num_odd", "num_gone")
 _COUNTERS += numbers("running", "num_parked", "num_admitted", "num_waiting", "num_unranked")
@@ -151,7 +153,8 @@ STATE: Dtype = np.dtype(
 )
 """Offsets; the limits (`whole_steps` is 0 or 1); the policy's shape, 0 where it has none
 (`max_be_stall_ms` too); the cost table; the counters (`num_gone`: how often a request has ended or
-lost its KV); and what the last decision said."""
+lost its KV; from `owed_ns` on see `qllm.scheduler.be_share.Owed`); and what the last decision
+said."""
 
 STRUCTS = {"Request": REQUEST, "Row": ROW, "Frame": FRAME, "Tier": TIER, "Effect": EFFECT}
 STRUCTS |= {"State": STATE}

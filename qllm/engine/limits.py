@@ -28,4 +28,5 @@ def limits_of(
         capabilities=capabilities,
         num_swap_blocks=config.num_swap_blocks,
         whole_steps=whole_steps,
+        floor=config.floor,
     )

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 from qllm.plan import Row
 from qllm.policy import RequestView, View
+from qllm.types import Grain
+
+MIN_CHUNK = 32
+"""Tokens of the smallest prefill step made to fit a slice."""
 
 
 class Batch:
@@ -47,3 +51,11 @@ def may_wait(view: View, rows: Sequence[Row]) -> bool:
     """Whether a step gives way to whole prompts of its tier: what it prefills is open prompts."""
     requests = [view.by_id[row.request_id] for row in rows]
     return any([r.is_open for r in requests]) and all(r.is_open or r.is_decoding for r in requests)
+
+
+def fitting_tokens(view: View, grain: Grain, slice_ns: int) -> int:
+    """Prefill tokens for a slice: where time cannot stop a step, its size has to."""
+    most = view.max_step_tokens
+    if grain > Grain.STEP:
+        return most
+    return min(most, max(MIN_CHUNK, slice_ns // view.costs.prefill_token_ns))

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from qllm.plan import CutRule, ModelShape, Plan, Row, chunk_end, row_blocks
+from qllm.policy import RequestView
 from qllm.scheduler.program import OpKind, Ops, Program, Stretch
-from qllm.scheduler.request import Request
 from qllm.types import FrameId, RequestId
 
 
 def align_rows(
-    rows: Sequence[Row], requests: Mapping[RequestId, Request], cuts: CutRule | None
+    rows: Sequence[Row], requests: Mapping[RequestId, RequestView], cuts: CutRule | None
 ) -> list[Row]:
     """End chunks where level L2 lets them end.
 

@@ -27,7 +27,7 @@ from qllm.policy import (
     View,
     next_row,
 )
-from qllm.scheduler.batch import Batch, may_wait
+from qllm.scheduler.batch import Batch, fitting_tokens, may_wait
 from qllm.scheduler.making_way import make_way
 from qllm.scheduler.ranking import Ranked, Ranking
 from qllm.scheduler.ride import (
@@ -48,8 +48,6 @@ MIN_SLICE_NS = NS_PER_MS
 GOOD_SLICE_NS = 10 * NS_PER_MS
 """Credit is saved up to this before it is spent on a slice: switching to one and back takes about
 a millisecond."""
-MIN_CHUNK = 32
-"""Tokens of the smallest prefill step made to fit a slice."""
 
 
 class _Shaper:
@@ -196,11 +194,9 @@ class _Shaper:
         return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns)
 
     def slice_tokens(self, slice_ns: int) -> int:
-        """Prefill tokens for a slice: where time cannot stop a step, its size has to."""
-        most = self.view.max_step_tokens
-        if min(self.policy.grain, self.view.finest_grain) > Grain.STEP:
-            return most
-        return min(most, max(MIN_CHUNK, slice_ns // self.view.costs.prefill_token_ns))
+        """Prefill tokens for a slice."""
+        grain = min(self.policy.grain, self.view.finest_grain)
+        return fitting_tokens(self.view, grain, slice_ns)
 
     # -- one step
 

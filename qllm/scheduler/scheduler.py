@@ -17,6 +17,7 @@ from qllm.errors import CheckpointError, InvariantError, PolicyError, contained,
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
 from qllm.scheduler.acquire import acquire, evict, start_over
+from qllm.scheduler.be_share import BeShare
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.changes import change, has_rank, ranked, revise, view_of, without_idle
@@ -64,6 +65,7 @@ class Scheduler:
         self.running: Parked | None = None
         self.costs: CostTable = NO_COSTS
         self.riding = Riding()
+        self.be_share = BeShare(limits.floor)
         self.suspects: list[RequestId] = []
         """Requests of a frame that raised; rerun one by one, before anything else."""
         self.num_spared = 0
@@ -210,15 +212,20 @@ class Scheduler:
                 raise error
         if all(r.is_hidden for r in self.requests.values()):
             self._patience.renew()
+            self.be_share.rest(now_ns)
             return Decision(effects=self._take_owed())
         self._owed += let_go(self)
         view = self.view(now_ns)
+        turn = self.be_share.turn(view, self.policy)
         suspects = [r for i in self.suspects if not (r := self.requests[i]).is_hidden]
-        plan = plan_suspect(suspects, view) or self._ask(view)
+        plan = plan_suspect(suspects, view) or turn or self._ask(view)
         if plan.is_empty and plan.wait_until_ns is None and view.idle:
             plan = self._ask(without_idle(view))
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
+        pays = plan is turn
+        if not pays:
+            plan = self.be_share.cut(plan, view)
         if plan.is_empty:
             if plan.wait_until_ns is None:
                 raise self._broken(
@@ -233,7 +240,9 @@ class Scheduler:
             raise self._broken(wrong)
         rows = self._acquire(view, plan)
         plan, rows = whose_turn(plan, rows, self.requests, self.costs, self.shape.num_layers)
-        return self._start(plan, rows, now_ns)
+        decision = self._start(plan, rows, now_ns)
+        self.be_share.starts(pays=pays and decision.program is not None)
+        return decision
 
     def _ask(self, view: View) -> Plan:
         try:
@@ -393,12 +402,15 @@ class Scheduler:
         """Count the run for the requests whose rows took part in it."""
         program = parked.program
         begun = end == parked.index and end != program.end  # tasks inside an op were done
+        took_part = list[tuple[Request, Row]]()
         for row in program.rows_between(parked.index, Index(end.op, 1) if begun else end):
             request = self.requests.get(row.request_id)
             if request is None or row.request_id in parked.dead:
                 continue
             request.served_ns += end_ns - start_ns
             request.last_progress_ns = end_ns
+            took_part.append((request, row))
+        self.be_share.ran(took_part, end_ns - start_ns)
         self._settle_ride(program, end == program.end, start_ns, end_ns)
 
     def _settle_ride(self, program: Program, done: bool, start_ns: int, end_ns: int) -> None:

@@ -48,7 +48,8 @@ def test_any_shape_decides_the_same(request: pytest.FixtureRequest) -> None:
     for number in range(in_lane(request, 25, 60)):
         policy = random_shape(random.Random(number))
         seen += run_trace(policy, f"any-{number}").seen
-    assert all(seen[what] for what in ("resume", "slice", "evictkv", "kill", "drop")), seen
+    wanted = ("resume", "slice", "evictkv", "kill", "drop", "turn", "turn resumes")
+    assert all(seen[what] for what in wanted), seen
 
 
 @pytest.mark.parametrize("frac", [0.25, 0.5, 2.0])

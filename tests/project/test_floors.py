@@ -34,7 +34,8 @@ FLOORS = {
     "errors": Floor("", PURE),
     "types": Floor("errors", PURE),
     "spelling": Floor("errors", PURE),
-    "config": Floor("errors spelling types", PURE | {"pydantic"}),
+    "floor": Floor("errors types", PURE),
+    "config": Floor("errors spelling types floor", PURE | {"pydantic"}),
     "plan": Floor("errors types", PURE),
     "policy": Floor("errors types plan", PURE),
     "plugins": Floor("errors types policy spelling", PURE),
@@ -43,7 +44,7 @@ FLOORS = {
     "torchless": Floor("", PURE),
     "grammar_check": Floor("", STDLIB | {"llguidance"}),
     "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
-    "scheduler": Floor("errors types plan policy", PURE),
+    "scheduler": Floor("errors types floor plan policy", PURE),
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from qllm.errors import InvariantError, PolicyError
+from qllm.floor import Floor
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.policy import Groups, RankPolicy, Reads, Ride, Slack
 from qllm.scheduler.decision import Decision, Effect, Limits
@@ -110,6 +111,8 @@ class Twin(Scheduler):
         assert mine is not None
         self._count(mine.effects)
         self.seen["resume"] += mine.resumed
+        self.seen["turn"] += self.be_share.now.pays
+        self.seen["turn resumes"] += self.be_share.now.pays and mine.resumed
         self.seen["slice"] += mine.slice_ns is not None
         self.seen["replaced"] += mine.limit is not None
         return mine
@@ -168,6 +171,7 @@ def _state(scheduler: Scheduler | NativeScheduler) -> dict[str, Any]:
         "frames": list(scheduler.frames.items()),
         "running": scheduler.running,
         "riding": scheduler.riding,
+        "owed": scheduler.be_share.now if isinstance(scheduler, Scheduler) else scheduler.owed,
         "suspects": scheduler.suspects,
         "num_free": scheduler.pool.num_free,
     }
@@ -233,6 +237,12 @@ def random_shape(rng: random.Random) -> AnyShape:
     )
 
 
+def random_floor(rng: random.Random, limits: Limits) -> Floor:
+    """A floor of a random share, or none."""
+    share = rng.choice([0.0, 0.01, 0.2, 0.6])
+    return Floor.of(share, rng.choice([100, 1000]), limits.max_segment_ns / NS_PER_MS)
+
+
 class Outcome(NamedTuple):
     """What a trace was made of."""
 
@@ -257,6 +267,7 @@ def random_world(policy: Any, rng: random.Random, scheduler: Callable[..., Any] 
         batch_invariant=exact,
         whole_steps=longest in (20, 700),  # no draw of its own: seeds keep their worlds
     )
+    limits = replace(limits, floor=random_floor(random.Random(repr(limits)), limits))
     costs = random_costs(rng)
     layers = rng.choice([3, 7])
     shape = ModelShape(layers, 4, 2, (False, *[True] * (layers - 1)), 97, 4096)

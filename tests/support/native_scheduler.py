@@ -14,6 +14,7 @@ from qllm.device.deciding import SLOT, NativeDecider
 from qllm.device.layout import NONE
 from qllm.errors import CheckpointError, PolicyError
 from qllm.plan import CutRule, ModelShape
+from qllm.scheduler.be_share import Owed
 from qllm.scheduler.blame import Blame
 from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.decision import Drop, Effect, Limits, Parked
@@ -82,6 +83,14 @@ class NativeScheduler(NativeDecider):
     def riding(self) -> Riding:
         """What other tiers may take from decoding requests of the best tier."""
         return Riding(*(self.block.get(f"ride_{name}") for name in Riding._fields))
+
+    @property
+    def owed(self) -> Owed:
+        """What BE is owed, and what both classes have had."""
+        get = self.block.get
+        owed = (get("owed_ns"), get("owed_since_ns"))
+        flags = (bool(get(name)) for name in ("owed_ls", "owed_grows", "owed_pays"))
+        return Owed(*owed, *flags, get("ls_ns"), get("be_ns"), get("paid_ns"))
 
     @property
     def suspects(self) -> list[RequestId]:

@@ -4,7 +4,7 @@
 // effects on the runner are left in `effects`; whoever called takes them and sets `num_effects`
 // to 0. A rank policy resumes a parked frame whole or lets it go, so a frame is never replaced.
 #pragma once
-#include "shapes.h"
+#include "be_share.h"
 
 namespace qllm {
 
@@ -199,27 +199,37 @@ struct Scheduler : Ranking {
   QLLM_HD_CALL i32 decide(i64 now_ns) {
     s->decided_frame = -1;
     s->slice_ns = s->wait_until_ns = kNone;
+    BeShare share(s, rank_function, now_ns);
     if (!s->num_live) {
+      share.rest();
       s->idle_since_ns = kNone;
       s->kind = IDLE;
       return OK;
     }
     if (s->num_effects > s->capacity) return NO_ROOM;  // a decision leaves at most three times it
     let_go();
+    if (s->floor_rate) update(now_ns);
+    const Plan turn = share.turn();
     Plan plan = alone();
-    if (!plan.num_rows) {
+    bool pays = !plan.num_rows && turn.num_rows;
+    if (pays) {
+      plan = turn;
+    } else if (!plan.num_rows) {
       update(now_ns);
       plan = Shapes(s, rank_function, now_ns).best();
+      share.cut(plan);
     }
     if (!plan.num_rows) return EMPTY_PLAN;
     if (plan.frame >= 0) {
       go_on_with(plan);
+      s->owed_pays = pays;
       return OK;
     }
     i64 stuck = plan.rows[0].slot;
     acquire(plan, now_ns);
     if (plan.num_rows) {
       begin(plan, now_ns);
+      s->owed_pays = pays;
       return OK;
     }
     if (!requests[stuck].num_blocks) {
@@ -344,12 +354,16 @@ struct Scheduler : Ranking {
   // Count the run for the requests whose rows took part in it: up to an op of layer `high`.
   QLLM_HD_CALL void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
     const i32 layer = frames[frame].layer;
+    i64 tokens = 0, be_tokens = 0;
     for (const Row& row : all_rows(frame)) {
       bool last = (row.flags & SAMPLES) && row.end == layer;
       if (!has_live_request(row) || row.start > high || !(row.end > layer || last)) continue;
       requests[row.slot].served_ns += end_ns - start_ns;
       requests[row.slot].last_progress_ns = end_ns;
+      tokens += row.hi - row.lo;
+      if (BeShare::is_be(requests[row.slot])) be_tokens += row.hi - row.lo;
     }
+    BeShare::ran(s, be_tokens, tokens, end_ns - start_ns);
     if (s->ride_frac != 0) {
       update(end_ns);
       settle_ride(frame, done, start_ns, end_ns);

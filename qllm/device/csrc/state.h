@@ -7,7 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
-const i64 kVersion = 4;
+const i64 kVersion = 5;
 const i64 kNone = -9223372036854775807LL - 1;
 const i32 kCostLevels = 32;
 const i32 kMostNumbers = 6;
@@ -127,6 +127,9 @@ struct State {
   i64 finest_grain;
   i64 max_segment_ns;
   i64 whole_steps;
+  i64 floor_rate;
+  i64 floor_window_ns;
+  i64 floor_slice_ns;
   i64 grain;
   i64 reads;
   i64 chunk_tokens;
@@ -145,6 +148,14 @@ struct State {
   i64 ride_margin_ns;
   i64 ride_spent_ns;
   i64 ride_best_ns;
+  i64 owed_ns;
+  i64 owed_since_ns;
+  i64 owed_ls;
+  i64 owed_grows;
+  i64 owed_pays;
+  i64 ls_ns;
+  i64 be_ns;
+  i64 paid_ns;
   i64 idle_since_ns;
   i64 num_live;
   i64 num_free;
@@ -167,7 +178,7 @@ struct State {
   i64 wait_until_ns;
   i64 stuck;
 };
-static_assert(sizeof(State) == 792, "State");
+static_assert(sizeof(State) == 880, "State");
 
 // The arrays of a block: X(type, name).
 #define QLLM_SECTIONS(X) X(Request, requests) X(Frame, frames) X(Row, frame_rows) X(i32, parked) X(i32, admitted) X(i32, waiting) X(i32, unranked) X(i32, suspects) X(i32, next_block) X(i32, free_blocks) X(i32, marks) X(Effect, effects) X(Tier, tiers) X(i32, order) X(i32, decodes) X(i32, prefills) X(i32, chosen) X(Row, plan_rows)

@@ -1,0 +1,77 @@
+"""A floor for BE: the least share of time that it gets whatever LS does, and what LS pays for it.
+
+BE is owed a part of the time in which LS has work. Once that is a slice, BE runs for a slice. So of
+any window BE has its share, and LS waits for few slices at once:
+
+    owed    0 .......... a slice: BE runs until the first boundary after a slice, and has paid
+    rate    share + 3 slices per window: the slice that is still owed, the rest of the LS run that
+            has to stop first, and what the last BE run was too long
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+from qllm.errors import ConfigError, shown
+from qllm.types import NS_PER_MS
+
+MILLION = 1_000_000
+MAX_SHARE = 0.9
+MIN_WINDOW_MS, MAX_WINDOW_MS = 100, 3_600_000
+MIN_SLICE_MS, MAX_SLICE_MS = 1, 50
+"""A slice is as long as a segment may be, within these."""
+MAX_RATE = 950_000
+"""LS keeps a twentieth of the time, whatever is asked for BE."""
+ROOM = 3
+"""Slices of a window that are room for what cannot be stopped or started at once."""
+
+
+class Floor(NamedTuple):
+    """Numbers that hold a floor; integers, so that a device computes the same."""
+
+    rate: int = 0
+    """What BE is owed of the time, in millionths; 0 is no floor."""
+    window_ns: int = 0
+    slice_ns: int = 0
+    """How long BE runs at once: until the first boundary after it."""
+
+    @classmethod
+    def of(cls, share: float, window_ms: float, segment_ms: float) -> "Floor":
+        """The floor of some settings (`min_be_share`, `be_share_window_ms`, `max_segment_ms`).
+
+        Raises:
+            ConfigError: A value is out of its range, or they leave too little for LS.
+        """
+        if not _is_number(share) or not 0 <= share <= MAX_SHARE:
+            raise ConfigError(
+                f"min_be_share={shown(share)} must be a number in [0, {MAX_SHARE}], a part of the "
+                "engine's time; 0 is no floor"
+            )
+        if not _is_number(window_ms) or not MIN_WINDOW_MS <= window_ms <= MAX_WINDOW_MS:
+            raise ConfigError(
+                f"be_share_window_ms={shown(window_ms)} must be a number in "
+                f"[{MIN_WINDOW_MS}, {MAX_WINDOW_MS}]"
+            )
+        if not share:
+            return cls()
+        slice_ms = min(max(segment_ms, MIN_SLICE_MS), MAX_SLICE_MS)
+        rate = ceil(MILLION * (share + ROOM * slice_ms / window_ms))
+        if rate > MAX_RATE:
+            least_ms = ROOM * slice_ms / (MAX_RATE / MILLION - share)
+            raise ConfigError(
+                f"min_be_share={share:g} of windows of {window_ms:g} ms leaves LS too little, since "
+                f"BE runs for {slice_ms:g} ms at once (max_segment_ms); give be_share_window_ms at "
+                f"least {least_ms:.0f}, or a smaller share"
+            )
+        return cls(rate, int(window_ms * NS_PER_MS), int(slice_ms * NS_PER_MS))
+
+    def delayed_ms(self, wait_ms: float) -> float:
+        """How long LS waits at most for what takes `wait_ms` without a floor.
+
+        It holds where segments keep their bound and steps may be cut: BE takes no more of any time
+        than `rate` of it and `ROOM` slices.
+        """
+        return (wait_ms + ROOM * self.slice_ns / NS_PER_MS) / (1 - self.rate / MILLION)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,204 @@
+"""What BE is owed of the time in which LS has work, and the plan that pays it (`qllm.floor`).
+
+    LS has work, BE could run     what BE is owed grows with the time
+    BE ran                        it shrinks, and not below zero
+    BE ran since it was owed      it shrinks by the whole run, below zero if that was too long
+    BE cannot run, or LS is away  it stays
+
+So time that BE had while LS was away pays nothing, and no debt grows while BE is paused, waits for
+its prompt, or finds no KV. Whose KV is taken is the policy's business: a turn of BE evicts nobody.
+A class is BE if it is larger than LS, whatever tier the policy gives it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from qllm.floor import MILLION, Floor
+from qllm.plan import NO_STOP, Plan, Row
+from qllm.policy import FrameView, RequestView, View, next_row
+from qllm.scheduler.batch import Batch, fitting_tokens
+from qllm.scheduler.compile import align_rows
+from qllm.types import Cap, Grain, Priority
+
+
+class Owed(NamedTuple):
+    """What BE is owed, and what both classes have had."""
+
+    owed_ns: int = 0
+    since_ns: int = 0
+    """When the last decision was taken."""
+    ls_has_work: bool = False
+    """At that decision,"""
+    grows: bool = False
+    """and whether BE could run then as well."""
+    pays: bool = False
+    """Whether what runs was chosen by the floor."""
+    ls_ns: int = 0
+    be_ns: int = 0
+    """Time of both classes so far: of a run that they share, in proportion to their tokens."""
+    paid_ns: int = 0
+    """Time of the runs that the floor chose."""
+
+
+class BeShare:
+    """Keeps what BE is owed, and says when it is BE's turn."""
+
+    def __init__(self, floor: Floor) -> None:
+        self.floor = floor
+        self.now = Owed()
+
+    def rest(self, now_ns: int) -> None:
+        """Nobody has work at this decision."""
+        self._pass(now_ns)
+        self.now = self.now._replace(ls_has_work=False, grows=False)
+
+    def turn(self, view: View, policy: Any) -> Plan | None:
+        """Look around at a decision; return the plan of BE, if it is owed a slice.
+
+        Args:
+            view: The state.
+            policy: Whose plans the others are: where it never stops a step, BE is not stopped.
+        """
+        if not self.floor.rate:
+            return None
+        self._pass(view.now_ns)
+        ls_has_work = any(r.priority <= Priority.LS for r in view.requests)
+        turn = _Turn(view, policy.needs, self.floor.slice_ns)
+        grows = ls_has_work and turn.is_possible
+        self.now = self.now._replace(ls_has_work=ls_has_work, grows=grows)
+        if self.now.owed_ns > 0 and not any(map(_is_be, view.by_id.values())):
+            self.now = self.now._replace(owed_ns=0)  # whom it was owed is gone
+        return turn.plan() if grows and self.now.owed_ns >= self.floor.slice_ns else None
+
+    def cut(self, plan: Plan, view: View) -> Plan:
+        """End a plan of the policy when BE is owed a slice: a pause, or a run that may be cut."""
+        if not self.now.grows:
+            return plan
+        left_ns = -((self.now.owed_ns - self.floor.slice_ns) * MILLION // self.floor.rate)
+        if plan.is_empty and plan.wait_until_ns is not None:
+            return replace(plan, wait_until_ns=min(plan.wait_until_ns, view.now_ns + left_ns))
+        if plan.grain == Grain.STEP or all(map(_is_be, _planned(plan, view))):
+            return plan
+        slices = [left_ns] if plan.slice_ns is None else [left_ns, plan.slice_ns]
+        return replace(plan, slice_ns=max(1, min(slices)))
+
+    def starts(self, *, pays: bool) -> None:
+        """Something runs; `pays` if it is the plan of `turn`."""
+        self.now = self.now._replace(pays=pays)
+
+    def ran(self, requests: Sequence[tuple[RequestView, Row]], elapsed_ns: int) -> None:
+        """Something ran: rows, with their requests, took part for a time."""
+        tokens = sum(row.num_tokens for _, row in requests)
+        be_tokens = sum(row.num_tokens for r, row in requests if _is_be(r))
+        be_ns = elapsed_ns * be_tokens // tokens if tokens else 0
+        now, owed_ns = self.now, self.now.owed_ns
+        if now.pays:
+            owed_ns -= elapsed_ns
+        elif now.ls_has_work:
+            owed_ns = max(owed_ns - be_ns, min(owed_ns, 0))
+        self.now = now._replace(
+            owed_ns=owed_ns,
+            pays=False,
+            ls_ns=now.ls_ns + (elapsed_ns - be_ns if tokens else 0),
+            be_ns=now.be_ns + be_ns,
+            paid_ns=now.paid_ns + elapsed_ns * now.pays,
+        )
+
+    def _pass(self, now_ns: int) -> None:
+        """Count the time since the last decision; no more than a window of it is remembered."""
+        now, (rate, window_ns, _) = self.now, self.floor
+        elapsed_ns, owed_ns = now_ns - now.since_ns, now.owed_ns
+        if now.pays:  # the run raised, and took its time
+            owed_ns -= elapsed_ns
+        if now.grows:
+            owed_ns += min(elapsed_ns, window_ns) * rate // MILLION
+        self.now = now._replace(
+            owed_ns=min(owed_ns, window_ns * rate // MILLION),
+            since_ns=now_ns,
+            pays=False,
+            paid_ns=now.paid_ns + elapsed_ns * now.pays,
+        )
+
+
+def _is_be(request: RequestView) -> bool:
+    return request.priority > Priority.LS
+
+
+def _planned(plan: Plan, view: View) -> list[RequestView]:
+    """Requests of a plan; of a wrong one those that there are."""
+    return [view.by_id[row.request_id] for row in plan.rows if row.request_id in view.by_id]
+
+
+class _Turn:
+    """What BE would run now: a parked frame of its own first, else its decodes and prefills."""
+
+    def __init__(self, view: View, needs: Cap, slice_ns: int) -> None:
+        self.view = view
+        self.slice_ns = slice_ns
+        self.grain = min(_grain_of(needs), view.finest_grain)
+        self.by_layers = bool(needs & Cap.LAYER_RANGE)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether BE could run."""
+        return bool(self._frames()) or next(self._loose(), None) is not None
+
+    def plan(self) -> Plan:
+        """One slice of it, which nobody stops."""
+        frames = self._frames()
+        own = next((f for f in frames if all(map(self._is_be, f.rows))), None)
+        rows = own.rows if own is not None else tuple(self._loose()) or frames[0].rows
+        return Plan(rows=rows, grain=self.grain, stop_below=NO_STOP, slice_ns=self.slice_ns)
+
+    def _is_be(self, row: Row) -> bool:
+        return _is_be(self.view.by_id[row.request_id])
+
+    def _frames(self) -> list[FrameView]:
+        """Parked frames with BE in them, oldest first."""
+        return [f for f in self.view.frames if any(map(self._is_be, f.rows))]
+
+    def _loose(self) -> Iterator[Row]:
+        """Rows of BE that are in no frame, as far as seats, tokens and free KV go.
+
+        Of decodes, whoever made progress longest ago goes first. Of the others, whoever holds KV,
+        then the oldest of the best class; nobody passes one that waits for KV.
+        """
+        view, be = self.view, [r for r in self.view.requests if _is_be(r) and r.frame_id is None]
+        batch = Batch(view, fitting_tokens(view, self.grain, self.slice_ns))
+        decodes = [r for r in be if r.is_decoding]
+        for r in sorted(decodes, key=lambda r: (r.last_progress_ns, r.request_id)):
+            row = next_row(r, view)
+            if batch.seats and batch.need(r, row) <= batch.free_blocks:
+                batch.take(r, row)
+                yield row
+        others = [r for r in be if not r.is_decoding]
+        others.sort(key=lambda r: (not r.is_admitted, r.priority, r.arrival_ns, r.request_id))
+        for r in others:
+            if not batch.seats or batch.tokens <= 0:
+                break
+            row = self._piece(next_row(r, view, batch.tokens))
+            (aligned,) = align_rows([row], view.by_id, view.cuts)
+            need = batch.need(r, aligned)
+            if need <= batch.free_blocks:
+                batch.take_prefill(r, row)
+                batch.free_blocks -= need - batch.need(r, row)
+                yield row
+            elif not r.is_admitted:
+                break
+
+    def _piece(self, row: Row) -> Row:
+        """As many layers of a row under way as fit a slice, where time cannot stop it."""
+        num_layers = self.view.shape.num_layers
+        if self.grain > Grain.STEP or not self.by_layers or not row.start_layer:
+            return row
+        whole_ns = max(1, row.num_tokens * self.view.costs.prefill_token_ns)
+        layers = max(1, self.slice_ns * num_layers // whole_ns)
+        return row._replace(end_layer=min(row.end_layer, row.start_layer + layers))
+
+
+def _grain_of(needs: Cap) -> Grain:
+    """The finest grain of the plans of a policy."""
+    if needs & Cap.YIELD_EXPERT:
+        return Grain.EXPERT
+    return Grain.LAYER if needs & Cap.YIELD_LAYER else Grain.STEP
