@@ -58,9 +58,9 @@ class Floor(NamedTuple):
         if rate > MAX_RATE:
             least_ms = ROOM * slice_ms / (MAX_RATE / MILLION - share)
             raise ConfigError(
-                f"min_be_share={share:g} of windows of {window_ms:g} ms leaves LS too little, since "
-                f"BE runs for {slice_ms:g} ms at once (max_segment_ms); give be_share_window_ms at "
-                f"least {least_ms:.0f}, or a smaller share"
+                f"min_be_share={share:g} of be_share_window_ms={window_ms:g} leaves LS too little, "
+                f"since BE runs for {slice_ms:g} ms at once (max_segment_ms); give a window of at "
+                f"least {ceil(least_ms)} ms, or a smaller share"
             )
         return cls(rate, int(window_ms * NS_PER_MS), int(slice_ms * NS_PER_MS))
 
@@ -71,6 +71,9 @@ class Floor(NamedTuple):
         than `rate` of it and `ROOM` slices.
         """
         return (wait_ms + ROOM * self.slice_ns / NS_PER_MS) / (1 - self.rate / MILLION)
+
+
+NO_FLOOR = Floor()
 
 
 def _is_number(value: object) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qllm.floor import Floor
+from qllm.floor import NO_FLOOR, Floor
 from qllm.plan import Row
 from qllm.scheduler.program import START, Index, Program
 from qllm.types import CAPABILITIES, NS_PER_MS, NS_PER_S, Cap, FrameId, Grain, RequestId
@@ -141,7 +141,7 @@ class Limits:
     """Room for KV that is swapped out, in blocks."""
     whole_steps: bool = False
     """Steps that nothing would stop are planned whole: each boundary inside one costs a launch."""
-    floor: Floor = Floor()
+    floor: Floor = NO_FLOOR
     """What BE gets whatever LS does."""
 
     @property
