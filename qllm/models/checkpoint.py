@@ -1,7 +1,7 @@
 """A checkpoint of safetensors that is open: its tensors by name, read when they are asked for."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,10 @@ class Shards:
                     )
             self._files.update(dict.fromkeys(file.places, file))
             self.stored.update({name: place[2] for name, place in file.places.items()})
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget all tensors but those."""
+        self.stored = {name: stored for name, stored in self.stored.items() if name in names}
 
     def map(self, name: str) -> Tensor:
         """One tensor, whose memory is the file's until somebody writes to it."""

@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from qllm.cores import no_collections
 from qllm.errors import ConfigError, InvalidRequestError, ModelError
 from qllm.models.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
+from qllm.models.fitting import refuse_misfits, without_further_layers
 from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
 from qllm.models.formats.layout import PLAIN, Stored
 from qllm.models.formats.rounding import ROUNDINGS
@@ -297,6 +298,7 @@ def _pretrained(
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )
+    info["unexpected_keys"] = without_further_layers(info["unexpected_keys"], config)
     _refuse_misfit(name, info)
     return model
 
@@ -313,6 +315,7 @@ def _of_folder(
     """A model of safetensors, and what became of its weights if they are quantised."""
     with _reading():
         shards = Shards(weight_files(folder))
+        shards.keep(without_further_layers(shards.stored, config))
         method = method_of(config, read_json(folder / "hf_quant_config.json"))
         if method is not None:
             form = format_of(name, method)
@@ -325,6 +328,7 @@ def _of_folder(
             return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
     tensors = shards.stored
     del shards  # transformers opens the files itself
+    _refuse_by_header(name, config, tensors, ())
     model = _pretrained(name, folder, config, dtype, device, trust_remote_code)
     refuse_integers(model, name, tensors)
     return model, None
@@ -343,6 +347,15 @@ def _of_gguf(
         model = _dummy(name, config, None, torch.device("meta"), False)
         kind = dtype or torch.bfloat16  # the file names none
         return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
+
+
+def _refuse_by_header(
+    name: str, config: PreTrainedConfig, plain: Mapping[str, Stored], quantised: Iterable[str]
+) -> None:
+    if _is_known(config):
+        model = _dummy(name, config, None, torch.device("meta"), False)
+        shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(quantised)
+        refuse_misfits(name, model, shapes | {key: stored.shape for key, stored in plain.items()})
 
 
 def _is_known(config: PreTrainedConfig) -> bool:
@@ -364,6 +377,8 @@ def _streamed(
         raise ModelError(
             f"model {name!r} is quantised and brings its own modelling code; load bfloat16 weights"
         )
+    if rest:
+        _refuse_by_header(name, config, rest, checkpoint.quantised)
     kind = dtype or getattr(config, "dtype", None) or torch.bfloat16
     if dtype is None and rounding is None and kind is torch.float16:
         kind = torch.bfloat16

@@ -34,11 +34,20 @@ class Place(NamedTuple):
     """None is a stack of all of them."""
 
 
+class Renamed(NamedTuple):
+    """A tensor of a checkpoint that a model has a parameter for."""
+
+    name: str
+    target: str
+    converter: tuple[str, WeightConverter] | None
+    """What makes the parameter of several tensors, and the pattern that this one has there."""
+
+
 def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
     """Where the weights of experts belong, by the names in the checkpoint; others are not in it."""
     dims = {name: p.dim() for name, p in model.named_parameters(remove_duplicate=False)}
     found = {}
-    for name, target, converter in _renamed(model, names):
+    for name, target, converter in renamed(model, names):
         module, _, parameter = target.rpartition(".")
         if parameter not in WEIGHTS or dims[target] != 3:
             continue
@@ -46,15 +55,15 @@ def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
             continue  # llama4: experts that are not of transformers' interface run as they are
         if converter is None:
             found[name] = Place(module, parameter, 0, None)
-        elif (place := _in_list(name, *converter)) is not None:
+        elif (place := in_list(name, *converter)) is not None:
             found[name] = Place(module, parameter, *place)
     return found
 
 
 def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Parameters that weights of the checkpoint are, as they are; others are not in it."""
-    renamed = _renamed(model, names)
-    return {name: target for name, target, converter in renamed if converter is None}
+    every = renamed(model, names)
+    return {name: target for name, target, converter in every if converter is None}
 
 
 def by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
@@ -73,10 +82,8 @@ def is_turned(model: nn.Module, place: Place) -> bool:
     return bool(experts.is_transposed)
 
 
-def _renamed(
-    model: PreTrainedModel, names: Iterable[str]
-) -> Iterator[tuple[str, str, tuple[str, WeightConverter] | None]]:
-    """Names that a model has a parameter for: it, and what makes it of several weights."""
+def renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[Renamed]:
+    """The names that a model has a parameter for; others are left out."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -86,10 +93,16 @@ def _renamed(
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, shapes)
         if target in shapes:
-            yield name, target, None if pattern is None else (pattern, of_pattern[pattern])
+            yield Renamed(name, target, None if pattern is None else (pattern, of_pattern[pattern]))
 
 
-def _in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
+def makes_several(model: PreTrainedModel) -> bool:
+    """Whether several parameters of a model may be made of one tensor."""
+    mapping = get_model_conversion_mapping(model)
+    return any(len(x.target_patterns) > 1 for x in mapping if isinstance(x, WeightConverter))
+
+
+def in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
     """Part and expert of a weight of a list, if experts are stacked and parts joined, no more."""
     operations = [type(operation) for operation in converter.operations]
     if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]):
