@@ -235,7 +235,7 @@ def test_a_user_may_still_interrupt_a_policy() -> None:
 
 
 def test_an_error_keeps_its_kind_unless_it_would_end_something() -> None:
-    with pytest.raises(ValueError, match="^a$"), contained():
+    with pytest.raises(ValueError, match=r"^a$"), contained():
         raise ValueError("a")
     assert told(ValueError("a")) == "ValueError: a"
     assert told(Mute()) == "Mute: (its text cannot be made)"
