@@ -412,6 +412,7 @@ SMALL = {
     "on_ray.json": ("A replica of Ray killed under load", on_ray_lines),
     "beside_mask.json": ("Beside a row with a mask", beside_mask_lines),
     "soak.json": ("A long overload", soak_lines),
+    "worst_bodies.json": ("Beside the worst bodies of others", itemgetter("lines")),
     "decide.json": ("A decision", decide_lines),
     "decide-native.json": ("A decision in C++", decide_lines),
     "differential.json": ("Two schedulers, the same decisions", differential_lines),

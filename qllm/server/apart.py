@@ -37,8 +37,9 @@ CPU_S_PER_MIB = 3
 """And so many for each MiB that it looks at."""
 MEMORY_BYTES = 2 << 30
 """Address space."""
-NICE = 19
-"""How far best-effort work stands back from the engine."""
+NICE, READING_NICE = 19, 10
+"""How far best-effort work stands back from the engine and the server, and the reading of a body,
+whose class is not known yet."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from qllm.server.apart_process import main; main(int(sys.argv[2]))"
@@ -101,7 +102,7 @@ class Apart:
         """Do the same from the event loop, and on it if it takes less than a hand-over."""
         if num_bytes < SHORT:
             return self.do(num_bytes, function, *args)
-        do = partial(self.do, num_bytes, function, *args)
+        do = partial(self.do, num_bytes, function, *args, nice=READING_NICE)
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def start(self) -> None:
