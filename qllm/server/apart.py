@@ -23,6 +23,8 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from qllm.errors import ConfigError
+
 from .ask import SHORT
 from .errors import ApiError
 
@@ -106,7 +108,11 @@ class Apart:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def start(self) -> None:
-        """Start the process that waits, if it is not there. It takes two seconds."""
+        """Start the process that waits, if it is not there. It takes two seconds.
+
+        Raises:
+            ConfigError: The tokenizer cannot be given to it.
+        """
         with self._lock:
             self._start()
 
@@ -114,6 +120,11 @@ class Apart:
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         self._end()
+        try:
+            tokenizer = pickle.dumps(self._tokenizer())
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            text = f"the tokenizer cannot be given to the process that reads long bodies: {error}"
+            raise ConfigError(text) from error
         ours, theirs = socket.socketpair()
         with theirs:
             paths = [path for path in sys.path if isinstance(path, str)]
@@ -124,7 +135,7 @@ class Apart:
             )
         assert self._process.stdin is not None
         with self._process.stdin as pipe:
-            pickle.dump(self._tokenizer(), pipe)
+            pipe.write(tokenizer)
         self._control = ours
         return ours
 

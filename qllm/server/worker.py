@@ -298,7 +298,11 @@ class Worker:
 
     async def _line(self, batch: Row, number: int, text: bytes) -> None:
         place, what = (batch["id"], number), (text, batch["endpoint"])
-        custom_id, given = await self._front.best_effort(len(text), line_of, *what)
+        do = self._front.best_effort
+        try:
+            custom_id, given = await do(len(text), line_of, *what)
+        except ApiError as error:  # it takes too much
+            custom_id, given = await do(len(text), custom_id_of, text), error
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
             access.begin(batch["owner"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qllm.errors import ContextLengthError
+from qllm.errors import ConfigError, ContextLengthError
 from qllm.server import apart
 from qllm.server.apart import LONG, Apart, Given
 from qllm.server.bodies import (
@@ -87,6 +87,13 @@ def test_an_error_is_raised_as_it_was(shared: Apart) -> None:
     with pytest.raises(KeyError, match="a bug") as caught:
         shared.do(LONG, fail)
     assert "in fail" in caught.value.__notes__[0]
+
+
+def test_a_tokenizer_that_stays_here_is_an_error_at_the_start() -> None:
+    made = Apart(lambda: lambda text: text)
+    with pytest.raises(ConfigError, match="the tokenizer cannot be given"):
+        made.start()
+    made.close()
 
 
 def test_the_process_that_waits_is_started_again(shared: Apart) -> None:

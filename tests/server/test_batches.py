@@ -17,6 +17,8 @@ from openai.types.responses import Response
 
 from qllm.errors import ConfigError
 from qllm.llm import QLLMEngine
+from qllm.server import worker
+from qllm.server.apart import LONG, Apart
 from qllm.server.response_store import ResponseStore
 from qllm.server.store import TABLES, Store
 from qllm.server.worker import problems
@@ -403,3 +405,27 @@ def test_batches_go_on_after_a_server_that_was_killed_and_one_that_was_drained(
         found = records(client, batch.output_file_id)
     assert [r["custom_id"] for r in found] == [f"line-{n}" for n in range(num_lines)]
     assert {r["response"]["body"]["usage"]["completion_tokens"] for r in found} == {40}
+
+
+def gone(*_: Any) -> None:
+    os._exit(1)
+
+
+def test_a_line_that_takes_too_much_is_an_error_and_the_others_are_answered(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, do = worker.line_of, Apart.do
+    lines = [line(0), line(1, prompt="a" * LONG)]
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "line_of", gone)
+
+        def doing(apart: Apart, num_bytes: int, function: Any, *args: Any, **how: Any) -> Any:
+            is_short = function is gone and num_bytes < LONG
+            return do(apart, num_bytes, read if is_short else function, *args, **how)
+
+        patch.setattr(Apart, "do", doing)
+        batch = ended(client, start(client, lines).id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (failed,) = records(client, batch.error_file_id)
+    assert failed["custom_id"] == "line-1"
+    assert failed["response"]["body"]["error"]["code"] == "body_too_costly"
