@@ -21,7 +21,7 @@ from qllm.types import FinishReason, Logprobs, Priority
 
 from .ask import Ask, header
 from .connection import Presence
-from .errors import ApiError, unexpected
+from .errors import ApiError, logged
 from .front import Front
 from .open_answer import Answer, Comment
 from .protocol import Generation, StreamOptions
@@ -267,8 +267,7 @@ async def stream(
     except ApiError as error:
         yield renderer.error_event(error)
     except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
-        _log.exception("a stream failed")
-        yield renderer.error_event(unexpected(error))
+        yield renderer.error_event(logged(error, "a stream"))
 
 
 async def _events(

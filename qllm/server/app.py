@@ -45,7 +45,10 @@ class _State:
     """What outlives the server: batches and responses, and who works on them."""
 
     def __init__(self, front: Front, folder: Path) -> None:
-        self._front, self.store = front, Store(folder)
+        self._front, config = front, front.config
+        self.store = Store(
+            folder, most_bytes=config.max_key_bytes, reserve_bytes=config.state_reserve_bytes
+        )
         best_effort = BestEffort(front)
         self._worker = Worker(front, self.store, best_effort)
         kept = ResponseStore(self.store)

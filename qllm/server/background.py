@@ -43,6 +43,8 @@ CUT_OFF = (
     "cannot go on; ask again"
 )
 
+DAMAGED = "this response is damaged on the server's disk; ask again"
+
 _log = logging.getLogger("qllm.server.background")
 
 
@@ -161,7 +163,12 @@ class Background:
         if row is None:
             return
         access.begin(row["owner"])
-        begun = {**json.loads(row["response"]), "status": "in_progress"}
+        try:
+            begun = {**json.loads(row["response"]), "status": "in_progress"}
+        except (ValueError, TypeError):
+            damaged = ApiError(500, DAMAGED, code="response_damaged")
+            await self._fail({"object": "response", "id": response_id, "output": []}, damaged)
+            return
         if not await asyncio.to_thread(self._kept.change, response_id, begun):
             return
         try:

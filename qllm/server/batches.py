@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Query, Request, UploadFile
@@ -105,7 +106,8 @@ def file_routes(store: Store) -> APIRouter:
         if wrong:
             raise ApiError(400, f"{wrong[0]} is not supported; leave it out", param=wrong[0])
         name = (file.filename or "batch.jsonl").encode("utf-8", "replace").decode()
-        row = await asyncio.to_thread(store.add_file, _caller(request), name, file.file)
+        add = partial(store.add_file, _caller(request), name, file.file, file.size or 0)
+        row = await asyncio.to_thread(add)
         return file_object(row)
 
     @router.get("/v1/files", responses=RESPONSES)
@@ -134,6 +136,9 @@ def file_routes(store: Store) -> APIRouter:
         row = _found(
             await asyncio.to_thread(store.file, file_id, _caller(request)), "file", file_id
         )
+        if not await asyncio.to_thread(store.is_whole, row):
+            text = f"file {file_id!r} is damaged or missing on the server's disk; upload it again"
+            raise ApiError(500, text, code="file_damaged")
         return FileResponse(store.path(row["id"]), media_type="application/octet-stream")
 
     @router.delete("/v1/files/{file_id}", responses=RESPONSES)
@@ -159,6 +164,7 @@ def batch_routes(store: Store, worker: Worker) -> APIRouter:
         caller = _caller(request)
         file = await asyncio.to_thread(store.file, body.input_file_id, caller)
         _found(file, "file", body.input_file_id)
+        await asyncio.to_thread(store.refuse_more, caller)
         row = await asyncio.to_thread(
             store.add_batch,
             caller, body.endpoint, body.input_file_id, body.metadata or {}, WINDOW_S,

@@ -15,7 +15,7 @@ from qllm.plugins import spelled_for
 from qllm.spelling import read_all, read_list
 
 PREFIX = "QLLM_"
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 class ServerConfig(BaseModel):
@@ -67,7 +67,12 @@ class ServerConfig(BaseModel):
     """Threads to compute with; "auto" becomes the cores that the server may use."""
     trust_remote_code: bool = False
     state_dir: Path | None = None
-    """Folder of batches, their files and kept responses; without one there are none."""
+    """Folder of batches, their files and kept responses; without one there are none. Only its
+    owner may read it."""
+    max_key_bytes: int = Field(10 * GIB, ge=1024)
+    """Most bytes of files and responses that one API key keeps; else 413."""
+    state_reserve_bytes: int = Field(64 * MIB, ge=0)
+    """Bytes of the disk of `state_dir` that no upload may use, at most a tenth of it; else 507."""
     api_key_file: Path | None = None
     """One API key per line; # begins a comment."""
     api_keys: SecretStr = SecretStr("")

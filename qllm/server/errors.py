@@ -1,5 +1,6 @@
 """Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,12 +21,18 @@ from qllm.errors import (
     brief,
 )
 
+from .state_dir import is_unwritable
+
 ANTHROPIC = "/v1/messages"
 """The routes below have the errors of another API."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """Methods of HTTP that routes have."""
 RETRY_AFTER_S = 1
 """What a client is told to wait when a queue is full."""
+STORAGE_RETRY_S = 30
+"""What a client is told to wait when nothing can be stored."""
+
+_log = logging.getLogger("qllm.server")
 
 
 class ErrorDetail(BaseModel):
@@ -58,6 +65,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         500: "The request failed in the engine",
         503: "The engine is not serving; see Retry-After",
         504: "The request took longer than the server allows",
+        507: "The disk has no room for what is to be kept; see Retry-After",
     }.items()
 }
 """For the OpenAPI schema of a route."""
@@ -169,6 +177,40 @@ def unexpected(error: Exception) -> ApiError:
     return ApiError(500, text, code="internal_error")
 
 
+def storage_full(why: str) -> ApiError:
+    """That what a request wants kept cannot be stored."""
+    text = f"nothing of this request is kept: {why}; try again when the server has room"
+    return ApiError(507, text, code="storage_full", retry_after_s=STORAGE_RETRY_S)
+
+
+def answer_to(error: Exception) -> ApiError:
+    """Any error as an answer."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QllmError):
+        return from_engine(error)
+    return storage_full(str(error)) if is_unwritable(error) else unexpected(error)
+
+
+def logged(error: Exception, what: str) -> ApiError:
+    """Any error as an answer; the log has a line of it, and a traceback if nobody foresaw it.
+
+    Args:
+        error: What was raised.
+        what: It was raised in.
+    """
+    answer = answer_to(error)
+    is_unforeseen = answer.code == "internal_error"
+    _log.log(
+        logging.ERROR if is_unforeseen else logging.WARNING,
+        "%s failed: %s",
+        what,
+        answer.message,
+        exc_info=error if is_unforeseen else None,
+    )
+    return answer
+
+
 def from_validation(errors: Any, data: Any = None) -> ApiError:
     """What pydantic found as an answer: the first wrong field, its value, what is allowed.
 
@@ -278,6 +320,24 @@ def parse(model: type[BaseModel], data: object) -> Any:
         raise from_validation(error.errors(), data) from error
 
 
+def _from_http(request: Request, error: StarletteHTTPException) -> ApiError:
+    """What FastAPI or Starlette refused as an answer."""
+    text, path, cause = str(error.detail), request.url.path, error.__cause__
+    if isinstance(cause, OSError):  # an upload is written aside before a route has it
+        return logged(cause, f"the body of {request.method} {path}")
+    if isinstance(cause, ValueError | RecursionError):
+        text = f"the body cannot be read: {cause}"  # a number too long, too deep, no text
+    if error.status_code == 404:
+        text = f"there is no {request.method} {path}; see /openapi.json"
+        if path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
+            text += " (what is kept needs --state-dir)"
+    if error.status_code == 405:
+        return _wrong_method(request)
+    wrapped = ApiError(error.status_code, text)
+    wrapped.headers = error.headers
+    return wrapped
+
+
 def install(app: FastAPI) -> None:
     """Make every error of the app an OpenAI error."""
 
@@ -294,22 +354,15 @@ def install(app: FastAPI) -> None:
         kind = request.headers.get("content-type")
         return from_request(kind, error).response(request.url.path)
 
+    async def other(request: Request, error: Exception) -> JSONResponse:
+        return answer_to(error).response(request.url.path)  # the guard logs it
+
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
-        text = str(error.detail)
-        if isinstance(cause := error.__cause__, ValueError | RecursionError):
-            text = f"the body cannot be read: {cause}"  # a number too long, too deep, no text
-        if error.status_code == 404:
-            text = f"there is no {request.method} {request.url.path}; see /openapi.json"
-            if request.url.path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
-                text += " (what is kept needs --state-dir)"
-        if error.status_code == 405:
-            return _wrong_method(request).response(request.url.path)
-        wrapped = ApiError(error.status_code, text)
-        wrapped.headers = error.headers
-        return wrapped.response(request.url.path)
+        return _from_http(request, error).response(request.url.path)
 
     app.add_exception_handler(ApiError, ours)
     app.add_exception_handler(QllmError, engine)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(StarletteHTTPException, http)
+    app.add_exception_handler(Exception, other)

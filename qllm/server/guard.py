@@ -18,7 +18,7 @@ from . import access
 from .access import ANYBODY
 from .ask import header, is_ndjson
 from .config import ServerConfig
-from .errors import ANTHROPIC, ApiError, unexpected
+from .errors import ANTHROPIC, ApiError, logged
 from .metrics import Metrics
 
 OPEN_PATHS = frozenset(
@@ -179,10 +179,10 @@ class Guard:
         known_as = header(scope, "x-request-id") or None
         exchange = access.Exchange.of(scope, "", self._log)
         access.CURRENT.set(exchange)
-        status = CLIENT_GONE
+        status, is_sent = CLIENT_GONE, False
 
         async def noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_sent
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if status >= 400:
@@ -190,20 +190,21 @@ class Guard:
                 told = MutableHeaders(scope=message)
                 ours = told.get("x-request-id") or f"req-{token_hex(8)}"
                 exchange.request_id = known_as or ours
-                if exchange.request_id != told.get("x-request-id"):
-                    told["x-request-id"] = exchange.request_id
+                told["x-request-id"] = exchange.request_id
                 if scope["path"].startswith(ANTHROPIC):
                     told.setdefault("request-id", ours)
                 told.update(self._limits.headers(exchange.caller or ANYBODY))
             await send(message)
+            is_sent = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
             await self._guarded(scope, receive, noting, exchange)
         except Exception as error:
-            if status != CLIENT_GONE:  # a part of the answer is sent
+            if status != CLIENT_GONE and not is_sent:  # a part of the answer is sent
                 raise
-            _log.exception("%s failed", exchange.line)
-            await unexpected(error).response(scope["path"])(scope, receive, noting)
+            answer = logged(error, exchange.line)
+            if not is_sent:
+                await answer.response(scope["path"])(scope, receive, noting)
         finally:
             if exchange.caller:
                 self._metrics.of_key(exchange.caller, status)

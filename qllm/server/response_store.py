@@ -66,6 +66,7 @@ class ResponseStore:
             response["id"], owner, at, response["status"], response["previous_response_id"],
             asked, items, json.dumps(response),
         )  # fmt: skip
+        self._store.refuse_more(owner, sum(len(text) for text in values[-3:]))
         with self._store.change() as db:
             _refuse_more(db, owner, most_unfinished)
             old = "SELECT id FROM responses WHERE created_at < ? AND status NOT IN (?, ?)"

@@ -15,7 +15,7 @@ from . import chat
 from .answers import EventStream, respond
 from .background import Background
 from .bodies import chat_of, kept_of
-from .errors import RESPONSES, ApiError
+from .errors import RESPONSES, ApiError, logged
 from .front import Front
 from .protocol import ChatRequest
 from .response_store import ResponseStore
@@ -80,7 +80,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
         if state is not None and body.store is not False:
             raw, items = await front.apart.run(body.num_bytes, kept_of, body)
             add = partial(state.kept.add, owner, raw, items)
-            keep = partial(asyncio.to_thread, add)
+            keep = partial(_keep_or_tell, add)
         writer = ResponseWriter(front, body, asked, keep)
         ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
         if not body.background:
@@ -103,6 +103,15 @@ def routes(front: Front, state: State | None) -> APIRouter:
         raise ApiError(400, NO_COMPACTION, code="not_served")
 
     return router
+
+
+async def _keep_or_tell(add: Callable[[dict[str, Any]], None], response: dict[str, Any]) -> None:
+    """Keep a response by `add`. One that cannot be kept is given all the same, and says so."""
+    try:
+        await asyncio.to_thread(add, response)
+    except Exception as error:  # noqa: BLE001 - logged; the answer is made
+        why = logged(error, f"keeping response {response['id']}")
+        response |= {"store": False, "not_stored": {"code": why.code, "message": why.message}}
 
 
 async def _in_background(

@@ -5,26 +5,30 @@
               files/ID   what was uploaded and what was made; written whole, then named
 
 A line's answer is one row, written in one transaction. So after a crash a line is either answered
-or not; the output file is made from the rows when the batch has ended.
+or not; the output file is made from the rows when the batch has ended. All of it is for the eyes
+of its owner alone.
 """
 
-import fcntl
 import json
+import logging
 import os
 import secrets
-import shutil
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
 from qllm.errors import ConfigError
 
-VERSION = 3
-"""Version of the tables. A database of a later version is refused."""
+from .errors import ApiError, storage_full
+from .state_dir import hold, make_private, open_database, private_fd
+
+GIB = 1 << 30
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 TABLES = """
 CREATE TABLE files (
@@ -62,7 +66,42 @@ CREATE INDEX responses_unfinished ON responses (owner)
     WHERE status IN ('queued', 'in_progress');
 """
 """Came with version 3."""
+KEPT_BYTES = """
+ALTER TABLE files ADD COLUMN digest BLOB;
+CREATE TABLE batch_inputs (batch_id TEXT PRIMARY KEY, digests BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE used (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO used SELECT owner, sum(n) FROM (
+    SELECT owner, bytes AS n FROM files UNION ALL
+    SELECT owner, length(asked) + length(input) + length(response) FROM responses
+) GROUP BY owner;
+CREATE TRIGGER file_added AFTER INSERT ON files BEGIN
+    INSERT INTO used VALUES (NEW.owner, NEW.bytes)
+    ON CONFLICT (owner) DO UPDATE SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER file_gone AFTER DELETE ON files BEGIN
+    UPDATE used SET bytes = bytes - OLD.bytes WHERE owner = OLD.owner;
+END;
+CREATE TRIGGER response_added AFTER INSERT ON responses BEGIN
+    INSERT INTO used
+    VALUES (NEW.owner, length(NEW.asked) + length(NEW.input) + length(NEW.response))
+    ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER response_changed AFTER UPDATE OF response ON responses BEGIN
+    UPDATE used SET bytes = bytes + length(NEW.response) - length(OLD.response)
+    WHERE owner = NEW.owner;
+END;
+CREATE TRIGGER response_gone AFTER DELETE ON responses BEGIN
+    UPDATE used SET bytes = bytes - length(OLD.asked) - length(OLD.input) - length(OLD.response)
+    WHERE owner = OLD.owner;
+END;
+"""
+"""Came with version 4: digests of files and of the lines of a batch, and the bytes of each key."""
+VERSIONS = (TABLES, RESPONSES, EVENTS, KEPT_BYTES)
+"""What each version adds. A database of a later version is refused."""
 Row = dict[str, Any]
+
+
+_log = logging.getLogger("qllm.server")
 
 
 def now() -> int:
@@ -75,45 +114,54 @@ class Store:
 
     It has many methods because each is one statement of SQL.
 
+    Args:
+        folder: Made if it is not there.
+        most_bytes: Of files and responses that one key may have here.
+        reserve_bytes: Of the disk that no upload may use, at most a tenth of it: answers need them.
+
     Raises:
-        ConfigError: Another server uses the folder, or it is of another version.
+        ConfigError: Another server uses the folder, it is of another version, damaged, or cannot
+            be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, most_bytes: int = 10 * GIB, reserve_bytes: int = GIB // 16
+    ) -> None:
         self._files = folder / "files"
-        self._files.mkdir(parents=True, exist_ok=True)
-        self._lock_file = open(folder / "lock", "w")  # noqa: SIM115 - held until `close`
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock_file.close()
-            raise ConfigError(f"state_dir={str(folder)!r} is used by another server") from error
-        for part in self._files.glob("*.part"):  # a server was killed while it wrote
-            part.unlink()
+        self._most_bytes, self._reserve_bytes = most_bytes, reserve_bytes
         self._lock = threading.Lock()
         self._finishing = threading.Lock()
-        self._db = sqlite3.connect(
-            folder / "batch.db", check_same_thread=False, isolation_level=None
-        )
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives the power
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version < VERSION:
-            tables = (TABLES, RESPONSES, EVENTS)[version:]
-            self._db.executescript(
-                f"BEGIN; {''.join(tables)} PRAGMA user_version = {VERSION}; COMMIT;"
-            )
-        elif version > VERSION:
-            self.close()
-            raise ConfigError(
-                f"state_dir={str(folder)!r} has version {version}; this release reads {VERSION}"
-            )
+        self._coming_lock = threading.Lock()
+        self._coming = Counter[str]()
+        """Bytes of uploads that are being written, by key."""
+        try:
+            make_private(folder)
+            self._held = hold(folder)
+            try:
+                self._db = open_database(folder, self._held, VERSIONS)
+                self._sweep()
+            except BaseException:
+                os.close(self._held)
+                raise
+        except OSError as error:
+            raise ConfigError(f"state_dir={str(folder)!r} cannot be used: {error}") from error
+
+    def _sweep(self) -> None:
+        """Remove what a server that was killed left behind: files that no row names."""
+        named = {row["id"] for row in self.rows("SELECT id FROM files")}
+        left = [path for path in self._files.iterdir() if path.name not in named]
+        for path in left:
+            if path.suffix == ".part" or path.name.startswith("file-"):
+                path.unlink()
+        whole = [path for path in left if path.suffix != ".part"]
+        if whole:
+            text = "state_dir: %d files that a killed server left unfinished are removed"
+            _log.warning(text, len(whole))
 
     def close(self) -> None:
         """Let go of the folder."""
         self._db.close()
-        self._lock_file.close()
+        os.close(self._held)
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
@@ -122,10 +170,11 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk may have ended it already
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def rows(self, sql: str, *values: Any) -> list[Row]:
         """What a query finds."""
@@ -159,19 +208,14 @@ class Store:
         """Where the content of a file is."""
         return self._files / file_id
 
-    def write(self, file_id: str, chunks: Iterable[str]) -> int:
-        """Write a file whole or not at all; return its bytes."""
-        with self._new(file_id) as out:
-            for chunk in chunks:
-                out.write(chunk.encode())
-        return self.path(file_id).stat().st_size
-
-    @contextmanager
-    def _new(self, file_id: str) -> Iterator[IO[bytes]]:
-        part = self._files / f"{file_id}.part"
+    def write(self, file_id: str, chunks: Iterable[bytes]) -> tuple[int, bytes]:
+        """Write a file whole or not at all; return its bytes and its digest."""
+        part, size, sums = self._files / f"{file_id}.part", 0, blake2b()
         try:
-            with open(part, "wb") as out:
-                yield out
+            with open(private_fd(part, os.O_WRONLY | os.O_TRUNC), "wb") as out:
+                for chunk in chunks:
+                    size += out.write(chunk)
+                    sums.update(chunk)
                 out.flush()
                 os.fsync(out.fileno())
         except BaseException:
@@ -181,18 +225,77 @@ class Store:
         folder = os.open(self._files, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+        return size, sums.digest()
 
-    def add_file(self, owner: str, filename: str, source: IO[bytes]) -> Row:
-        """Keep an upload."""
+    def add_file(self, owner: str, filename: str, source: IO[bytes], num_bytes: int = 0) -> Row:
+        """Keep an upload.
+
+        Args:
+            owner: Whose it is.
+            filename: As its owner calls it.
+            source: What is in it.
+            num_bytes: Of the source.
+
+        Raises:
+            ApiError: The owner has too much already, or the disk.
+        """
         file_id = f"file-{secrets.token_hex(12)}"
-        with self._new(file_id) as out:
-            shutil.copyfileobj(source, out, 1 << 20)
-        size = self.path(file_id).stat().st_size
-        with self.change() as db:
-            _insert_file(db, file_id, owner, filename, "batch", size)
+        with self._room(owner, num_bytes):
+            size, digest = self.write(file_id, iter(lambda: source.read(1 << 20), b""))
+            try:
+                with self.change() as db:
+                    _insert_file(db, file_id, owner, filename, "batch", size, digest)
+            except BaseException:
+                self.path(file_id).unlink(missing_ok=True)
+                raise
         found = self.file(file_id, owner)
         assert found is not None
         return found
+
+    @contextmanager
+    def _room(self, owner: str, num_bytes: int) -> Iterator[None]:
+        """Hold room for an upload while it is written."""
+        with self._coming_lock:
+            self.refuse_more(owner, self._coming[owner] + num_bytes)
+            disk = os.statvfs(self._files)
+            reserve = min(self._reserve_bytes, disk.f_blocks * disk.f_frsize // 10)
+            free = disk.f_bavail * disk.f_frsize - self._coming.total() - reserve
+            if num_bytes > free:
+                raise storage_full(f"{num_bytes} bytes are more than state_dir has room for")
+            self._coming[owner] += num_bytes
+        try:
+            yield
+        finally:
+            with self._coming_lock:
+                self._coming[owner] -= num_bytes
+
+    def refuse_more(self, owner: str, num_bytes: int = 0) -> None:
+        """Return if a key may keep so many bytes more.
+
+        Raises:
+            ApiError: 413, it may not.
+        """
+        rows = self.rows("SELECT bytes FROM used WHERE owner = ?", owner)
+        used = rows[0]["bytes"] if rows else 0
+        if used + num_bytes > self._most_bytes:
+            text = (
+                f"this API key keeps {used} bytes of files and responses, and {num_bytes} more are "
+                f"above {self._most_bytes} (max_key_bytes); delete some first"
+            )
+            raise ApiError(413, text, code="storage_quota")
+
+    def is_whole(self, row: Row) -> bool:
+        """Whether a file has what was written to it; one of an older release has no digest."""
+        try:
+            with open(self.path(row["id"]), "rb") as file:
+                if row["digest"] is None:
+                    return os.fstat(file.fileno()).st_size == int(row["bytes"])
+                sums = blake2b()
+                while chunk := file.read(1 << 20):
+                    sums.update(chunk)
+        except OSError:
+            return False
+        return bool(sums.digest() == row["digest"])
 
     def file(self, file_id: str, owner: str) -> Row | None:
         """A file, if it is the owner's."""
@@ -257,6 +360,22 @@ class Store:
             )
             return done.rowcount == 1
 
+    def accept(self, batch_id: str, digests: bytes, total: int) -> None:
+        """Begin a batch that was validated, and keep the digests of its lines."""
+        with self.change() as db:
+            done = db.execute(
+                "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
+                "WHERE id = ? AND status = 'validating'",
+                (now(), total, batch_id),
+            )
+            if done.rowcount == 1:
+                db.execute("INSERT INTO batch_inputs VALUES (?, ?)", (batch_id, digests))
+
+    def digests(self, batch_id: str) -> bytes | None:
+        """Digests of a batch's lines; None if a release without them validated it."""
+        rows = self.rows("SELECT digests FROM batch_inputs WHERE batch_id = ?", batch_id)
+        return bytes(rows[0]["digests"]) if rows else None
+
     # -- lines
 
     def answered(self, batch_id: str) -> set[int]:
@@ -285,27 +404,28 @@ class Store:
 
     def _finish(self, batch: Row, status: str) -> None:
         batch_id: str = batch["id"]
-        made: dict[str, tuple[str, int]] = {}
+        made: dict[str, tuple[str, int, bytes]] = {}
         for is_ok, column, kind in ((1, "output_file_id", "output"), (0, "error_file_id", "error")):
             file_id = f"file-{batch_id.removeprefix('batch_')}-{kind}"
-            size = self.write(file_id, self._records(batch_id, is_ok))
+            size, digest = self.write(file_id, self._records(batch_id, is_ok))
             if size:
-                made[column] = (file_id, size)
+                made[column] = (file_id, size, digest)
             else:
                 self.path(file_id).unlink()
         with self.change() as db:
-            for file_id, size in made.values():
+            for file_id, size, digest in made.values():
                 name = f"{file_id.removeprefix('file-')}.jsonl"
-                _insert_file(db, file_id, batch["owner"], name, "batch_output", size)
+                _insert_file(db, file_id, batch["owner"], name, "batch_output", size, digest)
             ids = [made.get(column, (None,))[0] for column in ("output_file_id", "error_file_id")]
             db.execute(
                 f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, "
                 "error_file_id = ? WHERE id = ?",
                 (status, now(), *ids, batch_id),
             )
-            db.execute("DELETE FROM answers WHERE batch_id = ?", (batch_id,))
+            for table in ("answers", "batch_inputs"):
+                db.execute(f"DELETE FROM {table} WHERE batch_id = ?", (batch_id,))
 
-    def _records(self, batch_id: str, is_ok: int) -> Iterator[str]:
+    def _records(self, batch_id: str, is_ok: int) -> Iterator[bytes]:
         last = -1
         while rows := self.rows(
             "SELECT line, record FROM answers WHERE batch_id = ? AND is_ok = ? AND line > ? "
@@ -315,13 +435,19 @@ class Store:
             last,
         ):
             last = rows[-1]["line"]
-            yield from (row["record"] + "\n" for row in rows)
+            yield from (f"{row['record']}\n".encode() for row in rows)
 
 
 def _insert_file(
-    db: sqlite3.Connection, file_id: str, owner: str, filename: str, purpose: str, size: int
+    db: sqlite3.Connection,
+    file_id: str,
+    owner: str,
+    filename: str,
+    purpose: str,
+    size: int,
+    digest: bytes,
 ) -> None:
     db.execute(
-        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?)",
-        (file_id, owner, filename, purpose, size, now()),
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (file_id, owner, filename, purpose, size, now(), digest),
     )

@@ -22,6 +22,7 @@ from . import access, chat, completions
 from .answers import Renderer, owner_of
 from .apart import NICE
 from .ask import Ask
+from .batch_input import Digested, checked
 from .best_effort import BestEffort, EngineGoneError
 from .bodies import chat_of, loads, packed
 from .errors import ApiError, parse
@@ -40,6 +41,8 @@ BYTES_AT_ONCE = 65_536
 """Read from a file at a time, and the rest of the last line."""
 STORAGE_RETRY_S = 5.0
 """Until a batch is tried again whose answers or files could not be written."""
+
+DAMAGED_FILE = "the input file is damaged or missing on the server's disk; upload it again"
 
 _log = logging.getLogger("qllm.server.batch")
 
@@ -111,10 +114,14 @@ def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> Problem
     return None
 
 
-def problems_of(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[Problem]]:
-    """The same of the file at a path."""
-    with open(path, "rb") as lines:
-        return problems(lines, endpoint, most_bytes)
+def problems_of(
+    path: Path, endpoint: str, most_bytes: int
+) -> tuple[int, list[Problem], bytes, bytes]:
+    """Find the same for the file at a path, with the digests of its lines and of the file."""
+    with open(path, "rb") as file:
+        lines = Digested(file)
+        total, found = problems(iter(lines), endpoint, most_bytes)
+    return total, found, bytes(lines.of_lines), lines.of_file
 
 
 def custom_id_of(text: bytes) -> str:
@@ -253,29 +260,35 @@ class Worker:
             await self._advance(batch_id)
 
     def _validate(self, batch: Row) -> None:
-        path, most = self._store.path(batch["input_file_id"]), self._front.config.max_body_bytes
-        what = (path, batch["endpoint"], most)
-        num_bytes = path.stat().st_size
-        total, found = self._front.apart.do(num_bytes, problems_of, *what, nice=NICE)
+        file = self._store.file(batch["input_file_id"], batch["owner"])
+        total, found, of_lines = 0, [Problem("input_damaged", DAMAGED_FILE)], b""
+        if file is not None and self._store.is_whole(file):
+            path, most = self._store.path(file["id"]), self._front.config.max_body_bytes
+            what = (path, batch["endpoint"], most)
+            num_bytes = path.stat().st_size
+            looked = self._front.apart.do(num_bytes, problems_of, *what, nice=NICE)
+            total, found, of_lines, of_file = looked
+            if not found and file["digest"] not in (None, of_file):  # since it was looked at
+                found = [Problem("input_damaged", DAMAGED_FILE)]
         if found:
             errors = json.dumps({"object": "list", "data": [p._asdict() for p in found]})
             self._store.move(batch["id"], "failed", only_from=("validating",), errors=errors)
         else:
-            self._store.move(batch["id"], "in_progress", only_from=("validating",), total=total)
+            self._store.accept(batch["id"], of_lines, total)
 
     async def _answer_all(self, batch: Row) -> None:
         """Answer the lines that have none, until the batch's time is over."""
         done = await asyncio.to_thread(self._store.answered, batch["id"])
+        lines = await asyncio.to_thread(self._lines, batch, done)
         running: set[asyncio.Task[None]] = set()
         try:
             async with asyncio.timeout(max(0, batch["expires_at"] - now())):
-                with open(self._store.path(batch["input_file_id"]), "rb") as file:
-                    first = 0
-                    while some := await asyncio.to_thread(file.readlines, BYTES_AT_ONCE):
-                        for number, text in enumerate(some, first):
-                            if number not in done:
-                                await self._start_line(batch, number, text, running)
-                        first += len(some)
+                while some := await asyncio.to_thread(_some, lines):
+                    for number, text in some:
+                        if text is None:
+                            await asyncio.to_thread(self._lost, batch, number)
+                        else:
+                            await self._start_line(batch, number, text, running)
                 await _all(running)
         except TimeoutError:
             pass
@@ -283,6 +296,28 @@ class Worker:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _lines(self, batch: Row, done: set[int]) -> Iterator[tuple[int, bytes | None]]:
+        """The lines that have no answer; None is the text of one that is damaged or missing."""
+        path, digests = self._store.path(batch["input_file_id"]), self._store.digests(batch["id"])
+        found = checked(path, batch["total"], digests)
+        return ((number, text) for number, text in found if number not in done)
+
+    def _lost(self, batch: Row, number: int) -> None:
+        """A line cannot be answered: nobody knows what it asked for."""
+        what = f"line {number + 1} of the input is damaged or missing on the server's disk"
+        _log.warning("batch %s: %s", batch["id"], what)
+        error = {"code": "input_damaged", "message": f"{what}; ask it again", "line": number + 1}
+        self._end_line(batch, number, None, error)
+
+    def _end_line(self, batch: Row, number: int, custom_id: str | None, error: Row) -> None:
+        record = {
+            "id": f"batch_req_{secrets.token_hex(12)}",
+            "custom_id": custom_id,
+            "response": None,
+            "error": error,
+        }
+        self._store.answer(batch["id"], number, False, record)
 
     async def _start_line(
         self, batch: Row, number: int, text: bytes, running: set[asyncio.Task[None]]
@@ -340,16 +375,23 @@ class Worker:
         """Every line without an answer gets an error."""
         done = self._store.answered(batch["id"])
         error = {"code": "batch_expired", "message": "the batch's completion window is over"}
-        with open(self._store.path(batch["input_file_id"]), "rb") as file:
-            for number, text in enumerate(file):
-                if number not in done:
-                    record = {
-                        "id": f"batch_req_{secrets.token_hex(12)}",
-                        "custom_id": self._front.apart.do(len(text), custom_id_of, text),
-                        "response": None,
-                        "error": error,
-                    }
-                    self._store.answer(batch["id"], number, False, record)
+        for number, text in self._lines(batch, done):
+            if text is None:
+                self._lost(batch, number)
+            else:
+                custom_id = self._front.apart.do(len(text), custom_id_of, text)
+                self._end_line(batch, number, custom_id, error)
+
+
+def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]]:
+    """Take the next lines, of about BYTES_AT_ONCE; empty after the last."""
+    found, num_bytes = [], 0
+    for number, text in lines:
+        found.append((number, text))
+        num_bytes += 1 if text is None else len(text)
+        if num_bytes >= BYTES_AT_ONCE:
+            break
+    return found
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,181 @@
+"""The state folder: its owner's alone, held by one server, with a database that is whole."""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import sqlite3
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from qllm.errors import ConfigError
+
+DATABASE = "batch.db"
+OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
+"""Names in the folder that are the server's, and the one that file systems put there."""
+MADE = b"made\n"
+"""What the lock file says once there is a database: without it one is missing, not new."""
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+FULL_DATABASE = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+)
+
+_log = logging.getLogger("qllm.server")
+
+
+def is_unwritable(error: BaseException) -> bool:
+    """Whether an error says that nothing can be stored: the disk is full, read-only or failing."""
+    if isinstance(error, sqlite3.OperationalError):
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL)
+        return code & 0xFF in FULL_DATABASE
+    return isinstance(error, OSError) and error.errno in FULL_DISK
+
+
+def private_fd(path: Path, flags: int) -> int:
+    """Open a file that only its owner may read, whatever the umask; make it if it is not there."""
+    fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder and `files` in it, and close to others what was open to them.
+
+    Raises:
+        ConfigError: It is open to others and cannot be closed, or holds what is not the server's.
+    """
+    files = folder / "files"
+    files.mkdir(mode=0o700, parents=True, exist_ok=True)
+    wrong = [path for path in _entries(folder, files) if _mode(path) != _wanted(path)]
+    open_ones = [path for path in wrong if _mode(path) & 0o077]
+    if folder in open_ones:
+        _refuse_shared(folder)
+    for path in wrong:
+        try:
+            path.chmod(_wanted(path))
+        except PermissionError as error:
+            raise ConfigError(
+                f"state_dir={str(folder)!r}: {path} is open to other users and belongs to another "
+                "one; change its owner, or give a folder inside it, which the server makes"
+            ) from error
+        if _mode(path) & 0o077:
+            raise ConfigError(
+                f"state_dir={str(folder)!r}: {path} stays open to other users, as its file system "
+                "has no permissions; give a folder on another one"
+            )
+    if open_ones:
+        text = "state_dir=%r was open to other users of this host (%d entries); it is closed now"
+        _log.warning(text, str(folder), len(open_ones))
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Refuse to close a folder that others may need, such as /tmp."""
+    foreign = sorted(path.name for path in folder.iterdir() if not OURS.fullmatch(path.name))
+    if foreign or folder.stat().st_mode & stat.S_ISVTX:
+        also = f" and holds {foreign[0]!r}, which is not the server's" if foreign else ""
+        raise ConfigError(
+            f"state_dir={str(folder)!r} is open to other users{also}; give a folder of its own, "
+            f"or close this one: chmod 700 {folder}"
+        )
+
+
+def _entries(folder: Path, files: Path) -> Iterator[Path]:
+    """The folder and all that is the server's in it; a link leads elsewhere and is left alone."""
+    yield folder
+    for path in (*folder.iterdir(), *files.iterdir()):
+        is_ours = OURS.fullmatch(path.name) and path.name != "lost+found"
+        if (is_ours or path.parent == files) and not path.is_symlink():
+            yield path
+
+
+def _wanted(path: Path) -> int:
+    return 0o700 if path.is_dir() else 0o600
+
+
+def _mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def hold(folder: Path) -> int:
+    """Take the folder for this process; return the open lock file.
+
+    Raises:
+        ConfigError: Another server has it.
+    """
+    fd = private_fd(folder / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"state_dir={str(folder)!r} is used by another server") from error
+    return fd
+
+
+def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Connection:
+    """Open the database, see that it is whole, and bring it up to date.
+
+    Args:
+        folder: Where it is.
+        lock: From `hold`.
+        tables: What each version adds to the one before.
+
+    Raises:
+        ConfigError: It is missing, damaged, of a later version, or cannot be written.
+    """
+    path = folder / DATABASE
+    is_made = os.pread(lock, 1, 0) != b"" or any((folder / "files").iterdir())
+    if is_made and not (path.is_file() and path.stat().st_size):
+        raise _damaged(folder, "it is missing or empty")
+    os.close(private_fd(path, os.O_RDWR))
+    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    try:
+        _bring_up(db, folder, tables)
+    except sqlite3.DatabaseError as error:
+        db.close()
+        if is_unwritable(error):
+            text = "make room, or make it writable, and start again"
+            raise ConfigError(
+                f"state_dir={str(folder)!r} cannot be written ({error}); {text}"
+            ) from error
+        raise _damaged(folder, str(error)) from error
+    except BaseException:
+        db.close()
+        raise
+    if not is_made or not os.pread(lock, 1, 0):
+        try:
+            os.pwrite(lock, MADE, 0)
+        except OSError as error:  # a full disk: the next start does it
+            _log.warning("state_dir=%r: %s", str(folder), error)
+    return db
+
+
+def _bring_up(db: sqlite3.Connection, folder: Path, tables: Sequence[str]) -> None:
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives the power
+    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version > len(tables):
+        raise ConfigError(
+            f"state_dir={str(folder)!r} has version {version}; this release reads {len(tables)}"
+        )
+    if version < len(tables):
+        more = "".join(tables[version:])
+        db.executescript(f"BEGIN; {more} PRAGMA user_version = {len(tables)}; COMMIT;")
+    there = {row["name"] for row in db.execute("SELECT name FROM sqlite_master")}
+    wanted = re.findall(r"CREATE (?:TABLE|INDEX|TRIGGER) (\w+)", "".join(tables))
+    if missing := [name for name in wanted if name not in there]:
+        raise sqlite3.DatabaseError(f"it has no {missing[0]}")
+
+
+def _damaged(folder: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"state_dir={str(folder)!r}: {DATABASE} is damaged ({why}). Put a backup in its place and "
+        f"remove {DATABASE}-wal and {DATABASE}-shm; or rescue it with `sqlite3 {DATABASE} "
+        ".recover`; or move the folder away to begin with an empty one, without the batches, "
+        "files and responses in this one"
+    )
