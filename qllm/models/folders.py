@@ -21,6 +21,7 @@ GGUF = ".gguf"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
 
@@ -35,7 +36,8 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
 
     Raises:
         ConfigError: The name is none that is known.
-        ModelError: The folder has no config, or the hub cannot be reached.
+        ModelError: The folder has no config or has pointers in place of files, or the hub cannot
+            be reached.
     """
     if name in ("tiny", "talk"):
         return name, _local(name)
@@ -44,15 +46,40 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
     if folder.suffix == GGUF:
         if not folder.is_file():
             raise ModelError(f"there is no GGUF file {name!r}; give the path of one")
+        _refuse_pointers([folder])
         return name, folder
     if name and folder.is_dir():
+        _refuse_pointers(sorted(folder.iterdir()))
         return name, _gguf_in(name, folder) or folder
+    if name and folder.is_file():
+        raise ConfigError(
+            f"model {name!r} is a file; give its folder: {os.fspath(folder.absolute().parent)!r}"
+        )
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"model {name!r} is no alias, no folder here and no hub id like ORG/NAME; "
             f"known aliases: {', '.join(ALIASES)}"
         )
     return name, _from_hub(name, weights, code)
+
+
+def _refuse_pointers(files: list[Path]) -> None:
+    """Refuse what Git leaves in place of large files where Git LFS did not run."""
+    found = [path for path in files if path.is_file() and _is_pointer(path)]
+    if found:
+        raise ModelError(
+            f"{found[0]} is a Git LFS pointer, not the file itself"
+            + (f", and so are {len(found) - 1} others" if found[1:] else "")
+            + "; run `git lfs pull` in its folder"
+        )
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False  # whoever reads it says so
 
 
 def cache_dir() -> Path:

@@ -29,6 +29,8 @@ STACKS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 """Tensors `ffn_<key>_exps` -> what an expert's weight is called."""
 _DROPPED = (".rope.scaling.", ".attention.sliding_window")
 """Metadata that change what a model computes, and that transformers drops."""
+_ENDS = ("eos", "eot", "eom")
+"""Tokens that end a text, a turn, and a message behind which a tool answers."""
 _WIDTHS = {
     "ffn_gate_exps.weight": "moe_intermediate_size",
     "ffn_gate_shexp.weight": "shared_expert_intermediate_size",
@@ -42,6 +44,8 @@ class GgufFile(NamedTuple):
     path: Path
     architecture: str
     tensors: Mapping[str, Any]
+    ends: tuple[int, ...] = ()
+    """Ids of the tokens that end an answer, of which transformers reads one."""
 
 
 def open_file(path: Path) -> GgufFile:
@@ -88,7 +92,10 @@ def open_file(path: Path) -> GgufFile:
             "take a file of another quantisation (Q4_K_M, Q8_0)"
         )
     _refuse_overlaps(path, tensors)
-    return GgufFile(path, architecture, tensors)
+    ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+    return GgufFile(
+        path, architecture, tensors, tuple(int(end.contents()) for end in ends if end is not None)
+    )
 
 
 def refuse_dropped(path: Path, keys: Iterable[str]) -> None:
@@ -124,6 +131,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         )
     except Exception as error:
         raise ModelError(f"{file.path} gives no config: {first_line(error)}") from error
+    if file.ends:
+        config.eos_token_id = list(dict.fromkeys(file.ends))
     for name, attribute in _WIDTHS.items():
         found = next((t for key, t in file.tensors.items() if key.endswith(name)), None)
         if found is not None:

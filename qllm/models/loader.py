@@ -19,13 +19,14 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qllm.cores import no_collections
-from qllm.errors import ConfigError, InvalidRequestError, ModelError
+from qllm.errors import ConfigError, ModelError
 from qllm.models.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
 from qllm.models.fitting import refuse_misfits, without_further_layers
 from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
 from qllm.models.formats.layout import PLAIN, Stored
 from qllm.models.formats.rounding import ROUNDINGS
+from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_end
 from qllm.models.gguf_file import checkpoint_of, config_of, open_file
 from qllm.models.quantised import (
     format_of,
@@ -35,7 +36,6 @@ from qllm.models.quantised import (
 )
 from qllm.models.streaming import stream
 from qllm.models.tokenizer import tokenizer_in
-from qllm.types import SamplingParams
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 """The expert code of `model.forward` that our drivers are bit-equal to."""
@@ -51,8 +51,6 @@ _had_model = threading.Event()
 """Set once this process began to load a model, or took one: parts of it may lie in cycles when the
 model itself is gone, as do those of one that failed."""
 _log = logging.getLogger("qllm")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_PENALTIES = ("repetition_penalty",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class LoadedModel:
     """Every id that ends an answer, of the generation config, the config and the tokenizer."""
     generation_defaults: dict[str, Any]
     """Keywords of SamplingParams that generation_config.json sets: temperature, top_p, top_k
-    and min_p if it says `do_sample`, repetition_penalty always."""
+    and min_p unless it says that `do_sample` is false, repetition_penalty always."""
     name: str
     """Hub id, "tiny", or the folder as it was given."""
     weights: str | None = None
@@ -177,11 +175,19 @@ def _loaded(
             transformers.__version__,
             TESTED_TRANSFORMERS,
         )
+    ends = eos_token_ids(generation, model, tokenizer)
+    if (token := unlisted_end(tokenizer, ends)) is not None:
+        _log.warning(
+            "model %r: its chat template writes %r behind an answer, and that token ends none "
+            "(ends are the ids %s): answers may go on behind it; add its id to eos_token_id in "
+            "generation_config.json, or ask with stop=[%r]",
+            *(name, token, ", ".join(map(str, sorted(ends))) or "none", token),
+        )
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(generation, model, tokenizer),
-        generation_defaults=_generation_defaults(name, generation),
+        eos_token_ids=ends,
+        generation_defaults=sampling_defaults(name, generation),
         name=name,
         weights=weights,
     )
@@ -468,29 +474,3 @@ def _dummy(
             f"model {name!r} cannot be made from its config: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
-
-
-def _eos_token_ids(
-    generation: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
-    sources = [
-        generation.get("eos_token_id"),
-        getattr(model.config, "eos_token_id", None),
-        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    ]
-    found: set[int] = set()
-    for source in sources:
-        ids = source if isinstance(source, list | tuple) else [source]
-        found.update(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
-    return frozenset(found)
-
-
-def _generation_defaults(name: str, generation: Mapping[str, Any]) -> dict[str, Any]:
-    names = (*_SAMPLING, *_PENALTIES) if generation.get("do_sample") else _PENALTIES
-    defaults = {key: generation[key] for key in names if generation.get(key) is not None}
-    try:
-        SamplingParams(**defaults)
-    except InvalidRequestError as error:
-        raise ModelError(f"generation config of model {name!r}: {error}") from error
-    return defaults

@@ -24,6 +24,7 @@ from transformers import (
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, ModelError
 from qllm.models import loader, raw_file
+from qllm.models.generation import eos_token_ids
 from qllm.models.loader import load, skeleton
 from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import all_linears
@@ -255,6 +256,19 @@ def test_an_engine_serves_a_file_and_a_folder_with_one(
     assert loaded.tokenizer is not None
     assert loaded.tokenizer("ab")["input_ids"] == [94]
     assert 95 in loaded.eos_token_ids
+
+
+@pytest.mark.parametrize("names", [("eot",), ("eom",), ("eot", "eom")])
+def test_every_end_that_a_file_names_ends_an_answer(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Files tuned from a base model keep its end of text, and name that of a turn beside it."""
+    path, ends = tmp_path / "chat.gguf", {"eot": 96, "eom": 97}
+    writer = Writer(path, "qwen3moe")
+    for name in names:
+        writer.writer.add_uint32(f"tokenizer.ggml.{name}_token_id", ends[name])
+    writer.put("token_embd.weight", torch.zeros(VOCAB, WIDTH), "F32")
+    writer.close()
+    model = skeleton(str(path))
+    assert eos_token_ids({}, model, None) == {95, *(ends[name] for name in names)}
 
 
 def test_widths_are_those_of_the_tensors(files: dict[str, Path]) -> None:

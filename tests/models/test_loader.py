@@ -169,6 +169,39 @@ def test_a_half_downloaded_model_says_what_is_missing(saved: Path, nowhere: Path
     assert load("org/some-moe", load_format="dummy").model.config.num_experts == 4
 
 
+FILES = ("config.json", "generation_config.json", "model.safetensors.index.json", "last shard")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pointers_of_git_lfs_are_named_with_what_to_do(folder: Path, name: str) -> None:
+    path = shards(folder)[-1] if name == "last shard" else folder / name
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    with pytest.raises(ModelError, match=rf"{path.name} is a Git LFS pointer.*`git lfs pull`"):
+        load(folder)
+    moved = path.rename(folder.parent / "model.gguf")
+    with pytest.raises(ModelError, match=r"model\.gguf is a Git LFS pointer"):
+        load(moved)
+
+
+def test_a_file_in_place_of_a_folder_is_refused_with_the_folder(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        with pytest.raises(ConfigError, match=rf"is a file; give its folder: '{folder}'"):
+            load(path)
+
+
+def test_names_that_all_have_a_prefix_are_refused_with_it(folder: Path) -> None:
+    """As in models of which the text is a part: another download has the same names."""
+    for path in shards(folder):
+        tensors = {f"language_model.{name}": x for name, x in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    edit(index, weight_map={f"language_model.{name}": shard for name, shard in names.items()})
+    with pytest.raises(ModelError, match=r"names begin with 'language_model\.'") as caught:
+        load(folder)
+    assert "download" not in str(caught.value)
+
+
 def test_a_missing_shard_is_named(folder: Path) -> None:
     gone = shards(folder)[1]
     gone.unlink()
