@@ -5,11 +5,16 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import app, clean, print_table, quiet
+from qllm.types import NS_PER_MS
+
+from .app import app, clean, engine_settings, print_table, quiet
+
+if TYPE_CHECKING:
+    from qllm.config import EngineConfig
 
 LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "numpy")
 OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
@@ -28,6 +33,13 @@ def doctor(
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run modelling code that comes with MODEL.")
     ] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="A setting of the engine, NAME=VALUE: says what min_be_share costs LS with it.",
+        ),
+    ] = None,
 ) -> None:
     """Say what is installed, which kernels compute, and what is missing and why."""
     quiet()
@@ -36,11 +48,12 @@ def doctor(
         return
     import torch
 
-    from qllm.config import CHOICES
+    from qllm.config import CHOICES, engine_config
     from qllm.kernels import cpu
     from qllm.kernels.cpu.course import OP_BYTES
     from qllm.models.quantised import FORMATS
 
+    config = engine_config(engine_settings(setting))
     missing = cpu.MISSING
     kernels = "torch"
     if missing is None:
@@ -60,10 +73,31 @@ def doctor(
         ),
         ("checkpoints", f"bfloat16, float16, float32, {', '.join(FORMATS)}, GGUF{_gguf()}"),
         ("CUDA", _cuda()),
+        ("floor for BE", _floor(config)),
     ]
     if missing is not None:
         rows.append(("why torch", missing))
     print_table(("what", "found"), rows)
+
+
+def _floor(config: "EngineConfig") -> str:
+    """What BE gets at least, and what LS waits for it at most."""
+    floor = config.floor
+    if not floor.rate:
+        return "none; --set min_be_share=0.05 says here what one costs LS"
+    examples = ", ".join(
+        f"{wait_ms:,} ms to {floor.delayed_ms(wait_ms):,.0f}" for wait_ms in (0, 100, 1_000)
+    )
+    held = (
+        "where a pass or a step is not cut (preempt_at, a policy of whole steps), up to one more"
+        if config.preempt_at == "expert"
+        else f"and up to a {config.preempt_at} of BE more (preempt_at)"
+    )
+    return (
+        f"BE has {config.min_be_share:.3g} of every {config.be_share_window_ms:,g} ms in which LS "
+        f"has work and BE can run. A TTFT of LS, or a gap between two of its tokens, grows from "
+        f"{examples} at most, in pieces of {2 * floor.slice_ns / NS_PER_MS:g} ms; {held}"
+    )
 
 
 def _fingerprints(model: str, trust_remote_code: bool) -> None:

@@ -1,7 +1,7 @@
 """An engine put together: a model, its runner, a scheduler and the loop over them."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +44,7 @@ from qllm.runner.layers.trial import kv_token_bytes
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
-from qllm.types import NS_PER_MS, FinishReason, RequestId
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId
 
 
 @contextmanager
@@ -270,6 +270,21 @@ class LoadedRunner:
         }
 
 
+def time_stats(config: EngineConfig, counts: Mapping[str, int]) -> dict[str, float]:
+    """Seconds that both classes had, those that the floor gave, and the floor.
+
+    Args:
+        config: Settings.
+        counts: `ls_ns`, `be_ns` and `paid_ns`, as `qllm.scheduler.be_share.Owed` has them.
+    """
+    return {
+        "ls_s": counts["ls_ns"] / NS_PER_S,
+        "be_s": counts["be_ns"] / NS_PER_S,
+        "floor_s": counts["paid_ns"] / NS_PER_S,
+        "min_be_share": config.min_be_share,
+    }
+
+
 class EngineCore(LoadedRunner):
     """One engine with the loop of the host, ready to serve.
 
@@ -385,6 +400,7 @@ class EngineCore(LoadedRunner):
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
             "num_spared": loop.scheduler.num_spared,
+            "time": time_stats(self.config, loop.scheduler.be_share.now._asdict()),
             "open_prompts": {
                 "now": len(loop.scheduler.open),
                 "revisions": loop.revising.num_revisions,

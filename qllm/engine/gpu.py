@@ -18,7 +18,7 @@ from qllm.device.launcher import LANES, STATE, DeviceEngine
 from qllm.device.ring_memory import RingMemory
 from qllm.device.rings import DeviceRings, ring_memory_of
 from qllm.device.server import sizes_of, statuses_in
-from qllm.engine.build import LoadedRunner
+from qllm.engine.build import LoadedRunner, time_stats
 from qllm.engine.calibrate import measure_costs
 from qllm.engine.served import ProcessContext, ServedEngine, check_compilable
 from qllm.errors import QllmError
@@ -192,6 +192,7 @@ class GpuEngine(ServedEngine):
             "policy_errors": errors,
             "longest_plan_ms": 0.0,
             "num_live": head["num_live"],
+            "time": time_stats(config, head),
             "frames": self._frames(state, head),
         }
 

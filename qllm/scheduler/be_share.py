@@ -108,16 +108,16 @@ class BeShare:
     def _pass(self, now_ns: int) -> None:
         """Count the time since the last decision; no more than a window of it is remembered."""
         now, (rate, window_ns, _) = self.now, self.floor
-        elapsed_ns, owed_ns = now_ns - now.since_ns, now.owed_ns
-        if now.pays:  # the run raised, and took its time
-            owed_ns -= elapsed_ns
+        elapsed_ns = now_ns - now.since_ns
+        lost_ns = elapsed_ns if now.pays else 0  # by a run that raised
+        owed_ns = now.owed_ns - lost_ns
         if now.grows:
             owed_ns += min(elapsed_ns, window_ns) * rate // MILLION
         self.now = now._replace(
             owed_ns=min(owed_ns, window_ns * rate // MILLION),
             since_ns=now_ns,
             pays=False,
-            paid_ns=now.paid_ns + elapsed_ns * now.pays,
+            paid_ns=now.paid_ns + lost_ns,
         )
 
 

@@ -6,7 +6,7 @@ Latencies are the engine's own (`RequestMetrics`), counted when a request has en
 import threading
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -36,7 +36,10 @@ def class_name(priority: int) -> str:
     return Priority(priority).name
 
 
-def new_since(before: int, now: int) -> int:
+Count = TypeVar("Count", int, float)
+
+
+def new_since(before: Count, now: Count) -> Count:
     """How much an engine's count has grown; a new engine counts from 0 again."""
     return now - before if now >= before else now
 
@@ -149,6 +152,7 @@ class Metrics:
             "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
         )
         self._make_kept()
+        self._make_time()
         self._spared = self._counter(
             "preemptions_spared", "Frames that went on though an arrival stopped them"
         )
@@ -189,6 +193,19 @@ class Metrics:
         self._key_output = self._counter(
             "key_generation_tokens", "Tokens of answers per API key", "key", "class"
         )
+
+    def _make_time(self) -> None:
+        """What is said of the time that each class has, and of the floor of BE."""
+        self._time = {
+            name: self._counter(f"{name.removesuffix('_s')}_time_seconds", text)
+            for name, text in (
+                ("ls_s", "Time that LS had; of a run that both share, by their tokens"),
+                ("be_s", "Time that BE had"),
+                ("floor_s", "Time of runs of BE that min_be_share asked for"),
+            )
+        }
+        self._time_before: dict[str, float] = dict.fromkeys(self._time, 0)
+        self._min_be_share = self._gauge("min_be_share", "Least part of the time of BE, 0 to 1")
 
     def _make_kept(self) -> None:
         """What is said of KV that outlives its request, or its blocks."""
@@ -318,6 +335,8 @@ class Metrics:
             self._engine_pid = str(stats.get("pid", "none"))
         self._observe_prefix(stats.get("prefix_cache", {}))
         self._observe_swap(stats.get("swap", {}))
+        self._count_up(self._time, self._time_before, stats.get("time", {}))
+        self._min_be_share.labels(self._model).set(stats.get("time", {}).get("min_be_share", 0))
         self._state_bytes.labels(self._model).set(stats.get("states", {}).get("held_bytes", 0))
         self._frames.labels(self._model).set(
             sum(frame["state"] == "parked" for frame in stats["frames"])
@@ -346,7 +365,7 @@ class Metrics:
         self._file_up.labels(self._model).set(file["off"] is None)
 
     def _count_up(
-        self, counters: Mapping[str, Counter], before: dict[str, int], stats: Mapping[str, Any]
+        self, counters: Mapping[str, Counter], before: dict[str, Any], stats: Mapping[str, Any]
     ) -> None:
         """Take counts of the engine, which begin anew with it."""
         with self._lock:

@@ -372,11 +372,25 @@ def test_the_demo_prints_its_table_and_writes_its_files(
     assert runner.invoke(app, ["trace", str(out / "fcfs.jsonl")]).exit_code == 0
 
 
+def test_doctor_says_what_a_floor_for_be_costs_ls() -> None:
+    settings = ["min_be_share=0.1", "be_share_window_ms=500", "max_segment_ms=5"]
+    given = [word for text in settings for word in ("--set", text)]
+    done = runner.invoke(app, ["doctor", *given])
+    assert done.exit_code == 0
+    said = " ".join(done.stdout.split())
+    assert "BE has 0.1 of every 500 ms" in said
+    # (wait + 3 slices of 5 ms) / (1 - 0.1 - 3 * 5 / 500)
+    assert "from 0 ms to 17, 100 ms to 132, 1,000 ms to 1,167 at most, in pieces of 10 ms" in said
+    wrong = runner.invoke(app, ["doctor", "--set", "min_be_share=2"])
+    assert wrong.exit_code != 0
+
+
 def test_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     from qllm.kernels import cpu
 
     done = runner.invoke(app, ["doctor"])
     assert done.exit_code == 0
     assert cpu.kind() in done.stdout
+    assert "none; --set min_be_share=0.05" in " ".join(done.stdout.split())
     monkeypatch.setattr(cpu, "MISSING", "nobody built them")
     assert "nobody built them" in runner.invoke(app, ["doctor"]).stdout

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qllm.engine.watch import LEASE_NS, MAX_LISTED, Watch
+from qllm.floor import NO_FLOOR
 from qllm.llm import QLLMEngine
 from qllm.plan import Row
 from qllm.record.timeline import MAX_NEW, MAX_REQUESTS, Timeline, track_of
@@ -26,11 +27,13 @@ from qllm.record.trace import (
     SwappedOut,
     Token,
 )
+from qllm.scheduler.be_share import BeShare
 from qllm.scheduler.program import Index
 from qllm.types import NS_PER_MS, FinishReason, Grain, Slo
 from tests.support.waiting import wait_for
 
 LAYERS = 8
+BE_SHARE = BeShare(NO_FLOOR)
 ZERO = Index(0, 0)
 
 
@@ -317,11 +320,13 @@ def test_a_look_knows_what_was_parked_before_it() -> None:
         rows=planned(7, 1, 1, 2).rows, layer_at=lambda index: 2, inside_layer=lambda index: True
     )
     frame = SimpleNamespace(program=program, index=ZERO, parked_ns=ms(5))
-    scheduler = SimpleNamespace(frames={7: frame}, pool=SimpleNamespace(num_free=3))
+    scheduler = SimpleNamespace(
+        frames={7: frame}, pool=SimpleNamespace(num_free=3), be_share=BE_SHARE
+    )
     loop: Any = SimpleNamespace(
         now_ns=lambda: ms(9), listeners=(), live={}, scheduler=scheduler, num_preemptions=0
     )
-    config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1)
+    config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1, min_be_share=0)
     runner: Any = SimpleNamespace(
         segments=SimpleNamespace(longest_ns=0), shape=SimpleNamespace(num_layers=LAYERS)
     )
@@ -340,10 +345,10 @@ def test_a_look_just_before_the_watch_leaves_keeps_it_on() -> None:
         now_ns=lambda: clock[0],
         listeners=(),
         live={},
-        scheduler=SimpleNamespace(frames={}, pool=SimpleNamespace(num_free=3)),
+        scheduler=SimpleNamespace(frames={}, pool=SimpleNamespace(num_free=3), be_share=BE_SHARE),
         num_preemptions=0,
     )
-    config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1)
+    config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1, min_be_share=0)
     runner: Any = SimpleNamespace(
         segments=SimpleNamespace(longest_ns=0), shape=SimpleNamespace(num_layers=LAYERS)
     )

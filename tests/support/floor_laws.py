@@ -13,8 +13,9 @@ from qllm.scheduler.decision import Decision, Limits
 from qllm.scheduler.program import Index
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.runner import SimCosts
-from qllm.sim.world import LIMITS, World
+from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
+from tests.support.scheduling import events
 
 SHARE, WINDOW_MS = 0.1, 500
 FLOOR = Floor.of(SHARE, WINDOW_MS, LIMITS.max_segment_ns / NS_PER_MS)
@@ -79,8 +80,20 @@ class Recorder(Scheduler):
         return super().stopped(end, start_ns, end_ns, preempted=preempted)
 
 
-def floor_world(policy: Any, floor: Floor = FLOOR, **limits: Any) -> World:
-    return World(policy, replace(LIMITS, floor=floor, **limits), costs=SLOW, scheduler=Recorder)
+DEEP = ModelShape(40, 4, 2, (True,) * 40, 97, 4096)
+"""A model whose steps take much longer than a slice."""
+
+
+def floor_world(
+    policy: Any,
+    floor: Floor = FLOOR,
+    *,
+    shape: ModelShape = SHAPE,
+    costs: SimCosts = SLOW,
+    **limits: Any,
+) -> World:
+    changed = replace(LIMITS, floor=floor, **limits)
+    return World(policy, changed, shape=shape, costs=costs, scheduler=Recorder)
 
 
 def runs_of(world: World) -> list[Run]:
@@ -184,6 +197,8 @@ def ls_pays_no_more(world: World) -> float:
         assert excess <= allowed, f"{excess / NS_PER_MS:.1f} ms over its rate"
         if is_cut(world):
             assert excess <= 3 * floor.slice_ns
+    stops = {e.at_ns for e in events(world, trace.Ran) if e.why == "stopped"}
+    assert not any(run.end_ns in stops for run in runs if run.is_turn), "an arrival stopped BE"
     if is_cut(world):
         _waits_hold(world, _Sum(runs, [(r.end_ns - r.decided_ns) * r.is_turn for r in runs]))
     return took
@@ -195,8 +210,8 @@ def _waits_hold(world: World, paid: _Sum) -> None:
     tokens: dict[RequestId, list[int]] = {
         i: [s.arrival_ns] for i, s in world.submitted.items() if s.priority <= Priority.LS
     }
-    for event in world.record:
-        if isinstance(event, trace.Token) and event.request_id in tokens:
+    for event in events(world, trace.Token):
+        if event.request_id in tokens:
             tokens[event.request_id].append(event.at_ns)
     for times in tokens.values():
         for begin, end in pairwise(times):

@@ -120,7 +120,7 @@ function takeEntry([what, at, ...rest], wallS) {
 
 function takeNumbers(message) {
   const { output_tokens: tokens } = message;
-  samples.push([message.now_ms, tokens.LS, tokens.BE, message.num_preemptions, message.expert_bytes]);
+  samples.push([message.now_ms, tokens.LS, tokens.BE, message.num_preemptions, message.expert_bytes, message.ls_ns, message.be_ns]);
   while (samples.length > 2 && samples[1][0] < message.now_ms - 1000 * RATE_S) samples.shift();
   kvFrac = message.kv_blocks_used / message.kv_blocks;
 }
@@ -161,6 +161,8 @@ function showWhole(message) {
   if (isListStale) showPreemptions();
 }
 
+const percent = (part) => `${(100 * part).toFixed(part < 0.1 ? 1 : 0)} %`;
+
 function showEngine(message) {
   text("kv-now", `${(100 * kvFrac).toFixed(0)} %`);
   text("kv-more", `${message.kv_blocks_used.toLocaleString("en")} of ${count(message.kv_blocks, "block")}`);
@@ -169,6 +171,9 @@ function showEngine(message) {
   const bytes = rate(4);
   const rings = Object.entries(message.ring_use || {}).map(([track, use]) => `${track} ${(100 * use).toFixed(0)} %`);
   const facts = [`longest segment ${ms(message.longest_segment_ms)}`];
+  const [ls, be] = [rate(5), rate(6)];
+  const floor = message.min_be_share ? `, at least ${percent(message.min_be_share)}` : "";
+  if (ls + be) facts.push(`BE has ${percent(be / (ls + be))} of the time${floor}`);
   if (bytes) facts.push(`experts read ${(bytes / 1e9).toFixed(2)} GB/s`);
   if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
   text("engine-more", facts.join(" · "));
