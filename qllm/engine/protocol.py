@@ -7,6 +7,7 @@ from qllm.errors import PolicyError
 from qllm.ingress import Submission
 from qllm.policy import CostTable
 from qllm.record.metrics import RequestMetrics
+from qllm.scheduler.be_share import BeShare
 from qllm.scheduler.blame import Blame
 from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.decision import (
@@ -68,6 +69,8 @@ class Deciding(Protocol):
     def swap(self) -> SwapSpace: ...
     @property
     def num_spared(self) -> int: ...
+    @property
+    def be_share(self) -> BeShare: ...
     @property
     def running(self) -> Parked | None: ...
     @property

@@ -1,3 +1,4 @@
+# Over 500 lines: one class holds the state that every decision reads and changes.
 """The scheduler: requests, blocks and parked frames in; one decision out.
 
 Pure decisions: time arrives as an argument, effects leave as values. `decide` asks the policy

@@ -74,7 +74,7 @@ class _OfClass:
 
 
 class Metrics:
-    """The collectors of one server.
+    """The collectors of one server; large because all metrics are made in one place.
 
     Args:
         model_name: A label of every metric.

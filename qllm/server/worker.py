@@ -304,7 +304,7 @@ class Worker:
         return ((number, text) for number, text in found if number not in done)
 
     def _lost(self, batch: Row, number: int) -> None:
-        """A line cannot be answered: nobody knows what it asked for."""
+        """Give a line an error: what it asked for is lost."""
         what = f"line {number + 1} of the input is damaged or missing on the server's disk"
         _log.warning("batch %s: %s", batch["id"], what)
         error = {"code": "input_damaged", "message": f"{what}; ask it again", "line": number + 1}

@@ -122,7 +122,8 @@ FLOORS = {
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} names cores frontend grammar_check ingress llm plugins record spelling",
+        f"__init__ {BASE} names cores frontend grammar_check ingress llm models.tokenizer plugins "
+        "record spelling",
         STDLIB
         | {
             "fastapi",
