@@ -284,7 +284,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [-1]}, r"token id -1 must be in \[0, "),
     ({"prompt": [2**70]}, r"must be in \[0, "),
     ({"prompt": [1] * 512}, "512 tokens.*shorter than 512"),
-    ({"prompt": "x" * 5000}, "5000 tokens.*shorter than 512"),
+    ({"prompt": "x" * 5000}, "5000 characters; 512 tokens"),
     ({"max_tokens": 0}, "max_tokens=0 must be an integer >= 1"),
     ({"max_tokens": -3}, "max_tokens=-3 must be an integer >= 1"),
     ({"max_tokens": True}, "max_tokens=True must be an integer"),
