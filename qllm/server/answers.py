@@ -421,6 +421,7 @@ async def respond(
 ) -> Response:
     """Serve one request over HTTP, as a stream if its body says so."""
     wanted = wanted_class(request, body.asked_class(), front.config.objectives)
+    ignored = front.told.headers(body.all_unserved)
 
     async def work() -> Response:
         caller, other_id = request.state.caller, header(request.scope, "x-request-id")
@@ -429,7 +430,7 @@ async def respond(
         try:
             await asyncio.sleep(0)  # the engine is told; what follows is done while it computes
             renderer.serve(answer, body.service_tier)
-            headers = {"x-request-id": renderer.answer_id, **answer.served.headers()}
+            headers = {"x-request-id": renderer.answer_id, **answer.served.headers(), **ignored}
             if body.stream:
                 return EventStream(
                     stream(answer, renderer, body, front.config.comment_s),

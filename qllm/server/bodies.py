@@ -207,6 +207,7 @@ def num_values(value: Any) -> int:
         count += 1
         if isinstance(one, BaseModel):
             left += one.__dict__.values()
+            left += (one.model_extra or {}).values()
         elif isinstance(one, dict):
             left += one.values()
         elif isinstance(one, Sequence) and not isinstance(one, str | bytes | array | Packed):

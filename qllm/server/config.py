@@ -118,6 +118,9 @@ class ServerConfig(BaseModel):
     """A prompt that gets no piece for so long is abandoned."""
     body_timeout_s: float = Field(30, gt=0)
     """Between two pieces of a body."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of fields and tools of a chat, a response or a message that are not served and
+    cannot change the text: ignored, and named in the header `x-qllm-ignored`, or 400."""
     tool_ttl_s: float = Field(60, ge=0, le=1e6)
     """An LS conversation with tools keeps its KV for so long (`cache_ttl_s`): the result of a call
     comes next. 0 does not."""

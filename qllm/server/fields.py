@@ -2,13 +2,22 @@
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from qllm.errors import brief, check_text
+
+from .unknown import Unserved, found
 
 NoOps = Mapping[str, tuple[Any, ...]]
 """Fields that clients send although they ask for nothing, each with its values that do."""
@@ -130,10 +139,50 @@ class Packed(NamedTuple):
         return found
 
 
-class Asked(Body):
+class Open(Body):
+    """A part of a request that may have fields which are not ours: see `unknown`."""
+
+    model_config = ConfigDict(extra="allow")
+    shows_all: ClassVar[bool] = False
+    """Whether its further fields are shown to the model."""
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each field whose value changes nothing here, and what to do."""
+        yield from ()
+
+
+class LeftOut(Body):
+    """A tool that is run by nobody here: the model is not told of it."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name it by its type."""
+        yield self.type, f"tools of type {brief(self.type)} are not run here; leave it out"
+
+
+def kind_of(value: Any) -> Any:
+    """What a part of a body, read or not, says that it is."""
+    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
+class Asked(Open):
     """The body of a request for an answer."""
 
     no_ops: ClassVar[NoOps] = NO_OPS
+    _unserved: list[Unserved] = PrivateAttr(default_factory=list)
+
+    @property
+    def all_unserved(self) -> list[Unserved]:
+        """All that is not served of it: whoever answers it refuses that or tells of it."""
+        return self._unserved
+
+    @model_validator(mode="after")
+    def _find_unserved(self) -> Self:
+        is_closed = self.model_config.get("extra") == "forbid"
+        self._unserved = [x._replace(is_refused=x.is_refused or is_closed) for x in found(self)]
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -147,13 +196,5 @@ class Asked(Body):
         return {name: x for name, x in data.items() if name not in found} if found else data
 
 
-class SentBack(Body):
-    """A part of an answer. Clients send back what they got, with fields of theirs that are null."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: x for name, x in data.items() if x is not None or name in known}
+class SentBack(Open):
+    """A part of an answer. Clients send back what they got, with fields of theirs."""

@@ -27,6 +27,7 @@ from .errors import ApiError, from_engine
 from .metrics import Metrics
 from .open_answer import Answer
 from .text_work import TextWork
+from .unknown import Told
 
 _log = logging.getLogger("qllm.server")
 
@@ -68,6 +69,8 @@ class Front:
         self.apart = Apart(lambda: self.engine.tokenizer)
         """Does what grows with a body."""
         self._num_ls = 0
+        self.told = Told(_log, is_strict=config.unknown_fields == "refuse")
+        """Of what is ignored in requests."""
 
     @property
     def model_name(self) -> str:

@@ -163,9 +163,10 @@ def routes(front: Front) -> APIRouter:
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation as its model would see it."""
         front.check_model(body.model)
+        ignored = front.told.headers(body.all_unserved)
         asked = await front.apart.run(body.num_bytes, chat_of, body)
         ask = chat.ask_of(asked, "count", None)
         ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
-        return JSONResponse({"input_tokens": len(ids)})
+        return JSONResponse({"input_tokens": len(ids)}, headers=ignored)
 
     return router

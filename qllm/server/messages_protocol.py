@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from qllm.types import Priority
 
 from .errors import parse
-from .fields import Asked, Body, Items, SentBack
+from .fields import Asked, Body, Items, LeftOut, Open, SentBack, kind_of
 from .protocol import ChatRequest, TextOr
 
 CacheControl = dict[str, Any] | None
@@ -51,22 +51,148 @@ class ToolUsePart(SentBack):
     caller: Any = None
 
 
+class ToolReferencePart(SentBack):
+    """The name of a tool that a search for tools found; the model knows all of them."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return self.tool_name
+
+
+class DocumentSource(Open):
+    """What a document holds."""
+
+    type: Literal["text", "content"]
+    data: str = ""
+    content: TextOr[TextPart] = ""
+
+
+class DocumentPart(SentBack):
+    """A document that is text."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        source = self.source
+        said = source.data if source.type == "text" else _text(source.content)
+        return "\n".join(filter(None, (self.title, self.context, said)))
+
+
+class SearchResultPart(SentBack):
+    """A passage that the client found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Items[TextPart]
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return "\n".join((self.title, self.source, _text(self.content)))
+
+
+Readable = TextPart | ToolReferencePart | DocumentPart | SearchResultPart
+Texts = TextOr[Annotated[Readable, Field(discriminator="type")]]
+
+
 class ToolResultPart(SentBack):
     """What a call came to."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOr[TextPart] | None = None
+    content: Texts | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
 
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return _text(self.content or "")
+
+
+class RedactedPart(SentBack):
+    """Reasoning that only Anthropic's servers can read."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["redacted_thinking"]
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name it by its type."""
+        yield self.type, "redacted_thinking cannot be read here; leave it out"
+
+
+class ServerUsePart(ToolUsePart):
+    """A call that a server answered by itself."""
+
+    type: str  # type: ignore[assignment]
+    server_name: str | None = None
+
+
+class ServerResultPart(SentBack):
+    """What such a call came to."""
+
+    type: str
+    tool_use_id: str
+    content: Any = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+    caller: Any = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads, without what only that server can."""
+        return json.dumps(_readable(self.content))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: _readable(x) for k, x in value.items() if not k.startswith("encrypted")}
+
+
+def _tag(value: Any) -> Any:
+    """Which of the blocks it is."""
+    kind = kind_of(value)
+    if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
+        return kind
+    return next((f"...{end}" for end in ("_tool_use", "_tool_result") if kind.endswith(end)), kind)
+
 
 Part = Annotated[
-    TextPart | ThinkingPart | ToolUsePart | ToolResultPart, Field(discriminator="type")
+    Annotated[TextPart, Tag("text")]
+    | Annotated[ThinkingPart, Tag("thinking")]
+    | Annotated[RedactedPart, Tag("redacted_thinking")]
+    | Annotated[DocumentPart, Tag("document")]
+    | Annotated[SearchResultPart, Tag("search_result")]
+    | Annotated[ToolUsePart, Tag("tool_use")]
+    | Annotated[ToolResultPart, Tag("tool_result")]
+    | Annotated[ServerUsePart, Tag("..._tool_use")]
+    | Annotated[ServerResultPart, Tag("..._tool_result")],
+    Discriminator(_tag),
 ]
+_OF_ROLES = {
+    "user": (TextPart, DocumentPart, SearchResultPart, ToolResultPart),
+    "assistant": (TextPart, ThinkingPart, RedactedPart, ToolUsePart, ServerResultPart),
+    "system": (TextPart,),
+}
+"""The blocks that a message of each role may hold."""
 
 
-class Message(Body):
+class Message(Open):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -75,12 +201,7 @@ class Message(Body):
     @model_validator(mode="after")
     def _fits_its_role(self) -> "Message":
         parts = [] if isinstance(self.content, str) else self.content
-        allowed = {
-            "user": (TextPart, ToolResultPart),
-            "assistant": (TextPart, ThinkingPart, ToolUsePart),
-            "system": (TextPart,),
-        }[self.role]
-        wrong = next((part for part in parts if not isinstance(part, allowed)), None)
+        wrong = next((part for part in parts if not isinstance(part, _OF_ROLES[self.role])), None)
         if wrong is not None:
             raise ValueError(f"a message of role {self.role!r} cannot hold a {wrong.type} block")
         return self
@@ -90,29 +211,22 @@ class Message(Body):
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        if self.role == "assistant":
-            yield self._assistant(self.content)
-            return
-        texts: list[str] = []
+        said: list[Part] = []
         for part in self.content:
-            if isinstance(part, TextPart):
-                texts.append(part.text)
-            elif isinstance(part, ToolResultPart):
-                if texts:
-                    yield {"role": self.role, "content": "\n".join(texts)}
-                    texts = []
-                yield {
-                    "role": "tool",
-                    "tool_call_id": part.tool_use_id,
-                    "content": _text(part.content or ""),
-                }
-        if texts or not self.content:
-            yield {"role": self.role, "content": "\n".join(texts)}
+            if not isinstance(part, ToolResultPart | ServerResultPart):
+                said.append(part)
+                continue
+            if said:
+                yield self._said(said)
+                said = []
+            yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": part.text}
+        if said or not self.content:
+            yield self._said(said)
 
-    @staticmethod
-    def _assistant(parts: Sequence[Part]) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": "assistant"}
-        made["content"] = "\n".join(p.text for p in parts if isinstance(p, TextPart))
+    def _said(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """One message of a chat."""
+        text = "\n".join(part.text for part in parts if isinstance(part, Readable))
+        made: dict[str, Any] = {"role": self.role, "content": text}
         if thought := "\n".join(p.thinking for p in parts if isinstance(p, ThinkingPart)):
             made["reasoning_content"] = thought
         calls = [
@@ -123,11 +237,11 @@ class Message(Body):
         return {**made, "tool_calls": calls} if calls else made
 
 
-def _text(content: str | Sequence[TextPart]) -> str:
+def _text(content: str | Sequence[Readable]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class Tool(Body):
+class FunctionTool(Open):
     """A function that may be called."""
 
     type: Literal["custom"] | None = None
@@ -147,7 +261,13 @@ class Tool(Body):
         return {"type": "function", "function": function}
 
 
-class ToolChoice(Body):
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[LeftOut, Tag("left out")],
+    Discriminator(lambda tool: "function" if kind_of(tool) in (None, "custom") else "left out"),
+]
+
+
+class ToolChoice(Open):
     """Whether a tool is called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -167,18 +287,23 @@ class ToolChoice(Body):
         return "required" if self.type == "any" else self.type
 
 
-class ThinkingConfig(Body):
+class ThinkingConfig(Open):
     """Whether the model reasons, and for how long."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
     @model_validator(mode="after")
-    def _has_budget(self) -> "ThinkingConfig":
-        if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise ValueError("budget_tokens must be given with type='enabled', and only with it")
+    def _may_have_budget(self) -> "ThinkingConfig":
+        if self.type != "enabled" and self.budget_tokens is not None:
+            raise ValueError("budget_tokens goes with type='enabled' alone")
         return self
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name what is shown all the same."""
+        if self.display == "omitted":
+            yield "display", "thinking.display='omitted' is not served; leave it out"
 
 
 class OutputFormat(Body):
@@ -188,7 +313,7 @@ class OutputFormat(Body):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(Open):
     """How the answer is made."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -207,13 +332,20 @@ class Conversation(Asked):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
     cache_control: CacheControl = None
 
     @model_validator(mode="after")
     def _has_tools(self) -> "Conversation":
-        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.tools:
+        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.functions:
             raise ValueError(f"tool_choice.type={self.tool_choice.type!r} needs tools")
         return self
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that the model is told of."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     def chat(self) -> ChatRequest:
         """As a chat.
@@ -236,8 +368,8 @@ class Conversation(Asked):
     def options(self) -> dict[str, Any]:
         """Fields of the chat beside its messages."""
         found: dict[str, Any] = {"model": self.model}
-        if self.tools:
-            found["tools"] = [tool.chat() for tool in self.tools]
+        if self.functions:
+            found["tools"] = [tool.chat() for tool in self.functions]
         if (choice := self.tool_choice) is not None:
             found["tool_choice"] = choice.chat()
             found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -246,9 +378,10 @@ class Conversation(Asked):
             found["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
         if (output := self.output_config) is not None:
             found["reasoning_effort"] = output.effort
-            if output.format is not None:
-                named = {"name": "answer", "schema": output.format.schema_}
-                found["response_format"] = {"type": "json_schema", "json_schema": named}
+        form = self.output_format or (output.format if output is not None else None)
+        if form is not None:
+            named = {"name": "answer", "schema": form.schema_}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
         return found
 
 

@@ -4,16 +4,25 @@ Fields that OpenAI defines and that change nothing here are accepted; those that
 answer and cannot be served are refused with the reason.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
+from qllm.errors import brief
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 from .ask import TO_FIT, name_of
 from .errors import ApiError
-from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers
+from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers, Open
 from .tool_choice import Choice, allowed_of, choice_of, grammar
 
 MAX_LOGPROBS = 20
@@ -28,7 +37,7 @@ TextOr = Annotated[
 """Text, or a list: an error in an item is told, not that a list is no text."""
 
 
-class StreamOptions(Body):
+class StreamOptions(Open):
     """What a stream says beside its text."""
 
     include_usage: bool = False
@@ -286,9 +295,16 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in bias.items()}
 
 
+def _is_left_out(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool is one that a server would run."""
+    kind = tool.get("type", "function")
+    return isinstance(kind, str) and kind not in ("function", "custom") and "function" not in tool
+
+
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
+    model_config = ConfigDict(extra="forbid")
     no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, True)}
     ids = ("prompt",)
 
@@ -380,6 +396,17 @@ class ChatRequest(Generation):
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools without those that a server would run."""
+        return None if self.tools is None else [x for x in self.tools if not _is_left_out(x)]
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        for tool in self.tools or ():
+            if _is_left_out(tool):
+                kind = tool["type"]
+                yield f"tools.{kind}", f"tools of type {brief(kind)} are not run here; leave it out"
+
     @field_validator("modalities")
     @classmethod
     def _no_audio(cls, value: list[str] | None) -> list[str] | None:
@@ -422,7 +449,7 @@ class ChatRequest(Generation):
         Raises:
             ApiError: The tools, or the choice, are wrong.
         """
-        tools, asked = allowed_of(self.tools, self.tool_choice)
+        tools, asked = allowed_of(self.callable_tools, self.tool_choice)
         return choice_of(tools, asked, self.parallel_tool_calls)
 
     def form(self) -> StructuredOutputs | None:
@@ -439,7 +466,7 @@ class ChatRequest(Generation):
 
     def template_options(self) -> dict[str, Any]:
         """Keywords of the chat template."""
-        tools, asked = allowed_of(self.tools, self.tool_choice)
+        tools, asked = allowed_of(self.callable_tools, self.tool_choice)
         tools = None if asked == "none" else tools
         given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         if self.reasoning_effort is not None:

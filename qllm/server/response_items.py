@@ -1,12 +1,14 @@
 """Items of a conversation as `/v1/responses` has them, and the chat that they come to."""
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
-from .fields import Items, SentBack
+from .fields import Items, SentBack, kind_of
 from .protocol import TextOr
+from .response_tools import INPUT, Names
 
 
 class Item(SentBack):
@@ -54,7 +56,28 @@ class MessageItem(Item):
     phase: str | None = None
 
 
-class CallItem(Item):
+class AnyCallItem(Item):
+    """A call of a tool."""
+
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+
+    @property
+    def called(self) -> str:
+        """The name of the tool."""
+        return self.name or ""
+
+    def given(self) -> str:
+        """Its arguments as JSON."""
+        raise NotImplementedError
+
+    def result(self) -> str | None:
+        """What it came to, if it says so itself."""
+        return None
+
+
+class CallItem(AnyCallItem):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -62,13 +85,98 @@ class CallItem(Item):
     name: str
     arguments: str
 
+    def given(self) -> str:
+        return self.arguments
 
-class CallOutputItem(Item):
+
+class CustomCallItem(AnyCallItem):
+    """A call of a tool whose input is plain text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+    def given(self) -> str:
+        return json.dumps({INPUT: self.input})
+
+
+class OtherCallItem(AnyCallItem):
+    """A call of a tool of another kind (a shell, a search): its own fields are its arguments."""
+
+    shows_all: ClassVar[bool] = True
+    type: str
+
+    @property
+    def called(self) -> str:
+        return self.name or self.type.removesuffix("_call")
+
+    def given(self) -> str:
+        return json.dumps({name: x for name, x in self._own() if name not in OUTPUTS})
+
+    def result(self) -> str | None:
+        found = {name: x for name, x in self._own() if name in OUTPUTS}
+        return json.dumps(found) if found else None
+
+    def _own(self) -> Iterator[tuple[str, Any]]:
+        """Its fields, but for those that only its server can read."""
+        for name, x in (self.model_extra or {}).items():
+            if x is not None and not name.startswith("encrypted"):
+                yield name, x
+
+
+OUTPUTS = ("output", "outputs", "result", "results")
+"""Fields of a call that a server answered by itself."""
+
+
+class AnyOutputItem(Item):
     """What a call came to."""
 
-    type: Literal["function_call_output"]
+    call_id: str | None = None
+
+    def text(self) -> str:
+        """The same in words."""
+        raise NotImplementedError
+
+
+class CallOutputItem(AnyOutputItem):
+    """What a call of a function came to."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Parts
+
+    def text(self) -> str:
+        return text_of(self.output)
+
+
+class OtherOutputItem(AnyOutputItem):
+    """What a call of a tool of another kind came to."""
+
+    type: str
+    output: Any = None
+
+    @field_validator("output")
+    @classmethod
+    def _has_no_image(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else [value]:
+            if str(kind_of(part)).endswith(("_image", "_screenshot")):
+                raise ValueError("images are not served; leave them out")
+        return value
+
+    def text(self) -> str:
+        return self.output if isinstance(self.output, str) else json.dumps(self.output)
+
+
+class SkippedItem(Item):
+    """What only a server that runs tools has a use for."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name it by its type."""
+        yield self.type, f"items of type {self.type!r} say nothing to a model; leave it out"
 
 
 class ReasoningText(Item):
@@ -87,27 +195,44 @@ class ReasoningItem(Item):
     encrypted_content: str | None = None
 
 
-def type_or_message(value: Any) -> Any:
-    """The type of an item; a message needs to name none."""
-    if isinstance(value, Mapping):
-        return value.get("type") or "message"
-    return getattr(value, "type", "message")
+_SKIPPED = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
+
+
+def _tag(value: Any) -> Any:
+    """Which of the items it is; a message needs to name no type."""
+    kind = kind_of(value) or "message"
+    if not isinstance(kind, str) or kind in ("function_call", "custom_tool_call"):
+        return kind
+    if kind in _SKIPPED:
+        return "skipped"
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return "function_call_output"
+    return next((f"...{end}" for end in ("_call", "_call_output") if kind.endswith(end)), kind)
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[OtherCallItem, Tag("..._call")]
+    | Annotated[OtherOutputItem, Tag("..._call_output")]
+    | Annotated[SkippedItem, Tag("skipped")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(type_or_message),
+    Discriminator(_tag),
 ]
 
 
 class Chat:
-    """Puts items together to messages: reasoning, text and calls of one answer are one message."""
+    """Puts items together to messages: reasoning, text and calls of one answer are one message.
 
-    def __init__(self) -> None:
+    Args:
+        names: Of the tools that may be called.
+    """
+
+    def __init__(self, names: Names) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._names = names
         self._answer: dict[str, Any] | None = None
         """The assistant's message that is being put together."""
 
@@ -118,18 +243,28 @@ class Chat:
             if texts:
                 self._begin("reasoning_content", "content", "tool_calls")
                 self._of_answer()["reasoning_content"] = "\n".join(texts)
-        elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            self._of_answer().setdefault("tool_calls", []).append(call)
-        elif isinstance(item, CallOutputItem):
-            self._say("tool", text_of(item.output), tool_call_id=item.call_id)
-        elif item.role == "assistant":
+        elif isinstance(item, AnyCallItem):
+            self._call(item)
+            if (result := item.result()) is not None:
+                self._say("tool", result, tool_call_id=item.call_id or item.id or "")
+        elif isinstance(item, AnyOutputItem):
+            self._say("tool", item.text(), tool_call_id=item.call_id or item.id or "")
+        elif isinstance(item, MessageItem):
+            self._add_message(item)
+
+    def _add_message(self, item: MessageItem) -> None:
+        if item.role == "assistant":
             self._begin("content", "tool_calls")
             self._of_answer()["content"] = text_of(item.content)
         else:
             role = "system" if item.role == "developer" else item.role
             self._say(role, text_of(item.content))
+
+    def _call(self, item: AnyCallItem) -> None:
+        name = self._names.of(item.called, item.namespace)
+        function = {"name": name, "arguments": item.given()}
+        call = {"id": item.call_id or item.id or "", "type": "function", "function": function}
+        self._of_answer().setdefault("tool_calls", []).append(call)
 
     def system(self, text: str) -> None:
         """Add instructions."""

@@ -16,6 +16,7 @@ from .errors import ApiError
 from .front import Front
 from .open_answer import Answer, Comment
 from .protocol import ChatRequest
+from .response_tools import CustomTool, plain_input
 from .responses_protocol import ResponsesRequest
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
@@ -166,6 +167,8 @@ class ResponseWriter:
             "status": status if is_done else "in_progress",
         }
         if block.kind is Kind.CALL:
+            if (callee := self._asked.callees.get(block.name)) is not None:
+                return item | callee.call(block.call_id, block.text, is_done=is_done)
             item |= {"type": "function_call", "call_id": block.call_id, "name": block.name}
             return {**item, "arguments": block.text if is_done else ""}
         content = [self._part(block, block.text)] if is_done else []
@@ -203,15 +206,24 @@ class ResponseWriter:
             if block.kind is not Kind.CALL:
                 part = self._part(block, "")
                 yield self._event("response.content_part.added", **place, part=part)
-        elif change.what == "grow":
+        elif change.what == "grow" and not self._is_custom(block):
             yield self._event(f"{kind}.delta", **place, delta=change.added, **logprobs)
-        else:
+        elif change.what == "close":
             yield from self._closed(block, kind, where, place)
+
+    def _is_custom(self, block: Block) -> bool:
+        """Whether it is a call whose input is plain text, which is known once it is whole."""
+        callee = self._asked.callees.get(block.name) if block.kind is Kind.CALL else None
+        return callee is not None and isinstance(callee.tool, CustomTool)
 
     def _closed(
         self, block: Block, kind: str, where: dict[str, Any], place: dict[str, Any]
     ) -> Iterator[str]:
-        if block.kind is Kind.CALL:
+        if self._is_custom(block):
+            kind, text = "response.custom_tool_call_input", plain_input(block.text)
+            yield self._event(f"{kind}.delta", **place, delta=text)
+            said = {"input": text}
+        elif block.kind is Kind.CALL:
             said = {"arguments": block.text, "name": block.name}
         else:
             said = {"text": block.text}

@@ -86,16 +86,21 @@ def routes(front: Front, state: State | None) -> APIRouter:
         if not body.background:
             return await respond(request, front, writer, body, ask)
         assert state is not None
+        ignored = front.told.headers(body.all_unserved)
         await front.in_thread(Priority.BE, front.check, ask)
-        return await _in_background(front, state.background, writer, body.stream, owner, add)
+        begun = await _in_background(front, state.background, writer, body.stream, owner, add)
+        begun.headers.update(ignored)
+        return begun
 
     @router.post(f"{ENDPOINT}/input_tokens", responses=RESPONSES)
     async def input_tokens(body: InputTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation as its model would see it."""
+        ignored = front.told.headers(body.all_unserved)
         asked = await _chat_of(front, state, body, _caller(request))
         ask = chat.ask_of(asked, "count", None)
         ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+        found = {"object": "response.input_tokens", "input_tokens": len(ids)}
+        return JSONResponse(found, headers=ignored)
 
     @router.post(f"{ENDPOINT}/compact", responses=RESPONSES)
     async def compact() -> None:

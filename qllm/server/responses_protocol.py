@@ -1,74 +1,26 @@
 """The body of `POST /v1/responses`, the chat it comes to, and the response before its output."""
 
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, field_validator, model_validator
 
 from qllm.types import Priority
 
 from .errors import ApiError, parse
-from .fields import Asked, Body, Items, Texts
+from .fields import Asked, Body, Items, Open, Texts
 from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
+from .response_tools import Callee, Names, Tool, ToolChoice, callees
+from .unknown import says_nothing
 
 ENDPOINT = "/v1/responses"
-Include = Literal[
-    "message.output_text.logprobs", "reasoning.encrypted_content",
-    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
-    "message.input_image.image_url", "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-]  # fmt: skip
-"""The first is served. Reasoning is in clear text; what the others name never comes up here."""
+LOGPROBS = "message.output_text.logprobs"
+"""The one thing of `include` that is served. Reasoning is in clear text; what others name never
+comes up here."""
 
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-
-
-class FunctionTool(Body):
-    """A function that may be called."""
-
-    type: Literal["function"]
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def chat(self) -> dict[str, Any]:
-        """As a chat has it."""
-        names = ("name", "description", "parameters")
-        given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        return {"type": "function", "function": given}
-
-
-class NamedTool(Body):
-    """The name of a function."""
-
-    type: Literal["function"]
-    name: str
-
-    def chat(self) -> dict[str, Any]:
-        """As a chat has it."""
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class AllowedTools(Body):
-    """Some of the tools."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Items[NamedTool] = Field(min_length=1)
-
-    def chat(self) -> dict[str, Any]:
-        """As a chat has it."""
-        some = {"mode": self.mode, "tools": [tool.chat() for tool in self.tools]}
-        return {"type": "allowed_tools", "allowed_tools": some}
-
-
-ToolChoice = (
-    Literal["auto", "none", "required"]
-    | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
-)
 
 
 class TextFormat(Body):
@@ -93,14 +45,14 @@ class TextFormat(Body):
         return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
 
 
-class Text(Body):
+class Text(Open):
     """How the answer's text is made."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(Body):
+class Reasoning(Open):
     """How the model reasons."""
 
     effort: str | None = None
@@ -112,7 +64,7 @@ class Reasoning(Body):
     generate_summary: str | None = None
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(Open):
     """How a stream is made."""
 
     include_obfuscation: bool | None = None
@@ -133,7 +85,7 @@ class ResponsesRequest(Asked):
     background: bool | None = False
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
-    tools: Items[FunctionTool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
@@ -142,10 +94,10 @@ class ResponsesRequest(Asked):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    include: Items[Include] | None = None
+    include: Items[str] | None = None
     service_tier: ServiceTier | None = None
     """"flex" is BE, the others are LS."""
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     max_tool_calls: int | None = None
     metadata: Texts | None = None
@@ -155,9 +107,8 @@ class ResponsesRequest(Asked):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     moderation: Any = None
-    conversation: None = None
-    prompt: None = None
-    context_management: None = None
+    conversation: Any = None
+    prompt: Any = None
 
     seed: int | None = None
     """vLLM, as are the following; see chat completions."""
@@ -175,14 +126,35 @@ class ResponsesRequest(Asked):
     priority: int | None = None
     slo: Targets | None = None
 
+    _callees: dict[str, Callee] = PrivateAttr(default_factory=dict)
+
     @field_validator("tools")
     @classmethod
-    def _are_distinct(cls, value: list[FunctionTool] | None) -> list[FunctionTool] | None:
-        names = [tool.name for tool in value or ()]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"two functions are called {twice!r:.80}; give each a name of its own")
+    def _are_distinct(cls, value: list[Tool] | None) -> list[Tool] | None:
+        callees(value or ())
         return value
+
+    @field_validator("conversation", "prompt")
+    @classmethod
+    def _is_kept_elsewhere(cls, value: Any) -> Any:
+        if not says_nothing(value):
+            raise ValueError("names what only another server keeps; send its items as input")
+        return None
+
+    @model_validator(mode="after")
+    def _know_tools(self) -> "ResponsesRequest":
+        self._callees = callees(self.tools or ())
+        return self
+
+    @property
+    def callees(self) -> Mapping[str, Callee]:
+        """The tools that may be called, by the name that the model knows."""
+        return self._callees
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name what the answer does not depend on."""
+        if self.truncation == "auto":
+            yield "truncation", "truncation='auto' is not served: a prompt is never cut"
 
     @model_validator(mode="after")
     def _can_wait(self) -> "ResponsesRequest":
@@ -212,7 +184,7 @@ class ResponsesRequest(Asked):
         Raises:
             ApiError: A value is wrong.
         """
-        made = Chat()
+        made = Chat(Names(self.callees))
         if self.instructions is not None:
             made.system(self.instructions)
         for item in (*_ITEMS.validate_python(list(before)), *self._input()):
@@ -247,16 +219,15 @@ class ResponsesRequest(Asked):
 
     def _choice(self) -> dict[str, Any]:
         """Tools and the choice among them, as a chat has them."""
-        choice = self.tool_choice
         return {
-            "tools": [tool.chat() for tool in self.tools or []] or None,
-            "tool_choice": choice.chat() if isinstance(choice, Body) else choice,
+            "tools": [callee.chat(name) for name, callee in self.callees.items()] or None,
+            "tool_choice": Names(self.callees).choice(self.tool_choice),
         }
 
     @property
     def shows_logprobs(self) -> bool:
         """Whether log-probabilities of the text are asked for."""
-        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def asked_class(self) -> Priority | None:
         """The class that the body asks for; None if it says nothing."""
@@ -281,11 +252,10 @@ class ResponsesRequest(Asked):
             "temperature": 1.0,
             "top_p": 1.0,
             "parallel_tool_calls": True,
-            "truncation": "disabled",
         }
         same = (
             "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls",
-            "temperature", "top_p", "parallel_tool_calls", "truncation", "user", "prompt_cache_key",
+            "temperature", "top_p", "parallel_tool_calls", "user", "prompt_cache_key",
             "safety_identifier",
         )  # fmt: skip
         shown = {name: getattr(self, name) for name in same}
@@ -301,6 +271,7 @@ class ResponsesRequest(Asked):
             "model": model,
             "output": [],
             **{name: unset.get(name) if value is None else value for name, value in shown.items()},
+            "truncation": "disabled",
             "metadata": self.metadata or {},
             "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "service_tier": self.service_tier or "default",

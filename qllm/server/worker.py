@@ -158,6 +158,7 @@ async def prepare(front: Front, body: Any) -> tuple[Ask, Renderer]:
         ApiError: It is wrong.
     """
     front.check_model(body.model)
+    front.told.headers(body.all_unserved)
     if isinstance(body, ChatRequest):
         chat_writer = chat.ChatWriter(front, body)
         return chat.ask_of(body, chat_writer.answer_id, None), chat_writer

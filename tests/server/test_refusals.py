@@ -75,6 +75,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (COMPLETE, {"max_tokens": 0}, None, "needs echo=true"),
         (COMPLETE, {"max_tokens": -1, "echo": True}, "max_tokens", "0"),
         (CHATS, {"max_tokens": 0}, "max_tokens", "1"),
+        (COMPLETE, {"prompt": [5] * 5000}, None, "4096"),
         (COMPLETE, {"logprobs": 21}, "logprobs", "20"),
         (COMPLETE, {"logit_bias": {"x": 1}}, "logit_bias", "token id"),
         (COMPLETE, {"min_tokens": 17}, "min_tokens", "at most max_tokens, here 16"),
@@ -226,7 +227,7 @@ def test_long_bodies_are_read_beside_the_event_loop(
     monkeypatch.setattr(bodies, "loads", parse)
     for wrong, kind in (
         ({"seed": "x"}, "application/json"),
-        ({"bogus": {"a": 1}}, "application/json"),
+        ({"n_predict": {"a": 1}}, "application/json"),
         ({}, "text/plain"),
     ):
         said = []
@@ -370,13 +371,16 @@ def say(*parts: Any, role: str = "user") -> dict[str, Any]:
         ("/v1/messages", say({"type": "text", "text": 5}),
          "messages[1].content[0].text: Input should be a valid string, not 5"),
         ("/v1/messages", say({"type": "image", "source": {}}),
-         "messages[1].content[0]: Input should be of type 'text', 'thinking', 'tool_use', "
-         "'tool_result', not 'image'"),
-        ("/v1/messages", say({"type": "text", "text": "a", "foo": 1}),
-         "unknown field 'messages[1].content[0].foo'"),
+         "messages[1].content[0]: Input should be of type 'text', 'thinking', "
+         "'redacted_thinking', 'document', 'search_result', 'tool_use', 'tool_result', "
+         "'..._tool_use', '..._tool_result', not 'image'"),
+        ("/v1/messages", say({"type": "text", "text": "a", "citation": 1}),
+         "unknown field 'messages[1].content[0].citation': it is no field here; did you mean "
+         "'citations'?"),
         ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x",
                               "content": [{"type": "text", "text": "a"}, {"type": "image"}]}),
-         "messages[1].content[0].content[1].type: Input should be 'text', not 'image'"),
+         "messages[1].content[0].content[1]: Input should be of type 'text', 'tool_reference', "
+         "'document', 'search_result', not 'image'"),
         ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x"}, role="assistant"),
          "messages[1]: a message of role 'assistant' cannot hold a tool_result block"),
         ("/v1/messages", {**say(), "messages": [{"role": "user", "content": 5}]},
@@ -453,7 +457,7 @@ MANY = 2000
         (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "x"}] * MANY}]}),
         (ResponsesRequest, {"input": [{"type": "reasoning", "content": [{}] * MANY}]}),
         (ResponsesRequest, {"input": "a", "tools": [{}] * MANY}),
-        (ResponsesRequest, {"input": "a", "include": ["x"] * MANY}),
+        (ResponsesRequest, {"input": "a", "include": [5] * MANY}),
         (ResponsesRequest, {"input": "a", "metadata": dict.fromkeys(map(str, range(MANY)), 1)}),
         (DetokenizeRequest, {"tokens": ["a"] * MANY}),
         (TokenizeRequest, {"messages": [5] * MANY}),

@@ -131,7 +131,7 @@ def test_async(url: str) -> None:
     ("more", "kind", "says"),
     [
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
-        ({"extra_body": {"foo": 1}}, anthropic.BadRequestError, "unknown field 'foo'"),
+        ({"extra_body": {"n_predict": 1}}, anthropic.BadRequestError, "unknown field 'n_predict'"),
         ({"model": "x"}, anthropic.NotFoundError, "'x' is not served here"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "needs tools"),
         (

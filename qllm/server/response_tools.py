@@ -1,0 +1,194 @@
+"""Tools as `/v1/responses` has them, and the functions that the model is told of.
+
+A function of a namespace and a tool whose input is plain text become functions of a chat; a call
+of one is shown as its client expects it. Tools that a server would run are left out.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Discriminator, Field, Tag
+
+from .fields import Items, LeftOut, Open, kind_of
+
+INPUT = "input"
+"""The argument of the function that stands for a tool whose input is plain text."""
+
+
+class FunctionTool(Open):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def function(self) -> dict[str, Any]:
+        """As a chat has it, but for its name."""
+        given = {"description": self.description, "parameters": self.parameters}
+        return {name: x for name, x in given.items() if x is not None}
+
+
+class CustomTool(Open):
+    """A tool of the client whose input is plain text."""
+
+    type: Literal["custom"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+    def function(self) -> dict[str, Any]:
+        """As a function of one text."""
+        grammar = (self.format or {}).get("definition")
+        said = [self.description, grammar and f"The input is of this grammar:\n{grammar}"]
+        parameters = {
+            "type": "object",
+            "properties": {INPUT: {"type": "string"}},
+            "required": [INPUT],
+            "additionalProperties": False,
+        }
+        return {"description": "\n\n".join(filter(None, said)), "parameters": parameters}
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name the grammar: the model is told of it, and not held to it."""
+        if self.format is not None and self.format.get("type") != "text":
+            yield "format", "the input of a custom tool is held to no grammar; leave format out"
+
+
+def _either(kinds: Mapping[str, str]) -> Discriminator:
+    """Tell the kinds of tools apart; one of any other type is left out."""
+    return Discriminator(lambda value: kinds.get(str(kind_of(value)), "left out"))
+
+
+_CALLED = {"function": "function", "custom": "custom"}
+Called = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[LeftOut, Tag("left out")],
+    _either(_CALLED),
+]
+
+
+class NamespaceTool(Open):
+    """Several tools under one name."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: Items[Called] = Field(default_factory=list)
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[LeftOut, Tag("left out")],
+    _either({**_CALLED, "namespace": "namespace"}),
+]
+
+
+class Callee(NamedTuple):
+    """A tool that the model may call."""
+
+    tool: FunctionTool | CustomTool
+    namespace: str | None
+
+    def chat(self, name: str) -> dict[str, Any]:
+        """As a chat has it, under the name that the model knows."""
+        return {"type": "function", "function": {"name": name, **self.tool.function()}}
+
+    def call(self, call_id: str, arguments: str, *, is_done: bool) -> dict[str, Any]:
+        """A call of it as an output item."""
+        where = {} if self.namespace is None else {"namespace": self.namespace}
+        item = {"call_id": call_id, "name": self.tool.name, **where}
+        if isinstance(self.tool, FunctionTool):
+            return {**item, "type": "function_call", "arguments": arguments if is_done else ""}
+        said = plain_input(arguments) if is_done else ""
+        return {**item, "type": "custom_tool_call", "input": said}
+
+
+def plain_input(arguments: str) -> str:
+    """The text of a call of a custom tool; of one that was cut off, what it has."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    text = found.get(INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def callees(tools: Sequence[Any]) -> dict[str, Callee]:
+    """The tools that may be called, by the name that the model knows.
+
+    That is their own, or, where several have it, with the namespace in front.
+
+    Raises:
+        ValueError: Two tools are called the same.
+    """
+    found = []
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            inside = (x for x in tool.tools if not isinstance(x, LeftOut))
+            found += [Callee(x, tool.name) for x in inside]
+        elif not isinstance(tool, LeftOut):
+            found.append(Callee(tool, None))
+    counts = Counter(callee.tool.name for callee in found)
+    named: dict[str, Callee] = {}
+    for callee in found:
+        name, space = callee.tool.name, callee.namespace
+        if counts[name] > 1 and space is not None:
+            name = f"{space}__{name}"
+        if name in named:
+            raise ValueError(f"two functions are called {name!r:.80}; give each a name of its own")
+        named[name] = callee
+    return named
+
+
+class NamedTool(Open):
+    """The name of a tool."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class AllowedTools(Open):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+ToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+)
+
+
+class Names:
+    """The names that the model knows tools by.
+
+    Args:
+        named: The tools.
+    """
+
+    def __init__(self, named: Mapping[str, Callee]) -> None:
+        self._known = {(x.namespace, x.tool.name): name for name, x in named.items()}
+
+    def of(self, name: str, namespace: str | None) -> str:
+        """The name of a tool, known or not."""
+        return self._known.get((namespace, name), name)
+
+    def choice(self, asked: Any) -> Any:
+        """A choice among the tools, as a chat has it."""
+        if isinstance(asked, NamedTool):
+            name = self.of(asked.name, asked.namespace)
+            return {"type": "function", "function": {"name": name}}
+        if isinstance(asked, AllowedTools):
+            some = {"mode": asked.mode, "tools": [self.choice(tool) for tool in asked.tools]}
+            return {"type": "allowed_tools", "allowed_tools": some}
+        return asked
