@@ -425,7 +425,13 @@ async def respond(
 
     async def work() -> Response:
         caller, other_id = request.state.caller, header(request.scope, "x-request-id")
-        whose = replace(ask, cache_owner=owner_of(caller), caller=caller, other_id=other_id)
+        whose = replace(
+            ask,
+            cache_owner=owner_of(caller),
+            caller=caller,
+            other_id=other_id,
+            silence_timeout_s=front.config.silence_timeout_s,
+        )
         answer = await front.open(whose, wanted)
         try:
             await asyncio.sleep(0)  # the engine is told; what follows is done while it computes

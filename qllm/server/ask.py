@@ -74,6 +74,8 @@ class Ask:
     """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
     slo: Slo | None = None
     timeout_s: float | None = None
+    silence_timeout_s: float | None = None
+    """Ends it when no token came for so long."""
     truncate: int | None = None
     """Keep so many of the last tokens of each prompt; `TO_FIT` is as many as leave room."""
     cache_salt: str = ""

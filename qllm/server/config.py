@@ -124,8 +124,11 @@ class ServerConfig(BaseModel):
     tool_ttl_s: float = Field(60, ge=0, le=1e6)
     """An LS conversation with tools keeps its KV for so long (`cache_ttl_s`): the result of a call
     comes next. 0 does not."""
-    request_timeout_s: float = Field(600, gt=0, le=1e6)
-    """After it a request ends with 504. Batch lines have no such limit."""
+    silence_timeout_s: float | None = Field(600, gt=0, le=1e6)
+    """A request to which no token comes for so long, the first or a further one, ends with 504.
+    Batch lines have no such limit."""
+    request_timeout_s: float | None = Field(None, gt=0, le=1e6)
+    """A request that takes longer than this as a whole ends with 504; none by default."""
     comment_s: float = Field(10, gt=0, le=13)
     """After so long without a token a stream says where its request is, in a comment."""
     stalled_client_s: float = Field(120, gt=0, le=1e6)

@@ -70,7 +70,7 @@ class Front:
         """Does what grows with a body."""
         self._num_ls = 0
         self.told = Told(_log, is_strict=config.unknown_fields == "refuse")
-        """Of what is ignored in requests."""
+        """What tells of all that is ignored in requests."""
 
     @property
     def model_name(self) -> str:
@@ -151,7 +151,7 @@ class Front:
         )
         answer.shows_tokens = ask.max_tokens != 0
         answer.answer_id, answer.caller = ask.answer_id, ask.caller
-        answer.names = ask.names
+        answer.names, answer.silence_timeout_s = ask.names, ask.silence_timeout_s
         self.answers.add(answer)
         if ask.opened is not None:
             ask.opened.has_seat = False

@@ -137,7 +137,6 @@ class ServerUsePart(ToolUsePart):
     """A call that a server answered by itself."""
 
     type: str  # type: ignore[assignment]
-    server_name: str | None = None
 
 
 class ServerResultPart(SentBack):

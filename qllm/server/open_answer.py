@@ -52,6 +52,8 @@ class Answer:
         self.names: frozenset[str | None] = frozenset()
         """What its caller may call it."""
         self.is_paused = False
+        self.silence_timeout_s: float | None = None
+        """It ends when no token came for so long, the first or a further one."""
 
     async def pieces(
         self, silence_s: float | None = None
@@ -66,6 +68,8 @@ class Answer:
         """
         reached, stood_still = dict.fromkeys(range(len(self.handles)), 0), False
         is_first = silence_s is not None
+        clock = asyncio.get_running_loop().time
+        heard_s = clock()
         with Listener(self.handles) as changed:
             while True:
                 changed.clear()
@@ -77,18 +81,31 @@ class Answer:
                     if is_first:
                         is_first = False
                         await asyncio.sleep(0)  # its bytes go before what follows is made
+                    heard_s = clock()  # a client that takes no bytes is no silence
                 if not reached:
                     return
-                if silence_s is None:
-                    await changed.wait()
-                    continue
                 try:
-                    async with asyncio.timeout(silence_s):
+                    async with asyncio.timeout(self._wait_s(silence_s, clock() - heard_s)):
                         await changed.wait()
                 except TimeoutError:
+                    self._refuse_silence(clock() - heard_s)
+                    if silence_s is None:
+                        continue
                     said = await self._state()
                     stood_still = stood_still or said in (PARKED, PAUSED)
                     yield 0, Comment(said)
+
+    def _wait_s(self, silence_s: float | None, silent_s: float) -> float | None:
+        """How long to wait for news: until a comment is due, or the end of a silence."""
+        most_s = self.silence_timeout_s
+        left_s = None if most_s is None else max(0.0, most_s - silent_s)
+        return min((x for x in (silence_s, left_s) if x is not None), default=None)
+
+    def _refuse_silence(self, silent_s: float) -> None:
+        most_s = self.silence_timeout_s
+        if most_s is not None and silent_s >= most_s:
+            text = f"no token came for {most_s:g} s, which is all that the server allows "
+            raise ApiError(504, text + "(silence_timeout_s)", code="timeout")
 
     def _news(self, reached: dict[int, int]) -> Iterator[tuple[int, Piece | FinishReason]]:
         """What is new of the open choices: pieces behind those in `reached`, and ends."""

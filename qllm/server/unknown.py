@@ -62,7 +62,7 @@ class Unserved(NamedTuple):
     why: str
     """What a refusal says of it."""
     is_refused: bool
-    """Whether it is refused whatever the setting says."""
+    """Whether no setting takes it."""
 
 
 def says_nothing(value: Any) -> bool:

@@ -17,7 +17,7 @@ from qllm.server.ask import SHORT, Served
 from qllm.server.errors import ApiError, from_engine
 from qllm.server.open_answer import Answer
 from qllm.types import Priority, SamplingParams, Slo
-from tests.support.engines import Broken
+from tests.support.engines import Broken, Holding
 from tests.support.serving import Serving, serving, tiny_engine
 from tests.support.waiting import wait_for
 
@@ -421,6 +421,13 @@ def test_a_request_over_its_time_is_504(engine: QLLMEngine) -> None:
                     **LONG, stream=True, extra_body={"ignore_eos": True}
                 )
             )  # fmt: skip
+
+
+def test_a_request_to_which_no_token_comes_is_504(holding: Holding) -> None:
+    with serving(holding.engine, silence_timeout_s=0.3) as served:
+        answer = served.post("/v1/completions", ENDLESS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        wait_for(lambda: served.front._num_ls == 0)
 
 
 def test_the_drain_lets_a_stream_end(engine: QLLMEngine) -> None:

@@ -3,18 +3,22 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from qllm.frontend.handle import Piece
 from qllm.server.ask import Served
+from qllm.server.config import ServerConfig
+from qllm.server.errors import ApiError
 from qllm.server.open_answer import Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 from tests.support.engines import FileGate
 from tests.support.serving import serving, tiny_engine
+from tests.support.virtual import VirtualLoop
 
 
 def test_a_stream_that_waits_says_so_and_clients_do_not_see_it(tmp_path: Path) -> None:
@@ -115,3 +119,66 @@ def test_the_first_bytes_of_a_stream_go_before_the_rest_is_made() -> None:
 
     assert asyncio.run(seen(60.0)) == ["a", "sent", "b", "end"]
     assert asyncio.run(seen(None)) == ["a", "b", "end", "sent"]
+
+
+class Timed(Gated):
+    """A handle whose pieces come after given silences, in seconds; then it ends."""
+
+    def __init__(self, silences: Sequence[float]) -> None:
+        super().__init__()
+        self.silences, self.num = silences, 0
+
+    def at(self, position: int) -> Piece | FinishReason | None:
+        if position < self.num:
+            return Piece("a", (1,), ())
+        return FinishReason.STOP if self.num == len(self.silences) else None
+
+    async def run(self) -> None:
+        for silence_s in self.silences:
+            await asyncio.sleep(silence_s)
+            self.num += 1
+            self.wake()
+
+
+def num_until_cut(silences: Sequence[float], silence_s: float | None, lag_s: float = 0) -> int:
+    """How many pieces come where no silence may be longer than 10 s; -1 - n where an error ends it."""
+
+    async def read() -> int:
+        handle: Any = Timed(silences)
+        made = Answer([handle], 1, Served(Priority.LS), lambda _: None, lambda *_: None, lambda: 0)  # type: ignore[arg-type, return-value]
+        made.silence_timeout_s, num = 10.0, 0
+        sends = asyncio.create_task(handle.run())
+        try:
+            async for _, item in made.pieces(silence_s):
+                num += isinstance(item, Piece)
+                await asyncio.sleep(lag_s)
+        except ApiError as error:
+            return -1 - num if (error.status_code, error.code) == (504, "timeout") else -1000
+        finally:
+            sends.cancel()
+        return num
+
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(read())
+    finally:
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+@pytest.mark.parametrize("silence_s", [None, 4.0])
+def test_silence_ends_an_answer_and_duration_does_not(silence_s: float | None) -> None:
+    assert num_until_cut([9.0] * 100, silence_s) == 100
+    for at in (0, 1, 50):
+        silences = [9.0] * 100
+        silences[at] = 30.0
+        assert num_until_cut(silences, silence_s) == -1 - at
+
+
+def test_a_client_that_reads_slowly_is_no_silence() -> None:
+    assert num_until_cut([1.0] * 20, None, lag_s=15) == 20
+
+
+def test_only_a_setting_ends_a_request_for_its_duration() -> None:
+    config = ServerConfig()
+    assert (config.request_timeout_s, config.silence_timeout_s) == (None, 600)
