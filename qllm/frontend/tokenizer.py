@@ -4,7 +4,7 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.frontend.client import Client
-from qllm.models.tokenizer import load_tokenizer, vocabulary_of
+from qllm.models.tokenizer import load_tokenizer, longest_token, vocabulary_of
 
 
 def tokenizer_of(client: Client, where: str, trust_remote_code: bool) -> Any:
@@ -23,3 +23,8 @@ def tokenizer_of(client: Client, where: str, trust_remote_code: bool) -> Any:
     except BaseException:
         client.close()
         raise
+
+
+def prepare(tokenizer: Any) -> None:
+    """Look at all tokens now, not with the first long text."""
+    longest_token(tokenizer)

@@ -15,7 +15,7 @@ import sys
 import traceback
 from typing import Any
 
-from qllm.models.tokenizer import longest_token
+from qllm.frontend.tokenizer import prepare
 
 from . import app  # noqa: F401 - forked processes have all functions then
 from .apart import MEMORY_BYTES, filled
@@ -31,7 +31,7 @@ def main(fd: int) -> None:
     """
     tokenizer = pickle.load(sys.stdin.buffer)
     if tokenizer is not None:
-        longest_token(tokenizer)  # it is remembered
+        prepare(tokenizer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.disable()

@@ -18,7 +18,7 @@ from tests.support.serving import Serving
 from tests.support.waiting import wait_for
 
 SIZE = 2 * LONG
-"""The size of one value: what grows with a body is noticed by its size."""
+"""How long one value is: what grows with a body is noticed by its size."""
 WORST: dict[str, Any] = {
     "lists": [[]] * (SIZE // 3),
     "ids": [1] * (SIZE // 2),
