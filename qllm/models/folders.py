@@ -21,6 +21,8 @@ GGUF = ".gguf"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+_POINTER_BYTES = 1024
+"""More than a pointer of Git LFS has."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
@@ -65,7 +67,7 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
 
 def _refuse_pointers(files: list[Path]) -> None:
     """Refuse what Git leaves in place of large files where Git LFS did not run."""
-    found = [path for path in files if path.is_file() and _is_pointer(path)]
+    found = [path for path in files if _is_pointer(path)]
     if found:
         raise ModelError(
             f"{found[0]} is a Git LFS pointer, not the file itself"
@@ -76,6 +78,8 @@ def _refuse_pointers(files: list[Path]) -> None:
 
 def _is_pointer(path: Path) -> bool:
     try:
+        if not path.is_file() or path.stat().st_size >= _POINTER_BYTES:
+            return False
         with path.open("rb") as file:
             return file.read(len(_POINTER)) == _POINTER
     except OSError:
