@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any, Literal, get_type_hints
 
 from qllm.errors import ConfigError, shown
 from qllm.floor import Floor
+from qllm.hints import hint_of
 from qllm.spelling import read_all
 from qllm.types import MAX_TIME_MS, Exactness, Grain, Priority, Slo
 
@@ -343,9 +343,9 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
         if name in GONE:
             raise ConfigError(f"the setting {name!r} is gone: {GONE[name]}")
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise ConfigError(f"unknown setting {name!r}{hint}; known: {', '.join(known)}")
+            raise ConfigError(
+                f"unknown setting {name!r}{hint_of(name, known)}; known: {', '.join(known)}"
+            )
     return EngineConfig(**settings)
 
 

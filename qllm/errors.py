@@ -23,18 +23,27 @@ from typing import Any
 
 def pip_install(extra: str) -> str:
     """The command that installs what an extra of this package needs, by names that pip finds."""
-    from importlib.metadata import PackageNotFoundError, requires
-
-    mark = re.compile(rf"""extra == ["']{re.escape(extra)}["']""")
-    try:
-        needs = [
-            need.split(";")[0].strip() for need in requires(DISTRIBUTION) or () if mark.search(need)
-        ]
-    except PackageNotFoundError:
-        needs = []
+    needs = _needs(extra)
     if not needs:
         return f"install what the extra [{extra}] names in pyproject.toml"
     return "pip install " + " ".join(f"'{n}'" if re.search(r"[^\w.-]", n) else n for n in needs)
+
+
+def _needs(*extras: str) -> list[str]:
+    """What extras need: of this package, which is on no index, what its own extras need."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        given = [need.partition(";") for need in requires(DISTRIBUTION) or ()]
+    except PackageNotFoundError:
+        return []
+    marks = [re.compile(rf"""extra == ["']{re.escape(extra)}["']""") for extra in extras]
+    found: list[str] = []
+    for need, _, mark in given:
+        if any(wanted.search(mark) for wanted in marks):
+            own = re.fullmatch(rf"{DISTRIBUTION}\[(.+)\]", need.strip())
+            found += _needs(*own[1].split(",")) if own else [need.strip()]
+    return list(dict.fromkeys(found))
 
 
 DISTRIBUTION = "qllm-runtime"
@@ -175,6 +184,19 @@ class DeviceError(QllmError):
 
 class InvariantError(QllmError, AssertionError):
     """An invariant of the executor does not hold: a bug in this package."""
+
+
+@contextmanager
+def naming(setting: str, path: object) -> Iterator[None]:
+    """Say which setting names a file or folder that cannot be used.
+
+    Raises:
+        ConfigError: The system refused it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{setting}={str(path)!r}: {error.strerror or error}") from error
 
 
 def check_text(name: str, value: Any) -> None:

@@ -16,12 +16,32 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 app = typer.Typer(
-    help="Serve Mixture-of-Experts models to people who wait and to jobs that don't.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from qllm import __version__
+
+        typer.echo(f"qllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the release."
+        ),
+    ] = False,
+) -> None:
+    """Serve Mixture-of-Experts models to people who wait and to jobs that don't."""
+
 
 FAILED, INTERRUPTED = 2, 130
 """Exit codes."""
@@ -35,14 +55,18 @@ def clean(command: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return command(*args, **kwargs)
         except (QllmError, OSError) as error:
-            text = " ".join(str(error).split())
-            typer.echo(f"qllm: {text or type(error).__name__}", err=True)
+            typer.echo(f"qllm: {one_line(error)}", err=True)
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             typer.echo("", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
     return run
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def quiet() -> None:

@@ -1,18 +1,21 @@
 """`qllm serve`: the HTTP server."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qllm.errors import ConfigError, pip_install
+from qllm.errors import ConfigError, QllmError, pip_install
+from qllm.logs import configured
 from qllm.spelling import read_list
 from qllm.torchless import forgo_torch
 
-from .app import Device, app, clean, parse_setting, quiet, split_settings
+from .app import FAILED, Device, app, clean, one_line, parse_setting, quiet, split_settings
 from .settings import FLAGS, WithServerSettings
 
+LOG = logging.getLogger("qllm")
 OF_RAY = "ray."
 
 
@@ -132,12 +135,17 @@ def serve(
     loaded = load_config(config, os.environ, flags)
     quiet()
     if loaded.ray is not None:
-        from qllm.ray import serve as serve_on_ray
-
-        return serve_on_ray(loaded)
-    if loaded.device == "cpu":  # else torch is asked whether it sees a GPU
+        from qllm.ray import serve as run
+    elif loaded.device == "cpu":  # else torch is asked whether it sees a GPU
         forgo_torch()
-    return (serve_engine if loaded.role in ENGINE_ROLES else run)(loaded)
+    if loaded.role in ENGINE_ROLES:
+        run = serve_engine
+    with configured(loaded.log_format):
+        try:
+            run(loaded)
+        except (QllmError, OSError) as error:  # the last line of the log is one of its lines
+            LOG.error(one_line(error))
+            raise typer.Exit(FAILED) from None
 
 
 def _all_of(name: str, texts: list[str] | None) -> tuple[str, ...] | None:

@@ -3,16 +3,42 @@
 import ast
 import inspect
 import textwrap
+from dataclasses import MISSING, fields
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
+from qllm.hints import hint_of
+
 from .app import print_table
 
 
 class WithSettings(TyperCommand):
-    """A command whose help ends with the settings of the engine."""
+    """A command whose help ends with the settings of the engine; it says where unknown flags go."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the line; a flag that there is not is answered with what there is."""
+        words = list(args)  # parsing takes them out
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+            return rest
+        except Exception as error:
+            if not hasattr(error, "possibilities"):  # typer has no public name for the error
+                raise
+            name = str(error.option_name)  # type: ignore[attr-defined]
+            flag = next((x.partition("=")[0] for x in words if x.startswith(name)), name)
+            if not (hint := self._hint(flag)):
+                raise
+        ctx.fail(f"No such option: {flag}{hint}")
+
+    def _hint(self, flag: str) -> str:
+        from qllm.config import KINDS
+
+        name = flag.lstrip("-").replace("-", "_")
+        if name in KINDS:
+            return f" (give it as --set {name}=VALUE)"
+        return hint_of(flag, ())
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
@@ -89,14 +115,17 @@ def rows(settings: type[Any]) -> list[tuple[str, str, str]]:
     The meaning is the string below the field.
     """
     said = _meanings(settings)
-    found = inspect.signature(settings).parameters.values()
-    return [(p.name, _shown(p.default), said.get(p.name, "")) for p in found]
+    found = getattr(settings, "model_fields", None)  # of pydantic; else a dataclass
+    if found is None:
+        found = {field.name: field for field in fields(settings)}
+    return [(name, _shown(field.default), said.get(name, "")) for name, field in found.items()]
 
 
 def _shown(default: Any) -> str:
-    if default in (None, "", (), {}) or default is inspect.Parameter.empty:
+    """A default as it can be typed."""
+    if default in (None, "", (), {}) or default is MISSING:
         return "-"
-    return str(default)
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _meanings(settings: type[Any]) -> dict[str, str]:

@@ -344,6 +344,8 @@ def why_foreign(path: Path, header: bytes) -> str | None:
         return "its header is damaged"
     says, ours = _said(found), _said(header)
     wrong = next((name for name in ours if says.get(name) != ours[name]), "version")
+    if wrong == "pages":
+        return f"it has {says.get(wrong)!s:.60} pages, and kv_dir_gib makes {ours[wrong]}"
     return f"its {wrong} is {says.get(wrong)!s:.60}, and here it is {ours.get(wrong)!s:.60}"
 
 

@@ -6,13 +6,13 @@ and the trace; when it breaks, the front end is gone and its requests are freed.
 end owns the engine: without it the engine ends.
 """
 
+import logging
 import os
 import pickle
 import select
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 import traceback
@@ -38,12 +38,14 @@ from qllm.ingress.messages import EngineCard, Hello, Restored, Source, Start
 from qllm.ingress.remote.meeting import Wire
 from qllm.ingress.remote.nixl import check_profile
 from qllm.ingress.shm import Doorbell
+from qllm.logs import configured, inherited
 from qllm.models.aliases import ALIASES
 from qllm.models.loader import load
 from qllm.plugins import load_policy, unpickled_policy
 from qllm.record.trace import Event
 from qllm.types import RequestId, RequestStatus
 
+LOG = logging.getLogger("qllm.engine")
 OWNER = 0
 LISTEN_AGAIN_S = 0.1
 """Until front ends are met again, after there was no descriptor for one."""
@@ -59,8 +61,8 @@ def main(fd: int) -> None:
         start: Start = owner.recv()
     except EOFError:
         os._exit(1)
-    engine = EngineProcess(owner, start)
-    code = engine.run()
+    with configured(inherited()):
+        code = EngineProcess(owner, start).run()
     os._exit(code)  # torch's threads may not survive the interpreter's end
 
 
@@ -122,7 +124,7 @@ class EngineProcess:
         crash = engine.serve()
         if crash is not None:
             self._control.error = crash_text(crash)
-            traceback.print_exception(crash)
+            LOG.error("the engine crashed", exc_info=crash)
         engine.end(crash)
         self._unlink()
         self._send_rest(engine)
@@ -221,7 +223,7 @@ class EngineProcess:
             try:
                 link, _ = listener.accept()
             except OSError as error:  # no descriptors are left, for now
-                sys.stderr.write(f"qllm: a front end cannot be met: {error}\n")
+                LOG.warning("a front end cannot be met: %s", error)
                 time.sleep(LISTEN_AGAIN_S)
                 continue
             if _peer(link)[1] != os.getuid():
@@ -277,7 +279,7 @@ class EngineProcess:
 
     def _broken(self, number: int, why: str) -> None:
         """The rings of a front end make no sense: it is told so by the end of its connection."""
-        sys.stderr.write(f"qllm: front end {number} is cut off: {why}\n")
+        LOG.warning("front end %d is cut off: %s", number, why)
         if number == OWNER:
             self._control.error = why
         connection = self._connections.get(number)

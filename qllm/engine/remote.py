@@ -5,9 +5,9 @@ over NIXL for requests and tokens. When its connection ends or is silent, it is 
 """
 
 import base64
+import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from qllm.ingress.messages import EngineCard
 from qllm.ingress.remote.meeting import Meeting, MeetingError, Wire
 from qllm.ingress.remote.nixl import KINDS, Link, Peer
 
+LOG = logging.getLogger("qllm.engine")
 MAX_STRANGERS = 8
 """Connections that have not proved themselves yet; one more is closed at once."""
 ACCEPT_AGAIN_S = 0.1
@@ -97,15 +98,14 @@ class RemoteListener:
         """Let front ends in from now on."""
         self._card = card
         threading.Thread(target=self._listen, name="qllm-remote", daemon=True).start()
-        sys.stderr.write(f"qllm: front ends of other hosts meet the engine at {self.address}\n")
-        sys.stderr.flush()
+        LOG.info("front ends of other hosts meet the engine at %s", self.address)
 
     def _listen(self) -> None:
         while True:
             try:
                 sock, (host, *_) = self._listener.accept()
             except OSError as error:  # it left already, or there are no descriptors left
-                sys.stderr.write(f"qllm: a front end could not be let in: {error}\n")
+                LOG.warning("a front end could not be let in: %s", error)
                 time.sleep(ACCEPT_AGAIN_S)
                 continue
             if not self._strangers.acquire(blocking=False):
@@ -120,7 +120,7 @@ class RemoteListener:
             if "ticket" not in asked:
                 front_end = self._meet(wire)
         except (QllmError, KeyError, TypeError, ValueError) as error:
-            sys.stderr.write(f"qllm: a front end at {host} was turned away: {error}\n")
+            LOG.warning("a front end at %s was turned away: %s", host, error)
             with suppress(MeetingError):
                 wire.send({"error": str(error)})
             wire.close()
@@ -145,7 +145,7 @@ class RemoteListener:
         try:
             self._hand(wire, ticket)
         except QllmError as error:
-            sys.stderr.write(f"qllm: KV was not handed over to {host}: {error}\n")
+            LOG.warning("KV was not handed over to %s: %s", host, error)
             with suppress(MeetingError):
                 wire.send({"error": str(error)})
         finally:

@@ -1,8 +1,8 @@
 """The application on a cluster that runs, or on one of this process: `qllm serve --ray`."""
 
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from qllm.server.config import ServerConfig
 
 from .deploy import APP, build
 
+LOG = logging.getLogger("qllm")
 STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
 
@@ -44,7 +45,7 @@ def serve(config: ServerConfig) -> None:
     try:
         ray_serve.start(http_options={"host": config.host, "port": config.port})
         ray_serve.run(application, name=APP)
-        sys.stderr.write(f"qllm: {config.model_name} at http://{config.host}:{config.port}\n")
+        LOG.info("%s at http://%s:%d", config.model_name, config.host, config.port)
         stop.wait()
         drain()
     finally:

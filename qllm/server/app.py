@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import qllm
+from qllm.errors import naming
 from qllm.llm import QLLMEngine
 
 from . import (
@@ -46,9 +47,10 @@ class _State:
 
     def __init__(self, front: Front, folder: Path) -> None:
         self._front, config = front, front.config
-        self.store = Store(
-            folder, most_bytes=config.max_key_bytes, reserve_bytes=config.state_reserve_bytes
-        )
+        with naming("state_dir", folder):
+            self.store = Store(
+                folder, most_bytes=config.max_key_bytes, reserve_bytes=config.state_reserve_bytes
+            )
         best_effort = BestEffort(front)
         self._worker = Worker(front, self.store, best_effort)
         kept = ResponseStore(self.store)

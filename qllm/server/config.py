@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from qllm.config import spelled
 from qllm.cores import Threads, num_threads
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, naming
+from qllm.hints import hint_of
 from qllm.plugins import spelled_for
 from qllm.spelling import read_all, read_list
 
@@ -298,23 +298,22 @@ def _refuse_unknown(source: str, values: Mapping[str, Any]) -> None:
     known = list(ServerConfig.model_fields)
     for name in values:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
             where = (
                 f"{PREFIX}{name.upper()} in the environment"
                 if source == "environment"
                 else (f"{name!r} in the {source}")
             )
-            raise ConfigError(f"unknown setting {where}{hint}; known: {', '.join(known)}")
+            raise ConfigError(
+                f"unknown setting {where}{hint_of(name, known)}; known: {', '.join(known)}"
+            )
 
 
 def _file(path: Path | None) -> Mapping[str, Any]:
     if path is None:
         return {}
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with naming("config", path):
+            return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "texts stand in quotes, and true, false and inf in lower case"
         raise ConfigError(f"{path} is not TOML: {error}; {hint}") from error
@@ -353,7 +352,8 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
     """
     keys = list(read_list("api_keys", config.api_keys.get_secret_value()))
     if config.api_key_file is not None:
-        lines = config.api_key_file.read_text().splitlines()
+        with naming("api_key_file", config.api_key_file):
+            lines = config.api_key_file.read_text().splitlines()
         found = [key for line in lines if (key := line.partition("#")[0].strip())]
         if not found:
             raise ConfigError(f"{config.api_key_file} holds no API key")

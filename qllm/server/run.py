@@ -1,16 +1,15 @@
 """Serve an app with uvicorn: limits on connections, and a drain before the end."""
 
 import asyncio
-import json
-import logging
 import signal
 import socket
 import time
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+
+from qllm.logs import log_config
 
 from .config import ServerConfig
 from .connection import make_protocol
@@ -19,35 +18,6 @@ from .tls import ssl_context
 
 GOODBYE_S = 5
 """For telling the clients that the drain is over."""
-
-
-class _TextLines(logging.Formatter):
-    """One line each; the second is written out once for all lines of it."""
-
-    _second = -1
-    _shown = ""
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        if int(record.created) != self._second:
-            self._second = int(record.created)
-            self._shown = time.strftime(self.default_time_format, time.localtime(self._second))
-        return f"{self._shown},{int(record.msecs):03d}"
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        found = {
-            "time_s": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        found |= getattr(record, "fields", {})
-        if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(found)
 
 
 class Server(uvicorn.Server):
@@ -109,21 +79,3 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
         ),
         app.state.front,
     )
-
-
-def log_config(log_format: str) -> dict[str, Any]:
-    """The logging of the process, on stderr."""
-    formatters = {
-        "text": {"()": _TextLines, "fmt": "%(asctime)s %(levelname)s %(name)s: %(message)s"},
-        "json": {"()": _JsonLines},
-    }
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"ours": formatters[log_format]},
-        "handlers": {"ours": {"class": "logging.StreamHandler", "formatter": "ours"}},
-        "loggers": {
-            name: {"handlers": ["ours"], "level": "INFO", "propagate": False}
-            for name in ("uvicorn", "qllm")
-        },
-    }

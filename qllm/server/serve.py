@@ -1,9 +1,9 @@
 """Load a model and serve it until SIGTERM or SIGINT."""
 
 import asyncio
+import logging
 import signal
 import socket
-import sys
 import threading
 import time
 from functools import partial
@@ -22,6 +22,8 @@ from .front import Front
 from .run import make_server
 from .supervisor import PERIOD_S, Restarts, given_up
 from .tls import ssl_context
+
+LOG = logging.getLogger("qllm")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -84,7 +86,8 @@ def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngi
 def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
     """What a front end shows of a model and policy that it did not choose."""
     names = config.served_model_name or (config.model or engine.model_name,)
-    return config.model_copy(update={"served_model_name": names, "policy": engine.policy})
+    policy = str(engine.policy).partition("(")[0]  # without its parameters
+    return config.model_copy(update={"served_model_name": names, "policy": policy})
 
 
 def _meeting(config: ServerConfig) -> Meeting | None:
@@ -106,7 +109,10 @@ def serve_engine(config: ServerConfig) -> None:
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
+    start = time.monotonic()
     restarts, engine = Restarts(config), make_engine(config)
+    for line in banner(engine, config, time.monotonic() - start):
+        LOG.info(line)
     try:
         while not stop.wait(PERIOD_S):
             if (why := engine.failure) is None:
@@ -136,7 +142,7 @@ def _replaced(
         EngineClosedError: There have been too many.
     """
     while (wait_s := restarts.wait_s(time.monotonic())) is not None:
-        sys.stderr.write(f"qllm: {why}; a new engine will be made in {wait_s:.1f} s\n")
+        LOG.warning("%s; a new engine will be made in %.1f s", why, wait_s)
         if stop.wait(wait_s):
             return None
         try:
@@ -144,11 +150,6 @@ def _replaced(
         except (QllmError, OSError) as error:
             why = f"no new engine could be made: {error}"
     raise EngineClosedError(given_up(why, config))
-
-
-def _say(*lines: str) -> None:
-    sys.stderr.writelines(f"qllm: {line}\n" for line in lines)
-    sys.stderr.flush()
 
 
 def serve(config: ServerConfig) -> None:
@@ -162,7 +163,8 @@ def serve(config: ServerConfig) -> None:
     scheme = "http" if ssl_context(config) is None else "https"
     said = warnings(config, len(read_api_keys(config)))
     with bound_socket(config.host, config.port) as sock:
-        _say(*(f"warning: {text}" for text in said))
+        for text in said:
+            LOG.warning(text)
         start = time.monotonic()
         engine = make_engine(config)
         load_s = time.monotonic() - start
@@ -176,8 +178,11 @@ def serve(config: ServerConfig) -> None:
         freeze_garbage()
         give_memory_back()
         host, port = sock.getsockname()[:2]
-        _say(*banner(engine, config, load_s))
-        _say(f"{config.model_name} at {scheme}://{host}:{port}")
+        for line in (
+            *banner(engine, config, load_s),
+            f"{config.model_name} at {scheme}://{host}:{port}",
+        ):
+            LOG.info(line)
         # uvicorn drains at SIGTERM, then raises it again: by now there is nothing left to end
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:

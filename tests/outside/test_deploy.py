@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
+from os.path import normpath
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,7 +145,8 @@ def test_prometheus_and_grafana_read_what_compose_gives_them() -> None:
     (prometheus,) = documents(DEPLOY / "prometheus.yml")
     inside = {v.split(":")[1] for v in compose["services"]["prometheus"]["volumes"]}
     for rules in prometheus["rule_files"]:
-        assert f"/etc/prometheus/{rules}" in inside
+        assert normpath(f"/etc/prometheus/{rules}") in inside
+        assert (DEPLOY / rules).is_file()  # in a checkout too, as promtool looks for it
     (target,) = prometheus["scrape_configs"][0]["static_configs"][0]["targets"]
     assert target == f"qllm:{ServerConfig.model_fields['port'].default}"
     (source,) = documents(DEPLOY / "grafana" / "datasources.yaml")[0]["datasources"]

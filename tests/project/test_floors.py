@@ -33,14 +33,16 @@ FLOORS = {
     # values, and rules without a clock
     "errors": Floor("", PURE),
     "types": Floor("errors", PURE),
+    "hints": Floor("", PURE),
     "spelling": Floor("errors", PURE),
     "floor": Floor("errors types", PURE),
-    "config": Floor("errors spelling types floor", PURE | {"pydantic"}),
+    "config": Floor("errors hints spelling types floor", PURE | {"pydantic"}),
     "plan": Floor("errors types", PURE),
     "policy": Floor("errors types plan", PURE),
     "plugins": Floor("errors types policy spelling", PURE),
     "cores": Floor("errors", PURE | {"os"}),
     "names": Floor("", {"os", "random"}),
+    "logs": Floor("", STDLIB),
     "torchless": Floor("", PURE),
     "grammar_check": Floor("", STDLIB | {"llguidance"}),
     "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
@@ -75,7 +77,7 @@ FLOORS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} cores cuda device grammar ingress models plugins record runner scheduler",
+        f"{BASE} cores cuda device grammar ingress logs models plugins record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
     "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
@@ -122,7 +124,8 @@ FLOORS = {
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} names cores frontend grammar_check ingress llm models.tokenizer plugins "
+        f"__init__ {BASE} names cores frontend grammar_check hints ingress llm logs "
+        "models.tokenizer plugins "
         "record spelling",
         STDLIB
         | {
@@ -149,15 +152,15 @@ FLOORS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "ray": Floor(
-        f"__init__ {BASE} frontend ingress llm record server spelling torchless",
+        f"__init__ {BASE} frontend ingress llm logs record server spelling torchless",
         STDLIB | {"fastapi", "numpy", "pydantic", "ray"},
     ),
     "ray.load": Floor("types frontend.routes", PURE | {"threading"}),
     "ray.scaling": Floor("", PURE),
     "ray.stats": Floor("", PURE),
     "cli": Floor(
-        f"{BASE} cores device.rank frontend.routes kernels llm measure models plugins ray record "
-        "server sim spelling torchless workloads",
+        f"__init__ {BASE} cores device.rank frontend.routes hints kernels llm logs measure models "
+        "plugins ray record server sim spelling torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),

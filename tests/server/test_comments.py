@@ -141,7 +141,7 @@ class Timed(Gated):
 
 
 def num_until_cut(silences: Sequence[float], silence_s: float | None, lag_s: float = 0) -> int:
-    """How many pieces come where no silence may be longer than 10 s; -1 - n where an error ends it."""
+    """Count the pieces that come where a silence is limited; -1 - n where an error ends them."""
 
     async def read() -> int:
         handle: Any = Timed(silences)

@@ -1,17 +1,21 @@
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.errors import ConfigError
-from qllm.server.config import ServerConfig, load_config, read_api_keys
-from qllm.server.run import log_config
+from qllm.logs import log_config
+from qllm.server.config import KINDS, ServerConfig, load_config, read_api_keys
 from qllm.server.serve import bound_socket
+from qllm.spelling import alternatives
+from tests.support.files import ROOT, python_files
 
 
 @pytest.fixture
@@ -144,6 +148,60 @@ def test_logs_as_json_are_one_object_per_line() -> None:
         "warning", "qllm.x", "it is wrong",
     )  # fmt: skip
     assert "ValueError: two" in found["traceback"]
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_every_line_of_a_server_is_a_line_of_its_log(
+    log_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first, a warning, to the last, which says why it ended."""
+
+    def broken(*_: object, **__: object) -> None:
+        logging.getLogger("qllm.engine").error("the engine crashed", exc_info=OSError("two\nlines"))
+        logging.getLogger("uvicorn.error").info("Started")
+        logging.getLogger("a.library").warning("and\nthis")
+        raise ConfigError("no model")
+
+    monkeypatch.setattr("qllm.server.serve.make_engine", broken)
+    words = ["serve", "tiny", "--host", "0.0.0.0", "--port", "0", "--log-format", log_format]
+    before = logging.getLogger().handlers[:]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert logging.getLogger().handlers == before
+    lines = done.stderr.splitlines()
+    if log_format == "json":
+        found = [json.loads(line) for line in lines]
+        assert [(x["level"], x["logger"]) for x in found] == [
+            ("warning", "qllm"), ("error", "qllm.engine"), ("info", "uvicorn"),
+            ("warning", "a.library"), ("error", "qllm"),
+        ]  # fmt: skip
+        assert found[-1]["message"] == "no model"
+    else:
+        assert lines[0].split()[2:4] == ["WARNING", "qllm:"]
+        assert lines[-1].endswith("ERROR qllm: no model")
+        assert "uvicorn.error" not in done.stderr
+
+
+@pytest.mark.parametrize("path", python_files("qllm/server", "qllm/engine", "qllm/ray"))
+def test_what_a_server_says_goes_through_its_log(path: str) -> None:
+    assert not re.search(r"sys\.std(err|out)|\bprint\(|print_exc", (ROOT / path).read_text())
+
+
+NAMED = [name for name, kind in KINDS.items() if Path in alternatives(kind)]
+
+
+@pytest.mark.parametrize("name", [*NAMED, "config"])
+def test_a_file_that_cannot_be_used_is_named_with_its_setting(name: str, tmp_path: Path) -> None:
+    gone = str(Path("/proc/nothing/here") if name == "state_dir" else tmp_path / "gone")
+    words = ["serve", "tiny", "--port", "0", f"--{name.replace('_', '-')}", gone]
+    if name == "secret_file":
+        words += ["--role", "engine", "--listen", "127.0.0.1:0"]
+    if name in ("ssl_keyfile", "ssl_ca_certs"):
+        words += ["--ssl-certfile", gone]
+    with patch("qllm.server.serve.QLLMEngine.from_pretrained", lambda *_, **__: MagicMock()):
+        done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert f"{name}='{gone}'" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["policy", "policy_settings", "dtype", "device", "threads"])

@@ -380,7 +380,7 @@ def test_every_setting_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_logs_carry_the_fields() -> None:
-    from qllm.server.run import log_config
+    from qllm.logs import log_config
 
     record = logging.makeLogRecord({"name": "qllm.server.access", "msg": "x", "args": ()})
     record.fields = {"class": "LS", "ttft_ms": 1.5}

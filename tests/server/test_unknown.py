@@ -75,7 +75,7 @@ CHOICES = [
     {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
         {"type": "function", "name": "f"}]}},
 ]  # fmt: skip
-"""Of the other members of the union that `tool_choice` is."""
+"""Fields of the other members of the union that `tool_choice` is."""
 
 
 @pytest.fixture

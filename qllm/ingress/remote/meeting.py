@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qllm.errors import ConfigError, QllmError
+from qllm.errors import ConfigError, QllmError, naming
 
 VERSION = 4
 """Version of these messages and of the layout of the rings behind them."""
@@ -100,7 +100,8 @@ def read_secret(file: Path | None, address: Address) -> bytes:
             f"{address} can be reached by other hosts: give both sides the same secret_file, with "
             f"{MIN_SECRET_BYTES} bytes or more, for example of `openssl rand -hex 32`"
         )
-    secret = file.read_bytes().strip()
+    with naming("secret_file", file):
+        secret = file.read_bytes().strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"secret_file={str(file)!r} holds {len(secret)} bytes; {MIN_SECRET_BYTES} are needed"
