@@ -54,6 +54,11 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    """List what users need, as `import *` has it."""
+    return sorted({*__all__, "__version__"})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import qllm` stays cheap."""
     if name not in _HOME:

@@ -69,6 +69,8 @@ def run(
         **{"default_max_tokens": max_tokens, **spelled(settings)},
     ) as engine:
         talk = _Talk(engine, sampling, raw)
+        if talk.has_no_template and not raw:
+            typer.echo(f"qllm: {NO_TEMPLATE}", err=True)
         if stdin:
             if not talk.answer_stdin(prompt or ""):
                 raise typer.Exit(INTERRUPTED)
@@ -95,7 +97,8 @@ class _Talk:
         self._engine = engine
         self._sampling = sampling
         template = getattr(engine.tokenizer, "chat_template", None)
-        self._raw = raw or template is None
+        self.has_no_template = template is None
+        self._raw = raw or self.has_no_template
         self._history: list[Message] = []
 
     def answer(self, text: str) -> bool:
@@ -185,6 +188,7 @@ class _Talk:
         return text != "/bye"
 
 
+NO_TEMPLATE = "the model has no chat template: it continues the text instead of answering it"
 HELP = (
     "/clear forgets the conversation, /bye or Ctrl-D leaves, Ctrl-C stops an answer, /help says "
     "this."

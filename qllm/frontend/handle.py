@@ -56,6 +56,10 @@ class Result:
     """One per token of the prompt, None for the first, if asked for with `prompt_logprobs`."""
     metrics: RequestMetrics
 
+    def __str__(self) -> str:
+        """The answer, and below it what it cost, for people; `repr` has every field."""
+        return f"{self.text}\n\n{self.metrics}"
+
 
 class Asked(NamedTuple):
     """The class that `Handle.update` gave a request, and whether it is paused.

@@ -26,7 +26,7 @@ class Offline:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        priority: str | int | Priority = "BE",
+        priority: str | int | Priority | SamplingParams = "BE",
         max_tokens: int | None = None,
         *,
         sampling: SamplingParams | None = None,
@@ -37,7 +37,7 @@ class Offline:
 
         Args:
             prompts: One prompt (text, chat messages, token ids), or any number of them.
-            priority: Their class, as for `submit`.
+            priority: Their class, as for `submit`; in its place, as in vLLM, SamplingParams.
             max_tokens: Most tokens per answer, as for `submit`.
             sampling: How tokens are chosen. With `n`, each prompt has so many answers.
             progress: Whether a bar is shown.
@@ -50,6 +50,7 @@ class Offline:
             InvalidRequestError: A prompt or setting is wrong; the requests before it are cancelled.
             RequestFailedError: A request ended in `error`; the others are cancelled.
         """
+        priority, sampling = _class_and_sampling(priority, sampling, "BE")
         options = {name: kwargs.pop(name) for name in SAMPLING_OPTIONS & kwargs.keys() - {"stop"}}
         each = _answers(asked_sampling(sampling, options, self.sampling_defaults))
         asked = [(prompt, one) for prompt in _prompts_of(prompts) for one in each]
@@ -58,7 +59,7 @@ class Offline:
     def chat(
         self,
         messages: Sequence[Message] | Iterable[Sequence[Message]],
-        priority: str | int | Priority = "LS",
+        priority: str | int | Priority | SamplingParams = "LS",
         max_tokens: int | None = None,
         *,
         sampling: SamplingParams | None = None,
@@ -73,7 +74,7 @@ class Offline:
 
         Args:
             messages: One conversation (a list of messages), or any number of them.
-            priority: Their class, as for `submit`.
+            priority: Their class, as for `submit`; in its place, as in vLLM, SamplingParams.
             max_tokens: Most tokens per answer, as for `submit`.
             sampling: How tokens are chosen. With `n`, each conversation has so many answers.
             tools: JSON schemas of functions, for templates that know tools.
@@ -88,6 +89,7 @@ class Offline:
             InvalidRequestError: A message or setting is wrong, or the template refuses it.
             RequestFailedError: A request ended in `error`; the others are cancelled.
         """
+        priority, sampling = _class_and_sampling(priority, sampling, "LS")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError(
                 "continue_final_message=True and add_generation_prompt=True exclude each other; "
@@ -141,6 +143,20 @@ class Offline:
             for handle in handles[len(results) :]:
                 handle.cancel()
         return results
+
+
+def _class_and_sampling(
+    priority: str | int | Priority | SamplingParams, sampling: SamplingParams | None, usual: str
+) -> tuple[str | int | Priority, SamplingParams | None]:
+    """What the second argument says: a class, or as in vLLM how tokens are chosen."""
+    if not isinstance(priority, SamplingParams):
+        return priority, sampling
+    if sampling is not None:
+        raise InvalidRequestError(
+            "SamplingParams are given twice, in the place of priority and as sampling=; leave one "
+            "out"
+        )
+    return usual, priority
 
 
 def _prompts_of(prompts: Any) -> list[Any]:

@@ -66,6 +66,9 @@ Texts = Annotated[dict[str, str], _all_of(str, "text")]
 Numbers = Annotated[dict[str, float], _all_of((int, float), "a number")]
 
 
+Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]
+
+
 class Body(BaseModel):
     """A JSON body: no unknown fields, no conversion between types; null says nothing."""
 

@@ -14,12 +14,14 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 
 from qllm.frontend.handle import Result
 from qllm.types import Priority
 
+disable_created_metrics()  # type: ignore[no-untyped-call] # a series per counter, of no use
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,

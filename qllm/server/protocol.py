@@ -22,7 +22,7 @@ from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 from .ask import TO_FIT, name_of
 from .errors import ApiError
-from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers, Open
+from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers, Open, Seed
 from .tool_choice import Choice, allowed_of, choice_of, grammar
 
 MAX_LOGPROBS = 20
@@ -146,7 +146,7 @@ class Generation(Asked):
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
-    seed: int | None = None
+    seed: Seed = None
     """-1 is none, as vLLM has it; other negative ones are seeds of their own, as OpenAI has it."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None

@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter, field_validator, model_val
 from qllm.types import Priority
 
 from .errors import ApiError, parse
-from .fields import Asked, Body, Items, Open, Texts
+from .fields import Asked, Body, Items, Open, Seed, Texts
 from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
 from .response_tools import Callee, Names, Tool, ToolChoice, callees
@@ -110,7 +110,7 @@ class ResponsesRequest(Asked):
     conversation: Any = None
     prompt: Any = None
 
-    seed: int | None = None
+    seed: Seed = None
     """vLLM, as are the following; see chat completions."""
     stop: str | Items[str] | None = None
     top_k: int | None = None

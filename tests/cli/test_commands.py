@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,6 +153,17 @@ def test_run_answers_with_a_model_from_a_folder(model: Path) -> None:
     assert len(first.stdout) > 1
     assert first.stdout == second.stdout
     assert runner.invoke(app, [*arguments, "--raw"]).stdout != first.stdout
+
+
+def test_a_model_without_a_chat_template_says_that_it_goes_on(model: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(model, plain)
+    (plain / "chat_template.jinja").unlink()
+    arguments = ["run", str(plain), "import os", "--max-tokens", "2"]
+    assert "no chat template" in runner.invoke(app, arguments).stderr
+    assert "no chat template" not in runner.invoke(app, [*arguments, "--raw"]).stderr
+    arguments[1] = str(model)
+    assert "no chat template" not in runner.invoke(app, arguments).stderr
 
 
 def test_the_packaged_model_answers() -> None:

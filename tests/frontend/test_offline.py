@@ -9,7 +9,7 @@ import pytest
 
 import qllm
 from qllm import InvalidRequestError, QLLMEngine, Result, SamplingParams
-from qllm.types import NUM_SEEDS
+from qllm.types import NUM_SEEDS, Priority
 from tests.support.byte_models import TEMPLATE, engine_of, ids
 
 HI = [{"role": "user", "content": "hi"}]
@@ -88,7 +88,7 @@ def test_seeds_wrap_and_without_one_every_answer_differs(threaded: QLLMEngine) -
         ({"sampling_params": HOT}, TypeError, "unknown keyword 'sampling_params'; use sampling="),
         ({"temprature": 1}, TypeError, "unknown keyword 'temprature'; use temperature="),
         ({"zzz": 1}, TypeError, "unknown keyword 'zzz'; fields of SamplingParams are allowed_"),
-        ({"priority": HOT}, InvalidRequestError, "is SamplingParams; pass sampling="),
+        ({"priority": HOT, "sampling": HOT}, InvalidRequestError, "given twice, in the place of"),
     ],
 )
 def test_wrong_keywords_are_refused(
@@ -98,6 +98,27 @@ def test_wrong_keywords_are_refused(
         with pytest.raises(error, match=match):
             call(HI, **{"progress": False, **kwargs})
     assert threaded.num_waiting == 0
+
+
+def test_sampling_params_in_second_place_are_taken_as_in_vllm(threaded: QLLMEngine) -> None:
+    for call, priority, prompt in ((threaded.generate, "BE", "abc"), (threaded.chat, "LS", HI)):
+        (found,) = call(prompt, HOT, 6, progress=False)
+        (named,) = call(prompt, max_tokens=6, sampling=HOT, progress=False)
+        assert found.token_ids == named.token_ids
+        assert found.metrics.priority == Priority[priority]
+    with pytest.raises(InvalidRequestError, match="pass sampling="):
+        threaded.submit("abc", HOT)  # type: ignore[arg-type]
+
+
+def test_a_result_prints_its_answer_and_what_it_cost(threaded: QLLMEngine) -> None:
+    (result,) = threaded.generate("abc", max_tokens=64, progress=False)
+    assert str(result) == f"{result.text}\n\n{result.metrics}"
+    assert str(list(result.token_ids))[1:-1] not in str(result)
+
+
+def test_what_is_public_is_listed() -> None:
+    assert set(dir(qllm)) == {*qllm.__all__, "__version__"}
+    assert all(hasattr(qllm, name) for name in dir(qllm))
 
 
 def test_one_message_alone_is_refused_with_what_to_do(threaded: QLLMEngine) -> None:

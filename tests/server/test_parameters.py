@@ -150,7 +150,10 @@ def test_seeds_below_0(small: Serving) -> None:
     assert len(drawn) > 1
     for seed in (-(2**63) - 1, 2**63):
         wrong = small.post(COMPLETE, {"prompt": "a", "seed": seed})
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "seed")
+        error = wrong.json()["error"]
+        assert (wrong.status_code, error["param"]) == (400, "seed")
+        bound = 2**63 if seed > 0 else -(2**63)
+        assert str(bound) in error["message"], "it says what is allowed, seeds below 0 included"
 
 
 def test_the_last_message_goes_on(small: Serving) -> None:
