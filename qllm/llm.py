@@ -18,9 +18,10 @@ from typing import Any, Self
 
 from qllm.config import EngineConfig, check_bool, engine_config, named_device, named_dtype
 from qllm.cores import Threads, num_threads
-from qllm.errors import ConfigError, EngineClosedError, QueueFullError, RequestFailedError
+from qllm.errors import ConfigError, EngineClosedError, RequestFailedError
 from qllm.frontend.checks import (
     check_request_id,
+    check_room,
     check_timeout,
     most_tokens,
     priority_class,
@@ -28,7 +29,7 @@ from qllm.frontend.checks import (
     slo_of,
 )
 from qllm.frontend.client import Client, ManyClient, close_collected
-from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.detokenizer import Detokenizer, MakeReading
 from qllm.frontend.fleet import meet
 from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
@@ -265,6 +266,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         cache_salt: str = "",
         cache_owner: str = "",
         cache_ttl_s: float | None = None,
+        reading: MakeReading | None = None,
         **options: Any,
     ) -> Handle:
         """Hand over one request and return at once. Callable from any thread.
@@ -282,6 +284,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
             cache_salt: Kept KV is shared only between requests of one salt (docs/kv.md).
             cache_owner: And of one owner, whose kept KV can be deleted (`delete_kv`).
             cache_ttl_s: Its kept KV is not displaced for so long, for the turns that follow.
+            reading: Knows where the answer reasons; no stop string or stop id ends it there.
             **options: Fields of SamplingParams (`temperature=0.8`), in place of those in
                 `sampling`.
 
@@ -302,16 +305,14 @@ class QLLMEngine(Offline, KeptKv, Opens):
         check_timeout("timeout_s", timeout_s)
         check_timeout("cache_ttl_s", cache_ttl_s)
         salt = salt_digest(cache_salt, cache_owner)
-        stop_ids = check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
+        stop_ids = check_sampling(
+            params, self.vocabulary, self.tokenizer, self.config.loop, most, reading is not None
+        )
         with self._client.admission_lock:
             self._client.raise_if_closed()
-            if self.num_waiting >= self.config.max_waiting:
-                raise QueueFullError(
-                    f"{self.num_waiting} requests wait already (max_waiting="
-                    f"{self.config.max_waiting}); try again later"
-                )
+            check_room(self.num_waiting, self.config.max_waiting)
             number = self._client.new_number()
-            handle = self._handle(number, request_id, token_ids, params)
+            handle = self._handle(number, request_id, token_ids, params, reading)
             now = self.now_ns()
             deadline = None if timeout_s is None else now + int(timeout_s * NS_PER_S)
             submission = Submission(
@@ -353,14 +354,14 @@ class QLLMEngine(Offline, KeptKv, Opens):
         request_id: str | None,
         token_ids: tuple[int, ...],
         params: SamplingParams,
+        reading: MakeReading | None = None,
     ) -> Handle:
         check_request_id(request_id)
         return Handle(
             number=number,
             request_id=request_id or f"request-{number}",
             prompt_token_ids=token_ids,
-            detokenizer=Detokenizer.of(self.tokenizer, params),
-            stop_on_text=bool(params.stop),
+            detokenizer=Detokenizer.of(self.tokenizer, params, token_ids, reading),
             cancel=self._client.cancel,
             status=self._client.status,
             update=self._client.update,

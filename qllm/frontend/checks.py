@@ -5,7 +5,7 @@ from hashlib import blake2b
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.errors import ContextLengthError, InvalidRequestError, check_text, shown
+from qllm.errors import ContextLengthError, InvalidRequestError, QueueFullError, check_text, shown
 from qllm.plan import ModelShape
 from qllm.types import (
     MAX_TIME_MS,
@@ -21,6 +21,18 @@ FIT = "fit"
 DEFAULT_MAX_TOKENS = 256
 MOST_SALT_BYTES = 256
 """Most bytes of a `cache_salt`."""
+
+
+def check_room(num_waiting: int, max_waiting: int) -> None:
+    """Return if one more request may wait.
+
+    Raises:
+        QueueFullError: As many as may wait do.
+    """
+    if num_waiting >= max_waiting:
+        raise QueueFullError(
+            f"{num_waiting} requests wait already (max_waiting={max_waiting}); try again later"
+        )
 
 
 def priority_class(value: str | int | Priority) -> int:

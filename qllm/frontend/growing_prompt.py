@@ -21,6 +21,7 @@ from qllm.errors import (
     shown,
 )
 from qllm.frontend.checks import (
+    check_room,
     check_timeout,
     longest,
     most_tokens,
@@ -29,7 +30,7 @@ from qllm.frontend.checks import (
     slo_of,
 )
 from qllm.frontend.client import Client
-from qllm.frontend.detokenizer import Detokenizer
+from qllm.frontend.detokenizer import Detokenizer, MakeReading
 from qllm.frontend.growing import Growing, GrowingIds, GrowingText, common_prefix
 from qllm.frontend.handle import Handle
 from qllm.frontend.prompts import (
@@ -282,6 +283,7 @@ class GrowingPrompt:
         slo: Slo | None = None,
         timeout_s: float | None = None,
         cache_ttl_s: float | None = None,
+        reading: MakeReading | None = None,
         **options: Any,
     ) -> Handle:
         """Say that the prompt is whole, and how it is to be answered; the arguments of `submit`.
@@ -317,7 +319,12 @@ class GrowingPrompt:
                 token_ids=tuple(ids[keep:]),
                 sampling=params,
                 stop_ids=check_sampling(
-                    params, engine.vocabulary, engine.tokenizer, engine.config.loop, most
+                    params,
+                    engine.vocabulary,
+                    engine.tokenizer,
+                    engine.config.loop,
+                    most,
+                    reading is not None,
                 ),
                 max_tokens=most,
                 slo=slo_of(slo, engine.config.default_slo(self._priority)),
@@ -326,8 +333,8 @@ class GrowingPrompt:
                 cache_salt=self._salt,
                 cache_ttl_s=cache_ttl_s,
             )
-            detokenizer = Detokenizer.of(engine.tokenizer, params)
-            self.handle.sent(tuple(ids), detokenizer, bool(params.stop))
+            detokenizer = Detokenizer.of(engine.tokenizer, params, ids, reading)
+            self.handle.sent(tuple(ids), detokenizer)
             self.handle.revise(Revision(keep, rest))
             self._is_sent, self._told, self._growing.token_ids = True, [], ids
         return self.handle
@@ -409,11 +416,7 @@ class Opens:
         )
         with client.admission_lock:
             client.raise_if_closed()
-            if client.num_waiting >= self.config.max_waiting:
-                raise QueueFullError(
-                    f"{client.num_waiting} requests wait already (max_waiting="
-                    f"{self.config.max_waiting}); try again later"
-                )
+            check_room(client.num_waiting, self.config.max_waiting)
             number = client.new_number()
             handle = self._handle(
                 number, request_id or f"prompt-{uuid.uuid4().hex[:12]}", (), UNSAID

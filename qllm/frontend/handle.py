@@ -106,7 +106,6 @@ class Handle:
         request_id: str,
         prompt_token_ids: tuple[int, ...],
         detokenizer: Detokenizer | None,
-        stop_on_text: bool,
         cancel: Callable[[RequestId], None],
         status: Callable[[RequestId], RequestStatus],
         update: Callable[[Update], None],
@@ -117,7 +116,7 @@ class Handle:
         """The caller's id, or one made for it."""
         self.prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
-        self._stop_on_text = stop_on_text
+        self._stop_on_text = detokenizer is not None and detokenizer.can_stop
         self._cancel = cancel
         self._status = status
         self._update, self._revise = update, revise
@@ -219,13 +218,12 @@ class Handle:
                     f"request {self.request_id} has ended ({self._reason.value}){why}"
                 )
 
-    def sent(
-        self, prompt_token_ids: tuple[int, ...], detokenizer: Detokenizer | None, stops: bool
-    ) -> None:
+    def sent(self, prompt_token_ids: tuple[int, ...], detokenizer: Detokenizer | None) -> None:
         """Its prompt is whole from now on; before its first token."""
         with self._changed:
             self.prompt_token_ids = prompt_token_ids
-            self._detokenizer, self._stop_on_text = detokenizer, stops
+            self._detokenizer = detokenizer
+            self._stop_on_text = detokenizer is not None and detokenizer.can_stop
 
     def tell(self, told: Asked) -> None:
         """Tell the engine that has the request what is asked of it, if it does not know.

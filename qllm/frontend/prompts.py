@@ -27,7 +27,12 @@ MOST_STOP_IDS = 8
 
 
 def check_sampling(
-    sampling: SamplingParams, vocabulary: Vocabulary, tokenizer: Any, loop: str, max_tokens: int
+    sampling: SamplingParams,
+    vocabulary: Vocabulary,
+    tokenizer: Any,
+    loop: str,
+    max_tokens: int,
+    has_reading: bool = False,
 ) -> frozenset[int]:
     """Check settings against a model and its engine.
 
@@ -37,9 +42,10 @@ def check_sampling(
         tokenizer: Of the model, or None.
         loop: The engine's setting.
         max_tokens: Most tokens that are produced.
+        has_reading: Whether the front end itself looks for `stop_token_ids`, where they count.
 
     Returns:
-        The ids that end the answer.
+        The ids that end the answer in the engine.
 
     Raises:
         InvalidRequestError: They cannot be served; says why.
@@ -52,7 +58,7 @@ def check_sampling(
         )
     if sampling.stop and tokenizer is None:
         raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids")
-    stop_ids = frozenset(sampling.stop_token_ids)
+    stop_ids = frozenset(() if has_reading and tokenizer is not None else sampling.stop_token_ids)
     if not sampling.ignore_eos:
         stop_ids |= frozenset(vocabulary.eos_token_ids)
     refuse_unserved(loop, sampling, len(stop_ids))

@@ -60,7 +60,6 @@ class Relay(Handle):
             request_id=item.name,
             prompt_token_ids=item.token_ids[: item.num_prompt_tokens],
             detokenizer=None,
-            stop_on_text=False,
             cancel=lambda _: None,
             status=lambda _: RequestStatus.WAITING,
             update=lambda _: None,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from starlette.types import Scope
 
 from qllm.errors import InvalidRequestError
+from qllm.frontend.detokenizer import MakeReading
 from qllm.types import Priority, Slo
 
 from .fields import Packed
@@ -67,6 +68,8 @@ class Ask:
     """A chat, instead of prompts."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, `tools` among them."""
+    reading: MakeReading | None = None
+    """Makes what knows the tags of the answers to a chat."""
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of SamplingParams; the model's own defaults fill the rest."""

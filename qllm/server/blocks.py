@@ -15,7 +15,8 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason
 
 from .answers import event
-from .calls import Delta, Reader
+from .calls import Reader
+from .deltas import Delta
 from .open_answer import Answer, Comment
 
 

@@ -10,7 +10,8 @@ from qllm.types import FinishReason
 
 from .answers import Shown, Writer, respond
 from .ask import Ask, Sends, check_alone
-from .calls import Reader, make_reader, merged
+from .calls import Reader, reader_of
+from .deltas import merged
 from .errors import RESPONSES
 from .front import Front
 from .open_answer import Answer
@@ -34,10 +35,8 @@ class ChatWriter(Writer):
     def _reader(self, index: int) -> Reader:
         """Who reads a choice."""
         if index not in self._readers:
-            asked, choice = self._asked, self._asked.choice()
-            has_form = choice.forced or asked.form() is not None
             tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
-            self._readers[index] = make_reader(tokenizer, prompt, choice, has_form)
+            self._readers[index] = reader_of(self._asked)(tokenizer, prompt)
         return self._readers[index]
 
     def usage(self, answer: Answer) -> dict[str, Any]:
@@ -93,6 +92,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         answer_id=answer_id,
         messages=body.messages,
         template=body.template_options(),
+        reading=reader_of(body),
         n=body.n,
         sampling={**body.sampling(), "logprobs": body.num_logprobs()},
         max_tokens=body.most_tokens(),

@@ -269,6 +269,7 @@ class Front:
                             cache_salt=ask.cache_salt,
                             cache_owner=ask.cache_owner,
                             cache_ttl_s=ttl_s,
+                            reading=ask.reading,
                         )
                     )
                     if ask.replay:
@@ -289,6 +290,7 @@ class Front:
             slo=ask.slo,
             timeout_s=ask.timeout_s,
             cache_ttl_s=ttl_s,
+            reading=ask.reading,
         )
         return handle
 

@@ -9,7 +9,7 @@ model's tokenizer, which is here.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from qllm.frontend.detokenizer import Detokenizer
@@ -18,6 +18,12 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, "<|constrain|>", MESSAGE, *ENDS)
 _TO = re.compile(r"\bto=(\S+)")
+_HEADS = {
+    CHANNEL: re.compile(r"\s*\w*(\s+to=\S+)?(\s+\w+)?\s*"),
+    "<|constrain|>": re.compile(r"\s*\w*\s*"),
+}
+_ROLE = re.compile(r"\s*(assistant)?(\s*to=\S+)?\s*")
+"""What a head says behind its marks, and before or behind `START`. Anything else is content."""
 FUNCTIONS = "functions."
 """Begins the recipient of a call of one of the request's functions."""
 
@@ -49,20 +55,32 @@ class Harmony:
         tokenizer: Of the model.
         marks: See `marks_of`.
         prompt: Token ids of the prompt, whose last message the answer goes on with.
+        names: The functions that the model was told of: it may leave "functions." out.
     """
 
-    def __init__(self, tokenizer: Any, marks: dict[int, str], prompt: Sequence[int]) -> None:
-        self._tokenizer, self._marks = tokenizer, marks
+    def __init__(
+        self,
+        tokenizer: Any,
+        marks: dict[int, str],
+        prompt: Sequence[int],
+        names: Collection[str] = (),
+    ) -> None:
+        self._tokenizer, self._marks, self._names = tokenizer, marks, names
         self._text = Detokenizer(tokenizer)
         self._is_head = False
         self._head = ""
-        self._unseen = ""
-        """What a head has said; if no message follows it is no head."""
+        self._unseen = [("", "")]
+        """Marks of a head, and what it has said behind each; without a message it is no head."""
         self._kind: Kind = "content"
         starts = [at for at, token_id in enumerate(prompt) if marks.get(token_id) == START]
         for token_id in prompt[starts[-1] :] if starts else ():
             self.push(token_id)
-        self._unseen = ""
+        self._unseen = [(mark, "") for mark, _ in self._unseen[-1:]]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of what comes now."""
+        return "head" if self._is_head else self._kind
 
     def push(self, token_id: int) -> list[Part]:
         """Take a token; return what is certain."""
@@ -78,6 +96,7 @@ class Harmony:
             parts += self._no_head()
             self._is_head, self._head = mark not in ENDS, ""
         self._head += f" {mark} "
+        self._unseen.append((mark, ""))
         return parts
 
     def finish(self) -> list[Part]:
@@ -88,23 +107,29 @@ class Harmony:
         if not self._is_head:
             return [Part(self._kind, text, num_tokens)]
         self._head += text
-        self._unseen += text
+        mark, said = self._unseen[-1]
+        self._unseen[-1] = mark, said + text
         return []
 
     def _no_head(self) -> list[Part]:
         """What seemed to be a head has ended without a message."""
-        text, self._unseen, self._kind = self._unseen, "", "content"
+        text, self._unseen, self._kind = "".join(x for _, x in self._unseen), [("", "")], "content"
         return [Part("content", text)] if text else []
 
     def _begin(self) -> list[Part]:
         """A head is whole: its message begins."""
-        parts, self._unseen, self._is_head = [Part("head", self._unseen)], "", False
+        parts: list[Part] = []
+        for mark, text in self._unseen:
+            is_known = _HEADS.get(mark, _ROLE).fullmatch(text)
+            parts.append(Part("head" if is_known else "content", text))
+        self._unseen, self._is_head = [("", "")], False
         channel = re.search(r"<\|channel\|> (\w+)", self._head)
         recipient = _TO.search(self._head)
         self._kind = "content"
-        if recipient is not None and recipient[1].startswith(FUNCTIONS):
+        name = None if recipient is None else recipient[1].removeprefix(FUNCTIONS)
+        if recipient is not None and name and (name != recipient[1] or name in self._names):
             self._kind = "arguments"
-            parts.append(Part("call", recipient[1].removeprefix(FUNCTIONS)))
+            parts.append(Part("call", name))
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             self._kind = "reasoning_content"
         return parts

@@ -14,7 +14,7 @@ from . import chat
 from .answers import respond
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
 from .bodies import chat_of
-from .calls import make_reader
+from .calls import reader_of
 from .errors import ANTHROPIC_RESPONSES, ApiError
 from .front import Front
 from .messages_protocol import CountRequest, MessagesRequest, input_of
@@ -72,10 +72,8 @@ class MessageWriter:
         return named_event("error", error.anthropic())
 
     def _blocks(self, answer: Answer) -> Blocks:
-        choice = self._asked.choice()
-        has_form = choice.forced or self._asked.form() is not None
         tokenizer, prompt = self._front.engine.tokenizer, answer.handles[0].prompt_token_ids
-        return Blocks(make_reader(tokenizer, prompt, choice, has_form))
+        return Blocks(reader_of(self._asked)(tokenizer, prompt))
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         return {

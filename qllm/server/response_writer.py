@@ -11,7 +11,7 @@ from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Priority
 
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
-from .calls import make_reader
+from .calls import reader_of
 from .errors import ApiError
 from .front import Front
 from .open_answer import Answer, Comment
@@ -106,10 +106,8 @@ class ResponseWriter:
         return self._event("response.failed", response=failed(self.response, error))
 
     def _blocks(self, answer: Answer) -> Blocks:
-        choice = self._chat.choice()
-        has_form = choice.forced or self._chat.form() is not None
         tokenizer, prompt = self._front.engine.tokenizer, answer.handles[0].prompt_token_ids
-        return Blocks(make_reader(tokenizer, prompt, choice, has_form))
+        return Blocks(reader_of(self._chat)(tokenizer, prompt))
 
     async def _end(self, answer: Answer, blocks: Blocks, reason: FinishReason) -> None:
         """Complete the response, and keep it."""

@@ -353,7 +353,7 @@ def test_a_host_meets_an_engine_that_does_not_push() -> None:
         for n in range(20):
             handle = Handle(
                 number=RequestId(n), request_id=str(n), prompt_token_ids=(0,), detokenizer=None,
-                stop_on_text=False, cancel=client.cancel, status=lambda _: RequestStatus.RUNNING,
+                cancel=client.cancel, status=lambda _: RequestStatus.RUNNING,
                 update=client.update,
             )  # fmt: skip
             client.submit(submission(n, n % 2 * 10, 1, 5 + n), handle)

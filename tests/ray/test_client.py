@@ -280,7 +280,6 @@ def submit(front: RayClient, *prompt: int, most: int = 12, **more: Any) -> Handl
             request_id=f"r{number}",
             prompt_token_ids=prompt,
             detokenizer=None,
-            stop_on_text=False,
             cancel=front.cancel,
             status=front.status,
             update=front.update,

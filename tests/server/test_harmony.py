@@ -7,7 +7,8 @@ import pytest
 
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.calls import HarmonyReader, HermesReader, make_reader, merged
+from qllm.server.calls import HarmonyReader, HermesReader, make_reader
+from qllm.server.deltas import merged
 from qllm.server.harmony import MARKS
 from qllm.server.tool_choice import Choice
 

@@ -11,7 +11,8 @@ import pytest
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.calls import HermesReader, PlainReader, TemplateReader, make_reader, merged
+from qllm.server.calls import HermesReader, PlainReader, TemplateReader, make_reader
+from qllm.server.deltas import merged
 from qllm.server.tool_choice import Choice
 from tests.support.serving import Serving
 

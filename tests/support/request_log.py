@@ -54,7 +54,7 @@ class World:
     def entry(self, number: int, priority: int = LS, num_done: int = 2, **changes: Any) -> Open:
         handle = Handle(
             number=number, request_id=f"r{number}", prompt_token_ids=(1, 2, 3), detokenizer=None,
-            stop_on_text=False, cancel=lambda _: None, status=lambda _: RequestStatus.RUNNING,
+            cancel=lambda _: None, status=lambda _: RequestStatus.RUNNING,
             update=lambda _: None,
         )  # fmt: skip
         values: dict[str, Any] = {

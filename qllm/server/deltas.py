@@ -1,0 +1,68 @@
+"""What readers of an answer have in common: fields of a message that grow."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+Delta = dict[str, Any]
+"""Fields of an assistant's message that grow."""
+
+
+class Value:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+
+    @property
+    def in_string(self) -> bool:
+        """Whether what comes next is inside a string."""
+        return self._in_string
+
+    def length(self, text: str) -> tuple[int, bool]:
+        """How much of `text`, which begins or goes on with the object, is its; whether it ends."""
+        for at, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = character == "\\"
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+                if self._depth == 0 and not character.isspace():
+                    return at + 1, True
+        return len(text), False
+
+
+def call_of(index: int, name: str, arguments: Any) -> dict[str, Any]:
+    """A call; arguments that are no text become JSON."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
+    call_id = f"call_{secrets.token_hex(12)}"
+    return {"index": index, "id": call_id, "type": "function", "function": function}
+
+
+def with_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Calls with another one, or with more of the last one."""
+    if not calls or calls[-1]["index"] != part["index"]:
+        return [*calls, part]
+    last, more = calls[-1], part["function"]["arguments"]
+    function = {**last["function"], "arguments": last["function"]["arguments"] + more}
+    return [*calls[:-1], {**last, "function": function}]
+
+
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """The fields of a whole message from its deltas."""
+    whole: Delta = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name == "tool_calls":
+                for part in value:
+                    whole[name] = with_call(whole.get(name, []), part)
+            else:
+                whole[name] = whole.get(name, "") + value
+    return whole

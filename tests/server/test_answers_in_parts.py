@@ -1,0 +1,273 @@
+"""Every character of an answer is in one place: content, reasoning, arguments or a tag."""
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise, product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qllm.frontend.detokenizer import Detokenizer
+from qllm.server.calls import make_reader
+from qllm.server.deltas import merged
+from qllm.server.harmony import MARKS
+from qllm.server.hermes import TAGS
+from qllm.server.tool_choice import Choice
+from tests.support.script import engine_of, id_of
+from tests.support.serving import Serving, serving
+
+THINK, THOUGHT, OPEN, CLOSE = TAGS
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", "look_up")
+]
+CHOICE = Choice(TOOLS, False, True)
+
+PARTS = [
+    THINK, THOUGHT, OPEN, CLOSE, " SOME WORDS.", "\n", "`", "A < B", "É🎉",
+    OPEN + '{"name": "f", "arguments": {"T": "A </tool_call> <think> B"}}' + CLOSE,
+    OPEN + '\n{"arguments": {"T": "A </tool_call> B"}, "name": "f"}\n' + CLOSE,
+    OPEN + '{"name": "f", "parameters": {"X": 1}}' + CLOSE,
+    OPEN + '{"name": "f", "INPUT": {"X": 1}}' + CLOSE,
+    OPEN + '{"name": "f", "arguments": {"X": 1}, "MORE": 5}' + CLOSE,
+    OPEN + '{"name": "f", "arguments": {"X": 1}}', OPEN + '{"name": "f"}' + CLOSE,
+    '{"name": ', '"arguments": {', "}", '"',
+]  # fmt: skip
+"""What is said is in capitals and digits, markup is not: so markup alone may be left out."""
+MARKUP = set(' \n<>/_{}:,"' + "".join(TAGS) + "namefargumentsparameters")
+
+
+def transcripts(seed: int, count: int) -> Iterator[str]:
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield "".join(rng.choices(PARTS, k=rng.randint(1, 6)))
+    for first, second in rng.sample([*product(PARTS, PARTS)], 100):
+        yield first + second
+
+
+def tokens_of(text: str, special: Sequence[str], cuts: random.Random | None) -> list[str]:
+    """Tokens of a text: those that are special are whole, the rest is cut anywhere."""
+    found = []
+    for part in re.split("|".join(f"({re.escape(tag)})" for tag in special) or "$^", text):
+        if part in special:
+            found.append(part)
+        elif part:
+            ends = [n for n in range(1, len(part)) if cuts is None or cuts.random() < 0.4]
+            found += [part[a:b] for a, b in pairwise((0, *ends, len(part)))]
+    return found
+
+
+class Words:
+    """A tokenizer whose tokens are those of a list; some are special."""
+
+    chat_template = "<think>"
+    unk_token_id = None
+
+    def __init__(self, special: Sequence[str] = ()) -> None:
+        self.words: list[str] = list(special)
+        self.added_tokens_decoder = {
+            i: SimpleNamespace(content=text, special=True) for i, text in enumerate(special)
+        }
+
+    def ids(self, words: Sequence[str]) -> list[int]:
+        for word in words:
+            if word not in self.words:
+                self.words.append(word)
+        return [self.words.index(word) for word in words]
+
+    def convert_tokens_to_ids(self, text: str) -> int | None:
+        return self.words.index(text) if text in self.words else None
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+        gone = self.added_tokens_decoder if skip_special_tokens else ()
+        return "".join(self.words[i] for i in ids if i not in gone)
+
+
+def read(
+    tokenizer: Words,
+    ids: Sequence[int],
+    prompt: Sequence[int],
+    sizes: random.Random | None,
+    **params: Any,
+) -> dict[str, Any]:
+    """A whole message, of tokens that come one by one or several together."""
+    reader = make_reader(tokenizer, prompt, CHOICE, False)
+    text_of = Detokenizer(
+        tokenizer, reading=lambda: make_reader(tokenizer, prompt, CHOICE, False), **params
+    )
+    made, rest, stopped = [], list(ids), False
+    while rest and not stopped:
+        num = 1 if sizes is None else sizes.randint(1, 5)
+        text, taken, ends = "", rest[:num], []
+        for token_id in taken:
+            part, stopped = text_of.push([token_id]) if not stopped else ("", True)
+            text += part
+            ends.append(len(text))
+        made.append(reader.push(text, taken, ends))
+        rest = rest[num:]
+    made += [reader.push(text_of.finish(), ()), reader.finish()]
+    found = merged(made)
+    found["calls"] = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in found.pop("tool_calls", ())
+    ]
+    return found
+
+
+def left_of(text: str, found: dict[str, Any]) -> str:
+    """The characters of an answer that no field has."""
+    shown = [found.get("reasoning_content", ""), found.get("content", "")]
+    shown += [arguments for _, arguments in found["calls"]]
+    counts = Counter(text)
+    counts.subtract("".join(shown))
+    assert min(counts.values(), default=0) >= 0, "a character is shown twice, or was never said"
+    return "".join(counts.elements())
+
+
+PROMPTS = ["<|im_start|>assistant", "<|im_start|>assistant" + THINK]
+
+
+@pytest.mark.parametrize("special", [(), TAGS, TAGS[:2], (THOUGHT,)], ids=len)
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["", "opened"])
+def test_no_character_is_lost_however_an_answer_comes(special: Sequence[str], prompt: str) -> None:
+    rng = random.Random(len(special))
+    tokenizer = Words(special)
+    begun = tokenizer.ids(tokens_of(prompt, special, rng))
+    for text in transcripts(len(special), 40):
+        letters = tokenizer.ids(tokens_of(text, special, None))
+        whole = read(tokenizer, letters, begun, None)
+        assert set(left_of(text, whole)) <= MARKUP, text
+        together = read(tokenizer, letters, begun, rng)
+        assert together == whole, text
+        others = tokenizer.ids(tokens_of(text, special, rng))
+        assert read(tokenizer, others, begun, rng) == whole, text
+        for name, arguments in whole["calls"]:
+            assert name == "f"
+            assert arguments.startswith("{")
+
+
+def test_no_character_is_lost_wherever_an_answer_is_cut_off() -> None:
+    for special in ((), TAGS):
+        tokenizer = Words(special)
+        for text in islice(transcripts(7, 12), 12):
+            letters = tokenizer.ids(tokens_of(text, special, None))
+            for num in range(len(letters)):
+                shown = read(tokenizer, letters[:num], (), None)
+                said = tokenizer.decode(letters[:num])
+                assert set(left_of(said, shown)) <= MARKUP, said
+
+
+@pytest.mark.parametrize("special", [(), TAGS], ids=["spelled", "tokens"])
+def test_a_stop_string_ends_what_is_said_and_never_the_reasoning(special: Sequence[str]) -> None:
+    tokenizer = Words(special)
+    for text in islice(transcripts(3, 120), 120):
+        ids = tokenizer.ids(tokens_of(text, special, None))
+        whole = read(tokenizer, ids, (), None)
+        said = whole.get("content", "") + "".join(x for _, x in whole["calls"])
+        for stop in ("ORD", "B", "1", "😀", "S.\n"):
+            cut = read(tokenizer, ids, (), random.Random(0), stop=(stop,))
+            if stop not in said:
+                assert cut == whole, (text, stop)
+            elif not whole["calls"]:
+                assert cut.get("content", "") == said[: said.index(stop)], (text, stop)
+            thought, all_of_it = (x.get("reasoning_content", "") for x in (cut, whole))
+            assert all_of_it.startswith(thought)
+            if stop in thought:
+                stops = tokenizer.ids([stop]) if len(stop) == 1 else ()
+                ended = read(tokenizer, ids, (), None, stop_ids=frozenset(stops))
+                assert ended.get("reasoning_content", "").startswith(thought)
+
+
+# -- GPT-OSS's form
+
+KINDS = {
+    "<|channel|>analysis<|message|>HMM, WORDS.<|end|>": "reasoning_content",
+    "<|start|>assistant<|channel|>analysis<|message|>MORE.<|end|>": "reasoning_content",
+    '<|start|>assistant to=f<|channel|>commentary json<|message|>{"X": 1}<|call|>': "calls",
+    '<|start|>assistant<|channel|>commentary to=functions.f<|message|>{"X": 2}<|call|>': "calls",
+    '<|channel|>analysis to=look_up <|constrain|>json<|message|>{"X": 3}<|call|>': "calls",
+    "<|channel|>final<|message|>É🎉 SAID.<|return|>": "content",
+    "<|channel|>commentary<|message|>BEFORE.<|end|>": "content",
+    "PLAIN": "content",
+}
+
+
+def test_no_character_of_gpt_oss_is_lost() -> None:
+    rng, tokenizer = random.Random(0), Words(MARKS)
+    tokenizer.chat_template = "<|channel|>"
+    begun = tokenizer.ids(tokens_of("<|start|>assistant", MARKS, None))
+    for parts in [*product(KINDS, KINDS), *(rng.choices(list(KINDS), k=4) for _ in range(30))]:
+        text = "".join(parts)
+        want: dict[str, str] = {"content": "", "reasoning_content": "", "calls": ""}
+        for part in parts:
+            want[KINDS[part]] += part.split("<|message|>")[-1].partition("<|")[0]
+        for cuts, sizes in ((None, None), (None, rng), (rng, rng)):
+            found = read(tokenizer, tokenizer.ids(tokens_of(text, MARKS, cuts)), begun, sizes)
+            found["calls"] = "".join(arguments for _, arguments in found["calls"])
+            assert {name: found.get(name, "") for name in want} == want, text
+        ids = tokenizer.ids(tokens_of(text, MARKS, None))
+        for stop in ("WORD", "analysis", "MORE"):
+            assert (
+                read(tokenizer, ids, begun, rng, stop=(stop,))["calls"]
+                == read(tokenizer, ids, begun, rng)["calls"]
+            ), "reasoning, or a head, has ended the answer"
+
+
+# -- over HTTP
+
+ANSWERS = [
+    [THINK, "I reason. STOP", THOUGHT, "Four.", " STOP", " more"],
+    [OPEN, '{"name": "f", "arguments": {"x": 1}}', CLOSE],
+    ["text ", "<|im_start|>", "other"],
+    ["Use the `", "<think", "> tag", "` to reason", " aloud."],
+]
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Serving]:
+    with engine_of(ANSWERS, TAGS) as engine, serving(engine) as made:
+        yield made
+
+
+def asked(scripted: Serving, number: int, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, **more}
+    answer = scripted.post(
+        "/v1/chat/completions", {**body, "chat_template_kwargs": {"start": f"<S{number}>"}}
+    ).json()
+    (choice,) = answer["choices"]
+    return {**choice["message"], "why": choice["finish_reason"]}
+
+
+def test_tags_that_are_special_tokens_are_tags(scripted: Serving) -> None:
+    found = asked(scripted, 0)
+    assert (found["reasoning_content"], found["content"]) == ("I reason. STOP", "Four. STOP more")
+    found = asked(scripted, 0, stop=["STOP"])
+    assert (found["reasoning_content"], found["content"]) == ("I reason. STOP", "Four. ")
+    (call,) = asked(scripted, 1, tools=TOOLS)["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"x": 1}
+
+
+def test_a_stop_string_may_be_a_special_token(scripted: Serving) -> None:
+    for stop in ("<|im_start|>", " <|im_start|>", "<|im_start|>other"):
+        found = asked(scripted, 2, stop=[stop])
+        assert (found["content"].strip(), found["why"]) == ("text", "stop")
+    body = {"prompt": "<S2>", "stop": ["<|im_start|>"], "temperature": 0}
+    assert scripted.post("/v1/completions", body).json()["choices"][0]["text"] == "text "
+
+
+def test_an_answer_may_speak_of_a_tag(scripted: Serving) -> None:
+    found = asked(scripted, 3)
+    assert found["content"] == "Use the `<think> tag` to reason aloud."
+    assert "reasoning_content" not in found
+
+
+def test_a_stop_id_does_not_end_the_reasoning(scripted: Serving) -> None:
+    tokenizer = scripted.front.engine.tokenizer
+    inside, behind = (id_of(tokenizer, text) for text in ("I reason. STOP", "Four."))
+    found = asked(scripted, 0, stop_token_ids=[inside])
+    assert (found["content"], found["why"]) == ("Four. STOP more", "stop")
+    found = asked(scripted, 0, stop_token_ids=[inside, behind])
+    assert (found["reasoning_content"], found["content"]) == ("I reason. STOP", "Four.")
