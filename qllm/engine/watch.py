@@ -12,6 +12,7 @@ requests: `counts` per track and status, and the first 200. No text, no token id
 
 import threading
 from collections import Counter, deque
+from math import isinf
 from typing import Any
 
 from qllm.config import EngineConfig
@@ -122,7 +123,7 @@ class Watch:
             "be_ns": loop.scheduler.be_share.now.be_ns,
             "min_be_share": config.min_be_share,
             "longest_segment_ms": self._runner.segments.longest_ns / NS_PER_MS,
-            "max_segment_ms": config.max_segment_ms,
+            "max_segment_ms": None if isinf(config.max_segment_ms) else config.max_segment_ms,
             "num_layers": self._runner.shape.num_layers,
         }
 

@@ -20,6 +20,9 @@ TYPES = {
     "charts.js": "text/javascript",
     "page.js": "text/javascript",
     "talk.js": "text/javascript",
+    "first.js": "text/javascript",
+    "markdown.js": "text/javascript",
+    "marked.esm.js": "text/javascript",
     "uPlot.min.js": "text/javascript",
     "uPlot.min.css": "text/css",
 }

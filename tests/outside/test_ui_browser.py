@@ -66,7 +66,10 @@ class Opened:
         width, height = SIZES[size]
         view = {"width": width, "height": height}
         how = {"viewport": view, "color_scheme": scheme, "locale": "en-US"}  # not the machine's
-        self.context = chromium.new_context(**how, **more)
+        before = more.pop("before", None)
+        self.context = chromium.new_context(**{**how, **more})
+        if before is not None:
+            self.context.add_init_script(before)
         self.context.set_default_timeout(PATIENCE_MS)
         self.page = self.context.new_page()
         self.asked: list[str] = []
@@ -178,7 +181,7 @@ def test_numbers_are_those_of_the_engine(
             wait_for(lambda: float(page.inner_text("#rate-BE")) > 0)
             assert "1 running" in page.inner_text("#count-BE")
             assert "p99" in page.inner_text("#ttft-LS-more")
-            wait_for(lambda: "0 LS and" in page.inner_text("#timeline-now"))
+            wait_for(lambda: "passes of 0 LS and of" in page.inner_text("#timeline-now"))
             assert opened.wrong == []
         texts.close()
 
@@ -220,14 +223,14 @@ def test_the_switch_of_the_theme_is_kept(served: Serving, chromium: Any) -> None
         live(page)
         light = page.evaluate(ground)
         page.click("#theme")
-        assert (page.inner_text("#theme"), page.evaluate(ground)) == ("Light", light)
+        assert (page.inner_text("#theme"), page.evaluate(ground)) == ("Theme: light", light)
         page.click("#theme")
         dark = page.evaluate(ground)
-        assert (page.inner_text("#theme"), dark != light) == ("Dark", True)
+        assert (page.inner_text("#theme"), dark != light) == ("Theme: dark", True)
         page.reload()
-        assert (page.inner_text("#theme"), page.evaluate(ground)) == ("Dark", dark)
+        assert (page.inner_text("#theme"), page.evaluate(ground)) == ("Theme: dark", dark)
         page.click("#theme")
-        assert (page.inner_text("#theme"), page.evaluate(ground)) == ("Auto", light)
+        assert (page.inner_text("#theme"), page.evaluate(ground)) == ("Theme: automatic", light)
         page.emulate_media(color_scheme="dark")
         assert page.evaluate(ground) == dark
 
@@ -296,6 +299,194 @@ def test_a_hidden_page_asks_for_nothing(
         before = len(asked)
         opened.page.evaluate(hide, False)
         wait_for(lambda: len(asked) > before)
+        assert opened.wrong == []
+
+
+@pytest.mark.parametrize("language", [None, "en-US@posix", "C", "", "de-DE"])
+def test_the_page_lives_in_any_locale(served: Serving, chromium: Any, language: str | None) -> None:
+    """None is the machine's own, which on servers is often no language tag."""
+    before = None
+    if language is not None:
+        getter = f"{{ get: () => {language!r}, configurable: true }}"
+        before = f"Object.defineProperty(Navigator.prototype, 'language', {getter});"
+    with Opened(chromium, served.url, "desktop", "light", locale=None, before=before) as opened:
+        live(opened.page)
+        assert opened.page.locator("#chart-rate canvas").count() == 1
+        assert opened.page.is_hidden("#failed")
+        assert opened.wrong == []
+
+
+@pytest.mark.parametrize("part", ["uPlot.min.js", "marked.esm.js"])
+def test_a_part_that_fails_is_said(served: Serving, chromium: Any, part: str) -> None:
+    context = chromium.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    page.route(f"**/{part}", lambda route: route.fulfill(status=404, body="gone"))
+    page.goto(f"{served.url}/ui")
+    page.wait_for_selector("#failed", state="visible")
+    assert "failed" in page.inner_text("#failed")
+    if part.startswith("uPlot"):
+        live(page)  # without charts
+        assert "No chart" in page.inner_text("#chart-rate")
+        page.fill("#text", "hi")
+        page.click("#send")
+        page.wait_for_selector("#talk .note")
+    context.close()
+
+
+EVIL = """<script>window.evil = 1</script> <img src=x onerror="window.evil = 2">
+[a](javascript:window.evil=3) [b](JaVaScRiPt:window.evil=4) 
+[c](data:text/html,<script>window.evil=5</script>)
+<b>bold</b> &lt;i&gt; ![d](https://example.invalid/track.png) <svg onload="window.evil=6">
+<a href="javascript:window.evil=7">x</a>
+
+<iframe srcdoc="<script>parent.evil = 8</script>"></iframe>
+
+<style>body { display: none }</style>
+
+| <img src=x onerror="window.evil=9"> | b |
+|---|---|
+| `<b>` | **fat** |
+
+```html
+<script>window.evil = 10</script>
+```
+
+1. one
+2. *two* and [site](https://example.invalid/) and ~~gone~~
+
+> quoted
+"""
+
+
+def test_markdown_of_an_answer_is_shown_and_never_run(served: Serving, chromium: Any) -> None:
+    show = """async (text) => {
+      const { show } = await import("/ui/static/markdown.js");
+      const box = document.createElement("div");
+      box.className = "assistant";
+      document.getElementById("talk").append(box);
+      for (let i = 1; i <= text.length; i += 1) show(box, text.slice(0, i)); // as it comes
+      show(box, ">".repeat(20000) + "x");
+      show(box, text);
+      for (const link of box.querySelectorAll("a")) link.removeAttribute("target");
+      const names = (e) => [...e.attributes].map((a) => a.name);
+      return [...box.querySelectorAll("*")].map((e) => [e.localName, names(e)]); }"""
+    with Opened(chromium, served.url, "desktop", "light") as opened:
+        page = opened.page
+        live(page)
+        made = page.evaluate(show, EVIL)
+        names = {name for name, _ in made}
+        assert {
+            "code",
+            "pre",
+            "strong",
+            "em",
+            "del",
+            "ol",
+            "li",
+            "blockquote",
+            "table",
+            "a",
+        } <= names
+        assert not names & {
+            "script",
+            "img",
+            "iframe",
+            "svg",
+            "style",
+            "b",
+            "object",
+            "form",
+            "input",
+        }
+        attributes = {x for _, found in made for x in found}
+        assert attributes <= {"href", "rel", "tabindex", "start"}
+        links = page.eval_on_selector_all("#talk a", "(all) => all.map((a) => a.protocol)")
+        assert set(links) == {"https:"}
+        shown = page.inner_text("#talk .assistant")
+        for text in ("<script>window.evil = 1</script>", "<b>bold</b>", "window.evil = 10"):
+            assert text in shown
+        page.wait_for_timeout(200)
+        assert page.evaluate("window.evil") is None
+        assert [url for url in opened.asked if "example.invalid" in url] == []
+        assert opened.serious() == []
+        assert opened.wrong == []
+
+
+def test_a_request_is_paused_and_changes_its_class(served: Serving, chromium: Any) -> None:
+    from playwright.sync_api import expect
+
+    body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True,
+            "priority": 1, "request_id": "changed"}  # fmt: skip
+    import httpx
+
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
+        texts = stream.iter_text()
+        next(texts)
+        paused = httpx.patch(f"{served.url}/v1/requests/changed", json={"paused": True})
+        assert paused.status_code == 200  # it would end while the page is loaded
+        with Opened(chromium, served.url, "desktop", "light") as opened:
+            page = opened.page
+            row = page.locator("#requests tr", has_text="changed")
+            expect(row.locator("td").nth(2)).to_have_text("paused")
+            row.locator("button", has_text="go on").click()
+            row.locator("button", has_text="pause").click()
+            expect(row.locator("td").nth(2)).to_have_text("paused")
+            row.locator("button", has_text="to LS").click()
+            expect(row.locator("td").nth(1)).to_have_text("LS")
+            row.locator("button", has_text="to BE").click()
+            expect(row.locator("td").nth(1)).to_have_text("BE")
+            assert page.inner_text("#requests-state") == ""
+            assert opened.serious() == []
+            assert opened.wrong == []
+        texts.close()
+
+
+def test_tables_fit_a_small_desk_and_chat_comes_first(served: Serving, chromium: Any) -> None:
+    view = {"width": 1280, "height": 900}
+    with (
+        loaded(served.url, be=1, longest=1500),
+        Opened(chromium, served.url, "desktop", "light", viewport=view) as opened,
+    ):
+        page = opened.page
+        live(page)
+        page.wait_for_selector("#preemptions button")
+        page.wait_for_selector("#requests td.name")
+        wide = "(all) => all.map((e) => e.scrollWidth - e.clientWidth)"
+        assert max(page.eval_on_selector_all(".scroll", wide)) <= 0
+        first = page.get_attribute("main > section", "aria-labelledby")
+        assert first == "chat-title"
+        bottom = page.evaluate("document.getElementById('ask').getBoundingClientRect().bottom")
+        assert bottom < view["height"]
+
+
+def test_what_the_options_of_the_chat_say_is_asked(served: Serving, chromium: Any) -> None:
+    from playwright.sync_api import expect
+
+    with Opened(chromium, served.url, "phone", "light") as opened:
+        page = opened.page
+        live(page)
+        asked: list[dict[str, Any]] = []
+
+        def note(request: Any) -> None:
+            if "chat/completions" in request.url:
+                asked.append(json.loads(request.post_data))
+
+        page.on("request", note)
+        page.click(".options summary")
+        page.fill("#system", "Be brief.")
+        page.fill("#temperature", "0")
+        page.fill("#text", "Hello")
+        page.click("#send")
+        expect(page.locator("#talk .note")).to_contain_text("tokens/s")
+        assert asked[0]["temperature"] == 0
+        assert [x["role"] for x in asked[0]["messages"]] == ["system", "user"]
+        page.click("#clear")
+        assert page.locator("#talk .user").count() == 0
+        page.fill("#text", "Again")
+        page.click("#send")
+        expect(page.locator("#talk .note")).to_be_visible()
+        assert [x["content"] for x in asked[1]["messages"]] == ["Be brief.", "Again"]
         assert opened.wrong == []
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,11 +17,14 @@ from qllm.llm import QLLMEngine
 from qllm.server.feed import Feed
 from qllm.server.front import Front
 from qllm.server.ui import TYPES
+from tests.support.files import ROOT
 from tests.support.serving import Serving, serving
 from tests.support.waiting import wait_for
 
 STATIC = files("qllm.server") / "static"
 VOID = {"meta", "link", "input", "br", "img"}
+LIBRARIES = {"uPlot": ("uPlot.min.js", "v1.6.32"), "marked": ("marked.esm.js", "v18.2.1")}
+"""Scripts of others in the page: the file, and its release."""
 
 
 class Page(HTMLParser):
@@ -53,7 +57,7 @@ def test_the_page_is_whole_and_asks_no_other_host(served: Serving) -> None:
     names = [link.removeprefix("/ui/static/") for link in page.links]
     assert set(names) - {"#main"} <= set(TYPES)
     for name in ("ui.html", *TYPES):
-        if not name.startswith(("uPlot", "icon")):
+        if not name.startswith((*LIBRARIES, "icon")):
             assert "://" not in (STATIC / name).read_text()
     for name in TYPES:
         answer = served.get(f"/ui/static/{name}")
@@ -66,7 +70,7 @@ def test_the_page_is_whole_and_asks_no_other_host(served: Serving) -> None:
 
 
 def scripts() -> str:
-    own = [name for name in TYPES if name.endswith(".js") and not name.startswith("uPlot")]
+    own = [name for name in TYPES if name.endswith(".js") and not name.startswith(tuple(LIBRARIES))]
     return "\n".join((STATIC / name).read_text() for name in own)
 
 
@@ -85,10 +89,21 @@ def test_every_word_is_explained() -> None:
     assert {"ttft", "park", "preempt", "kv"} <= words <= names
 
 
-def test_the_library_has_its_licence() -> None:
-    text = (STATIC / "uPlot.LICENSE").read_text()
-    assert "MIT License" in text
-    assert "v1.6.32" in (STATIC / "uPlot.min.js").read_text()[:200]
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_has_its_licence(name: str) -> None:
+    text = (STATIC / f"{name}.LICENSE").read_text()
+    assert "Permission is hereby granted, free of charge" in text
+    file, release = LIBRARIES[name]
+    assert release in (STATIC / file).read_text()[:200]
+    assert f"qllm/server/static/{name}.LICENSE" in (ROOT / "pyproject.toml").read_text()
+
+
+def test_no_script_of_ours_reads_text_as_html() -> None:
+    """Markdown of an answer becomes elements and text nodes, made one by one."""
+    parsed = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|setHTML|srcdoc"
+    )
+    assert re.findall(parsed, scripts()) == []
 
 
 def messages(served: Serving, since: int = 0) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ const dots = (name, of) => ({ label: name, stroke: colour(of), paths: () => null
 const short = (value) => (value === null ? "" : value >= 1e4 ? `${value / 1e3}k` : String(+value.toPrecision(3)));
 const plain = (_, ticks) => ticks.map(short);
 const decades = (_, ticks) => ticks.map(short);
-const onlyDecades = (_, ticks) => ticks.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
+const onlyDecades = (_, ticks) => ticks.map((v) => (["1", "2", "5"].includes(v.toExponential(6).replace(/\.?0*e.*/, "")) ? v : null));
 
 export class Charts {
   constructor(nodes) {
@@ -33,10 +33,21 @@ export class Charts {
     this.ttfts = []; // [time, LS, BE]
     this.plots = {};
     this.make();
-    new ResizeObserver(() => { this.resize(); }).observe(nodes.rate.parentElement.parentElement);
+    if (!this.failed) new ResizeObserver(() => { this.resize(); }).observe(nodes.rate.parentElement.parentElement);
   }
 
+  // Where the library does not run, the rest of the page does, and says so.
   make() {
+    try {
+      this.makePlots();
+    } catch (error) {
+      this.failed = true;
+      this.plots = {};
+      for (const node of Object.values(this.nodes)) node.textContent = `No chart: ${error.message}.`;
+    }
+  }
+
+  makePlots() {
     for (const plot of Object.values(this.plots)) plot.destroy();
     const from0 = { range: (_, min, max) => [0, Math.max(max || 0, 1) * 1.15] };
     const kinds = {
@@ -76,7 +87,7 @@ export class Charts {
     const since = values[0] - KEEP_S;
     while (this.points.length && this.points[0][0] < since) this.points.shift();
     this.ttfts = this.ttfts.filter(([at]) => at >= since).slice(-MAX_DOTS).sort((a, b) => a[0] - b[0]);
-    if (!document.hidden) this.draw();
+    if (!document.hidden && !this.failed) this.draw();
   }
 
   draw() {

@@ -1,5 +1,6 @@
 // The chat and the batches: what the page asks of the server beside the news.
 
+import { show } from "./markdown.js";
 import { $, call, cells, events, ms } from "./page.js";
 
 const history = [];
@@ -8,7 +9,7 @@ let answering = null; // the AbortController of the answer being read
 // -- chat
 
 function say(className, text) {
-  const p = document.createElement("p");
+  const p = document.createElement("div");
   p.className = className;
   p.textContent = text;
   const first = $("talk").querySelector(".empty");
@@ -18,36 +19,78 @@ function say(className, text) {
   return p;
 }
 
+// The body of the next request: the conversation, after what the options say.
+function body() {
+  const system = $("system").value.trim();
+  const messages = system ? [{ role: "system", content: system }, ...history] : history;
+  const found = { messages, stream: true, stream_options: { include_usage: true }, service_tier: $("tier").value };
+  if ($("temperature").value) found.temperature = Number($("temperature").value);
+  return JSON.stringify(found);
+}
+
+// How fast an answer was, in words.
+function speed(served, firstMs, lastMs, usage) {
+  if (firstMs === null) return `${served}, no text`;
+  const said = `${served}, first text after ${ms(firstMs)}`;
+  const tokens = usage && usage.completion_tokens;
+  return tokens > 1 && lastMs > firstMs ? `${said}, then ${((1000 * (tokens - 1)) / (lastMs - firstMs)).toFixed(1)} tokens/s` : said;
+}
+
 async function ask(text) {
   history.push({ role: "user", content: text });
   say("user", text);
-  const p = say("assistant", "");
-  answering = new AbortController();
+  const box = say("assistant", "");
+  const mine = (answering = new AbortController());
   $("stop").disabled = false;
   const start = performance.now();
-  let first = null;
+  let [said, first, last, usage, isDrawn] = ["", null, null, null, true];
+  const draw = () => {
+    if (isDrawn) return;
+    isDrawn = true;
+    show(box, said);
+    $("talk").scrollTop = $("talk").scrollHeight;
+  };
   try {
     const answer = await call("/v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ messages: history, stream: true, service_tier: $("tier").value }),
-      signal: answering.signal,
+      body: body(),
+      signal: mine.signal,
     });
     const served = answer.headers.get("x-qllm-priority");
     for await (const { data: chunk } of events(answer)) {
       if (chunk.error) throw new Error(chunk.error.message);
+      usage = chunk.usage || usage;
       const delta = chunk.choices[0] && chunk.choices[0].delta.content;
-      if (delta && first === null) first = performance.now() - start;
-      if (delta) p.textContent += delta;
-      $("talk").scrollTop = $("talk").scrollHeight;
+      if (!delta) continue;
+      last = performance.now() - start;
+      first ??= last;
+      said += delta;
+      if (isDrawn) requestAnimationFrame(draw); // once for all that comes until then
+      isDrawn = false;
     }
-    say("note", `${served}, first text after ${ms(first)}`);
+    draw();
+    say("note", speed(served, first, last, usage));
   } catch (error) {
-    say("note", error.name === "AbortError" ? "stopped" : error.message);
+    draw();
+    if (mine === answering) say("note", error.name === "AbortError" ? "stopped" : error.message);
   }
-  history.push({ role: "assistant", content: p.textContent });
+  if (mine !== answering) return; // the conversation was cleared
+  history.push({ role: "assistant", content: said });
   answering = null;
   $("stop").disabled = true;
+}
+
+function clear() {
+  if (answering) answering.abort();
+  answering = null;
+  history.length = 0;
+  $("stop").disabled = true;
+  const empty = document.createElement("p");
+  empty.className = "empty";
+  empty.textContent = "Ask as LS and as BE, and look at the timeline.";
+  $("talk").replaceChildren(empty);
+  $("text").focus();
 }
 
 // -- batches
@@ -164,6 +207,7 @@ export function start() {
     $("text").value = "";
     ask(text);
   });
+  $("clear").addEventListener("click", clear);
   $("stop").addEventListener("click", () => answering && answering.abort());
   $("upload").addEventListener("submit", (event) => {
     event.preventDefault();

@@ -324,7 +324,8 @@ export class Timeline {
     const passes = { LS: 0, BE: 0 };
     for (const [, to, track, , , count] of this.runs) if (to > since) passes[track] += count;
     const stops = this.stops.filter(([at]) => at > since).length;
-    return `In the last ${this.spanMs / 1000} s: ${passes.LS} LS and ${passes.BE} BE pieces of passes, ` +
-      `${stops} preemptions; ${this.parked.length} parked now.`;
+    const stopped = stops === 1 ? "1 preemption" : `${stops} preemptions`;
+    return `In the last ${this.spanMs / 1000} s: passes of ${passes.LS} LS and of ${passes.BE} BE, whole or in part; ` +
+      `${stopped}; ${this.parked.length} parked now.`;
   }
 }

@@ -147,7 +147,8 @@ function showWhole(message) {
     text(`count-${track}`, said.join(", ") || "no requests");
     const ttft = message.ttft_ms[track];
     text(`ttft-${track}`, ttft ? ms(ttft.p50) : "–");
-    text(`ttft-${track}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}` : "nothing measured yet");
+    const none = said.length ? "none has ended" : "nothing measured yet";
+    text(`ttft-${track}-more`, ttft ? `p90 ${ms(ttft.p90)}, p99 ${ms(ttft.p99)}` : none);
     text(`rate-${track}`, perSecond(rate(TRACKS.indexOf(track) + 1)));
   }
   if (message.entries !== undefined) showEngine(message);
@@ -170,13 +171,20 @@ function showEngine(message) {
   text("preempt-total", message.num_preemptions ? `${message.num_preemptions.toLocaleString("en")} in all` : "none so far");
   const bytes = rate(4);
   const rings = Object.entries(message.ring_use || {}).map(([track, use]) => `${track} ${(100 * use).toFixed(0)} %`);
-  const facts = [`longest segment ${ms(message.longest_segment_ms)}`];
+  const [longest, most] = [message.longest_segment_ms, message.max_segment_ms];
+  const facts = [];
   const [ls, be] = [rate(5), rate(6)];
   const floor = message.min_be_share ? `, at least ${percent(message.min_be_share)}` : "";
   if (ls + be) facts.push(`BE has ${percent(be / (ls + be))} of the time${floor}`);
   if (bytes) facts.push(`experts read ${(bytes / 1e9).toFixed(2)} GB/s`);
   if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
-  text("engine-more", facts.join(" · "));
+  const isLong = most && longest > most;
+  const segment = `longest segment ${ms(longest)}${most ? `, of ${ms(most)} declared` : ""}`;
+  const bold = document.createElement("span");
+  bold.className = isLong ? "bad" : "";
+  bold.textContent = segment;
+  const rest = facts.map((fact) => ` · ${fact}`).join("");
+  if ($("engine-more").textContent !== segment + rest) $("engine-more").replaceChildren(bold, rest);
 }
 
 // The target of a request in words, and how it stands.
@@ -189,13 +197,56 @@ function target(row) {
 
 const requestRows = new Map(); // by name
 
+async function change(name, what) {
+  try {
+    await call(`/v1/requests/${encodeURIComponent(name)}`, {
+      method: "PATCH",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(what),
+    });
+    text("requests-state", "");
+  } catch (error) {
+    text("requests-state", `${name}: ${error.message}`);
+  }
+}
+
+// Buttons that pause a request or change its class; `row.now` is what the server said last.
+function changes(name, now) {
+  const box = document.createElement("span");
+  for (const act of ["pause", "class"]) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.act = act;
+    const what = () => (act === "pause" ? { paused: now.status !== "paused" } : { priority: trackOf(now.class) === "LS" ? "BE" : "LS" });
+    button.addEventListener("click", () => change(name, what()));
+    box.append(button, " ");
+  }
+  return box;
+}
+
+function nameChanges(row, { name, status, class: of }) {
+  const words = { pause: status === "paused" ? "go on" : "pause", class: trackOf(of) === "LS" ? "to BE" : "to LS" };
+  for (const button of row.querySelectorAll("button")) {
+    const word = words[button.dataset.act];
+    if (button.textContent !== word) button.textContent = word;
+    button.setAttribute("aria-label", `${name}: ${word}`);
+  }
+}
+
 function requestRow(r) {
   const isReading = !r.output_tokens && r.computed_tokens > 0 && r.computed_tokens < r.prompt_tokens;
   const out = isReading ? `${Math.floor((100 * r.computed_tokens) / r.prompt_tokens)} % read` : r.output_tokens;
   const [words, kind] = target(r);
   const values = [r.name, r.class, r.status, ms(r.age_ms), ms(r.ttft_ms), words, r.prompt_tokens, out, r.preemptions ?? "–"];
-  const row = requestRows.get(r.name) ?? cells(values);
+  let row = requestRows.get(r.name);
+  if (!row) {
+    const now = {};
+    row = cells([...values, changes(r.name, now)]);
+    row.now = now;
+  }
+  Object.assign(row.now, r);
   recell(row, values);
+  nameChanges(row, r);
   row.cells[0].className = "name";
   row.cells[0].title = r.name;
   row.cells[1].className = `${trackOf(r.class)}-ink left`;
@@ -211,7 +262,7 @@ function showRequests(message) {
   requestRows.clear();
   for (const [name, row] of rows) requestRows.set(name, row);
   if (rows.length) arrange($("requests"), rows.map(([, row]) => row));
-  else if (!$("requests").querySelector(".none")) $("requests").replaceChildren(noRow(9, "No open requests."));
+  else if (!$("requests").querySelector(".none")) $("requests").replaceChildren(noRow(10, "No open requests."));
 }
 
 function place(p) {
@@ -280,6 +331,7 @@ async function watch() {
       else {
         againMs = 3000;
         state("down", error.status === 401 ? "needs a key" : "not connected");
+        if (error.status === 401) $("key").placeholder = "needed";
         if (error.status === 401) banner("This server needs an API key.", " Type one at the top of the page.");
         else banner("No news.", ` ${error.message}; trying again.`);
       }
@@ -305,15 +357,14 @@ function hold(isHeld) {
   $("hold").textContent = isHeld ? "Go on" : "Hold";
 }
 
-const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+const THEMES = { auto: "automatic", light: "light", dark: "dark" };
 
 function theme(name) {
   if (name === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = name;
   localStorage.setItem("qllm-theme", name);
-  $("theme").textContent = THEMES[name];
+  $("theme").textContent = `Theme: ${THEMES[name]}`;
   $("theme").dataset.name = name;
-  $("theme").setAttribute("aria-label", `Theme: ${THEMES[name]}`);
   timeline.restyle();
   charts.make();
 }
