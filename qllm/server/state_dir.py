@@ -128,9 +128,12 @@ def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Con
     is_made = os.pread(lock, 1, 0) != b"" or any((folder / "files").iterdir())
     if is_made and not (path.is_file() and path.stat().st_size):
         raise _damaged(folder, "it is missing or empty")
+    whole_pages = _has_whole_pages(path)
     os.close(private_fd(path, os.O_RDWR))
     db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     try:
+        if not whole_pages:
+            raise sqlite3.DatabaseError("it ends in the middle of a page")
         _bring_up(db, folder, tables)
     except sqlite3.DatabaseError as error:
         db.close()
@@ -149,6 +152,16 @@ def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Con
         except OSError as error:  # a full disk: the next start does it
             _log.warning("state_dir=%r: %s", str(folder), error)
     return db
+
+
+def _has_whole_pages(path: Path) -> bool:
+    """Whether a database has pages of one size, or a log that its last page may come from."""
+    log = path.with_name(f"{DATABASE}-wal")
+    if not path.is_file() or (log.is_file() and log.stat().st_size):
+        return True
+    with open(path, "rb") as file:
+        page = int.from_bytes(file.read(18)[16:], "big")
+    return path.stat().st_size % (page or 1) == 0
 
 
 def _bring_up(db: sqlite3.Connection, folder: Path, tables: Sequence[str]) -> None:
