@@ -25,6 +25,8 @@ MIN_LS_REQUESTS = 300
 """In a window of default length: fewer would not tell 99 % from 98 %."""
 _BACKLOG_PER_SEAT = 2
 _BISECTIONS = 6
+_SAME = 1.05
+"""Two numbers of which one is less than this times the other are told as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +279,11 @@ def why(answers: Sequence[Answer], slo: Slo) -> str:
     times = f"{first.be_per_s / second.be_per_s:.2g} times" if second.be_per_s else "more than"
     heavier = next((t for t in second.tried if not t.carried), None)
     if heavier is None:  # it keeps the targets with everything, and gets less done
-        lost = f"under it {_pace(second.tried[-1].outcome, first.best.outcome)}"
-        return f"{said}, {times} those of {second.label}: {lost}."
+        less, more = second.tried[-1].outcome, first.best.outcome
+        return (
+            f"{said}, {times} those of {second.label}, which keeps the targets too. "
+            f"{_paid(more, less)} {_pace(first.label, more, second.label, less)}"
+        )
     return f"{said}, {times} those of {second.label}: with more BE under that " + _missed(
         heavier.outcome, slo
     )
@@ -298,8 +303,34 @@ def _missed(found: Outcome, slo: Slo) -> str:
     return f"{' and '.join(parts)}, and {met}." if parts else f"only {met}."
 
 
-def _pace(less: Outcome, more: Outcome) -> str:
+def _paid(more: Outcome, less: Outcome) -> str:
+    """What LS pays for more BE tokens, inside its targets."""
+    parts = [
+        f"its {name} is {here:,.0f} ms instead of {there:,.0f}"
+        for name, here, there in (
+            ("TTFT p50", more.ls_ttft_p50, less.ls_ttft_p50),
+            ("TTFT p99", more.ls_ttft_p99, less.ls_ttft_p99),
+            ("TPOT p50", more.ls_tpot_p50, less.ls_tpot_p50),
+            ("TPOT p99", more.ls_tpot_p99, less.ls_tpot_p99),
+        )
+        if here is not None and there is not None and here > _SAME * there
+    ]
+    return f"LS pays for it: {', '.join(parts)}." if parts else "LS pays nothing for it."
+
+
+def _pace(first: str, more: Outcome, second: str, less: Outcome) -> str:
     """Why a backlog that is carried gets less done."""
+    if more.shared > _SAME * less.shared:
+        return (
+            f"Under {first} LS and BE share a pass in {more.shared:.0%} of the time, and the "
+            f"experts are read once for both; under {second} in {less.shared:.0%}: there prompts "
+            f"run in passes of their own, so that LS stops them ({less.preemptions:,} times)."
+        )
     if less.preemptions > 2 * more.preemptions:
-        return f"BE is preempted {less.preemptions:,} times instead of {more.preemptions:,}"
-    return f"BE stands still for up to {less.be_stall_ms:,.0f} ms while LS is served"
+        return (
+            f"Under {second} BE is preempted {less.preemptions:,} times instead of "
+            f"{more.preemptions:,}."
+        )
+    return (
+        f"Under {second} BE stands still for up to {less.be_stall_ms:,.0f} ms while LS is served."
+    )

@@ -1,6 +1,6 @@
 """What a run was worth, in one line: how LS fared, and what BE got done. Real runs too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,10 @@ from qllm.measure.plots import ttft_figure
 from qllm.record.metrics import RequestMetrics
 from qllm.record.perfetto import write_perfetto
 from qllm.record.summary import percentile, request_metrics
+from qllm.record.trace import Event, Planned, Ran
 from qllm.sim.costs import CostFile
 from qllm.sim.run import Simulated
-from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, Priority, Slo
 from qllm.workloads.mix import Sent, Waits
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
@@ -36,6 +37,8 @@ class Outcome:
     preemptions: int
     be_stall_ms: float
     """Longest time that an admitted BE request stood still."""
+    shared: float
+    """Part of the window in which passes with rows of both classes ran."""
 
     @property
     def be_per_s(self) -> float:
@@ -69,7 +72,23 @@ class Outcome:
             be_output_per_s=sum(r.num_output_tokens for r in be) / run.window_s,
             preemptions=sum(r.preemptions for r in requests),
             be_stall_ms=max((r.max_stall_ms for r in be), default=0.0),
+            shared=_shared_s(run.events, {r.request_id: r.priority for r in requests})
+            / run.window_s,
         )
+
+
+def _shared_s(events: Iterable[Event], priorities: Mapping[int, int]) -> float:
+    """Seconds for which passes with rows of both classes ran."""
+    shared: set[int] = set()
+    total_ns = 0
+    for event in events:
+        if isinstance(event, Planned):
+            kinds = {priorities[row.request_id] > Priority.LS for row in event.rows}
+            if len(kinds) > 1:
+                shared.add(event.frame_id)
+        elif isinstance(event, Ran) and event.frame_id in shared:
+            total_ns += event.at_ns - event.start_ns
+    return total_ns / NS_PER_S
 
 
 def _percentile(values: Sequence[float], p: float) -> float | None:

@@ -32,6 +32,10 @@ NAMES = ["chunked", "chunked-priority", "edf", "fcfs", "flow", "laps", "layered"
 NAMES += ["ls-first", "mcps", "mlfq", "priority", "priority-layered", "qllm", "qllm2", "rota"]
 NOTHING = {"ride_frac": 0.0, "max_be_stall_ms": None}
 """Settings with which the default leaves BE nothing while LS has work."""
+BY_TOKEN = SimCosts(
+    op_ns=1_000, attn_token_ns=3_000, expert_ns=10_000, expert_token_ns=1_000, head_ns=100_000
+)
+"""A pass takes 0.2 ms per token of a deep model, and little else."""
 END_NS = 2 * WINDOW_MS * NS_PER_MS
 
 
@@ -134,10 +138,7 @@ def test_a_floor_that_is_met_by_the_policy_costs_nothing() -> None:
 @pytest.mark.parametrize("name", ["fcfs", "ls-first", "chunked", "layered", "priority-layered"])
 def test_where_steps_are_not_cut_a_turn_is_small_by_its_tokens_and_layers(name: str) -> None:
     """A prompt of BE takes 36 slices; it is begun before LS comes, and others come after."""
-    costs = SimCosts(
-        op_ns=1_000, attn_token_ns=3_000, expert_ns=10_000, expert_token_ns=1_000, head_ns=100_000
-    )
-    world = floor_world(load_policy(name), shape=DEEP, costs=costs)
+    world = floor_world(load_policy(name), shape=DEEP, costs=BY_TOKEN)
     world.submit(BE, 900, 20)
     while not world.tokens and world.clock.at_ns < 100 * NS_PER_MS:
         world.step()
@@ -149,6 +150,22 @@ def test_where_steps_are_not_cut_a_turn_is_small_by_its_tokens_and_layers(name: 
     assert len(turns) > 3
     assert max(turns) <= 5 * FLOOR.slice_ns
     be_has_its_share(world)
+    ls_pays_no_more(world)
+
+
+def test_a_turn_of_a_cohort_under_way_is_a_few_layers_where_steps_are_not_cut() -> None:
+    world = floor_world(load_policy("priority-layered", {"group_tokens": 100}), shape=DEEP, costs=BY_TOKEN)
+    world.submit(LS, 200, 3)
+    world.run()  # what a token costs is known
+    batch = world.submit(BE, 900, 20)
+    world.step()
+    assert world.scheduler.requests[batch].frontier is not None
+    for i in range(200):
+        world.submit(LS, 200, 1, at_ns=world.clock.at_ns + 5 * i * NS_PER_MS)
+    serve(world, lambda _: None, END_NS // 2)
+    turns = [run.end_ns - run.decided_ns for run in runs_of(world) if run.is_turn]
+    assert len(turns) > 3
+    assert max(turns) <= 3 * FLOOR.slice_ns
     ls_pays_no_more(world)
 
 
@@ -185,8 +202,9 @@ def test_no_more_than_a_window_of_debt_is_remembered() -> None:
     """A machine that slept for an hour does not give BE the next minutes."""
     world = floor_world(Qllm2(**NOTHING))
     serve(world, decodes_fill_every_step, 100 * NS_PER_MS)
-    world.clock.at_ns += 3_600_000 * NS_PER_MS
-    world.step()
+    for _ in range(3):
+        world.clock.at_ns += 3_600_000 * NS_PER_MS
+        world.step()
     assert 0 < owed_ns(world) <= FLOOR.window_ns * FLOOR.rate // 1_000_000
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from qllm.config import parse_slo
+from qllm.config import EngineConfig, parse_slo
 from qllm.errors import ConfigError
+from qllm.measure.variants import parse_variants
 from qllm.sim.calibrate import refuse_busy
-from qllm.sim.capacity import Answer, Question, Tried, why
+from qllm.sim.capacity import Answer, Question, Tried, harvest, why
 from qllm.sim.outcome import Outcome
 from qllm.sim.presets import preset
 from qllm.types import Priority
@@ -87,11 +88,11 @@ def test_a_data_sheet_with_the_numbers_of_a_preset_costs_the_same(tmp_path: Path
     assert own.max_kv_tokens == known.max_kv_tokens
 
 
-def outcome_of(be_per_s: float, met: float, ttft: float) -> Outcome:
+def outcome_of(be_per_s: float, met: float, ttft: float, shared: float = 0.5) -> Outcome:
     return Outcome(
         ls_arrived=100, ls_ttft_p50=1.0, ls_ttft_p99=ttft, ls_tpot_p50=1.0, ls_tpot_p99=2.0,
         attainment=met, be_prompt_per_s=be_per_s, be_output_per_s=0.0, preemptions=0,
-        be_stall_ms=7.0,
+        be_stall_ms=7.0, shared=shared,
     )  # fmt: skip
 
 
@@ -113,7 +114,37 @@ def test_a_plan_says_why_one_policy_wins() -> None:
     assert why([none], slo).startswith("No policy keeps the targets")
     assert why([good], slo) == "good carries most, 1,000 BE tokens/s."
     slow = answer("slow", (500.0, 1.0, 90.0))
-    assert "stands still for up to 7 ms" in why([good, slow], slo)
+    assert why([good, slow], slo) == (
+        "good carries most, 1,000 BE tokens/s, 2 times those of slow, which keeps the targets too. "
+        "LS pays nothing for it. Under slow BE stands still for up to 7 ms while LS is served."
+    )
+
+
+def test_a_plan_says_what_ls_pays_for_more_be_inside_its_targets() -> None:
+    slo = parse_slo("ttft=500ms,tpot=50ms")
+    gentle = Tried(be_rate=None, outcome=outcome_of(1000.0, 1.0, 100.0, shared=0.6))
+    greedy = Tried(be_rate=None, outcome=outcome_of(1200.0, 1.0, 300.0, shared=0.98))
+    answers = [Answer(label="gentle", tried=(gentle,)), Answer(label="greedy", tried=(greedy,))]
+    assert why(answers, slo) == (
+        "greedy carries most, 1,200 BE tokens/s, 1.2 times those of gentle, which keeps the "
+        "targets too. LS pays for it: its TTFT p99 is 300 ms instead of 100. Under greedy LS and "
+        "BE share a pass in 98% of the time, and the experts are read once for both; under gentle "
+        "in 60%: there prompts run in passes of their own, so that LS stops them (0 times)."
+    )
+
+
+def test_the_default_harvests_less_than_ls_first_because_it_shares_less_and_ls_waits_less() -> None:
+    """The planner's first question, asked: both keep the targets, and LS pays the difference."""
+    costs = preset("h200", "qwen3-moe")
+    config = EngineConfig(max_kv_tokens=costs.max_kv_tokens)
+    slo = parse_slo("ttft=500ms,tpot=50ms")
+    question = Question(slo=slo, ls_rate=2.0, seconds=25.0)
+    default, other = harvest(question, costs, parse_variants("qllm2,ls-first"), config)
+    mine, theirs = default.tried[-1].outcome, other.tried[-1].outcome
+    assert theirs.be_per_s > 1.05 * mine.be_per_s
+    assert theirs.shared > 0.9 > mine.shared
+    assert theirs.ls_ttft_p50 > 1.2 * mine.ls_ttft_p50
+    assert "LS pays for it: its TTFT p50" in why([default, other], slo)
 
 
 def test_costs_are_not_measured_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
