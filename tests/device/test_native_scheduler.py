@@ -3,7 +3,9 @@
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,12 @@ from qllm.types import NS_PER_MS, FinishReason, Priority, Slo
 from qllm_policies.qllm2 import Qllm2
 from tests.support.counts import in_lane
 from tests.support.differential import DifferenceError, Twin, random_shape, random_world, run_trace
+from tests.support.floor_laws import (
+    a_cohort_under_way,
+    large_and_small_wait_for_memory,
+    more_decodes_than_seats,
+    prompts_beside_decodes,
+)
 from tests.support.forked import start_program
 from tests.support.native_scheduler import NativeScheduler
 from tests.support.on_device import DeviceCalls
@@ -50,6 +58,25 @@ def test_any_shape_decides_the_same(request: pytest.FixtureRequest) -> None:
         seen += run_trace(policy, f"any-{number}").seen
     wanted = ("resume", "slice", "evictkv", "kill", "drop", "turn", "turn resumes")
     assert all(seen[what] for what in wanted), seen
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        *(partial(prompts_beside_decodes, name) for name in ("fcfs", "layered")),
+        a_cohort_under_way,
+        more_decodes_than_seats,
+        large_and_small_wait_for_memory,
+    ],
+)
+def test_turns_of_be_are_the_same(scene: Callable[[type[Twin]], World]) -> None:
+    world = scene(Twin)
+    for _ in range(400):
+        world.step()
+    for _ in range(3):  # more than a window of debt, and no turn yet that pays it
+        world.clock.at_ns += 3_600_000 * NS_PER_MS
+        world.step()
+    assert world.scheduler.seen["turn"] or scene is large_and_small_wait_for_memory
 
 
 @pytest.mark.parametrize("frac", [0.25, 0.5, 2.0])

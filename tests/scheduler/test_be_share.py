@@ -6,36 +6,37 @@ from typing import Any
 
 import pytest
 
+from qllm.config import EngineConfig
+from qllm.engine.limits import limits_of
 from qllm.errors import ConfigError
 from qllm.floor import Floor
 from qllm.plan import Plan
 from qllm.plugins import load_policy
 from qllm.record import trace
-from qllm.sim.runner import SimCosts
 from qllm.sim.world import World
 from qllm.types import NS_PER_MS, Grain, Slo
 from qllm_policies.qllm2 import Qllm2
 from tests.support.floor_laws import (
     DEEP,
     FLOOR,
+    NOTHING,
     SHARE,
     WINDOW_MS,
+    Recorder,
+    a_cohort_under_way,
     be_has_its_share,
     floor_world,
+    large_and_small_wait_for_memory,
     least_share,
     ls_pays_no_more,
+    more_decodes_than_seats,
+    prompts_beside_decodes,
     runs_of,
 )
 from tests.support.scheduling import BE, LS, Fuzz, events, finished_well
 
 NAMES = ["chunked", "chunked-priority", "edf", "fcfs", "flow", "laps", "layered", "lcas"]
 NAMES += ["ls-first", "mcps", "mlfq", "priority", "priority-layered", "qllm", "qllm2", "rota"]
-NOTHING = {"ride_frac": 0.0, "max_be_stall_ms": None}
-"""Settings with which the default leaves BE nothing while LS has work."""
-BY_TOKEN = SimCosts(
-    op_ns=1_000, attn_token_ns=3_000, expert_ns=10_000, expert_token_ns=1_000, head_ns=100_000
-)
-"""A pass takes 0.2 ms per token of a deep model, and little else."""
 END_NS = 2 * WINDOW_MS * NS_PER_MS
 
 
@@ -137,14 +138,7 @@ def test_a_floor_that_is_met_by_the_policy_costs_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["fcfs", "ls-first", "chunked", "layered", "priority-layered"])
 def test_where_steps_are_not_cut_a_turn_is_small_by_its_tokens_and_layers(name: str) -> None:
-    """A prompt of BE takes 36 slices; it is begun before LS comes, and others come after."""
-    world = floor_world(load_policy(name), shape=DEEP, costs=BY_TOKEN)
-    world.submit(BE, 900, 20)
-    while not world.tokens and world.clock.at_ns < 100 * NS_PER_MS:
-        world.step()
-    for _ in range(8):
-        world.submit(LS, 20, 2_000)
-    world.submit(BE, 900, 20)
+    world = prompts_beside_decodes(name, Recorder)
     serve(world, lambda _: None)
     turns = [run.end_ns - run.decided_ns for run in runs_of(world) if run.is_turn]
     assert len(turns) > 3
@@ -154,14 +148,7 @@ def test_where_steps_are_not_cut_a_turn_is_small_by_its_tokens_and_layers(name: 
 
 
 def test_a_turn_of_a_cohort_under_way_is_a_few_layers_where_steps_are_not_cut() -> None:
-    world = floor_world(load_policy("priority-layered", {"group_tokens": 100}), shape=DEEP, costs=BY_TOKEN)
-    world.submit(LS, 200, 3)
-    world.run()  # what a token costs is known
-    batch = world.submit(BE, 900, 20)
-    world.step()
-    assert world.scheduler.requests[batch].frontier is not None
-    for i in range(200):
-        world.submit(LS, 200, 1, at_ns=world.clock.at_ns + 5 * i * NS_PER_MS)
+    world = a_cohort_under_way(Recorder)
     serve(world, lambda _: None, END_NS // 2)
     turns = [run.end_ns - run.decided_ns for run in runs_of(world) if run.is_turn]
     assert len(turns) > 3
@@ -170,16 +157,8 @@ def test_a_turn_of_a_cohort_under_way_is_a_few_layers_where_steps_are_not_cut() 
 
 
 def test_decodes_of_be_take_turns_where_seats_are_few() -> None:
-    world = floor_world(Qllm2(**NOTHING), max_num_seqs=2)
-    for priority in (BE, LS):
-        for _ in range(2):
-            world.submit(priority, 20, 500)
-        while len(world.tokens) < len(world.submitted):
-            world.step()
-    for i in (2, 3):
-        world.scheduler.update(i, BE, None, world.clock.at_ns)
+    world = more_decodes_than_seats(Recorder)
     before = dict(world.tokens)
-    world.submit(LS, 20, 2_000)
     serve(world, lambda _: None)
     grown = [world.tokens[i] - before[i] for i in range(4)]
     assert min(grown) > 2
@@ -187,15 +166,12 @@ def test_decodes_of_be_take_turns_where_seats_are_few() -> None:
 
 
 def test_nobody_passes_be_that_waits_for_memory() -> None:
-    world = floor_world(Qllm2(**NOTHING), num_blocks=16)
-    world.submit(LS, 90, 40)
-    world.step()
-    large, small = world.submit(BE, 200, 5), world.submit(BE, 20, 5)
+    world = large_and_small_wait_for_memory(Recorder)
     world.run()
     finished_well(world)
     firsts = [e.request_id for e in events(world, trace.Token) if e.request_id != 0]
-    assert firsts[0] == large
-    assert small in firsts
+    assert firsts[0] == 1
+    assert 2 in firsts
 
 
 def test_no_more_than_a_window_of_debt_is_remembered() -> None:
@@ -283,6 +259,14 @@ def test_a_pause_that_a_policy_makes_ends_when_be_is_owed_a_slice() -> None:
     serve(world, lambda _: None)
     be_ns = sum(run.be_ns for run in runs_of(world))
     assert be_ns >= SHARE * END_NS - FLOOR.slice_ns
+
+
+def test_settings_of_an_engine_make_its_floor() -> None:
+    config = EngineConfig(min_be_share=0.05, be_share_window_ms=500, max_segment_ms=2)
+    assert limits_of(config).floor == Floor.of(0.05, 500, 2)
+    assert not limits_of(EngineConfig()).floor.rate
+    with pytest.raises(ConfigError, match="min_be_share=1 must be"):
+        EngineConfig(min_be_share=1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from qllm.floor import MILLION, Floor
 from qllm.plan import CutRule, ModelShape
+from qllm.plugins import load_policy
 from qllm.record import trace
 from qllm.scheduler.decision import Decision, Limits
 from qllm.scheduler.program import Index
@@ -80,6 +81,12 @@ class Recorder(Scheduler):
         return super().stopped(end, start_ns, end_ns, preempted=preempted)
 
 
+BY_TOKEN = SimCosts(
+    op_ns=1_000, attn_token_ns=3_000, expert_ns=10_000, expert_token_ns=1_000, head_ns=100_000
+)
+"""A pass takes 0.2 ms per token of a deep model, and little else."""
+NOTHING = {"ride_frac": 0.0, "max_be_stall_ms": None}
+"""Settings with which the default leaves BE nothing while LS has work."""
 DEEP = ModelShape(40, 4, 2, (True,) * 40, 97, 4096)
 """A model whose steps take much longer than a slice."""
 
@@ -90,10 +97,59 @@ def floor_world(
     *,
     shape: ModelShape = SHAPE,
     costs: SimCosts = SLOW,
+    scheduler: type[Scheduler] = Recorder,
     **limits: Any,
 ) -> World:
     changed = replace(LIMITS, floor=floor, **limits)
-    return World(policy, changed, shape=shape, costs=costs, scheduler=Recorder)
+    return World(policy, changed, shape=shape, costs=costs, scheduler=scheduler)
+
+
+def prompts_beside_decodes(name: str, scheduler: type[Scheduler]) -> World:
+    """A prompt of BE takes 36 slices; it is begun before LS comes, and others come after."""
+    world = floor_world(load_policy(name), shape=DEEP, costs=BY_TOKEN, scheduler=scheduler)
+    world.submit(Priority.BE, 900, 20)
+    while not world.tokens and world.clock.at_ns < 100 * NS_PER_MS:
+        world.step()
+    for _ in range(8):
+        world.submit(Priority.LS, 20, 2_000)
+    world.submit(Priority.BE, 900, 20)
+    return world
+
+
+def a_cohort_under_way(scheduler: type[Scheduler]) -> World:
+    """BE has done some layers of a long prompt when prompts of LS begin to come."""
+    policy = load_policy("priority-layered", {"group_tokens": 100})
+    world = floor_world(policy, shape=DEEP, costs=BY_TOKEN, scheduler=scheduler)
+    world.submit(Priority.LS, 200, 3)
+    world.run()  # what a token costs is known
+    batch = world.submit(Priority.BE, 900, 20)
+    world.step()
+    assert world.scheduler.requests[batch].frontier is not None
+    for i in range(200):
+        world.submit(Priority.LS, 200, 1, at_ns=world.clock.at_ns + 5 * i * NS_PER_MS)
+    return world
+
+
+def more_decodes_than_seats(scheduler: type[Scheduler]) -> World:
+    """Four requests of BE decode, in two classes, and one of LS; there are two seats."""
+    world = floor_world(load_policy("qllm2", NOTHING), max_num_seqs=2, scheduler=scheduler)
+    for priority in (Priority.BE, 4):
+        for _ in range(2):
+            world.submit(priority, 20, 500)
+        while len(world.tokens) < len(world.submitted):
+            world.step()
+    world.submit(Priority.LS, 20, 2_000)
+    return world
+
+
+def large_and_small_wait_for_memory(scheduler: type[Scheduler]) -> World:
+    """LS leaves KV for the second request of BE that waits, and not for the first."""
+    world = floor_world(load_policy("qllm2", NOTHING), num_blocks=16, scheduler=scheduler)
+    world.submit(Priority.LS, 90, 40)
+    world.step()
+    world.submit(Priority.BE, 200, 5)
+    world.submit(Priority.BE, 20, 5)
+    return world
 
 
 def runs_of(world: World) -> list[Run]:
