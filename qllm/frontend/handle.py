@@ -445,11 +445,9 @@ class Handle:
             RequestFailedError: It ended in `error`.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: self._ended, timeout)
-            if not done:
-                raise TimeoutError(
-                    f"request {self.request_id} is {self.status.value} after {timeout} s"
-                )
+            if not self._changed.wait_for(lambda: self._ended, timeout):
+                status = self.status.value
+                raise TimeoutError(f"request {self.request_id} is {status} after {timeout} s")
             while isinstance(self.at(len(self._pieces)), Piece):
                 pass
             assert self._metrics is not None
