@@ -148,6 +148,11 @@ class Feed:
         front = self._front
         requests = [*told.get("requests", ()), *rows]
         requests.sort(key=lambda row: row["class"] != "LS")
+        ids = {
+            handle.request_id: answer.answer_id
+            for answer in list(front.answers)
+            for handle in answer.handles
+        }
         counts = {name: dict.fromkeys(STATES, 0) for name in Priority.__members__}
         for track, status, count in told.get("counts", ()):
             counts[track][status] += count
@@ -158,8 +163,9 @@ class Feed:
             "policy": front.config.policy,
             "counts": counts,
             "ttft_ms": {name: self._ttft(name) for name in counts},
-            "requests": [{k: v for k, v in r.items() if k != "number"} for r in requests][
-                :MAX_SHOWN
+            "requests": [
+                {"id": ids.get(r["name"])} | {k: v for k, v in r.items() if k != "number"}
+                for r in requests[:MAX_SHOWN]
             ],
         }
 

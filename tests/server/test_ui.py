@@ -158,6 +158,7 @@ def test_messages_show_queues_percentiles_and_what_runs(served: Serving) -> None
     assert (row["class"], row["prompt_tokens"], row["ttft_target_ms"]) == ("BE", 1, 3e5)
     assert 0 < row["ttft_ms"] < row["age_ms"]
     assert row["output_tokens"] > 0
+    assert row["name"].startswith(row["id"]), "the id by which it is changed"
     assert 0 < now["kv_blocks_used"] < now["kv_blocks"]
     assert set(now["ring_use"]) == {"LS", "BE"}
     assert now["expert_bytes"] > 0

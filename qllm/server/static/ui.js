@@ -197,9 +197,9 @@ function target(row) {
 
 const requestRows = new Map(); // by name
 
-async function change(name, what) {
+async function change({ id, name }, what) {
   try {
-    await call(`/v1/requests/${encodeURIComponent(name)}`, {
+    await call(`/v1/requests/${encodeURIComponent(id)}`, {
       method: "PATCH",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(what),
@@ -211,25 +211,27 @@ async function change(name, what) {
 }
 
 // Buttons that pause a request or change its class; `row.now` is what the server said last.
-function changes(name, now) {
+function changes(now) {
   const box = document.createElement("span");
   for (const act of ["pause", "class"]) {
     const button = document.createElement("button");
     button.type = "button";
     button.dataset.act = act;
     const what = () => (act === "pause" ? { paused: now.status !== "paused" } : { priority: trackOf(now.class) === "LS" ? "BE" : "LS" });
-    button.addEventListener("click", () => change(name, what()));
+    button.addEventListener("click", () => change(now, what()));
     box.append(button, " ");
   }
   return box;
 }
 
-function nameChanges(row, { name, status, class: of }) {
+// A line of a batch is nobody's request: it has no id, and its buttons do nothing.
+function nameChanges(row, { id, name, status, class: of }) {
   const words = { pause: status === "paused" ? "go on" : "pause", class: trackOf(of) === "LS" ? "to BE" : "to LS" };
   for (const button of row.querySelectorAll("button")) {
     const word = words[button.dataset.act];
     if (button.textContent !== word) button.textContent = word;
-    button.setAttribute("aria-label", `${name}: ${word}`);
+    button.setAttribute("aria-label", `${word}: ${name}`);
+    button.disabled = !id;
   }
 }
 
@@ -241,7 +243,7 @@ function requestRow(r) {
   let row = requestRows.get(r.name);
   if (!row) {
     const now = {};
-    row = cells([...values, changes(r.name, now)]);
+    row = cells([...values, changes(now)]);
     row.now = now;
   }
   Object.assign(row.now, r);
