@@ -14,7 +14,7 @@ FOLDERS = ("qllm", "policies", "tests", "bench", "scripts")
 DECORATORS = ["@*router.*", "@*validator*", "@clean"]
 """FastAPI, pydantic and the command line call these."""
 ALLOWED = {
-    "Python": ["__getattr__"],
+    "Python": ["__dir__", "__getattr__"],
     "FastAPI": ["middleware_stack"],
     "Ray Serve": ["check_health", "record_*"],
     "ast": ["visit_*", "returns"],
