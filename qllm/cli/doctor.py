@@ -103,23 +103,28 @@ def _floor(config: "EngineConfig") -> str:
 def _fingerprints(model: str, trust_remote_code: bool) -> None:
     import transformers
 
-    from qllm.models.fingerprints import TESTED_TRANSFORMERS, parts_of
+    from qllm.models.inventory import parts_of
     from qllm.models.loader import skeleton
 
+    parts = parts_of(skeleton(model, trust_remote_code))
     rows = [
         (
             part.role,
             part.source,
             part.digest or "no source",
-            part.kind or "unknown",
+            part.known.kind or "its own module",
+            f"by {part.known.how}" if part.known.kind else "see below",
             str(part.num_layers),
         )
-        for part in parts_of(skeleton(model, trust_remote_code))
+        for part in parts
     ]
-    print_table(("part", "source", "digest", "known as", "layers"), rows)
+    print_table(("part", "source", "digest", "known as", "how", "layers"), rows)
+    for part in parts:
+        if part.known.kind is None:
+            typer.echo(f"{part.source}: {part.known.how}")
     typer.echo(
-        f"transformers {transformers.__version__}; the tables are of {TESTED_TRANSFORMERS}. Parts "
-        "that are unknown are run by their own modules (docs/families.md)."
+        f"transformers {transformers.__version__}. A part is known by what it computes: its source "
+        "is one that was tested, or its forward was tried (docs/families.md)."
     )
 
 

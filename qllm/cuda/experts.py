@@ -18,8 +18,8 @@ from qllm.kernels.routing import (
     Sum,
 )
 from qllm.kernels.select import Kernels
-from qllm.models.fingerprints import router_kind
 from qllm.models.heard import is_heard
+from qllm.models.known import router_kind
 from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
 from qllm.models.quantised_weights import DeviceWeights
 from qllm.runner.cuts import Costs

@@ -25,8 +25,8 @@ from qllm.cuda.together import Together
 from qllm.kernels.routing import SharedWeights, Sum
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts
-from qllm.models.fingerprints import is_swiglu, norm_kind
 from qllm.models.heard import is_heard
+from qllm.models.known import is_swiglu, norm_kind
 from qllm.runner.layers.drivers import FastDriver, Rope
 
 

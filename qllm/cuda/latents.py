@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models.digests import source_digest
-from qllm.models.fingerprints import EXPANSION
 from qllm.models.heard import is_heard
+from qllm.models.known import expansion
 
 
 def keeps_latents(module: nn.Module) -> bool:
@@ -38,7 +37,7 @@ class Latents:
         self.modules: list[Any] = [m for m in modules if keeps_latents(m)]
         for module in self.modules:
             proj = module.kv_b_proj
-            is_known = source_digest(type(module).expand_kv) == EXPANSION
+            is_known = expansion(module).kind is not None
             if not (is_known and type(proj) is nn.Linear and proj.bias is None):
                 raise ModelError(
                     f"layer {module.layer_idx}: {type(module).__name__} expands its latents in a "

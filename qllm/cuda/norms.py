@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qllm.kernels.select import Kernels
-from qllm.models.fingerprints import norm_kind
+from qllm.models.known import norm_kind
 
 WIDE = {"rms": False, "rms_wide": True}
 """Kinds of norms that the kernels know -> `wide` of `rms_norm`."""
@@ -41,4 +41,5 @@ class Norms:
             out: Tensor = rms_norm(rows, module.weight, eps, wide)
             return out.view(hidden_states.shape)
 
+        forward.is_ours = True  # type: ignore[attr-defined]
         return forward

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from qllm.errors import ModelError
+from qllm.models.arguments import cache_argument
 from qllm.models.layer_cache import LayerCache
 from qllm.models.replaced import Stub, Unwind, replaced
 
@@ -254,7 +255,8 @@ class Around:
     def _forward(self, ids_1T: Tensor, cache: Cache, lo: int = 0) -> None:
         """Run the decoder's own forward over tokens at positions from `lo` on."""
         forward = inspect.unwrap(type(self._base).forward)
-        given: dict[str, Any] = {"input_ids": ids_1T, "use_cache": True, "past_key_values": cache}
+        given: dict[str, Any] = {"input_ids": ids_1T, "use_cache": True}
+        given[cache_argument(self._base)] = cache
         if "position_ids" in inspect.signature(forward).parameters:
             positions = torch.arange(lo, lo + ids_1T.shape[1], device=ids_1T.device)
             given["position_ids"] = positions[None]

@@ -4,13 +4,11 @@
 flags of `use_experts_implementation`; `base_model_pp_plan` names embedding, layers and norm.
 Nothing is found by the name of a family.
 
-Whether the fast driver may run a layer is decided by a *fingerprint*: the source of the layer's
-forward and of its MoE block's, without docstrings, annotations and the name of the MoE child.
-A glue that is not in the tables below is driven by hooks.
+The fast driver may run a layer if what its forward, and that of its MoE block, does with the parts
+is known (`qllm.models.known`). A layer with another glue is driven by hooks.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
+from qllm.models import known
+from qllm.models.arguments import finds_cache
 from qllm.models.around import Around, Leave, is_experts
-from qllm.models.digests import fingerprint, forward_source
+from qllm.models.digests import forward_source
 from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
 from qllm.models.positions import (
@@ -36,31 +36,7 @@ from qllm.types import Driver
 
 PACKED = "qllm_packed"
 """Attribute of experts whose weights a runner holds in a layout of its own."""
-CACHES = {"cache_params", "past_key_values"}
-"""Names of the argument that is transformers' cache."""
 LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
-
-LAYER_GLUE = {
-    "beedea11a992": "plain",  # mixtral, phimoe
-    "81d96d2d9d08": "plain",  # qwen2_moe, qwen3_moe, olmoe, deepseek_v3
-    "dd4f84571e97": "plain",  # gpt_oss: its block returns a tuple
-    "197d68bfbce0": "plain",  # qwen3_next, qwen3_5_moe: attention, or a Gated DeltaNet
-    "74a792a86065": "plain",  # qwen3_5
-    "0e4c9842356c": "scaled",  # granitemoe: both sums scale what they add
-}
-"""Fingerprint of DecoderLayer.forward -> what its glue does."""
-BLOCK_GLUE = {
-    "87832fef4351": "plain",  # mixtral
-    "21a27c6fb476": "plain",  # qwen3_moe
-    "de8f007fdef6": "plain",  # olmoe
-    "728fe7dc9c9d": "plain",  # gpt_oss
-    "9093b44f9f82": "plain",  # granitemoe
-    "b42d4fc5f32f": "plain",  # granitemoe, transformers 5.17
-    "36df0733fead": "plain",  # phimoe
-    "ed30505cbacb": "shared",  # deepseek_v3
-    "7b1ca88b5a70": "gated_shared",  # qwen2_moe, qwen3_next, qwen3_5_moe
-}
-"""Fingerprint of the MoE block's forward -> what its glue does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +192,6 @@ def _window(base: Any, index: int) -> int | None:
     return window
 
 
-def _glue(layer: nn.Module, block: nn.Module | None) -> tuple[str | None, str | None]:
-    layer_glue = LAYER_GLUE.get(fingerprint(layer))
-    block_glue = BLOCK_GLUE.get(fingerprint(block)) if block is not None else None
-    return layer_glue, block_glue
-
-
 def layer_parts(base: nn.Module) -> tuple[LayerParts, ...]:
     """Find the parts of every layer.
 
@@ -230,7 +200,8 @@ def layer_parts(base: nn.Module) -> tuple[LayerParts, ...]:
     """
     layers = decoder_layers(base)
     makers = state_makers(base, len(layers))
-    return tuple(_layer_parts(base, layer, i, makers[i]) for i, layer in enumerate(layers))
+    with known.one_look():
+        return tuple(_layer_parts(base, layer, i, makers[i]) for i, layer in enumerate(layers))
 
 
 def _layer_parts(
@@ -240,7 +211,7 @@ def _layer_parts(
     attentions = tuple(m for m in layer.modules() if isinstance(m, kinds))
     attn = next(iter(attentions), None)
     if attn is None:
-        attn = next((m for m in layer.children() if _arguments(m).keys() & CACHES), None)
+        attn = next((m for m in layer.children() if finds_cache(m)), None)
         if attn is not None and new_state is None:
             raise ModelError(
                 f"layer {index} of {type(base).__name__} gives the cache to a "
@@ -249,21 +220,25 @@ def _layer_parts(
     experts = next((m for m in layer.modules() if _can_drive(m)), None)
     parents = (m for m in layer.modules() if experts is not None and experts in m.children())
     block = next(parents, None)
-    layer_glue, block_glue = _glue(layer, block)
+    router = _router(base, block, experts)
+    layer_glue = known.layer(layer, attn, block).kind
+    block_glue = None
+    if block is not None and experts is not None:
+        block_glue = known.block(block, router, experts).kind
     source = "" if attn is None else forward_source(attn)
     one_by_one = "get_seq_length" in source
-    known = layer_glue is not None and (experts is None or block_glue is not None)
-    known = known and len(attentions) == (new_state is None) and not one_by_one
+    is_known = layer_glue is not None and (experts is None or block_glue is not None)
+    is_known = is_known and len(attentions) == (new_state is None) and not one_by_one
     if len(attentions) > 1:
         experts = block = None
     driver = Driver.HOOKED
     if experts is None:
         driver = Driver.DENSE
-    elif known:
+    elif is_known:
         driver = Driver.FAST
-    shared, gate = _shared(block, block_glue)
+    shared, gate = known.Shared(None, None) if block_glue is None else known.shared_in(block)
     mlp = block
-    if known and block is None:
+    if is_known and block is None:
         mlp = getattr(layer, "mlp", None)
     return LayerParts(
         index=index,
@@ -272,10 +247,12 @@ def _layer_parts(
         attentions=attentions if new_state is None else (),
         driver=driver,
         is_moe=experts is not None,
-        input_layernorm=layer.get_submodule("input_layernorm") if known else None,
-        post_attention_layernorm=layer.get_submodule("post_attention_layernorm") if known else None,
+        input_layernorm=layer.get_submodule("input_layernorm") if is_known else None,
+        post_attention_layernorm=layer.get_submodule("post_attention_layernorm")
+        if is_known
+        else None,
         mlp=mlp,
-        router=_router(base, block, experts),
+        router=router if block is not None else None,
         experts=experts,
         shared=shared,
         shared_gate=gate,
@@ -285,10 +262,6 @@ def _layer_parts(
         one_by_one=one_by_one,
         new_state=new_state,
     )
-
-
-def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
 
 
 def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
@@ -307,14 +280,6 @@ def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module
 
 def _multiplier(layer: Any) -> float:
     return float(layer.residual_multiplier)
-
-
-def _shared(block: Any, glue: str | None) -> tuple[nn.Module | None, nn.Module | None]:
-    if glue == "shared":
-        return block.shared_experts, None
-    if glue == "gated_shared":
-        return block.shared_expert, block.shared_expert_gate
-    return None, None
 
 
 def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:

@@ -4,9 +4,10 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import (
+    Cache,
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
@@ -54,6 +55,31 @@ class LightningState:
 
     def __init__(self) -> None:
         self.value: Any = None
+
+
+class OneState(Cache):
+    """What a module takes for transformers' cache: one layer of one request."""
+
+    def __init__(self, state: Any) -> None:
+        self.layers = _Always(state)
+        self._state = state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        found: Tensor | None = self._state.value
+        return found
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self._state.value = linear_cache
+
+
+class _Always(list[Any]):
+    """Has one value at every index."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__([value])
 
 
 def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:

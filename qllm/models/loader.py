@@ -21,13 +21,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from qllm.cores import no_collections
 from qllm.errors import ConfigError, ModelError
 from qllm.models.checkpoint import Checkpoint, Shards, checkpoint_in
-from qllm.models.fingerprints import TESTED_TRANSFORMERS, changed
 from qllm.models.fitting import refuse_misfits, without_further_layers
 from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
 from qllm.models.formats.layout import PLAIN, Stored
 from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_end
 from qllm.models.gguf_file import checkpoint_of, config_of, open_file
+from qllm.models.inventory import changed
 from qllm.models.quantised import (
     format_of,
     method_of,
@@ -168,12 +168,11 @@ def _loaded(
     _had_model.set()
     if parts := changed(model):
         _log.warning(
-            "model %r: %s of transformers %s not the source that qllm was tested with (%s); "
-            "transformers' own modules run instead, more slowly (docs/families.md)",
+            "model %r: parts of transformers %s compute something else than qllm knows: %s; their "
+            "own modules run instead, more slowly (docs/families.md)",
             name,
-            ", ".join(part.source for part in parts) + (" is" if len(parts) == 1 else " are"),
             transformers.__version__,
-            TESTED_TRANSFORMERS,
+            "; ".join(f"{part.source} ({part.known.how})" for part in parts),
         )
     ends = eos_token_ids(generation, model, tokenizer)
     if (token := unlisted_end(tokenizer, ends)) is not None:

@@ -1,6 +1,5 @@
 """Embeddings of positions: the module that gives them, and what it is asked for."""
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
+from qllm.models.arguments import parameters_of
 
 STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rope types that give a position the same values in every call."""
@@ -17,14 +17,10 @@ def _child(base: Any) -> Any:
     return getattr(base, "rotary_emb", None) or getattr(base, "pos_emb", None)
 
 
-def _arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
-
-
 def rope_kind(base: Any, index: int) -> str | None:
     """What a layer's embeddings of positions are asked for by; None where all are alike."""
     rotary = _child(base)
-    if not isinstance(rotary, nn.Module) or "layer_type" not in _arguments_of(rotary):
+    if not isinstance(rotary, nn.Module) or "layer_type" not in parameters_of(rotary):
         return None
     return str(base.config.layer_types[index])
 

@@ -22,6 +22,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
 from qllm.models.activations import read_rows
 from qllm.models.discover import LayerParts, ModelParts
+from qllm.models.inventory import described, inventory
 from qllm.models.quantised_experts import quantised_in
 from qllm.models.quantised_linears import is_read, linear_in
 from qllm.runner.invariance import find_invariance
@@ -87,6 +88,7 @@ class Compute:
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
+        self._known = described(inventory(parts.layers))
         self.streams = kind == "fast" and parts.like.device.type == "cpu"
         """Greedy rows keep the best of their logits alone (`runner.heads`)."""
         covered = {m for driver in self.drivers for m in driver.covered}
@@ -196,6 +198,7 @@ class Compute:
                 "head": self.head.kernel,
                 "attention": attends(sdpa),
                 "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
+                "parts": self._known,
                 "row_rule": "none" if self.rule is PLAIN else str(tuple(self.rule)),
                 "missing": cpu.MISSING or "none",
             }

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qllm.models.arguments import cache_argument
 from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.loader import EXPERTS_IMPLEMENTATION
 
@@ -112,13 +113,14 @@ def record(
     device = next(model.parameters()).device
     last = "logits_to_keep" in inspect.signature(model.forward).parameters
     only: dict[str, Any] = {"logits_to_keep": 1} if last else {}
-    cache, found = None, []
+    name, cache, found = cache_argument(model), None, []
     with _Recorder(parts, quiet) as recorder:
         for ids in tokens:
             recorder.begin()
             batch = torch.tensor([ids], device=device).expand(1 + NUM_NOISY, -1)
-            result: Any = model(input_ids=batch, past_key_values=cache, use_cache=True, **only)
-            cache = result.past_key_values
+            given: dict[str, Any] = {"input_ids": batch, name: cache, "use_cache": True, **only}
+            result: Any = model(**given)
+            cache = result[name]
             found.append(recorder.end(result.logits[:, -1]))
     return found
 

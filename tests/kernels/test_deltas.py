@@ -15,7 +15,7 @@ from qllm import QLLMEngine
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import discover
-from qllm.models.fingerprints import delta_net_kind
+from qllm.models.known import delta_net
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step
@@ -74,7 +74,7 @@ def rounded(x: Tensor) -> Tensor:
 def in_doubles(module: Any, x_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Output and state of the recurrence in fp64, rounded where the module rounds."""
     num, heads = len(x_TD), V_HEADS
-    if delta_net_kind(module) == "grouped":
+    if hasattr(module, "in_proj_qkvz"):
         given = module.in_proj_qkvz(x_TD)[None], module.in_proj_ba(x_TD)[None]
         q, k, v, z, b, a = module.fix_query_key_value_ordering(*given)
         mixed = torch.cat([t.reshape(num, -1) for t in (q, k, v)], -1)
@@ -245,11 +245,12 @@ def test_what_is_not_known_stays_with_the_module(monkeypatch: pytest.MonkeyPatch
     assert delta_mixer(parts_of(module, "grouped"), cpu.Arena()) is None
     hook.remove()
     module.activation = "gelu"
-    assert delta_net_kind(module) is None
+    parts = parts_of(module, "grouped")
+    assert delta_net(module, parts.new_state).kind is None
     module.activation = "silu"
     source = Qwen3NextGatedDeltaNet.__module__
     monkeypatch.setattr(f"{source}.l2norm", lambda x, dim=-1, eps=1e-6: x)
-    assert delta_net_kind(module) is None
+    assert delta_net(module, parts.new_state).kind is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])

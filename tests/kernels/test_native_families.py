@@ -14,8 +14,8 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Latents
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import Router
-from qllm.models import fingerprints
 from qllm.models.discover import discover
+from qllm.models.known import norm_kind
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step, install
@@ -68,7 +68,7 @@ def test_norms_are_those_of_the_modules(name: str, width: int) -> None:
     module = modules(width)[name].bfloat16()
     for i, p in enumerate(module.parameters()):
         p.copy_(rand(width, seed=3 + i))
-    assert fingerprints.norm_kind(module) == name
+    assert norm_kind(module) == name
     x = rand(9, width, seed=1, scale=30) + 7
     norm = Norm(module.weight, 1e-5, name, getattr(module, "bias", None))
     found, expected = norm(x), module(x)
@@ -379,18 +379,6 @@ def test_heads_that_the_kernels_are_not_made_for_stay_with_torch() -> None:
     names = compute.names
     assert names["attention"].startswith(f"qllm {KINDS[0]} (2 of 3 layers), sdpa")
     assert not compute.stops_between_keys
-
-
-@pytest.mark.parametrize("table", ["HALVES", "HALF_TABLE", "PAIRS", "SPARSE_MIXER"])
-def test_a_family_with_changed_functions_stays_with_torch(
-    table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = {"HALVES": "mixtral", "HALF_TABLE": "gpt_oss", "PAIRS": "deepseek_v3"}
-    model = make_model(family.get(table, "phimoe"), torch.bfloat16)
-    monkeypatch.setattr(fingerprints, table, dict.fromkeys(getattr(fingerprints, table), "another"))
-    names = set(NativeDriver(discover(model).layers[LAYER], cpu.Arena()).names)
-    left = {"attention"} if table == "SPARSE_MIXER" else {"router"}
-    assert names == (left | {"mlp"} if table == "PAIRS" else left)
 
 
 def of_all_rows(kind: Any, driver: NativeDriver, parts: Any, x_TD: Tensor) -> Tensor:

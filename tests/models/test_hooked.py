@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qllm.errors import ModelError
-from qllm.models import discover
+from qllm.models import known
 from qllm.models.loader import load
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner.conformance import check
@@ -33,11 +33,11 @@ HERE = ROOT
 PROMPTS = {1: [7, 3, 250, 11, 98, 4, 4, 61, 200, 17, 33, 9, 140], 2: [5, 90, 1, 2, 77]}
 STEPS = 4
 
-UNKNOWN = ("flex_olmo", "hunyuan_v1_moe", "ernie4_5_moe")
+UNKNOWN = ("flex_olmo", "hunyuan_v1_moe")
 """Families whose glue the fast driver does not know: norms after attention and experts; shared
-experts before the router; that and a dense first layer."""
-OTHERS = (*UNKNOWN, "glm4_moe")
-"""And one with shared experts after the routed ones; its glue is that of deepseek_v3."""
+experts before the router."""
+OTHERS = (*UNKNOWN, "ernie4_5_moe", "glm4_moe")
+"""And one with a dense first layer, and one with shared experts after the routed ones."""
 
 REFERENCE = """
 import sys
@@ -122,7 +122,7 @@ def references(folder: Path) -> References:
 @pytest.fixture
 def no_known_glue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer counts as unknown."""
-    monkeypatch.setattr(discover, "LAYER_GLUE", {})
+    monkeypatch.setattr(known, "layer", lambda *_: known.Known(None, "a test"))
 
 
 class Always:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qllm.engine import archive
 from qllm.errors import CheckpointError, InvariantError, ModelError
-from qllm.models import discover as discover_module
+from qllm.models import known
 from qllm.models.discover import discover
 from qllm.plan import Row
 from qllm.policy import NO_STOP
@@ -176,7 +176,7 @@ def test_order_and_ranges_of_experts_change_no_bit(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unknown_glue_is_driven_by_hooks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discover_module, "LAYER_GLUE", {})
+    monkeypatch.setattr(known, "layer", lambda *_: known.Known(None, "a test"))
     model, ids = model_of(family, "fp32"), prompt_of(PROMPT)
     runner, logits = runner_of(model)
     assert Driver.FAST not in runner.drivers

@@ -18,12 +18,21 @@ from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaSta
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.quantised import Quantised
+from qllm.models.arguments import cache_argument
 from qllm.models.discover import LayerParts
-from qllm.models.fingerprints import delta_linears, delta_net_kind
 from qllm.models.heard import is_heard
+from qllm.models.known import delta_linears, delta_net
 from qllm.models.quantised_linears import is_read, weight_of
 from qllm.runner.layers.attention import Span
 from qllm.runner.states import NewState
+
+
+def is_delta_net(parts: LayerParts) -> bool:
+    """Whether what carries the state of a layer is a known Gated DeltaNet."""
+    attn, new_state = parts.self_attn, parts.new_state
+    return (
+        attn is not None and new_state is not None and delta_net(attn, new_state).kind is not None
+    )
 
 
 def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | None":
@@ -34,7 +43,7 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
         arena: Where packed weights lie; None: our kernels are not used.
     """
     attn: Any = parts.self_attn
-    if arena is None or parts.new_state is None or delta_net_kind(attn) is None:
+    if arena is None or not is_delta_net(parts):
         return None
     if is_heard(attn):
         return None  # the module computes, and calls its hooks
@@ -43,6 +52,7 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
     are_read = are_read and all(map(is_read, delta_linears(attn)))
     if not are_read or any(width % HEAD_MULTIPLE for width in widths):
         return None
+    assert parts.new_state is not None
     return DeltaMixer(attn, parts.new_state, arena)
 
 
@@ -50,14 +60,14 @@ class DeltaMixer:
     """Runs the Gated DeltaNet of one layer over the spans of a step.
 
     Args:
-        module: The model's, of a kind in `fingerprints.DELTA_NET`.
+        module: The model's, a known Gated DeltaNet.
         new_state: Of this layer.
         arena: Where packed weights lie.
     """
 
     def __init__(self, module: Any, new_state: NewState, arena: cpu.Arena) -> None:
         self._new_state, self.index = new_state, module.layer_idx
-        self.name = type(module).__name__
+        self.name, self.cache_name = type(module).__name__, cache_argument(module)
         self.covered = (*delta_linears(module), module.conv1d)
         """Modules that are never called."""
         self._kernel = DeltaNet(
@@ -73,7 +83,6 @@ class DeltaMixer:
 
     forward = None
     """Not called."""
-    cache_name = "cache_params"
 
     def __call__(self, forward: object = None, *args: Any, **given: Any) -> Tensor:
         """Compute what the module's forward would, with a `Step` where the cache would be.
@@ -84,7 +93,7 @@ class DeltaMixer:
             given: The rest.
         """
         x_1TD = args[0] if args else given["hidden_states"]
-        rows = _of_requests(given["cache_params"].spans)
+        rows = _of_requests(given[self.cache_name].spans)
         out_TD = self._kernel(x_1TD[0], self._rounds(rows), sum(hi - lo for _, _, lo, hi in rows))
         for span in rows:
             span.kv.reach(span.hi)
@@ -141,7 +150,7 @@ def _of_requests(spans: Sequence[Span]) -> list[Span]:
 
 def _rows_of(module: Any) -> list[Tensor | Quantised]:
     """All projections of the input, to be put on top of each other: q, k, v, z, b, a."""
-    if delta_net_kind(module) == "split":
+    if not hasattr(module, "in_proj_qkvz"):
         return [weight_of(getattr(module, f"in_proj_{x}")) for x in ("qkv", "z", "b", "a")]
     heads, key = module.num_k_heads, module.head_k_dim
     share = module.num_v_heads // heads

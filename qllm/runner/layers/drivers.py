@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import InvariantError, ModelError
+from qllm.models.arguments import cache_argument
 from qllm.models.discover import LayerParts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.hooked import HookedLayer
@@ -72,9 +73,9 @@ def _attention(parts: LayerParts, x_1TD: Tensor, rope: Rope, step: Step) -> Tens
         hidden_states=x_1TD,
         position_embeddings=as_given(rope),
         attention_mask=None,
-        past_key_values=step,
         qllm_step=step,
         qllm_window=parts.window,
+        **{cache_argument(attention): step},
     )[0]
     return out
 
@@ -157,16 +158,16 @@ class HookedDriver:
             mixer = OneByOne()
         self.mixer = mixer
         self._layer = HookedLayer(parts.layer, parts.self_attn, parts.router, parts.experts, mixer)
-        self._window = parts.window
+        self._window, self._cache_name = parts.window, cache_argument(parts.layer)
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         return self._layer.attend(
             x_TD,
             position_embeddings=as_given(rope),
             attention_mask=None,
-            past_key_values=step,
             qllm_step=step,
             qllm_window=self._window,
+            **{self._cache_name: step},
         )
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
@@ -192,15 +193,16 @@ class WholeDriver:
     def __init__(self, parts: LayerParts) -> None:
         self.kind = parts.driver
         self._layer, self._window = parts.layer, parts.window
+        self._cache_name = cache_argument(parts.layer)
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         out = self._layer(
             x_TD[None],
             position_embeddings=as_given(rope),
             attention_mask=None,
-            past_key_values=step,
             qllm_step=step,
             qllm_window=self._window,
+            **{self._cache_name: step},
         )
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found[0]

@@ -61,7 +61,9 @@ class Linears:
                 forward = partial(_by_rule, rule, module)
             self.kernels[kernel] += 1
             if forward is not None:
-                self._forwards.append((module, forward))
+                ours = partial(forward)
+                ours.is_ours = True  # type: ignore[attr-defined]
+                self._forwards.append((module, ours))
 
     def do(self) -> None:
         """Give the modules our forward."""

@@ -1,6 +1,6 @@
 """The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
 
-A part that is not in the tables of `qllm.models.fingerprints`, that a hook listens to, or whose
+A part that is not known (`qllm.models.known`), that a hook listens to, or whose
 shape the kernels are not made for, stays with torch. Results round where the modules round and
 differ from theirs only by the order of fp32 sums.
 """
@@ -19,15 +19,16 @@ from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.cpu.routers import MAX_TOP_K, Router
 from qllm.models.discover import LayerParts
-from qllm.models.fingerprints import (
+from qllm.models.heard import is_heard
+from qllm.models.known import (
     attention_kind,
     is_swiglu,
     latent_linears,
     norm_kind,
+    num_turned,
     rotation_of_latents,
     router_kind,
 )
-from qllm.models.heard import is_heard
 from qllm.models.quantised_linears import is_read, linear_in, values_of, weight_of
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
@@ -69,10 +70,8 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
 
 def _num_rotated(attn: Any) -> int:
     """The first values of a head, which are turned."""
-    if not str(attention_kind(attn)).startswith(("gated", "part")):
-        return int(attn.head_dim)
-    rope = getattr(attn.config, "rope_parameters", None) or {}
-    return int(attn.head_dim * rope.get("partial_rotary_factor", 1.0))
+    is_part = str(attention_kind(attn)).startswith(("gated", "part"))
+    return num_turned(attn) if is_part else int(attn.head_dim)
 
 
 def _halves_of_heads(linear: nn.Linear, heads: int) -> tuple[nn.Linear, nn.Linear]:
@@ -355,7 +354,8 @@ class NativeDriver(FastDriver):
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         if self.mixer is not None:
             norm = self._norm if self._first_norm is None else self._first_norm
-            mixed = self.mixer(hidden_states=norm(x_TD).unsqueeze(0), cache_params=step)
+            given: dict[str, Any] = {self.mixer.cache_name: step}
+            mixed = self.mixer(hidden_states=norm(x_TD).unsqueeze(0), **given)
             return self._add(x_TD, mixed[0])
         if self._attention is None:
             return super().attend(x_TD, rope, step)

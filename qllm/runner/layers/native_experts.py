@@ -20,15 +20,13 @@ from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.experts import Clamp, Experts
-from qllm.models.digests import source_digest
 from qllm.models.discover import PACKED
+from qllm.models.known import experts as known_experts
 from qllm.models.quantised_experts import WEIGHTS, quantised_in, say_rounded
 from qllm.runner.layers.work import Work
 
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
 """Format of expert weights -> inputs per scale: None is bf16, 0 all inputs."""
-CLAMPED = "7bcc81175575"
-"""Digest of gpt_oss's `_apply_gate`: gate and up in turn, clamped."""
 
 
 def is_covered(experts: Any) -> bool:
@@ -36,21 +34,11 @@ def is_covered(experts: Any) -> bool:
     weights = [getattr(experts, name) for name in WEIGHTS]
     in_memory = quantised_in(experts) is not None or all(map(is_usable, weights))
     return (
-        (_is_swiglu(experts) or _is_clamped(experts))
+        known_experts(experts).kind is not None
         and in_memory
         and all(size % 2 == 0 for w in weights for size in w.shape[1:])
         and (not experts.has_bias or is_usable(experts.gate_up_proj_bias))
     )
-
-
-def _is_swiglu(experts: Any) -> bool:
-    default = type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
-    silu = type(getattr(experts, "act_fn", None)).__name__ in {"SiLUActivation", "SiLU"}
-    return default and silu and bool(experts.is_concatenated)
-
-
-def _is_clamped(experts: Any) -> bool:
-    return not experts.is_concatenated and source_digest(type(experts)._apply_gate) == CLAMPED
 
 
 class NativeBank:
@@ -71,7 +59,7 @@ class NativeBank:
         self.kernel = f"qllm {cpu.kind()}" + ("" if weights == "auto" else f" {weights}")
         self.num_experts, self.dtype = up.shape[0], up.dtype
         self._width, self.out_width = down.shape[1:] if experts.is_transposed else down[0].t().shape
-        self._clamp = Clamp(experts.alpha, experts.limit) if _is_clamped(experts) else None
+        self._clamp = Clamp(experts.alpha, experts.limit) if not experts.is_concatenated else None
         self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
 
     def pack(self) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
+from qllm.models.arguments import cache_argument
+from qllm.models.hybrid import OneState
 from qllm.runner.layers.attention import Span, Step
 from qllm.runner.states import NewState
 
@@ -22,31 +23,6 @@ _TRIED = 5
 """Tokens per call when it is tried whether calls go on from each other."""
 _CLOSE = 0.05
 """Relative difference that rounding explains in any dtype; a state left out makes far more."""
-
-
-class _OneState(Cache):
-    """What a module takes for transformers' cache: one layer of one request."""
-
-    def __init__(self, state: Any) -> None:
-        self.layers = _Always(state)
-        self._state = state
-
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        found: Tensor | None = self._state.value
-        return found
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self._state.value = linear_cache
-
-
-class _Always(list[Any]):
-    """Has one value at every index."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(0)
-
-    def __init__(self, value: Any) -> None:
-        super().__init__([value])
 
 
 def over_spans(
@@ -79,6 +55,7 @@ class OneByOne:
             given: The rest; the same `Step` as cache and as "qllm_step".
         """
         step: Step = given["qllm_step"]
+        cache_name = next(name for name, value in given.items() if value is step)
         x_1TD = args[0] if args else given.pop("hidden_states")
         rope = given.pop("position_embeddings", None)
 
@@ -86,7 +63,7 @@ class OneByOne:
             one = Step([span._replace(at=0)], span.hi - span.lo, step.latent)
             at = slice(span.at, span.at + one.num_tokens)
             here = rope[:, at] if isinstance(rope, Tensor) else tuple(t[:, at] for t in rope or ())
-            how = {**given, "qllm_step": one, "past_key_values": one}
+            how = {**given, "qllm_step": one, cache_name: one}
             found: Tensor = forward(x, position_embeddings=here, **how)[0]
             return found
 
@@ -105,7 +82,7 @@ class RecurrentMixer:
         self._new_state, self._module = new_state, module
         self.index: int = module.layer_idx
         names = inspect.signature(type(module).forward).parameters
-        self.cache_name = next(n for n in ("cache_params", "past_key_values") if n in names)
+        self.cache_name = cache_argument(module)
         self._takes_positions = "position_embeddings" in names
         self._is_tuple, self._num_beside = False, 0
         self._goes_on_in_chunks: bool | None = None
@@ -168,7 +145,7 @@ class RecurrentMixer:
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _call(self, forward: Callable[..., Any], x_1TD: Tensor, state: Any) -> Tensor:
-        how = {self.cache_name: _OneState(state), "attention_mask": None}
+        how = {self.cache_name: OneState(state), "attention_mask": None}
         if self._takes_positions:
             how["position_embeddings"] = None
         out = forward(x_1TD, **how)

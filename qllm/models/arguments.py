@@ -1,0 +1,41 @@
+"""Names of arguments that transformers renames: that of its cache."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+CACHES = ("cache", "past_key_values", "cache_params", "past_key_value")
+"""Names that transformers gave to the argument that is its cache, the newest first."""
+
+
+def parameters_of(module: object) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a module's own forward."""
+    return inspect.signature(inspect.unwrap(type(module).forward)).parameters  # type: ignore[attr-defined]
+
+
+def finds_cache(module: object) -> str | None:
+    """The name of the argument that is the cache; None if there is none.
+
+    A name that transformers has used; else the argument that is declared to be a `Cache`; else the
+    only one that is called so.
+    """
+    parameters = parameters_of(module)
+    for name in CACHES:
+        if name in parameters:
+            return name
+    declared = [n for n, p in parameters.items() if "Cache" in _declared(p)]
+    called = [n for n in parameters if "cache" in n.split("_") and n != "use_cache"]
+    return next(iter(declared or called), None)
+
+
+def _declared(parameter: inspect.Parameter) -> str:
+    kind: Any = parameter.annotation
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def cache_argument(module: object) -> str:
+    """The name of the argument that is the cache, where the module may take it by another's name.
+
+    A module that names none hands on what it is given: it takes the newest name.
+    """
+    return finds_cache(module) or CACHES[0]

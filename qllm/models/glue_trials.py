@@ -1,0 +1,177 @@
+"""Hold what lies between the parts of a layer, and of its experts, against the known glue.
+
+The parts are stubs: functions that differ from each other, so that what is left out, changed places
+or scaled shows.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qllm.models.arguments import cache_argument, parameters_of
+from qllm.models.drawn import Draw, Stub, shadow
+from qllm.models.trials import differs, rows, trial
+
+
+def _beside(module: nn.Module, known: set[Any], what: str) -> str:
+    """Say which children have weights and are not known."""
+    kept = {child for child in module.children() if any(True for _ in child.parameters())}
+    names = ", ".join(sorted(type(child).__name__ for child in kept - known))
+    return f"it has parts beside {what}: {names}" if names else ""
+
+
+def _line(draw: Draw) -> Callable[[Tensor], Tensor]:
+    """A function that stands for a module."""
+    factor, added = (float(value) for value in draw.uniform(0.5, 1.5, 2))
+    return lambda x: x * factor + added
+
+
+def _first(args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+    found: Tensor = args[0] if args else next(v for v in given.values() if isinstance(v, Tensor))
+    return found
+
+
+_AS_TUPLES = ((True, False), (True, True), (False, False), (False, True))
+"""Whether a layer's attention and its MLP return tuples."""
+
+
+@trial
+def layer(module: Any, draw: Draw, kind: str, attn: nn.Module, block: nn.Module) -> Iterator[str]:
+    """Hold the glue of a layer against norm, attention, sum, norm, MLP, sum.
+
+    Args:
+        module: The layer.
+        draw: Of inputs.
+        kind: "plain", or "scaled" if what is added is multiplied.
+        attn: What sees other tokens.
+        block: Its MLP, or its experts.
+    """
+    norms = module.input_layernorm, module.post_attention_layernorm
+    yield _beside(module, {attn, block, *norms}, "norms, attention and MLP")
+    scale = module.residual_multiplier if kind == "scaled" else None
+    lines = [_line(draw) for _ in range(4)]
+    first, second, attend, feed = lines
+    x = rows(draw, norms[0].weight.numel(), 0.25, 1, 4)[None]
+    rope, cache = (draw.normal(1, 3, 4), draw.normal(1, 3, 4)), object()
+    takes_rope = "position_embeddings" in parameters_of(attn)
+
+    def attended(*args: Any, **given: Any) -> Tensor:
+        values = [*args, *given.values()]
+        if not any(value is cache for value in values):
+            raise ValueError("the attention is not given the cache")
+        if takes_rope and not any(value is rope for value in values):
+            raise ValueError("the attention is not given the positions")
+        return attend(_first(args, given))
+
+    mid = _plus(x, attend(first(x)), scale)
+    expected = _plus(mid, feed(second(mid)), scale)
+    said = []
+    for attn_is_tuple, block_is_tuple in _AS_TUPLES:
+        stubs: dict[nn.Module, nn.Module] = {
+            norms[0]: Stub(norms[0], first),
+            norms[1]: Stub(norms[1], second),
+            attn: Stub(attn, _in_a_tuple(attended) if attn_is_tuple else attended),
+            block: Stub(block, _in_a_tuple(feed) if block_is_tuple else feed),
+        }
+        made = shadow(module, draw, stubs)
+        given = {"position_embeddings": rope, "attention_mask": None, cache_argument(module): cache}
+        try:
+            out = made(x, **given)
+        except (TypeError, ValueError) as error:
+            said.append(f"it raised {type(error).__name__}: {error}")
+            continue
+        out = out[0] if isinstance(out, tuple) else out
+        said.append(differs("its output", out, expected))
+        if not said[-1]:
+            return
+    yield said[0]
+
+
+def _plus(x: Tensor, y: Tensor, scale: float | None) -> Tensor:
+    return x + y if scale is None else x + y * scale
+
+
+def _in_a_tuple(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    return lambda *args, **given: (function(*args, **given), None)
+
+
+@trial
+def block(
+    module: Any,
+    draw: Draw,
+    router: Any,
+    experts: Any,
+    shared: nn.Module | None,
+    gate: nn.Module | None,
+) -> Iterator[str]:
+    """Hold a block of experts against router, experts, and the shared ones added.
+
+    Args:
+        module: The block.
+        draw: Of inputs.
+        router: Chooses experts.
+        experts: The routed ones.
+        shared: Those that every token takes.
+        gate: Its sigmoid scales the shared ones.
+    """
+    yield _beside(module, {router, experts, shared, gate}, "router and experts")
+    width = int(router.weight.shape[1])
+    x, share = rows(draw, width, 0.25, 1, 2, 4, 8), _line(draw)
+    choose, run = _chooser(draw, width, experts.num_experts), _runner(draw, experts)
+    _, weights, ids = choose(x)
+    said = ""
+    for made_of in (lambda *found: found, lambda *found: found[::-1]):  # ids are last, or first
+        stubs: dict[nn.Module, nn.Module] = {
+            router: Stub(router, partial(_given_to, choose, made_of)),
+            experts: Stub(experts, run),
+        }
+        if shared is not None:
+            stubs[shared] = Stub(shared, share)
+        made = shadow(module, draw, stubs)
+        expected = run(x, ids, weights)
+        if shared is not None:
+            name = next((n for n, child in module.named_children() if child is gate), None)
+            scale = 1.0 if name is None else torch.sigmoid(getattr(made, name)(x))
+            expected = expected + (share(x) if name is None else scale * share(x))
+        out = made(x[None])
+        out = out[0] if isinstance(out, tuple) else out
+        said = differs("its output", out, expected[None])
+        if not said:
+            return
+    yield said
+
+
+def _chooser(draw: Draw, width: int, num_experts: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """A function that stands for a router: logits, weights and ids of two experts."""
+    factors = draw.normal(width)
+
+    def choose(x: Tensor) -> tuple[Tensor, ...]:
+        logits = (x.reshape(-1, width) * factors).reshape(-1, 2, width // 2).sum(-1)
+        return logits, logits.sigmoid(), (logits.abs() * 8).long() % num_experts
+
+    return choose
+
+
+def _given_to(
+    choose: Callable[[Tensor], tuple[Tensor, ...]],
+    made_of: Callable[..., tuple[Tensor, ...]],
+    *args: Any,
+    **given: Any,
+) -> tuple[Tensor, ...]:
+    return made_of(*choose(_first(args, given)))
+
+
+def _runner(draw: Draw, experts: nn.Module) -> Callable[..., Tensor]:
+    """A function that stands for experts, whose arguments it has."""
+    signature, together = inspect.signature(type(experts).forward), _line(draw)
+
+    def run(*args: Any, **given: Any) -> Tensor:
+        _, hidden, ids, weights = signature.bind(None, *args, **given).args[:4]
+        scales: Tensor = (weights * (1 + ids)).sum(-1, keepdim=True)
+        return together(hidden) * scales.to(hidden.dtype)
+
+    return run
