@@ -285,8 +285,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
             cache_owner: And of one owner, whose kept KV can be deleted (`delete_kv`).
             cache_ttl_s: Its kept KV is not displaced for so long, for the turns that follow.
             reading: Knows where the answer reasons; no stop string or stop id ends it there.
-            **options: Fields of SamplingParams (`temperature=0.8`), in place of those in
-                `sampling`.
+            **options: Fields of SamplingParams (`temperature=0.8`) in place of those in `sampling`.
 
         Raises:
             InvalidRequestError: Something about the request is wrong; nothing was submitted.

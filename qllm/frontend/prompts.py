@@ -12,6 +12,7 @@ from qllm.config import EngineConfig
 from qllm.errors import ContextLengthError, InvalidRequestError, check_text, shown
 from qllm.frontend.checks import is_int, longest, most_tokens
 from qllm.frontend.detokenizer import decoded
+from qllm.frontend.templates import check_all_shown, suited
 from qllm.grammar import Vocabulary
 from qllm.models.tokenizer import LONG_TEXT, ids_of, longest_token, renders_as_usual
 from qllm.names import new_seed
@@ -323,6 +324,7 @@ def render_chat(
     if wrong is not None:
         raise InvalidRequestError(f"{wrong!r} is no variable of a chat template; leave it out")
     is_usual = renders_as_usual(tokenizer)
+    messages = suited(messages, tokenizer)
     try:
         rendered = tokenizer.apply_chat_template(
             list(messages),
@@ -335,6 +337,14 @@ def render_chat(
         )
     except Exception as error:
         raise InvalidRequestError(f"the chat template refuses the messages: {error}") from error
+    check_all_shown(
+        messages,
+        tokenizer,
+        bool(tools),
+        variables or {},
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
     if is_usual:
         return _encoded(tokenizer, rendered, most_tokens, special=False)
     return list(rendered["input_ids"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from typing import ClassVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -174,6 +175,33 @@ def test_specials_between_the_bytes_of_a_character_lose_nothing() -> None:
         ids = [first, *[0] * num]
         assert stream(Detokenizer(byte_level()), ids) == "\ufffd"
     assert stream(Detokenizer(byte_level()), [first, 0, *rest]) == "中"
+
+
+class Tagged:
+    """Knows one tag, and no reasoning."""
+
+    marks: ClassVar[dict[int, str]] = {0: "\ud800"}
+    is_thinking = False
+
+    def split(self, text: str, token_id: int) -> list[tuple[str, bool]]:
+        return [(text, False)]
+
+    def undecided(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("stop", [(), ("xyz",)])
+def test_a_tag_stands_behind_all_that_was_said_before_it(stop: tuple[str, ...]) -> None:
+    """A broken character does not wait for bytes behind a tag."""
+    first, *rest = byte_ids("中".encode())
+    for before, after, text in (
+        (byte_ids(b"ab"), byte_ids(b"c"), "ab\ud800c"),
+        (byte_ids(b"x"), byte_ids(b"yz"), "x\ud800yz"),
+        ([first], [*byte_ids(b"c")], "\ufffd\ud800c"),
+        ([first], rest, "\ufffd\ud800\ufffd\ufffd"),
+    ):
+        detokenizer = Detokenizer(byte_level(), stop, reading=Tagged)
+        assert stream(detokenizer, [*before, 0, *after]) == text
 
 
 def cut(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:

@@ -5,7 +5,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise, product
+from itertools import islice, pairwise, permutations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +179,29 @@ def test_a_stop_string_ends_what_is_said_and_never_the_reasoning(special: Sequen
                 stops = tokenizer.ids([stop]) if len(stop) == 1 else ()
                 ended = read(tokenizer, ids, (), None, stop_ids=frozenset(stops))
                 assert ended.get("reasoning_content", "").startswith(thought)
+
+
+@pytest.mark.parametrize("special", [(), TAGS], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("order", list(permutations(["name", "arguments", "id"])))
+@pytest.mark.parametrize("alias", ["arguments", "parameters"])
+def test_a_tag_inside_an_argument_ends_nothing(
+    special: Sequence[str], order: Sequence[str], alias: str
+) -> None:
+    written = '{"T": "A </tool_call> <tool_call> \\" } B"}'
+    fields = {"name": '"name": "f"', "arguments": f'"{alias}": {written}', "id": '"id": "1"'}
+    text = f"SO {OPEN}\n{{{', '.join(fields[name] for name in order)}}}\n{CLOSE}\n DONE"
+    tokenizer = Words(special)
+    for cuts in (None, random.Random(1)):
+        found = read(tokenizer, tokenizer.ids(tokens_of(text, special, cuts)), (), None)
+        assert found == {"content": "SO DONE", "calls": [("f", written)]}
+
+
+@pytest.mark.parametrize("key", ["args", "input", "params", "Arguments", "arguments "])
+def test_a_call_whose_arguments_are_not_understood_is_text(key: str) -> None:
+    tokenizer, text = Words(), f'{OPEN}{{"name": "f", "{key}": {{"x": 1}}}}{CLOSE}'
+    assert read(tokenizer, tokenizer.ids([*text]), (), None) == {"content": text, "calls": []}
+    text = f'{OPEN}{{"name": "f"}}{CLOSE}'
+    assert read(tokenizer, tokenizer.ids([*text]), (), None) == {"calls": [("f", "{}")]}
 
 
 # -- GPT-OSS's form

@@ -205,6 +205,7 @@ def test_tools_reach_the_chat_template(
     client: openai.OpenAI, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{{ mood }}"
+    template += "{{ messages[0].content }}"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
     tools: Any = [{"type": "function", "function": {"name": "weather in", "parameters": {}}}]
 
@@ -216,8 +217,11 @@ def test_tools_reach_the_chat_template(
         assert answer.usage is not None
         return answer.usage.prompt_tokens
 
-    assert num_prompt_tokens() == len(engine.tokenizer("weather in calm")["input_ids"])
-    assert num_prompt_tokens(tool_choice="none") == len(engine.tokenizer("calm")["input_ids"])
+    def num_tokens(text: str) -> int:
+        return len(engine.tokenizer(text + CHAT[0]["content"])["input_ids"])
+
+    assert num_prompt_tokens() == num_tokens("weather in calm")
+    assert num_prompt_tokens(tool_choice="none") == num_tokens("calm")
 
 
 def test_a_template_variable_cannot_take_over_the_call(engine: QLLMEngine) -> None:

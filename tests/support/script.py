@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% if false %}<think></think>{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ start }}{% endif %}"
 )
-"""A template whose variable `start` chooses the answer: `<S0>` begins the first."""
+"""Its variable `start` chooses the answer: `<S0>` begins the first."""
 
 
 def byte_level(texts: Sequence[str], special: Sequence[str]) -> PreTrainedTokenizerFast:
