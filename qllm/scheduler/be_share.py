@@ -69,7 +69,7 @@ class BeShare:
         self.now = self.now._replace(ls_has_work=ls_has_work, grows=grows)
         if self.now.owed_ns > 0 and not any(map(_is_be, view.by_id.values())):
             self.now = self.now._replace(owed_ns=0)  # no request of BE is left
-        return turn.as_plan() if grows and self.now.owed_ns >= self.floor.slice_ns else None
+        return turn.a_slice() if grows and self.now.owed_ns >= self.floor.slice_ns else None
 
     def cut(self, plan: Plan, view: View) -> Plan:
         """End a plan of the policy when BE is owed a slice: a pause, or a run that may be cut."""
@@ -144,7 +144,7 @@ class _Turn:
         """Whether BE could run."""
         return bool(self._frames()) or next(self._loose(), None) is not None
 
-    def as_plan(self) -> Plan:
+    def a_slice(self) -> Plan:
         """One slice of it, which nobody stops."""
         frames = self._frames()
         own = next((f for f in frames if all(map(self._is_be, f.rows))), None)

@@ -1,14 +1,15 @@
 """What the scheduler says: effects on the runner, decisions, and the frames it keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from qllm.floor import NO_FLOOR, Floor
 from qllm.plan import Row
 from qllm.scheduler.program import START, Index, Program
 from qllm.types import CAPABILITIES, NS_PER_MS, NS_PER_S, Cap, FrameId, Grain, RequestId
 
+Of = TypeVar("Of")
 MAX_IDLE_NS = 10 * NS_PER_S
 """A policy that lets requests wait for so long while nothing runs has stalled."""
 
@@ -89,6 +90,11 @@ class Parked:
     """When an arrival stopped it that has to wait for it (`RankPolicy.max_preemptions`)."""
     dead: set[RequestId] = field(default_factory=set)
     """Rows whose requests were cancelled or evicted, or left it."""
+
+    def alive(self, rows: Iterable[Row], requests: Mapping[RequestId, Of]) -> list[tuple[Of, Row]]:
+        """Those of its rows that are not dead, with their requests."""
+        left = [r for r in rows if r.request_id in requests and r.request_id not in self.dead]
+        return [(requests[row.request_id], row) for row in left]
 
     def held_rows(self) -> tuple[Row, ...]:
         """Rows whose hidden states it holds, from their frontier, in program order."""

@@ -225,8 +225,7 @@ class Scheduler:
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
         pays = plan is turn
-        if not pays:
-            plan = self.be_share.cut(plan, view)
+        plan = plan if pays else self.be_share.cut(plan, view)
         if plan.is_empty:
             if plan.wait_until_ns is None:
                 raise self._broken(
@@ -403,14 +402,11 @@ class Scheduler:
         """Count the run for the requests whose rows took part in it."""
         program = parked.program
         begun = end == parked.index and end != program.end  # tasks inside an op were done
-        took_part = list[tuple[Request, Row]]()
-        for row in program.rows_between(parked.index, Index(end.op, 1) if begun else end):
-            request = self.requests.get(row.request_id)
-            if request is None or row.request_id in parked.dead:
-                continue
+        rows = program.rows_between(parked.index, Index(end.op, 1) if begun else end)
+        took_part = parked.alive(rows, self.requests)
+        for request, _ in took_part:
             request.served_ns += end_ns - start_ns
             request.last_progress_ns = end_ns
-            took_part.append((request, row))
         self.be_share.ran(took_part, end_ns - start_ns)
         self._settle_ride(program, end == program.end, start_ns, end_ns)
 
@@ -432,10 +428,7 @@ class Scheduler:
         parked, self.running = self._take_running(), None
         self._progress(parked, end, start_ns, end_ns)
         program, grown = parked.program, set(sampled)
-        for row in program.rows:
-            request = self.requests.get(row.request_id)
-            if request is None or row.request_id in parked.dead:
-                continue
+        for request, row in parked.alive(program.rows, self.requests):
             if row.end_layer < self.shape.num_layers:
                 request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
                 continue
@@ -487,11 +480,7 @@ class Scheduler:
         """
         parked, self.running = self._take_running(), None
         hopeless = []
-        rows = [r for r in parked.program.rows if r.request_id in self.requests]
-        for row in rows:
-            if row.request_id in parked.dead:
-                continue
-            request = self.requests[row.request_id]
+        for request, row in parked.alive(parked.program.rows, self.requests):
             request.abort_row()
             request.failures += 1
             if request.failures > 1:

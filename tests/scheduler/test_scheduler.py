@@ -15,9 +15,10 @@ from qllm.ingress import StopWord
 from qllm.plan import Plan
 from qllm.policy import CostTable, RankPolicy, View, next_row
 from qllm.record import trace
+from qllm.scheduler.batch import MIN_CHUNK
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import Index
-from qllm.scheduler.rank_plan import GOOD_SLICE_NS, MIN_CHUNK, shape_plan
+from qllm.scheduler.rank_plan import GOOD_SLICE_NS, shape_plan
 from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding, ahead_ns, ride_allowance_ns, settle, tpot_target_ns
