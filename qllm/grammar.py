@@ -19,11 +19,13 @@ from concurrent.futures import Executor, Future
 from copy import copy
 from functools import lru_cache
 from importlib.util import find_spec
+from json import dumps, loads
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qllm.errors import InvalidRequestError
+from qllm.grammar_schema import bounded
 from qllm.types import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ class Vocabulary:
             raise InvalidRequestError(text)
         from qllm.grammar_check import wrong_with
 
-        schema = asked.text() if asked.kind == "json" else None
+        schema = _text(asked) if asked.kind == "json" else None
         if (wrong := wrong_with(_grammar(asked), schema)) is not None:
             raise InvalidRequestError(f"structured_outputs.{asked.kind}{wrong}")
 
@@ -149,13 +151,24 @@ class Vocabulary:
         return Matcher(found, self.vocab_size)
 
 
+def _text(asked: StructuredOutputs) -> str:
+    """What a form is made of: of a schema what holds an answer."""
+    text = asked.text()
+    if asked.kind != "json":
+        return text
+    try:
+        return dumps(bounded(loads(text)))
+    except (ValueError, RecursionError):  # llguidance says what is wrong with it
+        return text
+
+
 def _grammar(asked: StructuredOutputs) -> str:
     """The text that llguidance takes.
 
     Raises:
         InvalidRequestError: It is too long, or of no known form.
     """
-    text = asked.text()
+    text = _text(asked)
     if len(text) > MOST_GRAMMAR_CHARS:
         raise InvalidRequestError(
             f"structured_outputs.{asked.kind} has {len(text)} characters; at most "

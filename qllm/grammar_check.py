@@ -21,6 +21,8 @@ from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from qllm.grammar_schema import LISTS, MAPS, ONES
+
 CPU_S = 2
 """Seconds of CPU time; a usual schema takes milliseconds, the start of the process 70 ms."""
 MEMORY_BYTES = 2 << 30
@@ -254,24 +256,19 @@ def _alone(value: Any, root: Any) -> Any:
     return {k: _alone(x, root) for k, x in value.items() if not (leads and k == "$ref")}
 
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_ONES = ("items", "additionalProperties")
-
-
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     """The schemas directly inside a schema, each with its JSON pointer from there."""
     if not isinstance(schema, Mapping):
         return
-    for key in _MAPS:
+    for key in MAPS:
         if isinstance(schema.get(key), Mapping):
             for name, part in schema[key].items():
                 escaped = str(name).replace("~", "~0").replace("/", "~1")
                 yield f"/{key}/{escaped}", part
-    for key in _LISTS:
+    for key in LISTS:
         if isinstance(schema.get(key), list):
             yield from ((f"/{key}/{i}", part) for i, part in enumerate(schema[key]))
-    for key in _ONES:
+    for key in ONES:
         if key in schema and not isinstance(schema[key], list):
             yield f"/{key}", schema[key]
 

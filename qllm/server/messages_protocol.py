@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from qllm.grammar_schema import closed
 from qllm.types import Priority
 
 from .errors import parse
@@ -254,7 +255,8 @@ class FunctionTool(Open):
 
     def chat(self) -> dict[str, Any]:
         """As a chat has it."""
-        function = {"name": self.name, "parameters": self.input_schema}
+        schema = closed(self.input_schema) if self.strict else self.input_schema
+        function = {"name": self.name, "parameters": schema}
         if self.description is not None:
             function["description"] = self.description
         return {"type": "function", "function": function}
@@ -379,7 +381,7 @@ class Conversation(Asked):
             found["reasoning_effort"] = output.effort
         form = self.output_format or (output.format if output is not None else None)
         if form is not None:
-            named = {"name": "answer", "schema": form.schema_}
+            named = {"name": "answer", "strict": True, "schema": form.schema_}
             found["response_format"] = {"type": "json_schema", "json_schema": named}
         return found
 

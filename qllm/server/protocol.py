@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from qllm.errors import brief
+from qllm.grammar_schema import closed
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 from .ask import TO_FIT, name_of
@@ -96,7 +97,8 @@ class ResponseFormat(Body):
     def form(self) -> dict[str, Any] | None:
         """Keywords of StructuredOutputs; None for text."""
         if self.json_schema is not None:
-            return {"json": self.json_schema.schema_}
+            schema = self.json_schema.schema_
+            return {"json": closed(schema) if self.json_schema.strict else schema}
         return {"json": {"type": "object"}} if self.type == "json_object" else None
 
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag
 
+from qllm.grammar_schema import closed
+
 from .fields import Items, LeftOut, Open, kind_of
 
 INPUT = "input"
@@ -28,7 +30,8 @@ class FunctionTool(Open):
 
     def function(self) -> dict[str, Any]:
         """As a chat has it, but for its name."""
-        given = {"description": self.description, "parameters": self.parameters}
+        parameters = closed(self.parameters) if self.strict else self.parameters
+        given = {"description": self.description, "parameters": parameters}
         return {name: x for name, x in given.items() if x is not None}
 
 

@@ -42,7 +42,8 @@ class TextFormat(Body):
         """As a chat has it."""
         if self.schema_ is None:
             return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+        named = {"name": self.name, "schema": self.schema_, "strict": self.strict}
+        return {"type": self.type, "json_schema": named}
 
 
 class Text(Open):

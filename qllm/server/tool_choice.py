@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qllm.grammar_check import JSON_OPTIONS
+from qllm.grammar_schema import bounded, closed
 
 from .errors import ApiError
 
@@ -118,6 +119,7 @@ def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
         function = tool["function"]
         head = f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
         schema = function.get("parameters") or {"type": "object"}
+        schema = closed(schema) if function.get("strict") is True else schema
         called = re.sub("[^a-z0-9]+", "_", function["name"].lower())[:64]
         names.append(f"tool_{index}_{called}")  # a refusal names the rule
         tail = _quoted(f"}}\n{CLOSE}")
@@ -130,7 +132,7 @@ def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **schema})}"
+    return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **bounded(schema)})}"
 
 
 def _quoted(text: str) -> str:

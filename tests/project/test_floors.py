@@ -44,8 +44,9 @@ FLOORS = {
     "names": Floor("", {"os", "random"}),
     "logs": Floor("", STDLIB),
     "torchless": Floor("", PURE),
-    "grammar_check": Floor("", STDLIB | {"llguidance"}),
-    "grammar": Floor("errors grammar_check types", STDLIB | {"llguidance", "numpy"}),
+    "grammar_schema": Floor("", STDLIB),
+    "grammar_check": Floor("grammar_schema", STDLIB | {"llguidance"}),
+    "grammar": Floor("errors grammar_check grammar_schema types", STDLIB | {"llguidance", "numpy"}),
     "scheduler": Floor("errors types floor plan policy", PURE),
     "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
@@ -124,9 +125,8 @@ FLOORS = {
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} names cores frontend grammar_check hints ingress llm logs "
-        "models.tokenizer plugins "
-        "record spelling",
+        f"__init__ {BASE} names cores frontend grammar_check grammar_schema hints ingress llm logs "
+        "models.tokenizer plugins record spelling",
         STDLIB
         | {
             "fastapi",
