@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
@@ -77,6 +78,7 @@ def doctor(
     ]
     if missing is not None:
         rows.append(("why torch", missing))
+    rows += _served()
     print_table(("what", "found"), rows)
 
 
@@ -98,6 +100,21 @@ def _floor(config: "EngineConfig") -> str:
         f"has work and BE can run. A TTFT of LS, or a gap between two of its tokens, grows from "
         f"{examples} at most, in pieces of {2 * floor.slice_ns / NS_PER_MS:g} ms; {held}"
     )
+
+
+def _served() -> list[tuple[str, str]]:
+    """What runs the small model of this package, with the transformers that is installed."""
+    from qllm import QLLMEngine
+
+    with QLLMEngine.from_pretrained("tiny", run_in="thread", conformance=False) as engine:
+        off = engine.stats()["prefix_cache"].get("off")
+        counts = Counter(engine.drivers)
+        return [
+            ("drivers of tiny", ", ".join(f"{name} ({num})" for name, num in counts.items())),
+            ("its kernels", f"{engine.kernels['attention']}; experts: {engine.kernels['experts']}"),
+            ("its parts", f"known {engine.kernels['parts']}"),
+            ("its prefix cache", f"off, because {off}" if off else "on"),
+        ]
 
 
 def _fingerprints(model: str, trust_remote_code: bool) -> None:

@@ -44,7 +44,7 @@ class Draw:
         return torch.randperm(size, generator=self._generator)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Values for a parameter; those of a matrix are rows of one vector, each a place further.
+        """Draw a parameter. The rows of a matrix are of one vector, each a place further.
 
         Vectors are near one: as norms are, and so that what is added, multiplied or left out shows.
         """

@@ -17,15 +17,19 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
     layers = ", ".join(f"{count} {name}" for name, count in drivers.items())
     targets = settings.ls_slo or "no latency targets"
     classes = " and ".join(Priority.__members__)
-    size = shown_bytes(engine.stats().get("weight_bytes", 0))
+    stats = engine.stats()
+    size = shown_bytes(stats.get("weight_bytes", 0))
+    no_prefix = stats.get("prefix_cache", {}).get("off")
     return [
         f"model    {engine.model_name}: {size} of weights "
         f"({kernels.get('weights', 'as they were stored')}), layers: {layers}; loaded in "
         f"{load_s:.1f} s",
         f"kernels  experts: {kernels.get('experts')}; attention: {kernels.get('attention')}; "
         f"head: {kernels.get('head')}",
+        f"parts    known {kernels.get('parts')}",
         f"KV       {settings.max_kv_tokens:,} tokens in blocks of {settings.block_size}, "
-        f"{settings.max_num_seqs} requests per step",
+        f"{settings.max_num_seqs} requests per step; prefix cache: "
+        f"{f'off, because {no_prefix}' if no_prefix else 'on'}",
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms",
         f"classes  {classes}; LS: {targets}, at most {config.max_ls} in flight "
