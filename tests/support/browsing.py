@@ -27,6 +27,14 @@ def axe_source() -> str | None:
     return path.read_text() if path.exists() else None
 
 
+NO_BROWSER = "scripts/browser (of `make test-outside`) found no browser, or no axe-core, on npm"
+
+
+def has_browser() -> bool:
+    """Whether the page can be opened, and looked at with axe-core."""
+    return browser_path() is not None and axe_source() is not None
+
+
 @contextmanager
 def loaded(url: str, rate: float = 6.0, be: int = 2, longest: int = 2900) -> Iterator[None]:
     """Long BE prompts and LS requests at a rate, while the context is open."""
@@ -58,3 +66,56 @@ def loaded(url: str, rate: float = 6.0, be: int = 2, longest: int = 2900) -> Ite
         over.set()
         for thread in threads:
             thread.join()
+
+
+AXE = axe_source()
+PATIENCE_MS = 60_000
+SIZES = {"desktop": (1400, 1000), "phone": (390, 844)}
+
+
+class Opened:
+    """A page that is open, and what went wrong in it."""
+
+    def __init__(self, chromium: Any, url: str, size: str, scheme: str, **more: Any) -> None:
+        width, height = SIZES[size]
+        view = {"width": width, "height": height}
+        how = {"viewport": view, "color_scheme": scheme, "locale": "en-US"}  # not the machine's
+        before = more.pop("before", None)
+        self.context = chromium.new_context(**{**how, **more})
+        if before is not None:
+            self.context.add_init_script(before)
+        self.context.set_default_timeout(PATIENCE_MS)
+        self.page = self.context.new_page()
+        self.asked: list[str] = []
+        self.wrong: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", self._said)
+        self.page.goto(f"{url}/ui")
+
+    def _said(self, message: Any) -> None:
+        if message.type == "error":
+            self.wrong.append(message.text)
+
+    def __enter__(self) -> "Opened":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+
+    def serious(self) -> list[str]:
+        """What axe-core finds that is serious or critical."""
+        self.page.evaluate(AXE)
+        found = self.page.evaluate("axe.run({ resultTypes: ['violations'] })")
+        assert len(found["passes"]) > 15, "axe-core looked at nothing"
+        return [
+            f"{x['id']}: {[node['html'][:120] for node in x['nodes']]}"
+            for x in found["violations"]
+            if x["impact"] in ("serious", "critical")
+        ]
+
+
+def live(page: Any) -> None:
+    from playwright.sync_api import expect
+
+    expect(page.locator("#state")).to_have_text("live")
