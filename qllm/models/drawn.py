@@ -50,8 +50,10 @@ class Draw:
         """
         if name == "A_log":  # most of a state stays
             return self.uniform(-4, 0, *shape)
+        made: Tensor
         if len(shape) < 2:
-            return 1 + self.normal(*shape) / 4
+            made = 1 + self.normal(*shape) / 4
+            return made
         if len(shape) > 2 or 0 in shape:
             return self.normal(*shape).mul(max(1, shape[-1]) ** -0.5)
         vector = self.normal(shape[0] + shape[1] - 1).mul(shape[1] ** -0.5)
