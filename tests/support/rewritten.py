@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support import families, hybrids
 
@@ -31,6 +32,7 @@ def models() -> dict[str, Callable[[], Any]]:
         made[name] = lambda name=name: families.make_model(name, torch.bfloat16, num_layers=2)
     made["deepseek_v3 in halves"] = partial(_deepseek, rope_interleave=False)
     made["deepseek_v3"] = partial(_deepseek, topk_group=1)
+    made["deepseek_v2"] = _deepseek_v2
     made["olmoe"] = _olmoe
     for name in hybrids.NATIVE:
         made[name] = lambda name=name: hybrids.make_hybrid(name)
@@ -43,6 +45,19 @@ def _deepseek(**settings: Any) -> Any:
     for module in model.modules():
         vars(module).update({k: v for k, v in settings.items() if k in vars(module)})
     return model
+
+
+def _deepseek_v2() -> Any:
+    """Make a model whose rotation is complex, and whose experts are of the group with the best."""
+    config = AutoConfig.for_model(
+        "deepseek_v2", vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32,
+        q_lora_rank=24, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=16,
+        n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1,
+        n_group=4, topk_group=1, topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
 def _olmoe() -> Any:
@@ -111,6 +126,7 @@ def statements_reordered(text: str) -> str:
     lines = [rf"(\n +{x}_states = [^\n]+)" for x in ("query", "key", "value")]
     text = re.sub(rf"{lines[0]}({lines[1]}?){lines[2]}", r"\4\2\1", text)
     text = re.sub(r"(\n +q_embed = [^\n]+)(\n +k_embed = [^\n]+)", r"\2\1", text)
+    text = re.sub(r"(\n +xq_ = [^\n]+)(\n +xk_ = [^\n]+)", r"\2\1", text)
     return re.sub(r"(\n +cos = cos[^\n]+)(\n +sin = sin[^\n]+)", r"\2\1", text)
 
 
@@ -219,6 +235,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "x1 = x[..., 0::2]\n    x2 = x[..., 1::2]",
     ),
     "rope in halves": ("q1, q2 = q[..., 0::2], q[..., 1::2]", "q1, q2 = q.chunk(2, -1)"),
+    "complex rope the other way": ("xq_ * freqs_cis", "xq_ * freqs_cis.conj()"),
+    "keys not turned, as complex numbers": ("xk_ * freqs_cis", "xk_"),
     "rope the other way": ("torch.cat((-x2, x1), dim=-1)", "torch.cat((x2, -x1), dim=-1)"),
     "keys not turned": ("k_embed = (k * cos) + (rotate_half(k) * sin)", "k_embed = k"),
     "half table the other way": (
