@@ -318,7 +318,7 @@ def delta_net(kind: str, m: Any, x_1TD: Tensor) -> Tensor:
     v, q = v.unflatten(-1, (-1, m.head_v_dim)).float(), q * m.head_k_dim**-0.5
     beta = b.sigmoid().float()
     decay = (-m.A_log.float().exp() * F.softplus(a.float() + m.dt_bias)).exp()
-    state, outs = torch.zeros(1, m.num_v_heads, m.head_k_dim, m.head_v_dim), []
+    state, outs = torch.zeros(1, m.num_v_heads, m.head_k_dim, m.head_v_dim, dtype=torch.float32), []
     for t in range(x_1TD.shape[1]):
         state = state * decay[:, t, :, None, None]
         error = v[:, t] - (state * k[:, t, :, :, None]).sum(-2)

@@ -248,7 +248,7 @@ def delta_linears(attn: Any) -> list[Any]:
 
 
 def _is_silu(act: Any) -> bool:
-    x = torch.linspace(-8, 8, 33)
+    x = torch.linspace(-8, 8, 33, dtype=torch.float32)
     found = act(x) if isinstance(act, nn.Module) else None
     return isinstance(found, Tensor) and torch.equal(found, F.silu(x))
 

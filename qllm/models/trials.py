@@ -184,7 +184,7 @@ def _of_experts(kind: str, m: Any, x: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ups, downs = m.gate_up_proj.float(), m.down_proj.float()
     if m.is_transposed:
         ups, downs = ups.transpose(1, 2), downs.transpose(1, 2)
-    out = torch.zeros(x.shape)
+    out = torch.zeros(x.shape, dtype=torch.float32)
     for t, k in torch.cartesian_prod(*map(torch.arange, ids_TK.shape)).tolist():
         expert = ids_TK[t, k]
         up_bias, down_bias = (
@@ -297,7 +297,7 @@ def _meet(
             return
         yield differs("its keys", cache.written[0], expected.keys)
         yield differs("its values", cache.written[1], expected.values)
-        bounds = torch.full((1, count), BOUND[torch.float32])
+        bounds = torch.full((1, count), BOUND[torch.float32], dtype=torch.float32)
         bounds[:, 4:] = LOOSE[torch.float32]  # its scores are large
         is_wide = draw.dtype is torch.float32
         yield differs("its output", out, expected.out, bounds if is_wide else None, not is_wide)
@@ -370,7 +370,7 @@ def is_delta_net(module: Any, draw: Draw, kind: str, new_state: Callable[[], Any
         for lo, hi in pairwise(cuts):
             out = made(hidden_states=x[:, lo:hi], **{name: cache})
             outs.append(out[0] if isinstance(out, tuple) else out)
-        bound = torch.full(expected.shape[:2], 10 * BOUND[torch.float32])
+        bound = torch.full(expected.shape[:2], 10 * BOUND[torch.float32], dtype=torch.float32)
         is_wide = draw.dtype is torch.float32
         found = torch.cat(outs, 1)
         yield differs("its output", found, expected, bound if is_wide else None, not is_wide)

@@ -145,12 +145,12 @@ def test_a_crashed_loop_ends_every_handle(
         wait_for(lambda: engine.stats()["num_live"] == 3)
         (tmp_path / "crash").touch()
         for handle in handles:
-            with pytest.raises(RequestFailedError, match="the engine crashed: SystemExit: enough"):
+            with pytest.raises(RequestFailedError, match="the engine crashed: KeyboardInterrupt: enough"):
                 handle.result(300)
         wait_for(lambda: not is_alive(pid_of(engine)))
-        with pytest.raises(EngineClosedError, match="the engine crashed: SystemExit: enough"):
+        with pytest.raises(EngineClosedError, match="the engine crashed: KeyboardInterrupt: enough"):
             engine.submit("abc")
-    assert "SystemExit: enough" in capfd.readouterr().err
+    assert "KeyboardInterrupt: enough" in capfd.readouterr().err
 
 
 def test_a_thread_drains_too() -> None:

@@ -123,8 +123,11 @@ def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
         renderer = SimpleNamespace(answer_id="x", serve=lambda *_: engine.seen.append("serve"))
         renderer.events = lambda *_: None
         config = SimpleNamespace(objectives={}, comment_s=1.0, stalled_client_s=1.0)
-        front: Any = SimpleNamespace(config=config, open=opened)
+        config.silence_timeout_s = None
+        told = SimpleNamespace(headers=lambda _: {})
+        front: Any = SimpleNamespace(config=config, open=opened, told=told)
         body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None)
+        body.all_unserved = []
         scope = {"type": "http", "headers": [], "state": {"caller": "", "presence": Presence()}}
         await respond(Request(scope), front, renderer, body, ask())
         return list(engine.seen)

@@ -105,7 +105,7 @@ def test_a_batch_of_an_older_release_is_held_to_being_json(tmp_path: Path) -> No
 def test_a_response_that_is_damaged_ends_as_failed(engine: QLLMEngine, tmp_path: Path) -> None:
     store = Store(tmp_path)
     row: dict[str, Any] = {"id": "resp_1", "status": "queued", "previous_response_id": None}
-    ResponseStore(store).add(ANYBODY, {}, [], row)
+    ResponseStore(store).add(ANYBODY, "{}", "[]", row)
     store._db.execute("UPDATE responses SET response = '{'")
     store.close()
     with serving(engine, state_dir=tmp_path) as served:

@@ -42,7 +42,7 @@ def test_the_page_names_the_routes_there_are(served: Serving) -> None:
 
 def test_the_page_names_metrics_that_exist() -> None:
     section = TEXT.split("## What to watch\n", 1)[1]
-    ends = ("_seconds", "_total", "_perc", "_up", "_bytes", "_tokens", "_fds")
+    ends = ("_seconds", "_total", "_perc", "_up", "_bytes", "_tokens", "_fds", "_share")
     named = {
         name
         for name in re.findall(r"`(\w+)`", section)

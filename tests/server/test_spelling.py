@@ -89,7 +89,7 @@ def numbers(name: str, kind: type[Any], usual: Any) -> Iterator[Spelled]:
         if kind is float or number == int(number):
             number = kind(number)
             exact = f"{number:_}" if isinstance(number, int) else repr(number)
-            yield from (Spelled(text, number) for text in (str(number), exact, f"{number:e}"))
+            yield from (Spelled(text, number) for text in (str(number), exact, f"{number:.12e}"))
     yield from (Spelled(text, kind(100_000)) for text in ("100_000", "1e5", "100000.0", "+100000"))
     units = {
         "_ms": {"10s": 10_000, "5ms": 5, "2min": 120_000, "1 S": 1000},

@@ -63,7 +63,7 @@ def filled(folder: Path) -> Store:
     file = store.add_file("me", "in", io.BytesIO(b"x"))
     store.add_batch("me", COMPLETIONS, file["id"], {}, 60)
     row = {"id": "resp_1", "status": "completed", "previous_response_id": None, "text": "a" * 9000}
-    ResponseStore(store).add("me", {}, [], row)
+    ResponseStore(store).add("me", "{}", "[]", row)
     return store
 
 
@@ -363,7 +363,7 @@ def test_bytes_of_a_key_are_those_of_what_it_keeps(tmp_path: Path) -> None:
     file = store.add_file("me", "in", io.BytesIO(b"x" * 77), 77)
     assert sums() == (77, 77)
     row: dict[str, Any] = {"id": "resp_1", "status": "queued", "previous_response_id": None}
-    kept.add("me", {"a": 1}, [{"b": 2}], row)
+    kept.add("me", json.dumps({"a": 1}), json.dumps([{"b": 2}]), row)
     kept.change("resp_1", {**row, "status": "completed", "text": "a" * 100})
     assert sums()[0] == sums()[1] > 177
     store.delete_file(file["id"], "me")

@@ -62,7 +62,7 @@ class Crash(FileGate):
 
     def plan(self, view: View) -> Plan:
         if os.path.exists(self.path):
-            raise SystemExit("enough")
+            raise KeyboardInterrupt("enough")
         return super().plan(view)
 
 
@@ -87,7 +87,7 @@ class CrashOnce(Qllm2):
     def rank(self, *numbers: int) -> tuple[int, int]:
         if os.path.exists(self.path):  # type: ignore[attr-defined]
             os.unlink(self.path)  # type: ignore[attr-defined]
-            raise SystemExit("the device is lost")
+            raise KeyboardInterrupt("the device is lost")
         return super().rank(*numbers)
 
 
