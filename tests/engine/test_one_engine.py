@@ -178,7 +178,7 @@ class Crash:
     needs = Cap.NONE
 
     def plan(self, view: View) -> Plan:
-        raise SystemExit("enough")
+        raise KeyboardInterrupt("enough")
 
 
 def test_an_engine_that_crashed_gives_way(
