@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from qllm.cores import no_collections
 from qllm.frontend import prompts
 from qllm.server.apart import LONG
 
@@ -78,6 +79,10 @@ class Watched:
 
     @contextmanager
     def watch(self) -> Iterator[Watch]:
-        """Watch for a while."""
+        """Watch for a while; without collections, which here go through the heap of all tests.
+
+        A server has frozen what it was started with (`qllm.cores`).
+        """
         self._watch = Watch()
-        yield self._watch
+        with no_collections():
+            yield self._watch
