@@ -96,7 +96,7 @@ def check_all_shown(
 
 
 def _names(template: str, role: str) -> bool:
-    """Whether a template has this literal."""
+    """Return whether a template has this literal."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 
@@ -121,7 +121,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> str
 
 @lru_cache(maxsize=16)
 def _adds_arguments(tokenizer: Any, template: str) -> bool:
-    """Whether a template shows arguments only as text: it fails with an object, or shows Python's.
+    """Return whether a template takes arguments as text alone: objects fail, or look like Python.
 
     Args:
         tokenizer: With the template.
@@ -156,12 +156,12 @@ def _left_out(
 
     What it refuses by itself is not looked at: the messages themselves are refused then.
     """
+    as_text = _adds_arguments(tokenizer, template)
+    arguments: Any = json.dumps({_KEY: _VALUE}) if as_text else {_KEY: _VALUE}
+    known = {"tool_calls": [_call(arguments)], "tool_call_id": _CALL_ID}
     messages = []
     for index, (role, _, others) in enumerate(shape):
         made: dict[str, Any] = {"role": role, "content": _mark(index)}
-        as_text = _adds_arguments(tokenizer, template)
-        arguments: Any = json.dumps({_KEY: _VALUE}) if as_text else {_KEY: _VALUE}
-        known = {"tool_calls": [_call(arguments)], "tool_call_id": _CALL_ID}
         messages.append({**made, **{name: known.get(name, "x") for name in others}})
     tools = [_TOOL] if has_tools else None
     text = _rendered(tokenizer, messages, tools=tools, **how, **json.loads(variables))

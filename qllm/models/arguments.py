@@ -8,9 +8,9 @@ CACHES = ("cache", "past_key_values", "cache_params", "past_key_value")
 """Names that transformers gave to the argument that is its cache, the newest first."""
 
 
-def parameters_of(module: object) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a module's own forward."""
-    return inspect.signature(inspect.unwrap(type(module).forward)).parameters  # type: ignore[attr-defined]
+def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a module's own forward."""
+    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
 
 
 def finds_cache(module: object) -> str | None:

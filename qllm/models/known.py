@@ -10,7 +10,7 @@ A part that is of no kind is run by its own module. No name of a class or of a f
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 from weakref import WeakKeyDictionary
 
@@ -90,20 +90,20 @@ def _settings(name: str, module: nn.Module) -> object:
     return name, id(kind), id(kind.forward), has_another_forward(module), values, shapes, id(config)
 
 
-def _found(source: str | None, tried: Iterable[tuple[str, Callable[[], str]]]) -> Known:
-    """The kind that the source says, or else the first whose trial finds no difference."""
+def _found(source: str | None, kinds: Iterable[str], trial: Callable[[str], str]) -> Known:
+    """Return the kind that the source says, or else the first whose trial finds no difference."""
     if source is not None:
         return Known(source, SOURCE)
     whys = []
-    for kind, trial in tried:
-        if not (why := trial()):
+    for kind in kinds:
+        if not (why := trial(kind)):
             return Known(kind, TRIAL)
         whys.append(f"not {kind}: {why}")
     return Known(None, "; ".join(whys) or "its structure is of no known kind")
 
 
 def _linears(module: Any, names: Iterable[str], bias: bool = False) -> bool:
-    """Whether children are plain linear modules, without a bias unless they may have one."""
+    """Return whether children are plain linear modules, without a bias unless they may have one."""
     found = [getattr(module, name, None) for name in names]
     return all(type(x) is nn.Linear and (bias or x.bias is None) for x in found)
 
@@ -130,7 +130,7 @@ def norm(module: Any) -> Known:
     kinds = [kind for kind in NORMS if (kind == "layer") >= has_bias]
     is_own = not has_bias and not has_another_forward(module)
     source = fingerprints.norm_by_source(module) if is_own else None
-    return _found(source, [(k, lambda k=k: trials.norm(module, k)) for k in kinds])  # type: ignore[misc]
+    return _found(source, kinds, partial(trials.norm, module))
 
 
 def norm_kind(module: Any) -> str | None:
@@ -156,7 +156,7 @@ def attention(attn: Any) -> Known:
     kinds = _kinds_of_attention(attn)
     if part:
         kinds = [k if k.startswith("gated") else part + k for k in kinds if k != "sinks"]
-    return _found(None, [(k, lambda k=k: trials.attends(attn, k, turned)) for k in kinds])  # type: ignore[misc]
+    return _found(None, kinds, lambda kind: trials.attends(attn, kind, turned))
 
 
 def _kinds_of_attention(attn: Any) -> list[str]:
@@ -197,11 +197,11 @@ def latents(attn: Any) -> Known:
     source = None if is_replaced(attn) else fingerprints.latents_by_source(attn)
     in_pairs = getattr(attn.config, "rope_interleave", None)
     kinds = ["complex", "halves"] if in_pairs is None else ["pairs" if in_pairs else "halves"]
-    return _found(source, [(k, lambda k=k: trials.keeps_latents(attn, k)) for k in kinds])  # type: ignore[misc]
+    return _found(source, kinds, partial(trials.keeps_latents, attn))
 
 
 def rotation_of_latents(attn: Any) -> str | None:
-    """How a multi-head latent attention rotates, if all of it is known."""
+    """Return how a multi-head latent attention rotates; None if it is not known."""
     return None if attn is None else latents(attn).kind
 
 
@@ -209,7 +209,7 @@ def rotation_of_latents(attn: Any) -> str | None:
 def expansion(attn: Any) -> Known:
     """The expansion of latents to keys and values of all heads."""
     source = "expansion" if fingerprints.expands_by_source(attn) else None
-    return _found(source, [("expansion", lambda: trials.expands_latents(attn))])
+    return _found(source, ["expansion"], lambda _: trials.expands_latents(attn))
 
 
 def latent_linears(attn: Any) -> list[Any]:
@@ -234,7 +234,7 @@ def delta_net(attn: Any, new_state: Callable[[], Any]) -> Known:
         return Known(None, "its projections are not linear modules without a bias")
     kind = "grouped" if hasattr(attn, "in_proj_qkvz") else "split"
     source = None if is_replaced(attn) else fingerprints.delta_net_by_source(attn)
-    return _found(source, [(kind, lambda: trials.is_delta_net(attn, kind, new_state))])
+    return _found(source, [kind], lambda kind: trials.is_delta_net(attn, kind, new_state))
 
 
 def delta_linears(attn: Any) -> list[Any]:
@@ -260,11 +260,11 @@ def mlp(module: Any) -> Known:
         return Known(None, "it is no gated MLP of linear modules without a bias")
     is_source = fingerprints.is_swiglu_by_source(module) and _is_silu(module.act_fn)
     source = "swiglu" if is_source and not is_replaced(module) else None
-    return _found(source, [("swiglu", lambda: trials.mlp(module))])
+    return _found(source, ["swiglu"], lambda _: trials.mlp(module))
 
 
 def is_swiglu(module: Any) -> bool:
-    """Whether a module is the usual gated MLP."""
+    """Return whether a module is the usual gated MLP."""
     return module is not None and mlp(module).kind is not None
 
 
@@ -279,7 +279,7 @@ def experts(module: Any) -> Known:
     is_default = default and _is_silu(getattr(module, "act_fn", None))
     is_source = is_default if kind == "swiglu" else fingerprints.is_clamped_by_source(module)
     source = kind if is_source and type(module).__module__.startswith("transformers.") else None
-    return _found(source, [(kind, lambda: trials.experts(module, kind))])
+    return _found(source, [kind], partial(trials.experts, module))
 
 
 @_once
@@ -299,7 +299,7 @@ def router(module: Any) -> Known:
     else:
         kinds = ["wide", *(["flag"] if hasattr(module, "norm_topk_prob") else []), "chosen"]
     source = None if is_replaced(module) else fingerprints.router_by_source(module)
-    return _found(source, [(k, lambda k=k: trials.router(module, k)) for k in kinds])  # type: ignore[misc]
+    return _found(source, kinds, partial(trials.router, module))
 
 
 def router_kind(module: Any) -> str | None:
@@ -325,8 +325,8 @@ def layer(module: Any, attn: nn.Module | None, block: nn.Module | None) -> Known
         return Known(None, "it has no attention, no MLP, or other norms than two")
     kinds = ["plain", *(["scaled"] if hasattr(module, "residual_multiplier") else [])]
     source = fingerprints.by_source(fingerprints.LAYER_GLUE, module)
-    tried = [(k, lambda k=k: glue_trials.layer(module, k, attn, block)) for k in kinds]
-    return _found(None if has_another_forward(module) else source, tried)
+    source = None if has_another_forward(module) else source
+    return _found(source, kinds, lambda kind: glue_trials.layer(module, kind, attn, block))
 
 
 class Shared(NamedTuple):
@@ -356,5 +356,7 @@ def block(module: Any, router: nn.Module | None, experts: nn.Module) -> Known:
     shared, gate = shared_in(module)
     kind = "plain" if shared is None else "shared" if gate is None else "gated_shared"
     source = fingerprints.by_source(fingerprints.BLOCK_GLUE, module)
-    tried = [(kind, lambda: glue_trials.block(module, router, experts, shared, gate))]
-    return _found(None if has_another_forward(module) else source, tried)
+    source = None if has_another_forward(module) else source
+    return _found(
+        source, [kind], lambda _: glue_trials.block(module, router, experts, shared, gate)
+    )

@@ -180,7 +180,7 @@ def experts(module: Any, draw: Draw, kind: str) -> Iterator[str]:
 
 
 def _of_experts(kind: str, m: Any, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """What experts give, in fp32 between the products."""
+    """Compute experts, in fp32 between the products."""
     ups, downs = m.gate_up_proj.float(), m.down_proj.float()
     if m.is_transposed:
         ups, downs = ups.transpose(1, 2), downs.transpose(1, 2)
@@ -236,8 +236,8 @@ class Cache:
         if index != self._index or self.written is not None:
             raise ValueError(f"layer {self._index} wrote to the cache of layer {index}, or twice")
         self.written = keys.clone(), values.clone()
-        both = zip(self._past, self.written, strict=True)
-        return tuple(torch.cat(pair, 2) for pair in both)  # type: ignore[return-value]
+        past_keys, past_values = self._past
+        return torch.cat((past_keys, keys), 2), torch.cat((past_values, values), 2)
 
     def get_seq_length(self, *_: object) -> int:
         """Tokens that were in it."""

@@ -96,13 +96,7 @@ torch.save(found, folder / "logits.pt")
 References = dict[tuple[str, str, int], Tensor]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the reference: the last bits of a product depend on how many threads share it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """A part is known by what it computes: mutated copies are refused, rewritten ones are taken."""
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,7 @@ SAME = {
 """Mutations of what a family does not run."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kinds(model: Any) -> set[tuple[str, str | None]]:
