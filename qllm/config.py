@@ -199,7 +199,7 @@ class EngineConfig:
                 f"max_segment_ms={shown(segment)} must be a number in (0, {MAX_TIME_MS}], or "
                 "infinity"
             )
-        self.floor  # noqa: B018 - checks what it is made of
+        _ = self.floor  # which checks what it is made of
         swap = self.swap_kv_tokens
         if not isinstance(swap, int) or isinstance(swap, bool) or not 0 <= swap <= MAX_COUNT:
             raise ConfigError(
@@ -302,7 +302,7 @@ class EngineConfig:
 
     @property
     def floor(self) -> Floor:
-        """What BE gets whatever LS does."""
+        """The share of the time that BE gets, whatever LS does."""
         return Floor.of(self.min_be_share, self.be_share_window_ms, self.max_segment_ms)
 
     @property

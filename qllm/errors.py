@@ -30,7 +30,7 @@ def pip_install(extra: str) -> str:
 
 
 def _needs(*extras: str) -> list[str]:
-    """What extras need: of this package, which is on no index, what its own extras need."""
+    """Return the requirements of extras. This package is on no index: its own are given instead."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
@@ -73,12 +73,12 @@ def brief(value: object) -> str:
 
 
 class OutsideError(Exception):
-    """What somebody else's code raised to end its thread or process; says which error it was."""
+    """An error that a plugin raised to end its thread or process; the message names its class."""
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Run somebody else's code, whose `SystemExit` and kin become an error like any other.
+    """Run code of a plugin: its `SystemExit`, and other errors of that kind, become OutsideError.
 
     A `KeyboardInterrupt` stays one: the user raises it, whatever code runs.
 
@@ -94,7 +94,7 @@ def contained() -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """Say what an error of somebody else's code is, also where its own text raises."""
+    """Return the class and the text of an error, also of one whose `__str__` raises."""
     try:
         with contained():
             text = str(error)

@@ -29,7 +29,7 @@ class Floor(NamedTuple):
     """Numbers that hold a floor; integers, so that a device computes the same."""
 
     rate: int = 0
-    """What BE is owed of the time, in millionths; 0 is no floor."""
+    """The part of the time that BE is owed, in millionths; 0 is no floor."""
     window_ns: int = 0
     slice_ns: int = 0
     """How long BE runs at once: until the first boundary after it."""
@@ -65,7 +65,7 @@ class Floor(NamedTuple):
         return cls(rate, int(window_ms * NS_PER_MS), int(slice_ms * NS_PER_MS))
 
     def delayed_ms(self, wait_ms: float) -> float:
-        """How long LS waits at most for what takes `wait_ms` without a floor.
+        """Return how long LS waits at most for what takes `wait_ms` without a floor.
 
         It holds where segments keep their bound and steps may be cut: BE takes no more of any time
         than `rate` of it and `ROOM` slices.

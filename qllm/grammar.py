@@ -152,7 +152,7 @@ class Vocabulary:
 
 
 def _text(asked: StructuredOutputs) -> str:
-    """What a form is made of: of a schema what holds an answer."""
+    """Return the text that a form is made of; of a schema, the part that constrains an answer."""
     text = asked.text()
     if asked.kind != "json":
         return text

@@ -47,7 +47,7 @@ class _JsonLines(logging.Formatter):
 
 
 def _name(record: logging.LogRecord) -> str:
-    """What a logger is called; uvicorn calls the one for all that it says `uvicorn.error`."""
+    """Return the name of a logger; `uvicorn.error`, which has all messages, is `uvicorn`."""
     return record.name.removesuffix(".error")
 
 

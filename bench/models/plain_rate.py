@@ -17,12 +17,12 @@ from bench.models.answering import answer, of_rows
 
 
 class Times(StoppingCriteria):
-    """When each step had its tokens; `generate` asks it after every step."""
+    """A stopwatch: `generate` calls it after every step, and it notes the time."""
 
     def __init__(self) -> None:
         self.at_s: list[float] = []
 
-    def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self.at_s.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool)
 

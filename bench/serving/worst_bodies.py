@@ -1,4 +1,4 @@
-"""What the worst bodies of others cost an LS stream and the event loop of a server.
+"""Measures how long the worst bodies of other clients stop an LS stream and a server's loop.
 
 One client reads an LS stream and asks GET /version without a pause, on connections that stay open.
 Beside it four others send one kind of body as fast as they are answered, as best effort. Times
@@ -28,7 +28,7 @@ from bench.common import busy_cores, machine
 from bench.serving.qllm_serve import serving
 
 MORE_MS, MOST_MS = 20.0, 50.0
-"""What the project promises: more than without them, and at all on an idle machine."""
+"""Longest gaps, in ms: beyond those of the same run without the bodies, and in all if idle."""
 AT_ONCE = 4
 LIMIT = 4 << 20
 """`max_body_bytes`, less some fields."""
@@ -135,7 +135,7 @@ class Client:
             thread.join()
 
     def reset(self) -> dict[str, float]:
-        """What was longest since the last call."""
+        """Return the longest gap since the last call."""
         found, self.longest_ms = self.longest_ms, {"stream": 0.0, "version": 0.0}
         return found
 

@@ -83,7 +83,7 @@ def doctor(
 
 
 def _floor(config: "EngineConfig") -> str:
-    """What BE gets at least, and what LS waits for it at most."""
+    """Say which share of the time BE gets, and how long LS waits for it at most."""
     floor = config.floor
     if not floor.rate:
         return "none; --set min_be_share=0.05 says here what one costs LS"
@@ -103,7 +103,7 @@ def _floor(config: "EngineConfig") -> str:
 
 
 def _served() -> list[tuple[str, str]]:
-    """What runs the small model of this package, with the transformers that is installed."""
+    """Load the small model of this package, and say which of our kernels and drivers run it."""
     from qllm import QLLMEngine
 
     with QLLMEngine.from_pretrained("tiny", run_in="thread", conformance=False) as engine:

@@ -240,7 +240,7 @@ class Detokenizer:
         return text + self._end() if is_end else text
 
     def _passed(self, part: str, is_free: bool) -> str:
-        """What is certain with a part of the text, in which nothing ends the answer if it is free.
+        """Return the text that is certain after a part of it; a free part does not end the answer.
 
         A stop string does not begin before such a part and end behind it.
         """

@@ -148,7 +148,7 @@ class Offline:
 def _class_and_sampling(
     priority: str | int | Priority | SamplingParams, sampling: SamplingParams | None, usual: str
 ) -> tuple[str | int | Priority, SamplingParams | None]:
-    """What the second argument says: a class, or as in vLLM how tokens are chosen."""
+    """Read the second argument: a class, or, as in vLLM, how tokens are chosen."""
     if not isinstance(priority, SamplingParams):
         return priority, sampling
     if sampling is not None:

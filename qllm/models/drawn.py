@@ -176,12 +176,12 @@ def with_attention(config: Any, implementation: str) -> Any:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether somebody put another forward on a module or on one inside it; ours does not count."""
+    """Return whether a user replaced the forward of a module or of one inside it."""
     return any(map(has_another_forward, module.modules()))
 
 
 def has_another_forward(module: nn.Module) -> bool:
-    """Whether somebody put another forward on a module, neither a quantised weight nor a runner."""
+    """Return whether a user replaced the forward of a module; our own forwards do not count."""
     own = vars(module).get("forward")
     is_held = linear_in(module) is not None or quantised_in(module) is not None
     return own is not None and not is_held and not hasattr(own, "is_ours")

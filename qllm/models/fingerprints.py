@@ -120,7 +120,7 @@ SPARSE_MIXER = {"sparsemixer": "d888cf35f598"}
 
 
 def _is_of_transformers(module: object) -> bool:
-    """Whether a class is transformers' own: the tables say nothing of copies."""
+    """Return whether a class is transformers' own: the tables say nothing of copies."""
     return type(module).__module__.startswith("transformers.")
 
 
@@ -154,7 +154,7 @@ def attention_by_source(attn: Any) -> str | None:
 
 
 def latents_by_source(attn: Any) -> str | None:
-    """How a multi-head latent attention rotates ("halves", "pairs", "complex"), by its source."""
+    """Return how latents are rotated ("halves", "pairs", "complex"), if the source is known."""
     kind = by_source(LATENTS, attn)
     if kind is None or not expands_by_source(attn):
         return None
@@ -165,7 +165,7 @@ def latents_by_source(attn: Any) -> str | None:
 
 
 def expands_by_source(attn: Any) -> bool:
-    """Whether the source is known by which an attention expands its latents."""
+    """Return whether the source is known by which an attention expands its latents."""
     return _is_of_transformers(attn) and source_digest(type(attn).expand_kv) == EXPANSION
 
 
@@ -181,12 +181,12 @@ def delta_net_by_source(attn: Any) -> str | None:
 
 
 def is_swiglu_by_source(mlp: Any) -> bool:
-    """Whether the source of an MLP is the usual one; its activation is not looked at."""
+    """Return whether the source of an MLP is the usual one; its activation is not looked at."""
     return by_source({MLP: "swiglu"}, mlp) is not None
 
 
 def is_clamped_by_source(experts: Any) -> bool:
-    """Whether experts have gpt_oss's gate."""
+    """Return whether experts have gpt_oss's gate."""
     gate = type(experts)._apply_gate
     return _is_of_transformers(experts) and source_digest(gate) == CLAMPED
 

@@ -113,7 +113,7 @@ def _place(one: Renamed) -> tuple[int | None, int] | None:
 def _parts(
     target: str, shape: Shape, spelling: "_Spelling", have: Mapping[Any, str]
 ) -> Iterator[_Part]:
-    """What a parameter is made of: itself, or so many parts of so many experts."""
+    """Return the tensors that make a parameter: itself, or parts of its experts."""
     num_parts = spelling.num_parts(target)
     if not num_parts or (None, 0) in have:
         yield _Part(target, None, 0, shape)
@@ -159,7 +159,7 @@ def _kind(name: str) -> str:
 
 
 def _advice(model: PreTrainedModel, names: Iterable[str], found: Mapping[str, object]) -> str:
-    """What to do about missing tensors: other names, or another download."""
+    """Say what to do about missing tensors: other names, or another download."""
     prefix = _prefix_of(sorted(names), model)
     if prefix and not found:
         return (
@@ -170,7 +170,7 @@ def _advice(model: PreTrainedModel, names: Iterable[str], found: Mapping[str, ob
 
 
 def _prefix_of(names: Sequence[str], model: PreTrainedModel) -> str:
-    """What is before the names of a model's parameters in all names of a checkpoint."""
+    """Return what all names of a checkpoint have before those of the parameters."""
     starts = [i + 1 for i, letter in enumerate(names[0]) if letter == "."] if names else []
     for end in starts:
         prefix = names[0][:end]

@@ -19,7 +19,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 
 
 def eps_of(m: Any) -> float:
-    """What a norm adds to the mean square, under either name that it goes by."""
+    """Return the epsilon of a norm, under either of its names."""
     return float(getattr(m, "variance_epsilon", None) or m.eps)
 
 

@@ -97,7 +97,7 @@ def renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[Renamed]:
 
 
 def makes_several(model: PreTrainedModel) -> bool:
-    """Whether several parameters of a model may be made of one tensor."""
+    """Return whether several parameters of a model may be made of one tensor."""
     mapping = get_model_conversion_mapping(model)
     return any(len(x.target_patterns) > 1 for x in mapping if isinstance(x, WeightConverter))
 

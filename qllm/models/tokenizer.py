@@ -122,7 +122,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def renders_as_usual(tokenizer: Any) -> bool:
-    """Whether a chat's tokens are those of the text that its template makes, as `ids_of` has it."""
+    """Return whether a chat has the tokens that `ids_of` makes of its template's text."""
     from transformers import PreTrainedTokenizerBase
 
     kind: Any = type(tokenizer)

@@ -1,4 +1,4 @@
-"""What BE is owed of the time in which LS has work, and the plan that pays it (`qllm.floor`).
+"""The time that BE is owed while LS has work, and the plan that pays it (`qllm.floor`).
 
     LS has work, BE could run     what BE is owed grows with the time
     BE ran                        it shrinks, and not below zero
@@ -23,17 +23,17 @@ from qllm.types import Cap, Grain, Priority
 
 
 class Owed(NamedTuple):
-    """What BE is owed, and what both classes have had."""
+    """The time that BE is owed, and the times that both classes have had."""
 
     owed_ns: int = 0
     since_ns: int = 0
     """When the last decision was taken."""
     ls_has_work: bool = False
-    """At that decision,"""
+    """True if LS had work at that decision."""
     grows: bool = False
-    """and whether BE could run then as well."""
+    """True if BE could run then as well, so that the debt grows until the next decision."""
     pays: bool = False
-    """Whether what runs was chosen by the floor."""
+    """True if the floor chose the run that is under way."""
     ls_ns: int = 0
     be_ns: int = 0
     """Time of both classes so far: of a run that they share, in proportion to their tokens."""
@@ -42,14 +42,14 @@ class Owed(NamedTuple):
 
 
 class BeShare:
-    """Keeps what BE is owed, and says when it is BE's turn."""
+    """The account of BE's time: counts what BE is owed, and returns a plan of BE when it is due."""
 
     def __init__(self, floor: Floor) -> None:
         self.floor = floor
         self.now = Owed()
 
     def rest(self, now_ns: int) -> None:
-        """Nobody has work at this decision."""
+        """Count a decision at which no request has work."""
         self._pass(now_ns)
         self.now = self.now._replace(ls_has_work=False, grows=False)
 
@@ -188,7 +188,7 @@ class _Turn:
                 break
 
     def _piece(self, row: Row) -> Row:
-        """As many layers of a row under way as fit a slice, where time cannot stop it."""
+        """Return a row with as many of its layers as fit a slice, where time cannot stop it."""
         num_layers = self.view.shape.num_layers
         if self.grain > Grain.STEP or not self.by_layers or not row.start_layer:
             return row

@@ -148,7 +148,7 @@ class Limits:
     whole_steps: bool = False
     """Steps that nothing would stop are planned whole: each boundary inside one costs a launch."""
     floor: Floor = NO_FLOOR
-    """What BE gets whatever LS does."""
+    """The share of the time that BE gets, whatever LS does."""
 
     @property
     def max_kv_tokens(self) -> int:

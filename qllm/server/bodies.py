@@ -62,7 +62,7 @@ def _refuse_more(what: str, count: int, most: int) -> None:
 
 
 def _depth(bare: bytes) -> int:
-    """How many lists and objects are inside each other."""
+    """Count the lists and objects that are inside each other."""
     depth = deepest = 0
     for byte in bare:
         if byte in b"[{":
@@ -180,7 +180,7 @@ def chat_of(body: Any, before: Sequence[str] = ()) -> Any:
 
 
 def kept_of(body: Any) -> tuple[str, str]:
-    """What is kept of a response's body, as JSON: its fields, and its input items."""
+    """Return what is kept of a response's body, as JSON: its fields, and its input items."""
     fields, items = opened(body).kept()
     return json.dumps(fields), json.dumps(items)
 

@@ -265,7 +265,7 @@ def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form:
 
 
 def reader_of(asked: ChatRequest) -> Callable[[Any, Sequence[int]], Reader]:
-    """What makes the reader of an answer to a chat, from the tokenizer and the prompt's ids."""
+    """Return the function that makes the reader of an answer, of the tokenizer and the prompt."""
     choice = asked.choice()
     has_form = choice.forced or asked.form() is not None
     return lambda tokenizer, prompt: make_reader(tokenizer, prompt, choice, has_form)

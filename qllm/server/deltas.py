@@ -22,7 +22,7 @@ class Value:
         return self._in_string
 
     def length(self, text: str) -> tuple[int, bool]:
-        """How much of `text`, which begins or goes on with the object, is its; whether it ends."""
+        """Return how many characters of `text` belong to the object, and whether it ends there."""
         for at, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

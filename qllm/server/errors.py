@@ -297,7 +297,7 @@ def _wrong_method(request: Request) -> ApiError:
 
 
 def from_request(kind: str | None, error: RequestValidationError) -> ApiError:
-    """What FastAPI, or `bodies.read`, found wrong with a request as an answer.
+    """Make an answer of what FastAPI, or `bodies.read`, found wrong with a request.
 
     Args:
         kind: What the request calls its body.
@@ -321,7 +321,7 @@ def parse(model: type[BaseModel], data: object) -> Any:
 
 
 def _from_http(request: Request, error: StarletteHTTPException) -> ApiError:
-    """What FastAPI or Starlette refused as an answer."""
+    """Make an answer of a refusal of FastAPI or Starlette."""
     text, path, cause = str(error.detail), request.url.path, error.__cause__
     if isinstance(cause, OSError):  # an upload is written aside before a route has it
         return logged(cause, f"the body of {request.method} {path}")

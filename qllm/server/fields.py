@@ -166,7 +166,7 @@ class LeftOut(Body):
 
 
 def kind_of(value: Any) -> Any:
-    """What a part of a body, read or not, says that it is."""
+    """Return the type that a part of a body names, whether it is read or not."""
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
 
 

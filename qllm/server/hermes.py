@@ -54,7 +54,7 @@ def marks_of(tokenizer: Any) -> dict[int, str]:
 
 
 def ends_with(tokenizer: Any, prompt: Sequence[int], tag: str) -> bool:
-    """Whether a prompt ends with a tag, and white space."""
+    """Return whether a prompt ends with a tag, and white space."""
     return decoded(tokenizer, prompt[-WINDOW:]).rstrip().endswith(tag)
 
 
@@ -154,7 +154,7 @@ class HermesReader:
                 yield part, is_reasoning
 
     def undecided(self) -> str:
-        """What may begin `<think>`."""
+        """Return the text that is held back because it may begin `<think>`."""
         return self._undecided
 
     def _taken(self) -> Delta:
@@ -162,7 +162,7 @@ class HermesReader:
         return delta
 
     def _may_begin(self, tag: str) -> bool:
-        """Whether what is held back may be the beginning of a tag."""
+        """Return whether what is held back may be the beginning of a tag."""
         is_open = tag in self._tags.get(self._inside, ()) and (tag != THINK or self._may_think)
         return is_open and any(_overlap(self._left, form) for form in self._forms[tag])
 
@@ -196,7 +196,7 @@ class HermesReader:
         return part
 
     def _find(self, tag: str) -> tuple[int, str, str] | None:
-        """Where a tag is, in which form."""
+        """Find a tag: its place and its form."""
         found = [(at, form) for form in self._forms[tag] if (at := self._left.find(form)) >= 0]
         if not found:
             return None
@@ -230,7 +230,7 @@ class HermesReader:
         return True
 
     def _refuse(self) -> bool:
-        """What follows the tag is no call: the tag is content, and so is what follows."""
+        """Treat a tag as content, with all that follows: no call is behind it."""
         self._inside, self._is_bare = "", False
         self._say(OPEN)
         return True
@@ -278,7 +278,7 @@ class HermesReader:
         return True
 
     def _only_ends(self, text: str) -> bool:
-        """Whether a text that ends here only ends a call."""
+        """Return whether a text that ends here only ends a call."""
         behind = text[_TAIL.match(text).end() :]  # type: ignore[union-attr]
         return any(form.startswith(behind) for form in self._forms[CLOSE])
 

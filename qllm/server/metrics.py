@@ -197,7 +197,7 @@ class Metrics:
         )
 
     def _make_time(self) -> None:
-        """What is said of the time that each class has, and of the floor of BE."""
+        """Make the metrics of the time that each class has, and of the floor of BE."""
         self._time = {
             name: self._counter(f"{name.removesuffix('_s')}_time_seconds", text)
             for name, text in (

@@ -96,7 +96,7 @@ class Answer:
                     yield 0, Comment(said)
 
     def _wait_s(self, silence_s: float | None, silent_s: float) -> float | None:
-        """How long to wait for news: until a comment is due, or the end of a silence."""
+        """Return how long to wait for news: until a comment is due, or the end of a silence."""
         most_s = self.silence_timeout_s
         left_s = None if most_s is None else max(0.0, most_s - silent_s)
         return min((x for x in (silence_s, left_s) if x is not None), default=None)

@@ -298,7 +298,7 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _is_left_out(tool: Mapping[str, Any]) -> bool:
-    """Whether a tool is one that a server would run."""
+    """Return whether a tool is one that a server would run."""
     kind = tool.get("type", "function")
     return isinstance(kind, str) and kind not in ("function", "custom") and "function" not in tool
 

@@ -73,7 +73,7 @@ class AnyCallItem(Item):
         raise NotImplementedError
 
     def result(self) -> str | None:
-        """What it came to, if it says so itself."""
+        """Return its result, if the item has one."""
         return None
 
 

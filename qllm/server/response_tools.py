@@ -29,7 +29,7 @@ class FunctionTool(Open):
     strict: bool | None = None
 
     def function(self) -> dict[str, Any]:
-        """As a chat has it, but for its name."""
+        """Return the function as a chat has it, but for its name."""
         parameters = closed(self.parameters) if self.strict else self.parameters
         given = {"description": self.description, "parameters": parameters}
         return {name: x for name, x in given.items() if x is not None}
@@ -44,7 +44,7 @@ class CustomTool(Open):
     format: dict[str, Any] | None = None
 
     def function(self) -> dict[str, Any]:
-        """As a function of one text."""
+        """Return the tool as a function of one text."""
         grammar = (self.format or {}).get("definition")
         said = [self.description, grammar and f"The input is of this grammar:\n{grammar}"]
         parameters = {
@@ -100,7 +100,7 @@ class Callee(NamedTuple):
     namespace: str | None
 
     def chat(self, name: str) -> dict[str, Any]:
-        """As a chat has it, under the name that the model knows."""
+        """Return it as a chat has it, under the name that the model knows."""
         return {"type": "function", "function": {"name": name, **self.tool.function()}}
 
     def call(self, call_id: str, arguments: str, *, is_done: bool) -> dict[str, Any]:

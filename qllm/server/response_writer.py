@@ -210,7 +210,7 @@ class ResponseWriter:
             yield from self._closed(block, kind, where, place)
 
     def _is_custom(self, block: Block) -> bool:
-        """Whether it is a call whose input is plain text, which is known once it is whole."""
+        """Return whether it is a call with plain text as input, which is known once it is whole."""
         callee = self._asked.callees.get(block.name) if block.kind is Kind.CALL else None
         return callee is not None and isinstance(callee.tool, CustomTool)
 

@@ -77,7 +77,7 @@ class Shortcut:
         await response(scope, receive, send)
 
     def _reads_at_once(self, scope: Scope) -> bool:
-        """Whether FastAPI reads the body of a request."""
+        """Return whether FastAPI reads the body of a request."""
         if scope["type"] != "http":
             return False
         return any(route.matches(scope)[0] is Match.FULL for route in self._short)

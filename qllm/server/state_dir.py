@@ -26,7 +26,7 @@ _log = logging.getLogger("qllm.server")
 
 
 def is_unwritable(error: BaseException) -> bool:
-    """Whether an error says that nothing can be stored: the disk is full, read-only or failing."""
+    """Return whether an error says that a disk stores nothing: it is full, read-only or failing."""
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL)
         return code & 0xFF in FULL_DATABASE
@@ -155,7 +155,7 @@ def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Con
 
 
 def _has_whole_pages(path: Path) -> bool:
-    """Whether a database has pages of one size, or a log that its last page may come from."""
+    """Return whether a database has whole pages, or a log that its last page may come from."""
     log = path.with_name(f"{DATABASE}-wal")
     if not path.is_file() or (log.is_file() and log.stat().st_size):
         return True

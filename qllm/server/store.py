@@ -285,7 +285,7 @@ class Store:
             raise ApiError(413, text, code="storage_quota")
 
     def is_whole(self, row: Row) -> bool:
-        """Whether a file has what was written to it; one of an older release has no digest."""
+        """Return whether a file is as it was written; one of an older release has no digest."""
         try:
             with open(self.path(row["id"]), "rb") as file:
                 if row["digest"] is None:

@@ -66,13 +66,13 @@ class Unserved(NamedTuple):
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a value asks for nothing: null, and what is empty."""
+    """Return whether a value asks for nothing: null, and what is empty."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 @lru_cache(maxsize=4096)
 def _reason(model: type[BaseModel], name: str) -> str:
-    """Why a field that a model does not have is refused; empty if it may be ignored."""
+    """Say why a field that a model does not have is refused; empty if it may be ignored."""
     known = [field.alias or own for own, field in model.model_fields.items()]
     if name in CHANGES:
         instead = CHANGES[name]
@@ -91,7 +91,7 @@ def _bare(name: str) -> str:
 
 
 def found(body: BaseModel) -> list[Unserved]:
-    """What is not served of a request, each name once.
+    """Return what is not served of a request, each name once.
 
     Raises:
         ValueError: There is more of it than may be ignored.

@@ -125,12 +125,12 @@ def problems_of(
 
 
 def custom_id_of(text: bytes) -> str:
-    """What a line's answer is called."""
+    """Return the name of a line's answer."""
     return str(loads(text)["custom_id"])
 
 
 def line_of(text: bytes, endpoint: str) -> tuple[str, Any]:
-    """What a line's answer is called, and its body, or the `ApiError` that says what is wrong."""
+    """Return the name of a line's answer and its body, or the `ApiError` that refuses it."""
     line = loads(text)
     try:
         return line["custom_id"], _body_of(line["body"], endpoint, len(text))

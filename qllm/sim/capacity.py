@@ -304,7 +304,7 @@ def _missed(found: Outcome, slo: Slo) -> str:
 
 
 def _paid(more: Outcome, less: Outcome) -> str:
-    """What LS pays for more BE tokens, inside its targets."""
+    """Say what LS pays for more BE tokens, inside its targets."""
     parts = [
         f"its {name} is {here:,.0f} ms instead of {there:,.0f}"
         for name, here, there in (

@@ -86,7 +86,7 @@ class NativeScheduler(NativeDecider):
 
     @property
     def owed(self) -> Owed:
-        """What BE is owed, and what both classes have had."""
+        """Return the time that BE is owed, and the times that both classes have had."""
         get = self.block.get
         owed = (get("owed_ns"), get("owed_since_ns"))
         flags = (bool(get(name)) for name in ("owed_ls", "owed_grows", "owed_pays"))

@@ -28,7 +28,7 @@ from qllm.runner.states import NewState
 
 
 def is_delta_net(parts: LayerParts) -> bool:
-    """Whether what carries the state of a layer is a known Gated DeltaNet."""
+    """Return whether what carries the state of a layer is a known Gated DeltaNet."""
     attn, new_state = parts.self_attn, parts.new_state
     return (
         attn is not None and new_state is not None and delta_net(attn, new_state).kind is not None
