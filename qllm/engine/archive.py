@@ -1,7 +1,8 @@
 """Checkpoint files: tensors and a JSON document in one safetensors file, written atomically.
 
-The file is refused unless it is whole, ours, and of this version. What it holds is the
-business of the runner (tensors) and of the engine (everything else).
+The file is its owner's alone. It is refused unless it is whole, ours, and of this version: it says
+the sum of what it holds. What that is is the business of the runner (tensors) and of the engine
+(everything else).
 """
 
 import json
@@ -10,14 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qllm.engine.kv_file import checksum_of
 from qllm.errors import CheckpointError
+from qllm.private import private_fd
 
 FORMAT = "qllm-checkpoint"
-VERSION = 1
+VERSION = 2
 
 
 def write(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -29,8 +33,11 @@ def write(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, Tenso
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        header = {"format": FORMAT, "version": str(VERSION), "meta": json.dumps(dict(meta))}
-        save_file({name: t.contiguous() for name, t in tensors.items()}, part, metadata=header)
+        whole = {name: t.cpu().contiguous() for name, t in tensors.items()}
+        text = json.dumps(dict(meta))
+        header = {"format": FORMAT, "version": str(VERSION), "meta": text}
+        os.close(private_fd(part, os.O_WRONLY))
+        save_file(whole, part, metadata={**header, "sum": _sum(text, whole)})
         part.replace(path)
     except (OSError, TypeError, ValueError, SafetensorError) as error:
         part.unlink(missing_ok=True)
@@ -41,14 +48,16 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a checkpoint.
 
     Raises:
-        CheckpointError: The file is missing, truncated, foreign, or of another version.
+        CheckpointError: The file is missing, truncated, damaged, foreign, or of another version.
     """
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             _check_header(path, header)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            meta = json.loads(header["meta"])
+        if _sum(header["meta"], tensors) != header["sum"]:
+            raise CheckpointError(f"{path} is damaged: its sum is not that of what it holds")
+        meta = json.loads(header["meta"])
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
     if not isinstance(meta, dict):
@@ -63,3 +72,13 @@ def _check_header(path: str | Path, header: Mapping[str, str]) -> None:
         raise CheckpointError(
             f"{path} has version {header.get('version')}; this build reads version {VERSION}"
         )
+
+
+def _sum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """The sum of a document and of tensors on the CPU: their names, types, shapes and bytes."""
+    parts: list[bytes | memoryview] = [text.encode()]
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        parts.append(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+    return f"{checksum_of(*parts):016x}"

@@ -19,6 +19,7 @@ from qllm.engine.prefix import PrefixCache
 from qllm.engine.tier import FileTier, Kept
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import LOOK
+from qllm.private import make_private_folder
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
@@ -115,7 +116,7 @@ class KeptPages:
             "software": software(),
         }
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(folder)
             self._lock = Lock(folder)
             self._file = open_file(folder, layout, num_slots, says, config.kv_dir_reset)
             entries = self._file.scan()

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from qllm.errors import ConfigError
+from qllm.private import private_fd
 
 BLOCK = 4096
 """What is written is a multiple of it, and begins at one."""
@@ -135,7 +136,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = private_fd(folder / LOCK, os.O_RDWR)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -362,7 +363,7 @@ def _make(path: Path, header: bytes, size: int) -> None:
         path.unlink()  # its room may be needed
     with suppress(FileNotFoundError):
         new.unlink()
-    fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fd = private_fd(new, os.O_RDWR | os.O_EXCL)
     try:
         os.posix_fallocate(fd, 0, size)
         os.pwrite(fd, header, 0)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from qllm.private import write_private
 from qllm.record.metrics import class_name
 from qllm.record.trace import (
     Arrived,
@@ -234,6 +235,6 @@ def to_perfetto(trace: Iterable[Event]) -> dict[str, Any]:
 
 
 def write_perfetto(trace: Iterable[Event], path: str | os.PathLike[str]) -> None:
-    """Write `to_perfetto(trace)` as JSON."""
-    with open(path, "w", encoding="utf-8") as file:
+    """Write `to_perfetto(trace)` as JSON, for the owner of the file alone."""
+    with write_private(path) as file:
         json.dump(to_perfetto(trace), file)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from qllm.errors import QllmError
 from qllm.plan import Row
+from qllm.private import write_private
 from qllm.scheduler.program import Index, Program
 from qllm.types import FinishReason, FrameId, Grain, RequestId, SamplingParams
 
@@ -385,10 +386,10 @@ class Trace:
         return iter(self.events)
 
     def write_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write a header and one line per event."""
+        """Write a header and one line per event, for the owner of the file alone."""
         events = tuple(self.events)  # the engine may still append
         header = {"qllm_trace": VERSION, "num_events": len(events), "meta": self.meta}
-        with open(path, "w", encoding="utf-8") as file:
+        with write_private(path) as file:
             file.write(json.dumps(header) + "\n")
             for event in events:
                 file.write(json.dumps(event_to_dict(event), separators=(",", ":")) + "\n")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qllm.errors import ConfigError
+from qllm.private import make_private_folder, private_fd
 
 DATABASE = "batch.db"
 OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
@@ -33,13 +34,6 @@ def is_unwritable(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
-def private_fd(path: Path, flags: int) -> int:
-    """Open a file that only its owner may read, whatever the umask; make it if it is not there."""
-    fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    os.fchmod(fd, 0o600)
-    return fd
-
-
 def make_private(folder: Path) -> None:
     """Make the folder and `files` in it, and close to others what was open to them.
 
@@ -47,7 +41,8 @@ def make_private(folder: Path) -> None:
         ConfigError: It is open to others and cannot be closed, or holds what is not the server's.
     """
     files = folder / "files"
-    files.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
+    make_private_folder(files)
     wrong = [path for path in _entries(folder, files) if _mode(path) != _wanted(path)]
     open_ones = [path for path in wrong if _mode(path) & 0o077]
     if folder in open_ones:

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from qllm.errors import ConfigError
+from qllm.private import private_fd
 
 from .errors import ApiError, storage_full
-from .state_dir import hold, make_private, open_database, private_fd
+from .state_dir import hold, make_private, open_database
 
 GIB = 1 << 30
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qllm.errors import QllmError
+from qllm.private import write_private
 from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
@@ -115,7 +116,7 @@ def _rule(
 
 def write_requests(path: str | os.PathLike[str], requests: Iterable[RequestSpec]) -> None:
     """Write our own format, one JSON object per line; `read_requests` gives back the same."""
-    with Path(path).open("w", encoding="utf-8") as file:
+    with write_private(path) as file:
         for r in requests:
             line = {
                 "at_s": r.at_s,

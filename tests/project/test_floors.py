@@ -36,6 +36,7 @@ FLOORS = {
     "hints": Floor("", PURE),
     "spelling": Floor("errors", PURE),
     "floor": Floor("errors types", PURE),
+    "private": Floor("", PURE | {"os"}),
     "config": Floor("errors hints spelling types floor", PURE | {"pydantic"}),
     "plan": Floor("errors types", PURE),
     "policy": Floor("errors types plan", PURE),
@@ -48,7 +49,7 @@ FLOORS = {
     "grammar_check": Floor("grammar_schema", STDLIB | {"llguidance"}),
     "grammar": Floor("errors grammar_check grammar_schema types", STDLIB | {"llguidance", "numpy"}),
     "scheduler": Floor("errors types floor plan policy", PURE),
-    "record": Floor("errors types plan policy scheduler", STDLIB | {"pydantic"}),
+    "record": Floor("errors types plan policy private scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
         "cores errors types plan models kernels torchless",
@@ -78,10 +79,11 @@ FLOORS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} cores cuda device grammar ingress logs models plugins record runner scheduler",
+        f"{BASE} cores cuda device grammar ingress logs models plugins private record runner "
+        "scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    "engine.kv_file": Floor("errors", STDLIB | {"numpy", "torch", "xxhash"}),
+    "engine.kv_file": Floor("errors private", STDLIB | {"numpy", "torch", "xxhash"}),
     "engine.kv_identity": Floor("engine.kv_file kernels models runner", STDLIB | {"torch"}),
     "engine.mover": Floor(
         "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
@@ -126,7 +128,7 @@ FLOORS = {
     ),
     "server": Floor(
         f"__init__ {BASE} names cores frontend grammar_check grammar_schema hints ingress llm logs "
-        "models.tokenizer plugins record spelling",
+        "models.tokenizer plugins private record spelling",
         STDLIB
         | {
             "fastapi",
@@ -137,7 +139,7 @@ FLOORS = {
             "uvicorn",
         },
     ),
-    "workloads": Floor("errors types frontend llm record", STDLIB | {"aiohttp"}),
+    "workloads": Floor("errors types frontend llm private record", STDLIB | {"aiohttp"}),
     "measure": Floor(
         f"{BASE} engine llm models plugins record workloads",
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},

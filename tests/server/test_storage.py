@@ -82,6 +82,16 @@ def test_what_is_kept_is_private_whatever_the_umask(tmp_path: Path, umask: int) 
     store.close()
 
 
+def test_a_folder_that_the_server_makes_was_never_open(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with log_lines() as logged:
+            Store(tmp_path / "new" / "state").close()
+    finally:
+        os.umask(before)
+    assert logged == []
+
+
 def test_an_older_folder_is_closed_to_others_and_that_is_said_once(tmp_path: Path) -> None:
     store, folder = filled(tmp_path / "state"), tmp_path / "state"
     for path in (folder, *folder.rglob("*")):  # while it is open: the WAL is there
