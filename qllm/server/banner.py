@@ -5,7 +5,7 @@ import ipaddress
 from qllm.llm import QLLMEngine
 from qllm.types import Priority
 
-from .config import ServerConfig
+from .config import ENGINE_ROLES, ServerConfig
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -17,6 +17,11 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
     layers = ", ".join(f"{count} {name}" for name, count in drivers.items())
     targets = settings.ls_slo or "no latency targets"
     classes = " and ".join(Priority.__members__)
+    if config.role in ENGINE_ROLES:
+        taken = f"from front ends at {config.listen}"
+    else:
+        stored = config.state_dir or "none, give --state-dir"
+        taken = f"at most {config.max_ls} in flight ({config.ls_overflow}); batches: {stored}"
     stats = engine.stats()
     size = shown_bytes(stats.get("weight_bytes", 0))
     no_prefix = stats.get("prefix_cache", {}).get("off")
@@ -32,8 +37,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"{f'off, because {no_prefix}' if no_prefix else 'on'}",
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms",
-        f"classes  {classes}; LS: {targets}, at most {config.max_ls} in flight "
-        f"({config.ls_overflow}); batches: {config.state_dir or 'none, give --state-dir'}",
+        f"classes  {classes}; LS: {targets}, {taken}",
     ]
 
 

@@ -23,7 +23,7 @@ from qllm.llm import QLLMEngine
 from qllm.server import access
 from qllm.server.answers import Whole
 from qllm.server.banner import banner, is_loopback, shown_bytes, warnings
-from qllm.server.config import ServerConfig, load_config
+from qllm.server.config import ENGINE_ROLES, ServerConfig, load_config
 from qllm.server.supervisor import Supervisor
 from qllm.server.tls import ssl_context
 from tests.support.serving import serving
@@ -266,6 +266,20 @@ def test_the_start_says_what_serves_and_with_what(engine: QLLMEngine) -> None:
         said = "\n".join(banner(other, config, 1.25))
     assert "prefix cache: off, because not every layer runs on our kernels" in said
     assert engine.stats()["weight_bytes"] > 1_000_000
+
+
+@pytest.mark.parametrize("role", ENGINE_ROLES)
+def test_an_engine_without_http_says_at_its_start_what_others_say(
+    engine: QLLMEngine, role: str
+) -> None:
+    config = load_config(None, {}, {"model": "tiny", "role": role, "listen": "127.0.0.1:7001"})
+    *lines, classes = banner(engine, config, 1.25)
+    *others, _ = banner(engine, load_config(None, {}, {"model": "tiny"}), 1.25)
+    assert lines == others
+    assert shown_bytes(engine.stats()["weight_bytes"]) in lines[0]
+    assert "policy   qllm2, preempts at: expert, longest segment 5 ms" in lines
+    assert classes.endswith("from front ends at 127.0.0.1:7001")
+    assert "--state-dir" not in classes  # it has no batches, whatever it is given
 
 
 def test_bytes_are_shown_with_three_digits() -> None:
