@@ -423,18 +423,22 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _joined(parts: Sequence[Any]) -> str:
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and not isinstance(part.get("text"), str):
-            text = shown(part.get("text"))
-            raise InvalidRequestError(
-                f"a content part of type 'text' has text={text:.80}; give a string"
-            )
-        if kind != "text":
-            raise InvalidRequestError(
-                f"a content part of type {shown(kind):.40} is not supported; only text is"
-            )
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(map(_text_of, parts))
+
+
+def _text_of(part: Any) -> str:
+    """The text of a content part; a refusal of an earlier answer is what the model said."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("text", "refusal"):
+        raise InvalidRequestError(
+            f"a content part of type {shown(kind):.40} is not supported; only text and refusal are"
+        )
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidRequestError(
+            f"a content part of type {kind!r} has {kind}={shown(text):.80}; give a string"
+        )
+    return text
 
 
 def _flat_call(call: Any) -> Any:

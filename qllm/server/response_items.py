@@ -204,7 +204,7 @@ def _tag(value: Any) -> Any:
     if not isinstance(kind, str) or kind in ("function_call", "custom_tool_call"):
         return kind
     if kind in _SKIPPED:
-        return "skipped"
+        return "mcp_..."
     if kind in ("function_call_output", "custom_tool_call_output"):
         return "function_call_output"
     return next((f"...{end}" for end in ("_call", "_call_output") if kind.endswith(end)), kind)
@@ -217,7 +217,7 @@ InputItem = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[OtherCallItem, Tag("..._call")]
     | Annotated[OtherOutputItem, Tag("..._call_output")]
-    | Annotated[SkippedItem, Tag("skipped")]
+    | Annotated[SkippedItem, Tag("mcp_...")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_tag),
 ]

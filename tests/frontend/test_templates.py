@@ -79,6 +79,16 @@ def test_a_refusal_names_the_message(role: str, says: str) -> None:
         render_chat([ASKED, {"role": role, "content": "x"}], tokenizer_of(TEMPLATES["its own"]))
 
 
+def test_a_refusal_of_an_earlier_answer_is_what_the_model_said() -> None:
+    parts = [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": "I can't."}]
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }};{% endfor %}")
+    messages = [ASKED, {"role": "assistant", "content": parts}, ASKED]
+    assert rendered(tokenizer, messages) == "Hi.;No\nI can't.;Hi.;"
+    for wrong in ({"type": "refusal"}, {"type": "refusal", "text": "x"}, {"type": "thinking"}, 5):
+        with pytest.raises(InvalidRequestError, match="content part of type"):
+            render_chat([{"role": "user", "content": [wrong]}], tokenizer)
+
+
 def test_what_says_nothing_may_be_left_out() -> None:
     tokenizer = tokenizer_of(TEMPLATES["last two"])
     assert rendered(tokenizer, [{"role": "system", "content": " "}, ASKED, ASKED]) == "Hi.Hi."

@@ -408,7 +408,7 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
         (
             {"input": [{"type": "item_reference", "id": "x"}]},
             "input[0]: Input should be of type 'message', 'function_call', "
-            "'function_call_output', 'custom_tool_call', '..._call', '..._call_output', 'skipped', "
+            "'function_call_output', 'custom_tool_call', '..._call', '..._call_output', 'mcp_...', "
             "'reasoning', not 'item_reference'",
             "input[0]",
         ),
