@@ -3,7 +3,9 @@
 import errno
 import multiprocessing
 import os
+import random
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,28 @@ def test_every_flipped_bit_of_an_entry_or_a_page_is_a_miss(folder: Path) -> None
             flip(path, 8 * start + bit)
     check_right(found(again))
     assert len(found(again)) == SLOTS
+
+
+def test_bytes_flipped_anywhere_are_a_refusal_or_a_miss(folder: Path) -> None:
+    file = opened(folder)
+    for i in range(SLOTS):
+        file.write(i, name_of(i), page_of(i), b"x" * 32, False)
+    file.close()
+    path, rng = folder / FILE, random.Random(0)
+    whole, outcomes = path.read_bytes(), Counter[int | None]()
+    for trial in range(400):
+        data, start = bytearray(whole), rng.choice([0, BLOCK, BLOCK + directory_bytes(SLOTS)])
+        for at in rng.sample(range(start, len(data)), 4 ** (trial % 6)):
+            data[at] ^= rng.randrange(1, 256)
+        path.write_bytes(data)
+        try:
+            pages = found(opened(folder))
+        except ConfigError:
+            outcomes[None] += 1
+        else:
+            check_right(pages)
+            outcomes[len(pages)] += 1
+    assert outcomes.keys() == {None, *range(SLOTS + 1)}
 
 
 def test_a_truncated_file_is_refused_or_a_miss(folder: Path) -> None:

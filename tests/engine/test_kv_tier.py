@@ -537,6 +537,14 @@ def test_a_damaged_page_is_computed_and_written_again(model: Any, tmp_path: Path
         assert stored(engine)["kept_pages"] == 3
     with engine_of(model, tmp_path) as engine:
         assert run(engine, ids, 20).metrics.num_cached_tokens == 192
+    whole = (tmp_path / kv_file.FILE).read_bytes()
+    data = bytearray(whole)
+    for at in range(kv_file.BLOCK, len(data), 101):  # entries, keys and values of all pages
+        data[at] ^= 1
+    (tmp_path / kv_file.FILE).write_bytes(data)
+    with engine_of(model, tmp_path) as engine:
+        found = run(engine, ids, 20)
+        assert (found.token_ids, found.metrics.num_cached_tokens) == (want, 0)
 
 
 def test_a_folder_serves_one_engine_and_one_model(
