@@ -80,5 +80,5 @@ def _sum(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        parts.append(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        parts.append(tensor.view(-1).view(torch.uint8).numpy().data)
     return f"{checksum_of(*parts):016x}"

@@ -1,6 +1,7 @@
-"""The page `/docs`: the routes and their fields, from the OpenAPI schema. It needs no script."""
+"""The page `/docs`: routes, their fields and a body of each, from OpenAPI. It needs no script."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
@@ -12,6 +13,30 @@ from fastapi.responses import RedirectResponse
 from .ui import HEADERS
 
 STYLE = "docs.css"
+MODEL = "MODEL"
+"""In a body that must name the model; the page has the name that the server serves."""
+_CHAT = {"messages": [{"role": "user", "content": "What does json.dumps do?"}]}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "POST /v1/chat/completions": {**_CHAT, "max_tokens": 64},
+    "POST /v1/completions": {"prompt": "def parse(text):", "max_tokens": 64, "stop": ["\n\n"]},
+    "POST /v1/responses": {"input": "What does json.dumps do?", "max_output_tokens": 64},
+    "POST /v1/responses/input_tokens": {"input": "What does json.dumps do?"},
+    "POST /v1/messages": {"model": MODEL, **_CHAT, "max_tokens": 64},
+    "POST /v1/messages/count_tokens": {"model": MODEL, **_CHAT},
+    "POST /v1/batches": {
+        "input_file_id": "file-...",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    },
+    "POST /v1/prompts": {"prompt": "Sources:\n", "priority": 0},
+    "POST /v1/prompts/{name}/append": {"append": "- one more\n"},
+    "PUT /v1/prompts/{name}": {"from": 0, "replace": "Better sources:\n"},
+    "PATCH /v1/requests/{name}": {"priority": 1, "paused": False},
+    "POST /tokenize": {"prompt": "def parse(text):"},
+    "POST /detokenize": {"tokens": [1, 2, 3]},
+    "POST /delete_kv": {"cache_salt": "session-7"},
+}
+"""A body for each operation that takes one of JSON."""
 
 
 def routes() -> APIRouter:
@@ -27,7 +52,8 @@ def routes() -> APIRouter:
     @router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def docs(request: Request) -> Response:
         """The page."""
-        text = page(await asyncio.to_thread(request.app.openapi))
+        model = request.app.state.front.config.model_name
+        text = page(await asyncio.to_thread(request.app.openapi), model)
         return Response(text, media_type="text/html", headers=HEADERS)
 
     @router.get(f"/docs/static/{STYLE}", include_in_schema=False)
@@ -38,12 +64,18 @@ def routes() -> APIRouter:
     return router
 
 
-def page(schema: dict[str, Any]) -> str:
-    """HTML of an OpenAPI schema."""
+def example(route: str, model: str) -> str:
+    """Return the body of an operation as JSON, with the name of the model; "" if it has none."""
+    body = EXAMPLES.get(route, {})
+    return json.dumps({**body, "model": model} if "model" in body else body) if body else ""
+
+
+def page(schema: dict[str, Any], model: str) -> str:
+    """HTML of an OpenAPI schema, with bodies for a model."""
     info = schema["info"]
     parts = schema.get("components", {}).get("schemas", {})
     body = "".join(
-        _operation(method.upper(), path, operation, parts)
+        _operation(f"{method.upper()} {path}", operation, parts, model)
         for path, methods in schema["paths"].items()
         for method, operation in methods.items()
     )
@@ -59,7 +91,7 @@ def page(schema: dict[str, Any]) -> str:
     )
 
 
-def _operation(method: str, path: str, operation: dict[str, Any], parts: dict[str, Any]) -> str:
+def _operation(route: str, operation: dict[str, Any], parts: dict[str, Any], model: str) -> str:
     text = escape(operation.get("description") or operation.get("summary") or "")
     rows = "".join(
         f"<tr><td><code>{escape(name)}</code></td><td>{escape(kind)}</td><td>{escape(said)}</td>"
@@ -70,13 +102,14 @@ def _operation(method: str, path: str, operation: dict[str, Any], parts: dict[st
         f"<table><thead><tr><th>field</th><th>type</th><th></th></tr></thead><tbody>{rows}</tbody>"
         "</table>"
     )
+    body = f"<pre>{escape(shown)}</pre>" if (shown := example(route, model)) else ""
     answers = "".join(
         f"<li><code>{escape(status)}</code> {escape(answer.get('description', ''))}</li>"
         for status, answer in operation.get("responses", {}).items()
     )
     return (
-        f"<details><summary><code>{method} {escape(path)}</code> {text}</summary>"
-        f"{table if rows else ''}<ul>{answers}</ul></details>"
+        f"<details><summary><code>{escape(route)}</code> {text}</summary>"
+        f"{body}{table if rows else ''}<ul>{answers}</ul></details>"
     )
 
 

@@ -25,7 +25,7 @@ def test_a_bad_checkpoint_is_refused(tmp_path: Path) -> None:
         bad.write_bytes(data)
         with pytest.raises(CheckpointError):
             archive.read(bad)
-    bad.write_bytes(whole.replace(b'"version":"2"', b'"version":"9"'))
+    bad.write_bytes(whole.replace(f'"version":"{archive.VERSION}"'.encode(), b'"version":"9"'))
     with pytest.raises(CheckpointError, match="version 9"):
         archive.read(bad)
     with pytest.raises(CheckpointError):

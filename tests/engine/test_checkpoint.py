@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine import checkpoint
+from qllm.engine import archive, checkpoint
 from qllm.errors import CheckpointError
 from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL
@@ -205,13 +205,9 @@ def assert_untouched(engine: QLLMEngine) -> None:
 def edited(
     good: Path, path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
 ) -> Path:
-    with safe_open(good, framework="pt") as file:
-        header = dict(file.metadata())
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    document = json.loads(header["meta"])
+    document, tensors = archive.read(good)
     change(document, tensors)
-    header["meta"] = json.dumps(document)
-    save_file(tensors, path, metadata=header)
+    archive.write(path, document, tensors)
     return path
 
 
@@ -232,7 +228,8 @@ def test_truncated_and_foreign_files_are_refused(
     whole = good.read_bytes()
     bad = tmp_path / "bad.qllm"
     cuts = [whole[: int(len(whole) * x)] for x in (0.0, 0.01, 0.3, 0.7, 0.99)]
-    for data in (*cuts, whole[:-1], b"hello", whole.replace(b'"version":"1"', b'"version":"7"')):
+    later = whole.replace(f'"version":"{archive.VERSION}"'.encode(), b'"version":"7"')
+    for data in (*cuts, whole[:-1], b"hello", later):
         bad.write_bytes(data)
         with pytest.raises(CheckpointError):
             saver.restore(bad)

@@ -5,7 +5,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import httpx
@@ -80,7 +80,8 @@ def forget_all(served: Serving) -> None:
     with served.client() as client:
         for batch in client.batches.list():
             if batch.status not in OVER:
-                client.batches.cancel(batch.id)
+                with suppress(openai.ConflictError):  # it has just ended by itself
+                    client.batches.cancel(batch.id)
                 wait_for(functools.partial(is_over, batch.id))
         for file in client.files.list():
             client.files.delete(file.id)
