@@ -7,9 +7,11 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from qllm.engine import archive
 from qllm.engine.kv_file import Layout, Lock, open_file
@@ -171,6 +173,17 @@ def test_a_writer_makes_what_its_owner_alone_may_read(
     write(tmp_path)
     for path in tmp_path.iterdir():
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+
+
+def test_a_checkpoint_is_private_with_a_safetensors_that_makes_its_file_for_all(
+    masked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_for_all(tensors: Any, path: Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(save(tensors, metadata))
+
+    monkeypatch.setattr(archive, "save_file", save_for_all)
+    checkpoint(tmp_path)
+    assert stat.S_IMODE((tmp_path / "checkpoint").stat().st_mode) == 0o600
 
 
 def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
