@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
@@ -41,8 +42,11 @@ def strings(path: str) -> Iterator[str]:
             yield node.value
 
 
-TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
-TEXTS |= {path: "\n".join(strings(path)) for path in python_files("qllm", "policies")}
+def text_of(where: str) -> str:
+    """A page, or the texts in a module."""
+    return "\n".join(strings(where)) if where.endswith(".py") else (ROOT / where).read_text()
+
+
 SCRIPTS = [*python_files("bench", "scripts"), "tests/conftest.py"]
 
 
@@ -106,18 +110,31 @@ def unknown_packages(text: str, known: set[str]) -> set[str]:
 FLAGS, SETTINGS, PACKAGES = known_flags(), known_settings(), packages()
 
 
-@pytest.mark.parametrize("where", TEXTS)
+@pytest.mark.parametrize("where", [*PAGES, *python_files("qllm", "policies")])
 def test_what_a_text_names_exists(where: str) -> None:
-    text = TEXTS[where]
+    text = text_of(where)
     assert unknown_flags(text, FLAGS) == set()
     assert unknown_settings(text, SETTINGS) == set()
     assert unknown_commands(text) == set()
     assert unknown_packages(text, PACKAGES) == set()
 
 
+def metadata() -> list[str]:
+    """What an installation of this tree says that it requires: an older one may say less."""
+    found = list(PROJECT["dependencies"])
+    for extra, needs in EXTRAS.items():
+        for need in map(Requirement, needs):
+            given = f"{need.marker} and " if need.marker else ""
+            need.marker = Marker(f'{given}extra == "{extra}"')
+            found.append(str(need))
+    return found
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_what_an_extra_needs_is_on_an_index(extra: str) -> None:
+def test_what_an_extra_needs_is_on_an_index(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own name is on none: whoever registered it would run code at our users."""
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: metadata())
+    assert pip_install(extra).startswith("pip install ")
     assert unknown_packages(pip_install(extra), PACKAGES) == set()
     assert "qllm" not in pip_install(extra)
 
