@@ -5,12 +5,15 @@ import inspect
 import json
 import random
 import re
+import ssl
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import httpx
+import openai
 import pytest
 
 from qllm import QLLMEngine
@@ -32,6 +35,18 @@ from tests.support.lanes import (
     shuffled,
 )
 from tests.support.serving import serving
+
+
+def test_clients_of_either_library_read_the_certificates_of_authorities_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def again(*_: Any, **__: Any) -> None:
+        raise AssertionError("they are read again")
+
+    httpx.Client().close()
+    monkeypatch.setattr(ssl, "create_default_context", again)
+    for make in (httpx.Client, openai.DefaultHttpxClient):
+        make().close()
 
 
 class Case(NamedTuple):
