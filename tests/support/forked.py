@@ -2,7 +2,7 @@
 
 A program is code with arguments, as for `python -c`. It has pipes for its input and its output.
 Engines that it starts are forked, too. Where engines start cold (`--lane outside`, or the first
-start in an environment) the program and its engines do.
+start in an environment that is not that of the run) the program and its engines do.
 """
 
 import os

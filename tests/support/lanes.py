@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
 
+from qllm.cores import no_collections
 from tests.support.files import ROOT
 
 LANES = ("short", "all", "outside")
@@ -78,6 +79,13 @@ def pytest_sessionstart() -> None:
             f"{MIN_FREE_BYTES >> 20}: free some, or set TMPDIR to another disk",
             returncode=pytest.ExitCode.USAGE_ERROR,
         )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import and collect all tests without collections: nothing that is made then is garbage."""
+    with no_collections():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,8 +8,8 @@ waits for it and says how it ended:
        <---------------- pid, then the exit code --------/
 
 What differs from `qllm.frontend.process.start_process`: the parent is the keeper. With
-`--lane outside`, another boot code, and the first time in an environment, processes start as in
-the product.
+`--lane outside`, another boot code, and the first time in an environment that is not that of the
+whole run, processes start as in the product. So do those that a test starts by a command.
 """
 
 import gc
@@ -75,11 +75,14 @@ class ForkedProcess:
 
 
 class Nurseries:
-    """Start the engines of one test process: one nursery per environment, from its second start."""
+    """Start the engines of one test process: one nursery per environment, from its second start.
+
+    The environment that they are made in has its nursery from the first start: many tests use it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._starts: Counter[frozenset[tuple[str, str]]] = Counter()
+        self._starts = Counter([environment()])
         self._open: dict[frozenset[tuple[str, str]], Nursery] = {}
         self._places = [os.open(os.devnull, os.O_RDONLY) for _ in range(MOST_NURSERIES)]
         """Descriptors that links will have; a test that counts them sees no difference."""
