@@ -5,6 +5,7 @@ Settings, their types and the policies are taken from the classes: a new one is 
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -118,6 +119,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerConfig]:
     monkeypatch.setattr("qllm.ray.serve", found.append, raising=False)
     monkeypatch.setattr("qllm.cli.serve.forgo_torch", lambda: None)
     monkeypatch.setattr("qllm.cli.serve.quiet", lambda: None)
+    monkeypatch.setattr("qllm.cli.serve.configured", lambda log_format: nullcontext())
 
     def serve(*words: str) -> ServerConfig:
         found.clear()
