@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from qllm.ingress import CONTROL
 from qllm.scheduler.program import Index, OpKind, Program
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.files import ROOT
+from tests.support.forked import start_program
 from tests.support.inside import loop_of, runner_of
 from tests.support.waiting import wait_for
 
@@ -156,17 +156,12 @@ def test_a_new_process_finishes_what_was_parked(tmp_path: Path, turn: int) -> No
             with safe_open(saved.path, framework="pt") as file:
                 names = set(file.keys())
             assert any("work.slots" in name for name in names), "it is not inside EXPERTS"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FINISH, str(ROOT)],
-        input=json.dumps([SETTINGS, jobs]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for job, whole, got in zip(
-        jobs, expected, json.loads(done.stdout.splitlines()[-1]), strict=True
-    ):
+    with start_program(FINISH, str(ROOT)) as program:
+        with program.stdin:
+            json.dump([SETTINGS, jobs], program.stdin)
+        said = program.stdout.read()
+        assert program.wait() == 0
+    for job, whole, got in zip(jobs, expected, json.loads(said.splitlines()[-1]), strict=True):
         assert got, job
         for name, (tokens, reason, prompt) in got.items():
             want = whole[name]

@@ -3,8 +3,6 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +21,7 @@ from qllm.server.response_store import ResponseStore
 from qllm.server.store import TABLES, Store
 from qllm.server.worker import problems
 from tests.support.batches import COMPLETIONS, RESPONSES, ended, line, records, start
+from tests.support.forked import start_program
 from tests.support.serving import Serving, serving
 from tests.support.waiting import wait_for
 
@@ -332,6 +331,13 @@ def hold(*arguments):
 Store.answer = hold
 """
 """The beginning of a program whose server can write so many answers of lines."""
+SERVE = """
+import os
+for number in (1, 2):
+    os.dup2(os.open({!r}, os.O_WRONLY | os.O_APPEND), number)
+from qllm.cli import main
+main()
+"""
 
 
 class Process:
@@ -344,13 +350,14 @@ class Process:
 
     def __init__(self, state: Path, most: int | None = None) -> None:
         log = state / f"log-{time.monotonic_ns()}"
-        code = f"{'' if most is None else HOLDS.format(most)}from qllm.cli import main; main()"
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code, "serve", "tiny", "--port", "0", "--threads", "1",
-                 "--state-dir", str(state), "--set", "conformance=false"],
-                stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+        log.touch()
+        code = f"{'' if most is None else HOLDS.format(most)}{SERVE.format(str(log))}"
+        self.process = start_program(
+            code, "serve", "tiny", "--port", "0", "--threads", "1", "--state-dir", str(state),
+            "--set", "conformance=false",
+        )  # fmt: skip
+        for pipe in (self.process.stdin, self.process.stdout):
+            pipe.close()
         wait_for(lambda: self.process.poll() is not None or "http://" in log.read_text(), 120)
         url = re.search(r"http://\S+", log.read_text())
         assert url, log.read_text()
@@ -360,8 +367,7 @@ class Process:
     def end(self, how: signal.Signals) -> int:
         self.client.close()
         self.process.send_signal(how)
-        self.process.wait(60)
-        return self.process.returncode
+        return int(self.process.wait(60))
 
 
 def num_completed(server: Process, batch_id: str) -> int:
