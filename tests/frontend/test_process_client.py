@@ -366,28 +366,6 @@ print(seen("torch", "transformers.modeling_utils"))
 """
 
 
-IMPORTS = """
-import gc, subprocess, sys
-from qllm import QLLMEngine
-
-started, popen = [], subprocess.Popen
-
-def seen(*names):
-    return [name for name in names if name in sys.modules]
-
-def spawn(*args, **how):
-    started.append(seen("transformers", "huggingface_hub"))
-    return popen(*args, **how)
-
-subprocess.Popen = spawn
-with QLLMEngine.from_pretrained("tiny", threads=1) as engine:
-    assert "transformers" in sys.modules
-    print(started, engine.call(gc.isenabled), engine.call(gc.get_freeze_count) > 100_000)
-    assert engine.chat([{"role": "user", "content": "hi"}], max_tokens=2)[0].token_ids
-print(seen("torch", "transformers.modeling_utils"))
-"""
-
-
 def test_a_front_end_imports_no_torch_and_its_engine_starts_before_tokenizers() -> None:
     """It imports no modelling code either, and the engine collects garbage again."""
     command = [sys.executable, "-c", IMPORTS]
