@@ -14,7 +14,7 @@ interpreter's lock back; to sort a vocabulary does not, so an engine does it at 
 The library is imported when it is needed: an engine runs without it, and refuses what needs it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from copy import copy
 from functools import lru_cache
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qllm.errors import InvalidRequestError
-from qllm.grammar_schema import bounded
+from qllm.grammar_bounds import Bounds, Sorts, Written
+from qllm.grammar_schema import CALLS, bounded
 from qllm.types import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -36,11 +37,14 @@ MOST_GRAMMAR_CHARS = 32_768
 
 
 @lru_cache(maxsize=2)
-def _tokens(serialized: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "LLTokenizer":
-    """Sort a vocabulary into a trie: a second for 150,000 tokens, with the interpreter's lock."""
+def _tokens(
+    serialized: str, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> tuple["LLTokenizer", Sorts]:
+    """Sort a vocabulary: two seconds for 150,000 tokens, with the interpreter's lock."""
     from llguidance import LLTokenizer
 
-    return LLTokenizer(serialized, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    found = LLTokenizer(serialized, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    return found, Sorts(lambda token_id: found.decode_bytes([token_id]), vocab_size)
 
 
 class Vocabulary:
@@ -56,7 +60,9 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
-        self._known: LLTokenizer | None = None
+        self.bounds = Bounds()
+        """Of JSON whose schema does not say them."""
+        self._known: tuple[LLTokenizer, Sorts] | None = None
 
     def refusal(self) -> str | None:
         """Why this model cannot be held to a grammar; None if it can."""
@@ -144,11 +150,14 @@ class Vocabulary:
 
         self.prepare()
         assert self._known is not None
-        found = LLMatcher(self._known, _grammar(asked), log_level=0, limits=LIMITS)
+        tokens, sorts = self._known
+        found = LLMatcher(tokens, _grammar(asked), log_level=0, limits=LIMITS)
         if found.is_error():
             text = found.get_error().removesuffix("<non-verbose/>").strip()
             raise InvalidRequestError(f"structured_outputs.{asked.kind}: {text}")
-        return Matcher(found, self.vocab_size)
+        schemas = _schemas(asked)
+        written = None if schemas is None else Written(self.bounds.of(schemas), sorts)
+        return Matcher(found, self.vocab_size, written, tokens.decode_bytes)
 
 
 def _text(asked: StructuredOutputs) -> str:
@@ -187,16 +196,35 @@ def _grammar(asked: StructuredOutputs) -> str:
         raise InvalidRequestError(f"structured_outputs.{asked.kind}: {error}") from error
 
 
+def _schemas(asked: StructuredOutputs) -> list[Any] | None:
+    """Return the schemas of an answer that is JSON, or calls; None if it has another form."""
+    if asked.kind == "json":
+        return [loads(_text(asked))]
+    if asked.kind != "grammar" or not asked.text().startswith(CALLS):
+        return None
+    from qllm.grammar_check import schemas_in
+
+    return [schema for _, schema in schemas_in(asked.text())]
+
+
 class Matcher:
     """A grammar and how far an answer has come in it. One thread at a time.
 
     Args:
         matcher: Of llguidance, at its start.
         vocab_size: Width of the logits.
+        written: Of an answer that is JSON: knows which of its parts are as long as they may be.
+        bytes_of: Returns the bytes of tokens.
     """
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(
+        self,
+        matcher: "LLMatcher",
+        vocab_size: int,
+        written: Written | None,
+        bytes_of: Callable[[list[int]], bytes],
+    ) -> None:
+        self._matcher, self._written, self._bytes_of = matcher, written, bytes_of
         self.words = np.zeros((vocab_size + 31) // 32, np.int32)
         """After `allow`: token i may come next if bit i % 32 of word i // 32 is set."""
         self._address = self.words.ctypes.data
@@ -214,9 +242,14 @@ class Matcher:
         taken = self._num_taken
         if len(outputs) < taken or (taken and outputs[taken - 1] != self._last):
             self._matcher.reset()
+            if self._written is not None:
+                self._written.restart()
             self._num_taken, self._is_known = 0, False
         if len(outputs) > self._num_taken:
-            self._matcher.consume_tokens([int(i) for i in outputs[self._num_taken :]])
+            new = [int(i) for i in outputs[self._num_taken :]]
+            self._matcher.consume_tokens(new)
+            if self._written is not None:
+                self._written.push(self._bytes_of(new))
             self._num_taken, self._is_known = len(outputs), False
             self._last = int(outputs[-1])
 
@@ -233,6 +266,8 @@ class Matcher:
             text = (error or "none is in the vocabulary").removesuffix("<non-verbose/>").strip()
             why = "it has no way on, and no end, there; change it" if text == NOTHING else text
             self._wrong = f"its grammar allows no further token behind {len(outputs)}: {why}"
+        elif self._written is not None:
+            self._written.limit(self.words)
         self._is_known = True
 
     def allow(self, outputs: Sequence[int]) -> str | None:

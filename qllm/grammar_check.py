@@ -90,7 +90,7 @@ def find(grammar: str, schema: str | None) -> str | None:
     """The same in this process, for as long as it takes."""
     if schema is not None:
         return _wrong_schema(json.loads(schema), _error(grammar) or _stuck(grammar))
-    for rule, inner in _schemas(grammar):
+    for rule, inner in schemas_in(grammar):
         if (wrong := _wrong_schema(inner, _error_of(inner))) is not None:
             return f" in {rule}{wrong}"
     error = _error(grammar) or _stuck(grammar)
@@ -120,7 +120,7 @@ def _error_of(schema: Any) -> str:
     return _error(text)
 
 
-def _schemas(grammar: str) -> Iterator[tuple[str, Any]]:
+def schemas_in(grammar: str) -> Iterator[tuple[str, Any]]:
     """The JSON schemas inside a grammar of Lark's syntax, each with the name of its rule."""
     for found in re.finditer(r"%json\s+(?={)", grammar):
         names = re.findall(r"^(\w+)\s*:", grammar[: found.start()], re.MULTILINE)

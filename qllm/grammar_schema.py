@@ -2,7 +2,8 @@
 
 A description, a title or a format that nobody knows allows and forbids nothing, so it counts
 nothing either. An integer that a schema leaves without an end may have as many digits as a program
-reads; a schema with limits of its own keeps them.
+reads, and a string of a format has a length; a schema with limits of its own keeps them. Other ends
+are those of `qllm.grammar_bounds`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +20,10 @@ FORMATS = frozenset(
 """Those that a grammar knows; others are annotations."""
 MOST_DIGITS = 15
 """Digits of an integer without limits: what every reader of JSON holds exactly."""
+CALLS = "// calls of tools\n"
+"""Begins a grammar of calls: what their arguments leave open has the ends of any JSON."""
+MOST_OF_FORMAT = 2_048
+"""Characters of a string of a format that says no limit: a URI may not end where it likes."""
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ONES = ("items", "additionalProperties")
@@ -28,7 +33,7 @@ Schema = dict[str, Any]
 
 
 def bounded(schema: Any) -> Any:
-    """A schema without annotations, whose integers have an end."""
+    """A schema without annotations, whose integers and formats have an end."""
     return _each(schema, _bounded)
 
 
@@ -44,10 +49,14 @@ def _bounded(schema: Schema) -> Schema:
     kept = {name: x for name, x in schema.items() if name not in ANNOTATIONS}
     if kept.get("format") not in FORMATS:
         kept.pop("format", None)
+    elif not kept.keys() & {"minLength", "maxLength"}:
+        kept["maxLength"] = MOST_OF_FORMAT
     kind = kept.get("type")
     is_integer = kind == "integer" or (isinstance(kind, list) and "integer" in kind)
     is_other = isinstance(kind, list) and "number" in kind
-    if not is_integer or is_other or kept.keys() & {"enum", "const", "multipleOf"}:
+    if "multipleOf" in kept:  # it has no powers, and may end only where it is such a multiple
+        is_integer, is_other = True, False
+    if not is_integer or is_other or kept.keys() & {"enum", "const"}:
         return kept
     most = 10**MOST_DIGITS - 1
     least, top = _limits(kept, _LEAST), _limits(kept, _MOST)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qllm.grammar_check import JSON_OPTIONS
-from qllm.grammar_schema import bounded, closed
+from qllm.grammar_schema import CALLS, bounded, closed
 
 from .errors import ApiError
 
@@ -128,7 +128,7 @@ def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
     rules += [f"call: {' | '.join(names)}", f"calls: call{more}"]
     if answer is not None:
         rules.append(f"answer: {_json(answer)}")
-    return "\n".join([f"start: calls{'' if answer is None else ' | answer'}", *rules])
+    return CALLS + "\n".join([f"start: calls{'' if answer is None else ' | answer'}", *rules])
 
 
 def _json(schema: Mapping[str, Any]) -> str:

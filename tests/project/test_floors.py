@@ -47,7 +47,11 @@ FLOORS = {
     "torchless": Floor("", PURE),
     "grammar_schema": Floor("", STDLIB),
     "grammar_check": Floor("grammar_schema", STDLIB | {"llguidance"}),
-    "grammar": Floor("errors grammar_check grammar_schema types", STDLIB | {"llguidance", "numpy"}),
+    "grammar_bounds": Floor("", STDLIB | {"numpy"}),
+    "grammar": Floor(
+        "errors grammar_bounds grammar_check grammar_schema types",
+        STDLIB | {"llguidance", "numpy"},
+    ),
     "scheduler": Floor("errors types floor plan policy", PURE),
     "record": Floor("errors types plan policy private scheduler", STDLIB | {"pydantic"}),
     # models and what computes them

@@ -1,0 +1,236 @@
+"""Ends of a JSON answer that its schema leaves open.
+
+A grammar says what may come next, and often that is more of the same: text in a string, digits, a
+further item, an object inside an object. A model that never wants to end goes on with it. So the
+JSON that an answer has written is followed here, and where a part of it is as long as it may be,
+the tokens that would make it longer are left out, if others remain. What a schema demands is never
+left out, and what it allows by a limit of its own is not either: `Bounds.of`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.int32]
+"""One bit per token: bit i % 32 of word i // 32."""
+
+_QUOTE, _ESCAPE, _COMMA, _DOT = b'"\\,.'
+_OPEN, _CLOSE, _DIGITS, _EXPONENT = b"[{", b"]}", b"0123456789", b"eE"
+_STRUCTURE = re.compile(rb"[][{},]")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.)*"?', re.DOTALL)
+_INTEGER, _FRACTION, _POWER = range(3)
+"""Parts of a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long the parts of a JSON answer may be where its schema does not say it."""
+
+    text: int = 65_536
+    """Characters of a string, as they are written; the token that reaches it is whole."""
+    items: int = 1_000
+    """Items of a list, and members of an object whose schema says what others may be."""
+    others: int = 32
+    """Members of an object, beside as many as the largest object of the schema names."""
+    depth: int = 64
+    """Lists and objects inside each other."""
+    digits: tuple[int, int, int] = (15, 20, 3)
+    """Digits of a number: in front of the point, behind it, and of the exponent."""
+
+    def of(self, schemas: Iterable[Any]) -> "Bounds":
+        """Return these bounds, raised to what the schemas of an answer name or allow."""
+        text, items, named, digits = self.text, self.items, 0, self.digits[_INTEGER]
+        says_others = False
+        for key, value in _walk(list(schemas)):
+            if isinstance(value, str):
+                text = max(text, len(value))
+            elif isinstance(value, list):
+                items = max(items, len(value))
+            elif isinstance(value, Mapping):
+                items = max(items, len(value))
+                if key == "properties":
+                    named = max(named, len(value))
+                is_map = "object" in value.get("type", ()) and "properties" not in value
+                says_others = says_others or is_map
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                digits = max(digits, len(f"{abs(value):.0f}"))
+                if key in ("maxLength", "minLength"):
+                    text = max(text, int(value))
+                elif key in ("maxItems", "minItems", "maxProperties", "minProperties"):
+                    items = max(items, int(value))
+            if key in ("additionalProperties", "patternProperties"):
+                says_others = says_others or value is not False
+        others = named + self.others if named and not says_others else items
+        return Bounds(text, items, others, self.depth, (digits, *self.digits[1:]))
+
+
+def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of a JSON value, itself too, each with the key of the object that it is in."""
+    left = [(key, value)]
+    while left:
+        key, value = left.pop()
+        yield key, value
+        if isinstance(value, Mapping):
+            left += value.items()
+        elif isinstance(value, list):
+            left += [("", item) for item in value]
+
+
+class Sorts:
+    """The tokens of a vocabulary by what they do to JSON. The same for all answers.
+
+    Args:
+        bytes_of: Returns the bytes of a token.
+        vocab_size: Number of tokens.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes], vocab_size: int) -> None:
+        texts = [bytes_of(i) for i in range(vocab_size)]
+        leading = np.array([len(text) - len(text.lstrip(_DIGITS)) for text in texts])
+        self._digits = [_words(leading > num) for num in range(leading.max())]
+        self.quotes = _words(text.startswith(b'"') for text in texts)
+        """Tokens that end a string, or begin one."""
+        self.closes = _words(text.lstrip()[:1] in (b"]", b"}") for text in texts)
+        """Tokens that end a list or an object before they do anything else."""
+        outside = [_structure(text, _STRING) for text in texts]
+        inside = [_structure(text, _REST_OF_STRING, at=0) for text in texts]
+        both = (outside, inside)
+        self.opens = tuple(_words(b"[" in x or b"{" in x for x in found) for found in both)
+        """Tokens that begin a list or an object, by whether they begin inside a string."""
+        self.commas = tuple(_words(b"," in x for x in found) for found in both)
+        """Tokens after which a further item or member comes."""
+        self.ends_and_commas = tuple(_words(_is_outer(x) for x in found) for found in both)
+        """Tokens after which a further one comes of what holds the innermost list or object."""
+
+    def digits(self, most: int) -> Words | None:
+        """Return the tokens that begin with more digits; None if there are none."""
+        return self._digits[most] if most < len(self._digits) else None
+
+
+def _structure(text: bytes, string: "re.Pattern[bytes]", at: int | None = None) -> bytes:
+    """The brackets and commas of a token that are in no string."""
+    if _STRUCTURE.search(text) is None:
+        return b""
+    if at is not None:
+        found = string.match(text)
+        assert found is not None
+        text = text[found.end() :]
+    return b"".join(_STRUCTURE.findall(_STRING.sub(b"", text)))
+
+
+def _is_outer(structure: bytes) -> bool:
+    """Whether a comma stands behind the end of more than what the token has begun."""
+    depth = 0
+    for byte in structure:
+        depth += (byte in _OPEN) - (byte in _CLOSE)
+        if byte == _COMMA and depth < 0:
+            return True
+    return False
+
+
+def _words(are: Iterable[Any]) -> Words:
+    bits = np.fromiter(are, np.bool_)
+    bits = np.pad(bits, (0, -len(bits) % 32))
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class Written:
+    """The JSON that an answer has written, as far as its bounds need it.
+
+    Args:
+        bounds: Of the answer.
+        sorts: Of the vocabulary.
+    """
+
+    def __init__(self, bounds: Bounds, sorts: Sorts) -> None:
+        self._bounds, self._sorts = bounds, sorts
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with an empty answer."""
+        self._num_items: list[int] = []
+        """Commas so far of each list and object that is open, the innermost last."""
+        self._most_items: list[int] = []
+        """How many each of them may have."""
+        self._in_string = self._is_escaped = False
+        self._num_chars = 0
+        """Of the string that is open."""
+        self._part, self._num_digits = _INTEGER, 0
+        """Where in a number the answer is; no digits are outside of one."""
+
+    def push(self, text: bytes) -> None:
+        """Take the bytes of a token."""
+        for byte in text:
+            if self._in_string:
+                self._push_inside(byte)
+            else:
+                self._push_outside(byte)
+
+    def _push_inside(self, byte: int) -> None:
+        self._num_chars += byte & 0xC0 != 0x80  # a character has one byte that is not such
+        if self._is_escaped:
+            self._is_escaped = False
+        else:
+            self._is_escaped = byte == _ESCAPE
+            self._in_string = byte != _QUOTE
+
+    def _push_outside(self, byte: int) -> None:
+        if byte in _DIGITS:
+            self._num_digits += 1
+            return
+        is_number = self._num_digits > 0 or self._part != _INTEGER
+        if is_number and byte in b"+-":
+            return
+        self._part = _INTEGER
+        if is_number and byte == _DOT:
+            self._part = _FRACTION
+        elif is_number and byte in _EXPONENT:
+            self._part = _POWER
+        self._num_digits = 0
+        if byte == _QUOTE:
+            self._in_string, self._num_chars = True, 0
+        elif byte in _OPEN:
+            self._num_items.append(0)
+            most = self._bounds.items if byte == _OPEN[0] else self._bounds.others
+            self._most_items.append(most)
+        elif byte in _CLOSE and self._num_items:
+            self._num_items.pop()
+            self._most_items.pop()
+        elif byte == _COMMA and self._num_items:
+            self._num_items[-1] += 1
+
+    def limit(self, words: Words) -> None:
+        """Leave out the tokens that make longer what is as long as it may be.
+
+        Args:
+            words: The tokens that the grammar allows; some of them stay.
+        """
+        bounds, sorts = self._bounds, self._sorts
+        if self._in_string and self._num_chars >= bounds.text and not self._is_escaped:
+            _keep(words, words & sorts.quotes)
+        left = max(0, bounds.digits[self._part] - self._num_digits)
+        if not self._in_string and (longer := sorts.digits(left)) is not None:
+            _keep(words, words & ~longer)
+        if not self._num_items:
+            return
+        both = zip(self._num_items, self._most_items, strict=True)
+        is_full = [num + 1 >= most for num, most in both]
+        if is_full[-1]:
+            _keep(words, words & ~sorts.commas[self._in_string])
+        elif any(is_full):
+            _keep(words, words & ~sorts.ends_and_commas[self._in_string])
+        if len(self._num_items) >= bounds.depth:
+            if len(self._num_items) > bounds.depth and not self._in_string:
+                _keep(words, words & sorts.closes)
+            _keep(words, words & ~sorts.opens[self._in_string])
+
+
+def _keep(words: Words, fewer: Words) -> None:
+    """Leave out tokens if others remain."""
+    if fewer.any():
+        words[:] = fewer
