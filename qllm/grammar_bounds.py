@@ -10,6 +10,7 @@ left out, and what it allows by a limit of its own is not either: `Bounds.of`.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,14 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int32]
 """One bit per token: bit i % 32 of word i // 32."""
 
-_QUOTE, _ESCAPE, _COMMA, _DOT = b'"\\,.'
+_QUOTE, _ESCAPE, _HEX, _COMMA, _DOT = b'"\\u,.'
 _OPEN, _CLOSE, _DIGITS, _EXPONENT = b"[{", b"]}", b"0123456789", b"eE"
 _STRUCTURE = re.compile(rb"[][{},]")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NOT_FIRST = bytes(range(0x80, 0xC0))
+"""Bytes that go on with a character of UTF-8."""
+_ESCAPED = re.compile(rb"\\(?:u[0-9a-fA-F]{0,4}|.)?", re.DOTALL)
+_REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.|\\\Z)*"?', re.DOTALL)
 _INTEGER, _FRACTION, _POWER = range(3)
 """Parts of a number."""
 
@@ -32,7 +36,7 @@ class Bounds:
     """How long the parts of a JSON answer may be where its schema does not say it."""
 
     text: int = 65_536
-    """Characters of a string, as they are written; the token that reaches it is whole."""
+    """Characters of a string; an escape is one."""
     items: int = 1_000
     """Items of a list, and members of an object whose schema says what others may be."""
     others: int = 32
@@ -55,7 +59,7 @@ class Bounds:
                 items = max(items, len(value))
                 if key == "properties":
                     named = max(named, len(value))
-                is_map = "object" in value.get("type", ()) and "properties" not in value
+                is_map = value.get("type") in ("object", ["object"]) and "properties" not in value
                 says_others = says_others or is_map
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 digits = max(digits, len(f"{abs(value):.0f}"))
@@ -93,8 +97,10 @@ class Sorts:
         texts = [bytes_of(i) for i in range(vocab_size)]
         leading = np.array([len(text) - len(text.lstrip(_DIGITS)) for text in texts])
         self._digits = [_words(leading > num) for num in range(leading.max())]
-        self.quotes = _words(text.startswith(b'"') for text in texts)
-        """Tokens that end a string, or begin one."""
+        self._num_chars = np.array([_num_chars(_before_end(text)) for text in texts])
+        self._num_all_chars = np.array([len(text.translate(None, _NOT_FIRST)) for text in texts])
+        self.most_chars = int(self._num_all_chars.max())
+        """Characters of the longest token."""
         self.closes = _words(text.lstrip()[:1] in (b"]", b"}") for text in texts)
         """Tokens that end a list or an object before they do anything else."""
         outside = [_structure(text, _STRING) for text in texts]
@@ -107,9 +113,31 @@ class Sorts:
         self.ends_and_commas = tuple(_words(_is_outer(x) for x in found) for found in both)
         """Tokens after which a further one comes of what holds the innermost list or object."""
 
+    @lru_cache(maxsize=512)  # noqa: B019 - as few as there are vocabularies, and as long-lived
+    def longer(self, most: int, *, is_escaped: bool) -> Words:
+        """Return the tokens that have more characters up to the end of a string that is open.
+
+        Args:
+            most: Characters.
+            is_escaped: Whether the token goes on with an escape: a quote may not be the end.
+        """
+        return _words((self._num_all_chars if is_escaped else self._num_chars) > most)
+
     def digits(self, most: int) -> Words | None:
         """Return the tokens that begin with more digits; None if there are none."""
         return self._digits[most] if most < len(self._digits) else None
+
+
+def _num_chars(text: bytes) -> int:
+    """Count characters: each has one byte that does not go on with another; an escape is one."""
+    return len(_ESCAPED.sub(b"e", text).translate(None, _NOT_FIRST))
+
+
+def _before_end(text: bytes) -> bytes:
+    """What of a token is in a string that is open before it."""
+    found = _REST_OF_STRING.match(text)
+    assert found is not None  # it takes an empty text
+    return text[: found.end()].removesuffix(b'"')
 
 
 def _structure(text: bytes, string: "re.Pattern[bytes]", at: int | None = None) -> bytes:
@@ -157,9 +185,9 @@ class Written:
         """Commas so far of each list and object that is open, the innermost last."""
         self._most_items: list[int] = []
         """How many each of them may have."""
-        self._in_string = self._is_escaped = False
-        self._num_chars = 0
-        """Of the string that is open."""
+        self._in_string = self._begins_escape = False
+        self._num_chars = self._escape = 0
+        """Characters of the string that is open, and bytes that its last escape has still."""
         self._part, self._num_digits = _INTEGER, 0
         """Where in a number the answer is; no digits are outside of one."""
 
@@ -172,12 +200,17 @@ class Written:
                 self._push_outside(byte)
 
     def _push_inside(self, byte: int) -> None:
-        self._num_chars += byte & 0xC0 != 0x80  # a character has one byte that is not such
-        if self._is_escaped:
-            self._is_escaped = False
+        if self._escape:
+            self._escape -= 1
+            if self._begins_escape:
+                self._escape = 4 if byte == _HEX else 0
+            self._begins_escape = False
+        elif byte == _QUOTE:
+            self._in_string = False
         else:
-            self._is_escaped = byte == _ESCAPE
-            self._in_string = byte != _QUOTE
+            self._num_chars += byte & 0xC0 != 0x80
+            self._begins_escape = byte == _ESCAPE
+            self._escape = int(self._begins_escape)
 
     def _push_outside(self, byte: int) -> None:
         if byte in _DIGITS:
@@ -211,8 +244,9 @@ class Written:
             words: The tokens that the grammar allows; some of them stay.
         """
         bounds, sorts = self._bounds, self._sorts
-        if self._in_string and self._num_chars >= bounds.text and not self._is_escaped:
-            _keep(words, words & sorts.quotes)
+        room = max(0, bounds.text - self._num_chars) + self._escape
+        if self._in_string and room < sorts.most_chars:
+            _keep(words, words & ~sorts.longer(room, is_escaped=self._escape > 0))
         left = max(0, bounds.digits[self._part] - self._num_digits)
         if not self._in_string and (longer := sorts.digits(left)) is not None:
             _keep(words, words & ~longer)

@@ -52,6 +52,10 @@ OPEN: dict[str, Any] = {
 """Schemas that leave an end open, by what of them does."""
 
 
+OVER = {"pattern": 1, "format": 18}
+"""Characters that a string has more where its schema lets it not end before."""
+
+
 def places(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a schema as it is, as a member, as an item, and referred to."""
     defs = {"$defs": {"item": schema}}
@@ -151,7 +155,7 @@ def test_a_model_that_never_wants_to_end_comes_to_an_end(
             assert is_in_schema(said, schema), said
             for part, depth in parts(json.loads(said)):
                 if isinstance(part, str):
-                    assert len(part) <= bounds.text + max(map(len, texts))
+                    assert len(part) <= bounds.text + OVER.get(name, 0), said
                 elif isinstance(part, list | dict):
                     assert len(part) <= max(bounds.items, bounds.others)
                 assert depth <= bounds.depth + 3, said
@@ -180,7 +184,7 @@ def test_a_call_that_is_forced_comes_to_an_end(vocabulary: Vocabulary, texts: li
         ({"type": "array", "maxItems": 7}, "[1,2,3,4,5,6,7]"),
         ({"type": "array", "items": {"type": "null"}, "minItems": 6}, "[" + "null," * 5 + "null]"),
         ({"type": "object", "maxProperties": 6}, '{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1}'),
-        ({"properties": dict.fromkeys("abcdefg", {"type": "null"})},
+        ({"properties": {key: {"type": "null"} for key in "abcdefg"}},
          "{" + ",".join(f'"{x}":null' for x in "abcdefg") + "}"),
         ({"type": "number"}, "-12345.1234e+12"),
         ({"type": "string"}, r'"\n\"é🎉"'),
