@@ -61,7 +61,7 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.bounds = Bounds()
-        """Of JSON whose schema does not say them."""
+        """How long the parts of JSON may be where its schema does not say it."""
         self._known: tuple[LLTokenizer, Sorts] | None = None
 
     def refusal(self) -> str | None:
@@ -117,6 +117,11 @@ class Vocabulary:
                 f"thinking_token_budget: this model has no token for {text!r}; leave it out"
             )
         return ids
+
+    def id_of(self, text: str) -> int | None:
+        """The added token that a text is; None if the tokenizer may split it."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return next((i for i, token in added.items() if token.content == text), None)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

@@ -39,17 +39,26 @@ class Thinking:
         self._end = [] if budget is None else vocabulary.encode(THOUGHT)
         self._last = vocabulary.encode(THOUGHT[-1])[0] if once else None
         self._starts_inside = starts_inside(vocabulary, prompt_ids)
+        self._ids = {tag: vocabulary.id_of(tag) for tag in (THINK, THOUGHT)}
+        """The tokens that tags are; of a tag that is one a spelled one is not meant as a tag."""
         self._restart()
 
     def _restart(self) -> None:
         self._num_read = self._num_spent = self._behind = 0
         self._begun: int | None = 0 if self._starts_inside else None
+        self._has_spoken = False
+        """Whether more than white space was said behind the last tag: `<think>` is none there."""
         self._is_open = False
         """Whether only the last character of the tag that ends it is missing."""
         self.ended: int | None = None
         """Tokens of the answer up to the end of the first passage; None before."""
         self.wrong: str | None = None
         """Why nothing may come behind the reasoning."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the answer reasons behind the tokens that were read."""
+        return self._begun is not None
 
     def forced(self, outputs: Sequence[int]) -> int | None:
         """The token that must come next, as part of `</think>`; None if any may.
@@ -85,21 +94,33 @@ class Thinking:
         if self._once and self.ended is not None:
             return
         first = max(self._num_read - WINDOW, self._behind)
-        text = self._vocabulary.decode(outputs[first : self._num_read])
+        last = outputs[first : self._num_read]
+        text = self._vocabulary.decode(last)
         self._is_open = self._once and text.endswith(THOUGHT[:-1])
         if self._begun is None:
-            if THINK in text:
-                self._begun = self._behind = self._num_read
-        elif THOUGHT in text:
-            last = outputs[first : self._num_read]
+            self._look_for_begin(text, outputs[self._num_read - 1])
+        elif self._ends(THOUGHT, text, outputs[self._num_read - 1]):
             tag = next(
                 n for n in range(1, WINDOW + 1) if THOUGHT in self._vocabulary.decode(last[-n:])
             )
             num = max(0, self._num_read - tag - self._begun)
             if self._budget is not None:
                 self._num_spent = min(self._budget, self._num_spent + num)
-            self._begun, self._behind = None, self._num_read
+            self._begun, self._behind, self._has_spoken = None, self._num_read, False
             if self.ended is None:
                 self.ended = self._num_read
             if self._once and (more := text.partition(THOUGHT)[2].strip()):
                 self.wrong = f"its reasoning ends inside a token that goes on with {more!r}"
+
+    def _look_for_begin(self, text: str, token_id: int) -> None:
+        """Begin a passage if a tag ends with a token, where nothing else was said."""
+        if not self._has_spoken and self._ends(THINK, text, token_id):
+            self._begun = self._behind = self._num_read
+        elif said := text.strip():
+            may_begin = self._ids[THINK] is None and THINK.startswith(said)
+            self._has_spoken = self._has_spoken or not may_begin
+
+    def _ends(self, tag: str, text: str, token_id: int) -> bool:
+        """Whether a tag is at the end of a text, or inside its last token."""
+        own = self._ids[tag]
+        return tag in text if own is None else token_id == own

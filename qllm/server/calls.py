@@ -5,8 +5,12 @@ GPT-OSS's form is read from its tokens (`harmony`). All others are read as Herme
 kin write them (`hermes`).
 """
 
-from collections import deque
+import json
+import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar, Protocol
 
 from qllm.frontend.detokenizer import NO_TOKEN, Reading, added_tokens
@@ -18,6 +22,9 @@ from .harmony import Harmony, Part
 from .hermes import TAG_OF, HermesReader, ends_with, marks_of
 from .protocol import ChatRequest
 from .tool_choice import Choice
+
+_LITERALS = {"true", "false", "null", "none"}
+"""Words of a call that are no strings in its arguments."""
 
 
 class Reader(Reading, Protocol):
@@ -108,23 +115,30 @@ class TemplateReader:
 
     def finish(self) -> Delta:
         try:
-            found = self._tokenizer.parse_response(
-                self._ids, prefix=self._prompt, tools=self._tools or None
-            )
+            delta = self._parsed()
+            is_lost = _is_lost(self._text, delta, str(self._tokenizer.response_template))
         except Exception:  # noqa: BLE001 - the answer has no such form: it is shown as it is
+            is_lost = True
+        if is_lost:
             return {"content": self._text}
-        thought = found.get("reasoning_content") or found.get("thinking")
-        calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
-        self.num_calls = len(calls)
-        if thought:
+        self.num_calls = len(delta["tool_calls"])
+        if thought := delta["reasoning_content"]:
             self.num_reasoning_tokens = len(self._tokenizer(str(thought))["input_ids"])
-        made = [call_of(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
-        delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
         for name in ("content", "reasoning_content"):
             if delta[name]:  # the last of them that there is
                 delta[name] = self._without_rest(str(delta[name]))
                 break
         return {name: value for name, value in delta.items() if value}
+
+    def _parsed(self) -> Delta:
+        """What the tokenizer finds in the whole answer."""
+        found = self._tokenizer.parse_response(
+            self._ids, prefix=self._prompt, tools=self._tools or None
+        )
+        thought = found.get("reasoning_content") or found.get("thinking")
+        calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
+        made = [call_of(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
+        return {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
 
     def _without_rest(self, text: str) -> str:
         """A part of the answer without what is behind a stop string."""
@@ -135,6 +149,50 @@ class TemplateReader:
             return text
         rest = whole[len(self._text) :]
         return text.removesuffix(rest if text.endswith(rest) else rest.rstrip())
+
+
+def _is_lost(text: str, delta: Delta, markup: str) -> bool:
+    """Whether a word of an answer is in none of its fields, or arguments are no object.
+
+    Words that the template itself has are tags, and how a call writes numbers is its own affair.
+
+    Args:
+        text: The answer.
+        delta: Its fields.
+        markup: What the tokenizer knows its model's answers by.
+    """
+    shown = Counter(_words(f"{delta['content'] or ''} {delta['reasoning_content'] or ''}"))
+    tags = set(_words(markup))
+    for call in delta["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        value = json.loads(arguments)
+        if not isinstance(value, dict):
+            return True
+        forms = (arguments, json.dumps(value), _said_in(value))  # of which one is written
+        shown += Counter(_words(name))
+        shown += reduce(or_, (Counter(_words(form)) for form in forms))
+        tags |= _LITERALS
+    words = Counter(_words(text)) - shown
+    has_calls = bool(delta["tool_calls"])
+    return any(not (word in tags or (has_calls and word.isdecimal())) for word in words)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _said_in(value: Any) -> str:
+    """What the strings and keys of a JSON value say, joined."""
+    found, left = list[str](), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
+    return " ".join(found)
 
 
 class HarmonyReader:

@@ -91,14 +91,15 @@ def _bare(name: str) -> str:
 
 
 def found(body: BaseModel) -> list[Unserved]:
-    """Return what is not served of a request, each name once.
+    """Return what is not served of a request: each name once, refused if it is so at any place.
 
     Raises:
         ValueError: There is more of it than may be ignored.
     """
     seen: dict[str, Unserved] = {}
     for one in _walk(body, "", ""):
-        seen.setdefault(one.name, one)
+        if one.name not in seen or (one.is_refused and not seen[one.name].is_refused):
+            seen[one.name] = one
         if len(seen) > MOST:
             raise ValueError(f"more than {MOST} fields are unknown; leave them out")
     return list(seen.values())

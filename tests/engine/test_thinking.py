@@ -1,7 +1,8 @@
 """The reasoning budget: `</think>` comes when it is spent, whatever happens to the request."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -132,17 +133,51 @@ def follow(thinking: Thinking, text: str) -> str:
         ("x", "abcdefgh", "abcdefgh"),
         ("x", "<think>abcdefgh", "<think>abcde</think>fgh"),
         ("<think>\n", "ab</think>defgh", "ab</think>hink>defgh"),
-        ("<think>\n", "abcdefgh<think>i", "abcde</think>fgh<think></think>i"),
+        ("<think>\n", "abcdefgh<think>i", "abcde</think>fgh<think>i"),
+        ("<think>\n", "abcde\n<think>i", "abcde</think>\n<think></think>i"),
+        ("x", " \n<think>abcdefgh", " \n<think>abcde</think>fgh"),
+        ("x", "Say <think>abcdefgh", "Say <think>abcdefgh"),
+        ("x", "`<think>` and <think>", "`<think>` and <think>"),
         ("<think>x</think>", "abcdefgh", "abcdefgh"),
         ("<think>", "abc</tdefg", "abc</think>tdefg"),
-        ("<think>", "ab</think>c<think>defghi", "ab</think>hink>c<think>def</think>ghi"),
+        ("<think>", "ab</think>c<think>defghi", "ab</think>hink>c<think>defghi"),
+        ("<think>", "ab</think> <think>defghi", "ab</think>hink> <think>defghi"),
     ],
 )
 def test_where_the_end_is_forced(prompt: str, wish: str, want: str) -> None:
     vocabulary = Vocabulary(Letters(), 256, frozenset())
     found = follow(Thinking(5, vocabulary, ids(prompt)), wish)
     assert found.startswith(want), found
-    assert found.count("</think>") == found.count("<think>") + prompt.rstrip().endswith("<think>")
+
+
+class Tagged(Letters):
+    """A tokenizer of which the tags are tokens too, and their letters are others."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {
+        1: SimpleNamespace(content="<think>"),
+        2: SimpleNamespace(content="</think>"),
+    }
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": ids(text.replace("</think>", "\2").replace("<think>", "\1"))}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return super().decode(ids).replace("\1", "<think>").replace("\2", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wish", "want"),
+    [
+        ("x", "\1abcdefgh", "\1abcde\2fgh"),
+        ("x", "<think>abcdefgh", "<think>abcdefgh"),
+        ("x", "<think>\1abcdefgh", "<think>\1abcdefgh"),
+        ("x", "\1ab</think>cdefgh", "\1ab</t\2hink>cdefgh"),
+        ("\1", "</think>fgh", "</thi\2nk>fgh"),
+    ],
+)
+def test_of_a_tag_that_is_a_token_the_letters_are_no_tag(prompt: str, wish: str, want: str) -> None:
+    vocabulary = Vocabulary(Tagged(), 256, frozenset())
+    assert follow(Thinking(5, vocabulary, ids(prompt)), wish) == want
 
 
 def test_the_state_is_a_function_of_the_tokens() -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from qllm.frontend.detokenizer import Detokenizer
+from qllm.grammar import Vocabulary
+from qllm.runner.thinking import Thinking
 from qllm.server.calls import make_reader
 from qllm.server.deltas import merged
 from qllm.server.harmony import MARKS
 from qllm.server.hermes import TAGS
 from qllm.server.tool_choice import Choice
-from tests.support.script import engine_of, id_of
+from tests.support.script import byte_level, engine_of, id_of
 from tests.support.serving import Serving, serving
 
 THINK, THOUGHT, OPEN, CLOSE = TAGS
@@ -149,6 +151,27 @@ def test_no_character_is_lost_however_an_answer_comes(special: Sequence[str], pr
             assert arguments.startswith("{")
 
 
+@pytest.mark.parametrize("special", [(), TAGS, TAGS[:2], (THOUGHT,)], ids=len)
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["", "opened"])
+def test_a_budget_counts_only_what_is_shown_as_reasoning(
+    special: Sequence[str], prompt: str
+) -> None:
+    rng, tokenizer = random.Random(len(special)), Words(special)
+    begun = tokenizer.ids(tokens_of(prompt, special, rng))
+    vocabulary = Vocabulary(tokenizer, 10**6, frozenset())
+    for text in transcripts(len(special), 40):
+        reader = make_reader(tokenizer, begun, CHOICE, False)
+        reading, thinking = reader, Thinking(None, vocabulary, begun)
+        text_of = Detokenizer(tokenizer, reading=lambda reading=reading: reading)
+        ids = tokenizer.ids(tokens_of(text, special, None))
+        for num, token_id in enumerate(ids, 1):
+            text_of.push([token_id])
+            thinking.forced(ids[:num])
+            assert reader.is_thinking or not thinking.is_inside, text
+            if OPEN not in text:
+                assert thinking.is_inside == reader.is_thinking, text
+
+
 def test_no_character_is_lost_wherever_an_answer_is_cut_off() -> None:
     for special in ((), TAGS):
         tokenizer = Words(special)
@@ -202,6 +225,73 @@ def test_a_call_whose_arguments_are_not_understood_is_text(key: str) -> None:
     assert read(tokenizer, tokenizer.ids([*text]), (), None) == {"content": text, "calls": []}
     text = f'{OPEN}{{"name": "f"}}{CLOSE}'
     assert read(tokenizer, tokenizer.ids([*text]), (), None) == {"calls": [("f", "{}")]}
+
+
+# -- forms that a tokenizer reads by its `response_template`
+
+CALLED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+JSON_CALL: dict[str, Any] = {
+    "content": "json",
+    "transform": {
+        "type": "function",
+        "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+    },
+}
+XML = {
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>\w+)>(?P<value>.*?)</parameter>"},
+}
+LINES = {"content": "kv-lines"}
+NAMED = {"open_pattern": r"<call (?P<name>\w+)>", "close": "</call>", "transform": CALLED}
+THOUGHTS = {"open": "<think>", "close": "</think>"}
+FIELDS: list[dict[str, Any]] = [
+    {
+        "content": {},
+        "thinking": THOUGHTS,
+        "tool_calls": {"open": OPEN, "close": CLOSE, "repeats": True, **JSON_CALL},
+    },
+    {"content": {}, "tool_calls": {**NAMED, **XML, "repeats": True}},
+    {"content": {}, "tool_calls": {**NAMED, **LINES, "repeats": True}},
+    {"content": {"open": "<say>", "close": "</say>"}, "thinking": THOUGHTS},
+    {"content": {}, "thinking": THOUGHTS, "citations": {"open": "<cite>", "close": "</cite>"}},
+    {"content": {}, "tool_calls": {"open": OPEN, "close": CLOSE, "content": "json"}},
+]
+"""Of templates that checkpoints may have; each loses what it has no place for."""
+SAID = [
+    "WORDS. ", "<think>HMM</think>", "<think>MORE", "</think>", "<say>SAID</say>",
+    "<cite>THERE</cite>", "<call look_up><parameter=x>ONE\n</parameter> ASIDE </call>",
+    "<call f><parameter=x>A</parameter><parameter=x>B</parameter></call>", "<call f>",
+    "<call f>x: LINE\ny LOST</call>",
+    *(f"{OPEN}{call}{CLOSE}" for call in (
+        '{"name": "f", "arguments": {"x": "Q\\nR"}}', '{"name": "f", "arguments": "NONE"}',
+        '{"name": "f", "arguments": {"x": "É", "x": "TWICE"}}', '{"INPUT": {}}',
+        '{"name": "f", "arguments": {"x": 1}, "MORE": "Z"}', '{"name": "f", "arguments": [7]}',
+        '[{"name": "f", "arguments": {"x": "IN A LIST"}}]',
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields))
+def test_no_word_is_lost_that_a_response_template_has_no_place_for(fields: dict[str, Any]) -> None:
+    rng, tokenizer = random.Random(len(fields)), byte_level([], [])
+    tokenizer.response_template = {"start_anchor": "assistant", "fields": fields}
+    num_calls = 0
+    for parts in [*product(SAID), *product(SAID, SAID), *(rng.choices(SAID, k=4) for _ in "1234")]:
+        text = "".join(parts)
+        ids = tokenizer(text)["input_ids"]
+        reader = make_reader(tokenizer, tokenizer("assistant")["input_ids"], CHOICE, False)
+        assert reader.push(text, ids) == {}
+        found = reader.finish()
+        calls = found.get("tool_calls", ())
+        num_calls += len(calls)
+        assert reader.num_calls == len(calls)
+        shown = f"{found.get('content')} {found.get('reasoning_content')} "
+        for call in calls:
+            arguments = json.loads(call["function"]["arguments"])
+            shown += f"{call['function']} {' '.join(map(str, arguments.values()))}"
+        said = re.findall(r"[A-ZÉ]+", text.replace("\\n", " "))
+        assert not Counter(said) - Counter(re.findall("[A-ZÉ]+", shown)), (text, found)
+    assert fields.get("tool_calls", {}).get("repeats", False) == (num_calls > 0)
 
 
 # -- GPT-OSS's form

@@ -358,7 +358,7 @@ class Templated:
         return {"input_ids": [len(text)]}
 
     def decode(self, ids: list[int], **how: Any) -> str:
-        return "".join("?xy"[i] for i in ids)
+        return "".join(("?", "t ", "c f a 1")[i] for i in ids)
 
     def parse_response(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
         if ids == [9]:
@@ -372,7 +372,7 @@ def test_a_tokenizer_that_parses_is_asked() -> None:
     choice = Choice(TOOLS, False, True)
     reader = make_reader(Templated(), (7,), choice, False)
     assert isinstance(reader, TemplateReader)
-    assert reader.push("x", (1,)) == reader.push("y", (2,)) == {}
+    assert reader.push("t ", (1,)) == reader.push("c f a 1", (2,)) == {}
     found = reader.finish()
     assert (found["content"], found["reasoning_content"], reader.num_calls) == ("c", "t", 1)
     assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}

@@ -16,6 +16,7 @@ from qllm.server.messages_protocol import CountRequest, MessagesRequest
 from qllm.server.protocol import ChatRequest
 from qllm.server.responses_protocol import InputTokensRequest, ResponsesRequest
 from qllm.server.unknown import CHANGES, HEADER
+from qllm.server.unknown import found as unserved
 from tests.support.serving import Serving, serving
 
 CODEX = json.loads((Path(__file__).parent / "codex-request.json").read_text())[0]
@@ -303,3 +304,25 @@ def test_every_tool_and_item_of_openai_is_taken_told_or_refused_by_name() -> Non
         seen = {"type": "computer_call_output", "call_id": "1", "output": output}
         with pytest.raises(ApiError, match="images are not served"):
             parse(ResponsesRequest, {"input": [seen]})
+
+
+class Painted(BaseModel, extra="allow"):
+    colour: int
+
+
+class Plain(BaseModel, extra="allow"):
+    kind: str
+
+
+class Pieces(BaseModel):
+    items: list[Painted | Plain]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_field_that_is_ignored_hides_none_that_is_refused(at: int) -> None:
+    items: list[Any] = [{"kind": "a", "color": 1}] * 2
+    (ignored,) = unserved(Pieces(items=items))
+    assert (ignored.is_refused, ignored.place) == (False, "items[0].color")
+    items.insert(at, {"colour": 1, "color": 1})
+    (refused,) = unserved(Pieces(items=items))
+    assert (refused.is_refused, refused.place) == (True, f"items[{at}].color")
