@@ -17,7 +17,7 @@ from qllm.frontend.detokenizer import NO_TOKEN, Reading, added_tokens
 from qllm.types import THINK
 
 from . import harmony
-from .deltas import Delta, Value, call_of, with_call
+from .deltas import Delta, Value, call_of, is_name, with_call
 from .harmony import Harmony, Part
 from .hermes import TAG_OF, HermesReader, ends_with, marks_of
 from .protocol import ChatRequest
@@ -152,7 +152,7 @@ class TemplateReader:
 
 
 def _is_lost(text: str, delta: Delta, markup: str) -> bool:
-    """Whether a word of an answer is in none of its fields, or arguments are no object.
+    """Whether a word of an answer is in none of its fields, or a call is none.
 
     Words that the template itself has are tags, and how a call writes numbers is its own affair.
 
@@ -166,7 +166,7 @@ def _is_lost(text: str, delta: Delta, markup: str) -> bool:
     for call in delta["tool_calls"]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         value = json.loads(arguments)
-        if not isinstance(value, dict):
+        if not (isinstance(value, dict) and is_name(name)):
             return True
         forms = (arguments, json.dumps(value), _said_in(value))  # of which one is written
         shown += Counter(_words(name))

@@ -1,6 +1,7 @@
 """What readers of an answer have in common: fields of a message that grow."""
 
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -39,11 +40,17 @@ class Value:
 
 
 def call_of(index: int, name: str, arguments: Any) -> dict[str, Any]:
-    """A call; arguments that are no text become JSON."""
+    """A call; arguments that are no text become JSON, with half a surrogate pair as an escape."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = text.encode("utf-8", "backslashreplace").decode()
     function = {"name": name, "arguments": text}
     call_id = f"call_{secrets.token_hex(12)}"
     return {"index": index, "id": call_id, "type": "function", "function": function}
+
+
+def is_name(name: Any) -> bool:
+    """Whether a call may have a name: a text that is not empty, without half a surrogate pair."""
+    return isinstance(name, str) and bool(name) and not re.search("[\ud800-\udfff]", name)
 
 
 def with_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> list[dict[str, Any]]:

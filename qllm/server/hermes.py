@@ -15,7 +15,7 @@ from typing import Any
 from qllm.frontend.detokenizer import added_tokens, decoded
 from qllm.types import THINK, THOUGHT
 
-from .deltas import Delta, Value, call_of, with_call
+from .deltas import Delta, Value, call_of, is_name, with_call
 from .tool_choice import CLOSE, OPEN
 
 TAGS = (THINK, THOUGHT, OPEN, CLOSE)
@@ -241,6 +241,8 @@ class HermesReader:
             name = json.loads(head[1].translate(_SHOWN))
         except ValueError:  # an escape that is none
             return self._refuse()
+        if not is_name(name):
+            return self._refuse()
         self._add(call_of(self.num_calls, name, ""))
         self.num_calls += 1
         self._value, self._inside = Value(), _SAID
@@ -304,7 +306,7 @@ def _parsed(text: str) -> tuple[str, str] | None:
         return None
     name, _ = fields.pop("name", (None, ""))
     given = [fields.pop(key) for key in ("arguments", "parameters") if key in fields]
-    if not isinstance(name, str) or len(given) > 1 or not fields.keys() <= {"id", "type"}:
+    if not is_name(name) or len(given) > 1 or not fields.keys() <= {"id", "type"}:
         return None
     value, written = given[0] if given else ({}, "{}")
     if isinstance(value, str):

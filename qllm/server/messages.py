@@ -1,5 +1,6 @@
 """`POST /v1/messages`, as Anthropic's clients call it."""
 
+import json
 import math
 import secrets
 from collections.abc import AsyncIterator, Iterator
@@ -94,7 +95,7 @@ class MessageWriter:
         if reason is FinishReason.LENGTH:
             is_asked = answer.num_tokens[0] >= (self._asked.most_tokens() or math.inf)
             why = "max_tokens" if is_asked else "model_context_window_exceeded"
-        elif blocks.reader.num_calls and stop is None and not blocks.reader.is_in_call:
+        elif stop is None and not blocks.reader.is_in_call and any(map(_is_call, blocks.all)):
             why = "tool_use"
         return {"stop_reason": why, "stop_sequence": stop}
 
@@ -119,9 +120,17 @@ def _empty(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": call_id, "name": block.name, "input": {}}
 
 
+def _is_call(block: Block) -> bool:
+    return block.kind is Kind.CALL and input_of(block.text) is not None
+
+
 def _whole(block: Block) -> dict[str, Any]:
     if block.kind is Kind.CALL:
-        return {**_empty(block), "input": input_of(block.text)}
+        if (found := input_of(block.text)) is not None:
+            return {**_empty(block), "input": found}
+        end = "}" if block.is_whole else ""  # cut off, or no object: it is shown as it is
+        said = f'{{"name": {json.dumps(block.name)}, "arguments": {block.text}{end}'
+        return {"type": "text", "text": said}
     name = "text" if block.kind is Kind.TEXT else "thinking"
     return {**_empty(block), name: block.text}
 

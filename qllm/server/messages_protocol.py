@@ -434,10 +434,11 @@ class MessagesRequest(Conversation):
         return None
 
 
-def input_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object; of a call that was cut off, none."""
+def input_of(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None if they are none, or one that no JSON can say."""
     try:
         found = json.loads(arguments or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

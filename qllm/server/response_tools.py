@@ -114,13 +114,15 @@ class Callee(NamedTuple):
 
 
 def plain_input(arguments: str) -> str:
-    """The text of a call of a custom tool; of one that was cut off, what it has."""
+    """The text of a call of a custom tool; of one that has something else, all that it has."""
     try:
         found = json.loads(arguments)
-    except ValueError:
-        return arguments
-    text = found.get(INPUT) if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments
+        text = found[INPUT] if isinstance(found, dict) and len(found) == 1 else None
+        if isinstance(text, str) and text.encode():
+            return text
+    except (ValueError, KeyError, RecursionError):
+        pass
+    return arguments
 
 
 def callees(tools: Sequence[Any]) -> dict[str, Callee]:

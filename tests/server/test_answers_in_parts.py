@@ -219,6 +219,20 @@ def test_a_tag_inside_an_argument_ends_nothing(
         assert found == {"content": "SO DONE", "calls": [("f", written)]}
 
 
+@pytest.mark.parametrize("special", [(), TAGS], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("name", [r'"\ud83d"', r'"f\udc00"', '""', "null", "7", r'"\x"'])
+@pytest.mark.parametrize(
+    "order", ['"name": {}, "arguments": {{}}', '"arguments": {{}}, "name": {}']
+)
+def test_a_call_without_a_name_that_can_be_sent_is_text(
+    special: Sequence[str], name: str, order: str
+) -> None:
+    tokenizer, text = Words(special), f"{OPEN}{{{order.format(name)}}}{CLOSE}"
+    for cuts in (None, random.Random(1)):
+        ids = tokenizer.ids(tokens_of(text, special, cuts))
+        assert read(tokenizer, ids, (), cuts) == {"content": text, "calls": []}
+
+
 @pytest.mark.parametrize("key", ["args", "input", "params", "Arguments", "arguments "])
 def test_a_call_whose_arguments_are_not_understood_is_text(key: str) -> None:
     tokenizer, text = Words(), f'{OPEN}{{"name": "f", "{key}": {{"x": 1}}}}{CLOSE}'
@@ -263,7 +277,8 @@ SAID = [
     "<call f><parameter=x>A</parameter><parameter=x>B</parameter></call>", "<call f>",
     "<call f>x: LINE\ny LOST</call>",
     *(f"{OPEN}{call}{CLOSE}" for call in (
-        '{"name": "f", "arguments": {"x": "Q\\nR"}}', '{"name": "f", "arguments": "NONE"}',
+        '{"name": "f", "arguments": {"x": "Q\\nR"}}', '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "f", "arguments": {"x": "HALF \\ud83d"}}', '{"name": "f", "arguments": "NONE"}',
         '{"name": "f", "arguments": {"x": "É", "x": "TWICE"}}', '{"INPUT": {}}',
         '{"name": "f", "arguments": {"x": 1}, "MORE": "Z"}', '{"name": "f", "arguments": [7]}',
         '[{"name": "f", "arguments": {"x": "IN A LIST"}}]',
@@ -287,6 +302,7 @@ def test_no_word_is_lost_that_a_response_template_has_no_place_for(fields: dict[
         assert reader.num_calls == len(calls)
         shown = f"{found.get('content')} {found.get('reasoning_content')} "
         for call in calls:
+            json.dumps(call, ensure_ascii=False).encode()
             arguments = json.loads(call["function"]["arguments"])
             shown += f"{call['function']} {' '.join(map(str, arguments.values()))}"
         said = re.findall(r"[A-ZÉ]+", text.replace("\\n", " "))

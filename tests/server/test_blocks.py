@@ -1,17 +1,25 @@
 """The parts of an answer that `/v1/responses` and `/v1/messages` show."""
 
-from collections.abc import Sequence
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from fastapi.responses import JSONResponse
 
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
 from qllm.server.blocks import Blocks, Kind
 from qllm.server.calls import HermesReader
-from qllm.types import Logprobs
+from qllm.server.errors import parse
+from qllm.server.messages import MessageWriter
+from qllm.server.messages_protocol import MessagesRequest
+from qllm.server.response_tools import plain_input
+from qllm.types import FinishReason, Logprobs
 from tests.support.serving import serving
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -91,3 +99,77 @@ def test_a_streamed_item_that_was_cut_off_says_so(engine: QLLMEngine) -> None:
         )
         assert done == end.response.output
         assert [getattr(item, "status", None) for item in done] == [status]
+
+
+NO_OBJECTS = [
+    '{"x": 1,}', '{"x": NaN}', '{"x": 1e400}', r'{"x": "\ud83d"}', '{"x": }', "{]",
+    f'{{"x": {"9" * 5000}}}', f'{{"x": {"[" * 100_000}{"]" * 100_000}}}',
+]  # fmt: skip
+"""Arguments that are no JSON object, or one that no JSON of an answer can say."""
+OBJECTS = ['{"x": 1, "y": [2, "é \\n"]}', "{}", r'{"x": "\ud83d\ude00"}']
+
+
+class Said:
+    """An answer of one piece.
+
+    Args:
+        text: What it says.
+        reason: Why it ended.
+    """
+
+    def __init__(self, text: str, reason: FinishReason) -> None:
+        self.handles = [SimpleNamespace(prompt_token_ids=(), stop_string=None)]
+        self.num_tokens, self._text, self._reason = [1], text, reason
+
+    def usage(self) -> dict[str, Any]:
+        cached = {"cached_tokens": 0}
+        return {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": cached}
+
+    async def pieces(self, silence_s: float | None) -> AsyncIterator[tuple[int, Any]]:
+        yield 0, Piece(self._text, (1,), (), None, (len(self._text),))
+        yield 0, self._reason
+
+
+def message(text: str, reason: FinishReason) -> tuple[dict[str, Any], str]:
+    """A message as a whole, and its events."""
+    body = {
+        "model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    }  # fmt: skip
+    front: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=None), model_name="tiny")
+    writer = MessageWriter(front, parse(MessagesRequest, body).chat())
+
+    async def made() -> tuple[dict[str, Any], str]:
+        said: Any = Said(text, reason)
+        return await writer.body(said), "".join([x async for x in writer.events(said, None, 1)])
+
+    return asyncio.run(made())
+
+
+@pytest.mark.parametrize("said", [*NO_OBJECTS, *OBJECTS], ids=lambda said: said[:20])
+def test_a_call_is_never_run_with_other_arguments_than_were_said(said: str) -> None:
+    call = f'{{"name": "f", "arguments": {said}}}'
+    whole, events = message(f"<tool_call>{call}</tool_call>", FinishReason.STOP)
+    JSONResponse(whole)
+    (block,) = whole["content"]
+    if said in NO_OBJECTS:
+        assert block == {"type": "text", "text": call}
+    else:
+        assert (block["type"], block["input"]) == ("tool_use", json.loads(said))
+    why = "end_turn" if said in NO_OBJECTS else "tool_use"
+    assert whole["stop_reason"] == why
+    assert f'"stop_reason":"{why}"' in events
+    cut = call[: -len(said) // 2 - 1]
+    whole, _ = message(f"<tool_call>{cut}", FinishReason.LENGTH)
+    assert whole["stop_reason"] == "max_tokens"
+    (block,) = whole["content"]
+    assert block["type"] == "text"
+    assert block["text"].removeprefix("<tool_call>") == cut
+
+
+@pytest.mark.parametrize(
+    "said", ["", "[1]", '{"input": 5}', '{"input": "a", "more": "b"}', r'{"input": "\ud83d"}', "{"]
+)
+def test_a_plain_input_that_is_none_is_shown_with_all_that_it_has(said: str) -> None:
+    assert plain_input(said) == said
+    assert plain_input(r'{"input": "a\n\u00e9"}') == "a\né"
