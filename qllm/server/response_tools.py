@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from qllm.grammar_schema import closed
 
@@ -36,29 +36,62 @@ class FunctionTool(Open):
 
 
 class CustomTool(Open):
-    """A tool of the client whose input is plain text."""
+    """A tool of the client whose input is plain text.
+
+    A call that is forced holds its input to a grammar that is a regular expression. The input
+    stands in JSON, whose escapes a grammar of Lark's syntax does not have.
+    """
 
     type: Literal["custom"]
     name: str = Field(min_length=1)
     description: str | None = None
     format: dict[str, Any] | None = None
 
+    _is_forced: bool = PrivateAttr(False)
+
+    def force(self) -> None:
+        """Take it that the answer must call a tool.
+
+        Raises:
+            ValueError: The tool has a grammar that cannot hold its input.
+        """
+        self._is_forced = True
+        if self._has_grammar and self._pattern is None:
+            said = f"{(self.format or {}).get('syntax')!r:.80}"
+            raise ValueError(
+                f"the input of the custom tool {self.name!r:.80} is held to no grammar of syntax "
+                f"{said}; use syntax 'regex', or tool_choice 'auto' where none is held"
+            )
+
+    @property
+    def _has_grammar(self) -> bool:
+        return self.format is not None and self.format.get("type") != "text"
+
+    @property
+    def _pattern(self) -> str | None:
+        """The regular expression of its input; None if it has none."""
+        grammar = self.format or {}
+        wanted, text = grammar.get("syntax") == "regex", grammar.get("definition")
+        return f"^(?:{text})$" if wanted and isinstance(text, str) else None
+
     def function(self) -> dict[str, Any]:
         """Return the tool as a function of one text."""
         grammar = (self.format or {}).get("definition")
         said = [self.description, grammar and f"The input is of this grammar:\n{grammar}"]
+        pattern = {} if self._pattern is None else {"pattern": self._pattern}
         parameters = {
             "type": "object",
-            "properties": {INPUT: {"type": "string"}},
+            "properties": {INPUT: {"type": "string", **pattern}},
             "required": [INPUT],
             "additionalProperties": False,
         }
         return {"description": "\n\n".join(filter(None, said)), "parameters": parameters}
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name the grammar: the model is told of it, and not held to it."""
-        if self.format is not None and self.format.get("type") != "text":
-            yield "format", "the input of a custom tool is held to no grammar; leave format out"
+        """Name the grammar where the model is told of it, and not held to it."""
+        if self._has_grammar and not self._is_forced:
+            text = "the input of a custom tool is held to a grammar only where a call is forced; "
+            yield "format", text + "leave format out"
 
 
 def _either(kinds: Mapping[str, str]) -> Discriminator:
@@ -187,6 +220,14 @@ class Names:
     def of(self, name: str, namespace: str | None) -> str:
         """The name of a tool, known or not."""
         return self._known.get((namespace, name), name)
+
+    def forced(self, asked: Any) -> list[str]:
+        """The names of the tools of which a choice forces a call."""
+        if not isinstance(asked, NamedTool | AllowedTools):
+            return list(self._known.values()) if asked == "required" else []
+        some = [asked] if isinstance(asked, NamedTool) else asked.tools
+        is_free = isinstance(asked, AllowedTools) and asked.mode == "auto"
+        return [] if is_free else [self.of(tool.name, tool.namespace) for tool in some]
 
     def choice(self, asked: Any) -> Any:
         """A choice among the tools, as a chat has it."""

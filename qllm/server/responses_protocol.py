@@ -12,7 +12,7 @@ from .errors import ApiError, parse
 from .fields import Asked, Body, Items, Open, Seed, Texts
 from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
 from .response_items import Chat, InputItem
-from .response_tools import Callee, Names, Tool, ToolChoice, callees
+from .response_tools import Callee, CustomTool, Names, Tool, ToolChoice, callees
 from .unknown import says_nothing
 
 ENDPOINT = "/v1/responses"
@@ -145,6 +145,10 @@ class ResponsesRequest(Asked):
     @model_validator(mode="after")
     def _know_tools(self) -> "ResponsesRequest":
         self._callees = callees(self.tools or ())
+        for name in Names(self._callees).forced(self.tool_choice):
+            callee = self._callees.get(name)
+            if callee is not None and isinstance(callee.tool, CustomTool):
+                callee.tool.force()
         return self
 
     @property

@@ -1,6 +1,7 @@
 """Fields and tools that are not served: ignored and told, or refused by name."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Required, get_args, get_origin, get_type_hints
@@ -247,6 +248,46 @@ def test_a_custom_tool_is_called_with_text(served: Serving) -> None:
     done = [e for e in events if e.type == "response.custom_tool_call_input.done"]
     assert [e.input for e in done] == [whole["input"]]
     assert not [e for e in events if "function_call_arguments" in e.type]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "custom", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+
+def test_a_grammar_holds_the_input_of_a_custom_tool_that_is_forced(served: Serving) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": r'[a-c]{3}"\n|é\\'}
+    tools = [FUNCTION, {"type": "custom", "name": "patch", "format": form}]
+    body = {**RESPONSES, "max_output_tokens": 200, "input": "patch", "tools": tools}
+    for choice in ({"type": "custom", "name": "patch"}, allowed("required", "patch")):
+        answer = served.post("/v1/responses", {**body, "tool_choice": choice})
+        said = answer.json()["output"][-1]["input"]
+        assert re.fullmatch(form["definition"], said), said
+        assert "tools.format" not in answer.headers.get(HEADER, "")
+    wrong = {**form, "definition": "(a"}
+    tools[1] = {**tools[1], "format": wrong}
+    answer = served.post("/v1/responses", {**body, "tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 400
+    assert "tool_1_patch at /properties/input" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("form", [
+    {"type": "grammar", "syntax": "lark", "definition": "start: /a/"},
+    {"type": "grammar", "syntax": "regex"}, {"type": "other"},
+])  # fmt: skip
+def test_a_grammar_that_cannot_hold_an_input_is_refused_where_it_must(form: Any) -> None:
+    inside = {"type": "custom", "name": "patch", "format": form}
+    for tools in ([FUNCTION, inside], [{"type": "namespace", "name": "n", "tools": [inside]}]):
+        body = {"model": "tiny", "input": "a", "tools": tools}
+        names = {"type": "custom", "name": "patch"}
+        if tools[0] is not FUNCTION:
+            names["namespace"] = "n"
+        for choice in ("required", names, {**allowed("required"), "tools": [names]}):
+            with pytest.raises(ApiError, match="'patch' is held to no grammar of syntax"):
+                parse(ResponsesRequest, {**body, "tool_choice": choice})
+        for choice in ("auto", "none", None, {**allowed("auto"), "tools": [names]}):
+            told = parse(ResponsesRequest, {**body, "tool_choice": choice}).all_unserved
+            assert [x.is_refused for x in told if x.name.endswith("format")] == [False]
 
 
 def test_the_history_of_other_servers_is_read(served: Serving) -> None:
