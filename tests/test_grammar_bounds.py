@@ -44,7 +44,8 @@ OPEN: dict[str, Any] = {
     "minProperties": {"type": "object", "minProperties": 5},
     "anyOf": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"enum": ["a", 10]}}]},
     "allOf": {"allOf": [{"minLength": 1}, {"type": ["string", "object"]}]},
-    "itself": {"type": "object", "properties": {"next": ITEM, "v": {"type": "integer"}}},
+    "itself": {"type": "object", "properties": {"next": ITEM, "v": {"type": "integer"}},
+               "additionalProperties": False},
     "items of itself": {"type": "object", "properties": {"all": {"type": "array", "items": ITEM}},
                         "required": ["all"]},
     "or itself": {"anyOf": [{"type": "array", "items": ITEM, "minItems": 1}, {"type": "null"}]},
@@ -72,6 +73,7 @@ def prefers(characters: str) -> Callable[[str], bool]:
 WISHES = {
     "digits": prefers("0123456789"), "a point or a power": prefers(".eE+-123"),
     "commas": prefers(', "1'), "lists": prefers("[ "), "objects": prefers('{ "a:'),
+    "members": prefers('{ "next:'),
     "text": prefers("abcxyz :/"), "white space": prefers("\n "), "escapes": prefers("\\nuf0"),
     "long tokens": lambda text: len(text) > 3, "anything": lambda text: True,
 }  # fmt: skip
@@ -187,6 +189,7 @@ def test_a_call_that_is_forced_comes_to_an_end(vocabulary: Vocabulary, texts: li
         ({"properties": {key: {"type": "null"} for key in "abcdefg"}},
          "{" + ",".join(f'"{x}":null' for x in "abcdefg") + "}"),
         ({"type": "number"}, "-12345.1234e+12"),
+        ({"type": "string"}, '"' + r"\u000f" * 12 + '"'),
         ({"type": "string"}, r'"\n\"é🎉"'),
     ],
 )  # fmt: skip

@@ -124,21 +124,22 @@ class TemplateReader:
         self.num_calls = len(delta["tool_calls"])
         if thought := delta["reasoning_content"]:
             self.num_reasoning_tokens = len(self._tokenizer(str(thought))["input_ids"])
-        for name in ("content", "reasoning_content"):
-            if delta[name]:  # the last of them that there is
-                delta[name] = self._without_rest(str(delta[name]))
-                break
         return {name: value for name, value in delta.items() if value}
 
     def _parsed(self) -> Delta:
-        """What the tokenizer finds in the whole answer."""
+        """What the tokenizer finds in the answer, up to a stop string."""
         found = self._tokenizer.parse_response(
             self._ids, prefix=self._prompt, tools=self._tools or None
         )
         thought = found.get("reasoning_content") or found.get("thinking")
         calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
         made = [call_of(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
-        return {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
+        delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
+        for name in ("content", "reasoning_content"):
+            if delta[name]:  # the last of them that there is
+                delta[name] = self._without_rest(str(delta[name]))
+                break
+        return delta
 
     def _without_rest(self, text: str) -> str:
         """A part of the answer without what is behind a stop string."""

@@ -4,7 +4,14 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from qllm.types import Priority
 
@@ -135,6 +142,15 @@ class ResponsesRequest(Asked):
         callees(value or ())
         return value
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_forced(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        known = callees(info.data.get("tools") or ())
+        for name in Names(known).forced(value):
+            if name in known and isinstance(tool := known[name].tool, CustomTool):
+                tool.force()
+        return value
+
     @field_validator("conversation", "prompt")
     @classmethod
     def _is_kept_elsewhere(cls, value: Any) -> Any:
@@ -145,10 +161,6 @@ class ResponsesRequest(Asked):
     @model_validator(mode="after")
     def _know_tools(self) -> "ResponsesRequest":
         self._callees = callees(self.tools or ())
-        for name in Names(self._callees).forced(self.tool_choice):
-            callee = self._callees.get(name)
-            if callee is not None and isinstance(callee.tool, CustomTool):
-                callee.tool.force()
         return self
 
     @property

@@ -178,6 +178,8 @@ class Tagged(Letters):
 def test_of_a_tag_that_is_a_token_the_letters_are_no_tag(prompt: str, wish: str, want: str) -> None:
     vocabulary = Vocabulary(Tagged(), 256, frozenset())
     assert follow(Thinking(5, vocabulary, ids(prompt)), wish) == want
+    whole = Thinking(12, vocabulary, ids("\1"))
+    assert follow(whole, "a</think>bcdefgh") == "a</think>bcd\2efgh"
 
 
 def test_the_state_is_a_function_of_the_tokens() -> None:
