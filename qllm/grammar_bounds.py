@@ -103,8 +103,8 @@ class Sorts:
         """Characters of the longest token."""
         self.closes = _words(text.lstrip()[:1] in (b"]", b"}") for text in texts)
         """Tokens that end a list or an object before they do anything else."""
-        outside = [_structure(text, _STRING) for text in texts]
-        inside = [_structure(text, _REST_OF_STRING, at=0) for text in texts]
+        outside = [_structure(text, in_string=False) for text in texts]
+        inside = [_structure(text, in_string=True) for text in texts]
         both = (outside, inside)
         self.opens = tuple(_words(b"[" in x or b"{" in x for x in found) for found in both)
         """Tokens that begin a list or an object, by whether they begin inside a string."""
@@ -140,14 +140,17 @@ def _before_end(text: bytes) -> bytes:
     return text[: found.end()].removesuffix(b'"')
 
 
-def _structure(text: bytes, string: "re.Pattern[bytes]", at: int | None = None) -> bytes:
-    """The brackets and commas of a token that are in no string."""
+def _structure(text: bytes, *, in_string: bool) -> bytes:
+    """The brackets and commas of a token that are in no string.
+
+    Args:
+        text: The bytes of the token.
+        in_string: Whether it begins inside a string.
+    """
     if _STRUCTURE.search(text) is None:
         return b""
-    if at is not None:
-        found = string.match(text)
-        assert found is not None
-        text = text[found.end() :]
+    if in_string:
+        text = _REST_OF_STRING.sub(b"", text, count=1)
     return b"".join(_STRUCTURE.findall(_STRING.sub(b"", text)))
 
 
