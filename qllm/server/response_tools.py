@@ -151,7 +151,8 @@ def plain_input(arguments: str) -> str:
     try:
         found = json.loads(arguments)
         text = found[INPUT] if isinstance(found, dict) and len(found) == 1 else None
-        if isinstance(text, str) and text.encode():
+        if isinstance(text, str):
+            text.encode()  # half a surrogate pair has no bytes
             return text
     except (ValueError, KeyError, RecursionError):
         pass

@@ -173,3 +173,4 @@ def test_a_call_is_never_run_with_other_arguments_than_were_said(said: str) -> N
 def test_a_plain_input_that_is_none_is_shown_with_all_that_it_has(said: str) -> None:
     assert plain_input(said) == said
     assert plain_input(r'{"input": "a\n\u00e9"}') == "a\né"
+    assert not plain_input('{"input": ""}')
