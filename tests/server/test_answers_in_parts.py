@@ -270,7 +270,7 @@ FIELDS: list[dict[str, Any]] = [
     {"content": {}, "thinking": THOUGHTS, "citations": {"open": "<cite>", "close": "</cite>"}},
     {"content": {}, "tool_calls": {"open": OPEN, "close": CLOSE, "content": "json"}},
 ]
-"""Of templates that checkpoints may have; each loses what it has no place for."""
+"""Fields of templates that checkpoints may have; each loses what it has no place for."""
 SAID = [
     "WORDS. ", "<think>HMM</think>", "<think>MORE", "</think>", "<say>SAID</say>",
     "<cite>THERE</cite>", "<call look_up><parameter=x>ONE\n</parameter> ASIDE </call>",
