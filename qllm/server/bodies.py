@@ -32,7 +32,8 @@ MOST_UNPACKED = 50_000
 """Values of a body beside what is packed: they are objects of the server's process."""
 FEW = 1_000
 """Values up to which a list is not worth packing."""
-_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+"""A text; one that is not closed goes on to the end, so that no byte is looked at twice."""
 _TOO_LONG = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 _Some = TypeVar("_Some", bound=Body)

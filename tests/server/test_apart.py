@@ -130,6 +130,22 @@ def test_what_is_in_a_text_is_not_counted() -> None:
     assert read(raw, JSON, CompletionRequest).prompt == text.replace('\\"', '"')
 
 
+NOT_CLOSED = {
+    "quotes": b'{"prompt": "' + b'\\"' * (1 << 20),
+    "quotes and half an escape": b'{"prompt": "' + b'\\"' * (1 << 20) + b"\\",
+}
+
+
+@pytest.mark.parametrize("what", NOT_CLOSED)
+def test_a_body_that_is_not_closed_is_refused_within_the_bounds_of_a_short_one(
+    shared: Apart, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(apart, "CPU_S", 1)
+    monkeypatch.setattr(apart, "CPU_S_PER_MIB", 0)
+    with pytest.raises(ApiError, match="JSON"):
+        shared.do(LONG, read, NOT_CLOSED[what], JSON, CompletionRequest)
+
+
 def test_long_lists_come_back_compact(shared: Apart) -> None:
     ids = b'{"prompt": [' + b"17," * LONG + b"17]}"
     body = shared.do(len(ids), read, ids, JSON, CompletionRequest)
