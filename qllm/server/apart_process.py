@@ -18,7 +18,7 @@ from typing import Any
 from qllm.frontend.tokenizer import prepare
 
 from . import app  # noqa: F401 - forked processes have all functions then
-from .apart import MEMORY_BYTES, filled
+from .apart import MEMORY_BYTES, filled, too_much
 
 _log = logging.getLogger("qllm.server")
 
@@ -53,7 +53,7 @@ def main(fd: int) -> None:
 
 
 def _serve(fd: int, tokenizer: Any) -> None:
-    """Do one work; who ends before its reply is written has failed."""
+    """Do one work and reply; who ends before that used too much CPU time, or was ended."""
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as file:
         cpu_s, nice, function, args = pickle.load(file)
         os.nice(nice)
@@ -62,7 +62,7 @@ def _serve(fd: int, tokenizer: Any) -> None:
         try:
             reply = True, function(*filled(args, tokenizer))
         except MemoryError:
-            return
+            reply = False, too_much(cpu_s)
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             error.add_note(traceback.format_exc())
             error.__cause__ = error.__context__ = None

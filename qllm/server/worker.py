@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from qllm.types import Priority
+
 from . import access, chat, completions
 from .answers import Renderer, owner_of
 from .apart import NICE
@@ -267,8 +269,12 @@ class Worker:
             path, most = self._store.path(file["id"]), self._front.config.max_body_bytes
             what = (path, batch["endpoint"], most)
             num_bytes = path.stat().st_size
-            looked = self._front.apart.do(num_bytes, problems_of, *what, nice=NICE)
-            total, found, of_lines, of_file = looked
+            of_file = None
+            try:
+                looked = self._front.apart.do(num_bytes, problems_of, *what, nice=NICE)
+                total, found, of_lines, of_file = looked
+            except ApiError as error:
+                found = [Problem(str(error.code), error.message)]
             if not found and file["digest"] not in (None, of_file):  # since it was looked at
                 found = [Problem("input_damaged", DAMAGED_FILE)]
         if found:
@@ -338,7 +344,7 @@ class Worker:
         try:
             custom_id, given = await do(len(text), line_of, *what)
         except ApiError as error:  # it takes too much
-            custom_id, given = await do(len(text), custom_id_of, text), error
+            custom_id, given = await self._front.in_thread(Priority.BE, self._name_of, text), error
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
             access.begin(batch["owner"])
@@ -380,8 +386,15 @@ class Worker:
             if text is None:
                 self._lost(batch, number)
             else:
-                custom_id = self._front.apart.do(len(text), custom_id_of, text)
-                self._end_line(batch, number, custom_id, error)
+                self._end_line(batch, number, self._name_of(text), error)
+
+    def _name_of(self, text: bytes) -> str | None:
+        """Return the name of a line's answer; None if even that takes too much."""
+        try:
+            found: str = self._front.apart.do(len(text), custom_id_of, text, nice=NICE)
+        except ApiError:
+            return None
+        return found
 
 
 def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]]:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,20 @@ def fail() -> None:
     raise KeyError("a bug")
 
 
+def tried(path: str, work: Any = None, first: Any = None) -> int:
+    """Do a work, another one first; return how often this was tried."""
+    with open(path, "a+") as file:
+        file.write("x")
+        file.flush()
+        file.seek(0)
+        count = len(file.read())
+    if first is not None and count == 1:
+        first()
+    if work is not None:
+        work()
+    return count
+
+
 @pytest.mark.parametrize("work", [spin, fill, die])
 def test_what_takes_too_much_is_refused_and_ends_nothing_else(
     shared: Apart, monkeypatch: pytest.MonkeyPatch, work: Any
@@ -73,6 +89,41 @@ def test_what_takes_too_much_is_refused_and_ends_nothing_else(
         shared.do(LONG, work)
     assert (caught.value.status_code, caught.value.code) == (400, "body_too_costly")
     assert shared.do(LONG, os.getpid) != os.getpid()
+
+
+def test_work_whose_process_is_ended_is_done_by_another_one(shared: Apart, tmp_path: Path) -> None:
+    assert shared.do(LONG, tried, str(tmp_path / "tries"), None, die) == 2
+
+
+def test_work_that_the_process_that_waits_did_not_take_up_is_done(
+    shared: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended while a socket is on its way to it."""
+    shared.start()
+    waits, hand_over = shared._process, shared._hand_over
+    assert waits is not None
+
+    def handed_over(theirs: socket.socket) -> None:
+        is_first = waits.poll() is None
+        if is_first:
+            waits.send_signal(signal.SIGSTOP)
+        hand_over(theirs)
+        if is_first:
+            waits.kill()
+            waits.wait()
+
+    monkeypatch.setattr(shared, "_hand_over", handed_over)
+    assert shared.do(LONG, os.getpid) != os.getpid()
+
+
+@pytest.mark.parametrize("work", [spin, fill])
+def test_work_that_exceeds_a_bound_is_not_tried_again(
+    shared: Apart, monkeypatch: pytest.MonkeyPatch, work: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(apart, "CPU_S", 1)
+    with pytest.raises(ApiError, match="make it shorter"):
+        shared.do(LONG, tried, str(tmp_path / "tries"), work)
+    assert (tmp_path / "tries").read_text() == "x"
 
 
 def test_each_work_has_a_process_and_short_work_has_none(shared: Apart) -> None:

@@ -435,3 +435,37 @@ def test_a_line_that_takes_too_much_is_an_error_and_the_others_are_answered(
     (failed,) = records(client, batch.error_file_id)
     assert failed["custom_id"] == "line-1"
     assert failed["response"]["body"]["error"]["code"] == "body_too_costly"
+
+
+def test_a_line_whose_name_takes_too_much_is_an_error_and_the_others_are_answered(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do = Apart.do
+
+    def doing(apart: Apart, num_bytes: int, function: Any, *args: Any, **how: Any) -> Any:
+        is_ended = function in (worker.line_of, worker.custom_id_of) and num_bytes >= LONG
+        return do(apart, num_bytes, *((gone,) if is_ended else (function, *args)), **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Apart, "do", doing)
+        batch = ended(client, start(client, [line(0), line(1, prompt="a" * LONG)]).id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (failed,) = records(client, batch.error_file_id)
+    assert failed["custom_id"] is None
+    assert failed["response"]["body"]["error"]["code"] == "body_too_costly"
+
+
+def test_a_batch_whose_file_takes_too_much_fails_and_says_so(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do = Apart.do
+
+    def doing(apart: Apart, num_bytes: int, function: Any, *args: Any, **how: Any) -> Any:
+        what = (gone,) if function is worker.problems_of else (function, *args)
+        return do(apart, num_bytes, *what, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Apart, "do", doing)
+        batch = ended(client, start(client, [line(0, prompt="a" * LONG)]).id)
+    assert batch.status == "failed"
+    assert [e.code for e in batch.errors.data] == ["body_too_costly"]
