@@ -104,7 +104,7 @@ def read_list(name: str, text: str) -> tuple[str, ...]:
         return tuple(item.strip() for item in text.split(",") if item.strip())
     try:
         items = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         items = None
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ConfigError(f'{name}={shown(text)} must be like a,b or a list like ["a", "b"]')
@@ -224,7 +224,7 @@ def _number(name: str, low: str, kind: type[Any]) -> Any:
 def _table(name: str, text: str, kind: Any) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         hint = f"{error}; names and texts stand in double quotes, true and false in lower case"
         raise ConfigError(f"{name}={shown(text)} is not JSON: {hint}") from None
     if not isinstance(found, dict):
@@ -244,5 +244,5 @@ def _anything(word: str) -> Any:
             return found
     try:
         return json.loads(word)
-    except ValueError:
+    except (ValueError, RecursionError):
         return word

@@ -185,7 +185,7 @@ def _bodies(by: str, more: dict[str, str]) -> dict[int, dict[str, Any]]:
     for priority in Priority:
         try:
             added = json.loads(more[priority.name])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"the body of {priority.name} is not JSON: {error}") from None
         if not isinstance(added, dict):
             raise ConfigError(f"the body of {priority.name}, {added!r:.80}, must be an object")

@@ -58,7 +58,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if _sum(header["meta"], tensors) != header["sum"]:
             raise CheckpointError(f"{path} is damaged: its sum is not that of what it holds")
         meta = json.loads(header["meta"])
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
     if not isinstance(meta, dict):
         raise CheckpointError(f"{path} is not a checkpoint: its document is no object")

@@ -420,7 +420,7 @@ class Trace:
                 if not isinstance(values, dict):
                     raise TraceError(f"expected an object, got {type(values).__name__}")
                 events.append(event_from_dict(values))
-            except (json.JSONDecodeError, TraceError) as error:
+            except (json.JSONDecodeError, TraceError, RecursionError) as error:
                 raise TraceError(f"{path}:{number}: {error}") from error
         if len(events) != num_events:
             raise TraceError(
@@ -433,7 +433,7 @@ class Trace:
 def _read_header(path: str, line: str) -> tuple[int, dict[str, Any]]:
     try:
         header = json.loads(line)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         header = None
     if not isinstance(header, dict) or "qllm_trace" not in header:
         raise TraceError(f"{path}: not a qllm trace (its first line is no header of one)")

@@ -165,7 +165,7 @@ class Background:
         access.begin(row["owner"])
         try:
             begun = {**json.loads(row["response"]), "status": "in_progress"}
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             damaged = ApiError(500, DAMAGED, code="response_damaged")
             await self._fail({"object": "response", "id": response_id, "output": []}, damaged)
             return

@@ -239,7 +239,7 @@ class HermesReader:
         """The name is there and the arguments begin: from here on it is a call."""
         try:
             name = json.loads(head[1].translate(_SHOWN))
-        except ValueError:  # an escape that is none
+        except (ValueError, RecursionError):  # an escape that is none
             return self._refuse()
         if not is_name(name):
             return self._refuse()

@@ -185,7 +185,7 @@ def _json_rows(path: Path, file: Iterable[str]) -> Iterator[tuple[int, Row]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WorkloadFileError(f"{path}:{number}: not JSON ({error})") from None
         if not isinstance(value, dict):
             raise WorkloadFileError(f"{path}:{number}: {value!r} must be a JSON object")
