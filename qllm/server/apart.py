@@ -27,13 +27,15 @@ from typing import Any
 from qllm.errors import ConfigError
 
 from .ask import SHORT
-from .errors import ApiError
+from .errors import RETRY_AFTER_S, ApiError
 
 LONG = 16_384
 """Bytes from which on work is done in a process of its own: the worst of fewer takes some
 milliseconds, and a process takes two."""
 AT_ONCE = 4
 """Bodies that are read at a time, of those that have no class yet."""
+STARTS = 5
+"""How often the process that waits is started for one work, if something ends it each time."""
 CPU_S = 10
 """Seconds of CPU time that any work may take."""
 CPU_S_PER_MIB = 3
@@ -149,19 +151,26 @@ class Apart:
                 command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], env=env
             )
         assert self._process.stdin is not None
+        self._control = ours  # closed if what follows fails
         with self._process.stdin as pipe:
             pipe.write(tokenizer)
-        self._control = ours
         return ours
 
     def _hand_over(self, theirs: socket.socket) -> None:
-        """Give one end of a pair of sockets to a new process."""
+        """Give one end of a pair of sockets to a new process.
+
+        Raises:
+            ApiError: The process that waits was ended whenever it was started.
+        """
         with self._lock:
-            try:
-                socket.send_fds(self._start(), [b"."], [theirs.fileno()])
-            except ConnectionError:  # it ended a moment ago
-                self._end()
-                socket.send_fds(self._start(), [b"."], [theirs.fileno()])
+            for _ in range(STARTS):
+                try:
+                    socket.send_fds(self._start(), [b"."], [theirs.fileno()])
+                    return
+                except ConnectionError:  # it ended a moment ago
+                    self._end()
+        text = f"the process that reads long bodies was ended {STARTS} times; try again"
+        raise ApiError(503, text, code="body_not_read", retry_after_s=RETRY_AFTER_S)
 
     def _end(self) -> None:
         if self._control is not None:

@@ -274,6 +274,7 @@ class Worker:
                 looked = self._front.apart.do(num_bytes, problems_of, *what, nice=NICE)
                 total, found, of_lines, of_file = looked
             except ApiError as error:
+                _refuse_outage(error)
                 found = [Problem(str(error.code), error.message)]
             if not found and file["digest"] not in (None, of_file):  # since it was looked at
                 found = [Problem("input_damaged", DAMAGED_FILE)]
@@ -344,6 +345,7 @@ class Worker:
         try:
             custom_id, given = await do(len(text), line_of, *what)
         except ApiError as error:  # it takes too much
+            _refuse_outage(error)
             custom_id, given = await self._front.in_thread(Priority.BE, self._name_of, text), error
         request_id = f"batch_req_{secrets.token_hex(12)}"
         try:
@@ -395,6 +397,16 @@ class Worker:
         except ApiError:
             return None
         return found
+
+
+def _refuse_outage(error: ApiError) -> None:
+    """Return if an error is the fault of a line or a file.
+
+    Raises:
+        EngineGoneError: It is not, and what is asked has to be tried again.
+    """
+    if error.status_code == 503:
+        raise EngineGoneError from error
 
 
 def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]]:

@@ -116,6 +116,24 @@ def test_work_that_the_process_that_waits_did_not_take_up_is_done(
     assert shared.do(LONG, os.getpid) != os.getpid()
 
 
+def test_work_is_done_if_the_process_that_waits_is_ended_as_it_starts(
+    shared: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, ended = shared._start, [BrokenPipeError()] * (apart.STARTS - 1)
+
+    def started() -> socket.socket:
+        if ended:
+            raise ended.pop()
+        return start()
+
+    monkeypatch.setattr(shared, "_start", started)
+    assert shared.do(LONG, os.getpid) != os.getpid()
+    ended += [BrokenPipeError()] * apart.STARTS
+    with pytest.raises(ApiError, match="try again") as caught:
+        shared.do(LONG, os.getpid)
+    assert caught.value.status_code == 503
+
+
 @pytest.mark.parametrize("work", [spin, fill])
 def test_work_that_exceeds_a_bound_is_not_tried_again(
     shared: Apart, monkeypatch: pytest.MonkeyPatch, work: Any, tmp_path: Path

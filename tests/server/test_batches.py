@@ -17,6 +17,7 @@ from qllm.errors import ConfigError
 from qllm.llm import QLLMEngine
 from qllm.server import worker
 from qllm.server.apart import LONG, Apart
+from qllm.server.errors import ApiError
 from qllm.server.response_store import ResponseStore
 from qllm.server.store import TABLES, Store
 from qllm.server.worker import problems
@@ -469,3 +470,20 @@ def test_a_batch_whose_file_takes_too_much_fails_and_says_so(
         batch = ended(client, start(client, [line(0, prompt="a" * LONG)]).id)
     assert batch.status == "failed"
     assert [e.code for e in batch.errors.data] == ["body_too_costly"]
+
+
+def test_a_batch_waits_for_the_process_that_reads_long_bodies(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do, ended_once = Apart.do, set()
+
+    def doing(apart: Apart, num_bytes: int, function: Any, *args: Any, **how: Any) -> Any:
+        if function in (worker.problems_of, worker.line_of) and function not in ended_once:
+            ended_once.add(function)
+            raise ApiError(503, "it was ended")
+        return do(apart, num_bytes, function, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Apart, "do", doing)
+        batch = ended(client, start(client, [line(0, prompt="a" * LONG)]).id)
+    assert (batch.status, len(ended_once)) == ("completed", 2)
