@@ -7,7 +7,8 @@ input goes into one output, so a shadow of any width takes the memory of a few r
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -16,8 +17,13 @@ from torch import Tensor, nn
 from qllm.models.quantised_experts import quantised_in
 from qllm.models.quantised_linears import linear_in
 
+SMALL = 1 << 16
+"""Values of a tensor that a module has as an attribute, up to which a shadow has its own."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""What every module has: its children, its weights, its hooks."""
+_SCALARS = (bool, int, float, str, type(None), torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PLAIN = (bool, int, float, str, type(None), tuple, torch.dtype)
+_PLAIN = (*_SCALARS, tuple)
 
 
 class Draw:
@@ -25,7 +31,20 @@ class Draw:
 
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
+        self._made: list[tuple[nn.Module, Kept]] = []
+        """Shadows whose weights were drawn, and what they kept when they were made."""
         self._generator = torch.Generator().manual_seed(seed)
+
+    def watch(self, made: nn.Module) -> None:
+        """Remember what a new shadow keeps."""
+        self._made.append((made, Kept(made)))
+
+    def kept_more(self) -> str:
+        """Say which of the shadows kept something of a call for the next."""
+        for made, before in self._made:
+            if before.differs(made):
+                return f"{type(made).__name__} keeps something of one call for the next"
+        return ""
 
     def normal(self, *shape: int) -> Tensor:
         """Values of a standard normal distribution."""
@@ -107,7 +126,10 @@ class Stub(nn.Module):
 
 
 def shadow(
-    module: nn.Module, draw: Draw, stubs: Mapping[nn.Module, nn.Module] | None = None
+    module: nn.Module,
+    draw: Draw,
+    stubs: Mapping[nn.Module, nn.Module] | None = None,
+    **settings: Any,
 ) -> Any:
     """A module's code over drawn weights.
 
@@ -115,10 +137,14 @@ def shadow(
         module: It is not changed.
         draw: Of the weights; those of another precision than the rest stay wider.
         stubs: Modules in it -> what stands for them.
+        **settings: What the shadow has in the place of attributes of the module.
     """
     dtypes = {p.dtype for p in module.parameters()}
     is_mixed = torch.float32 in dtypes and len(dtypes) > 1
-    return _shadow(module, draw, stubs or {}, is_mixed)
+    made = _shadow(module, draw, stubs or {}, is_mixed)
+    vars(made).update(settings)
+    draw.watch(made)
+    return made
 
 
 def _shadow(
@@ -127,9 +153,9 @@ def _shadow(
     if module in stubs:
         return stubs[module]
     if has_another_forward(module):
-        raise ValueError(f"the forward of {type(module).__name__} was replaced on the instance")
+        raise ValueError(f"a method of {type(module).__name__} was replaced on the instance")
     made: Any = object.__new__(type(module))
-    vars(made).update(vars(module))
+    vars(made).update({k: _own(v) for k, v in vars(module).items()})
     vars(made).pop("forward", None)
     for name in _HOOKS:
         vars(made)[name] = type(vars(made)[name])()
@@ -175,13 +201,70 @@ def with_attention(config: Any, implementation: str) -> Any:
     return own
 
 
+def _own(value: Any) -> Any:
+    """A value of a shadow, which may write to it."""
+    if type(value) in (dict, list, set):
+        return copy.copy(value)
+    return value.detach().cpu().clone() if _is_small(value) else value
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value is a tensor that a trial copies: no weights, which it never reads."""
+    return isinstance(value, Tensor) and value.device.type != "meta" and value.numel() <= SMALL
+
+
+class Kept:
+    """What a shadow and those inside it kept at one time: attributes, and values of buffers."""
+
+    def __init__(self, made: nn.Module) -> None:
+        self._attributes = self._of(made)
+        self._tensors = [(tensor, tensor.clone()) for tensor in self._written(made)]
+
+    @staticmethod
+    def _of(made: nn.Module) -> object:
+        return [(own_values(m), [*map(id, m._buffers.values())]) for m in made.modules()]
+
+    @staticmethod
+    def _written(made: nn.Module) -> Iterator[Tensor]:
+        for module in made.modules():
+            values = (*vars(module).values(), *module._buffers.values())
+            yield from filter(_is_small, values)
+
+    def differs(self, made: nn.Module) -> bool:
+        """Return whether the shadow keeps something else now."""
+        if self._attributes != self._of(made):
+            return True
+        return not all(torch.equal(tensor, before) for tensor, before in self._tensors)
+
+
+def own_values(owner: object, but: str = "") -> object:
+    """The attributes of a module, or of its config, that its forward may read, to be compared."""
+    own = vars(owner).items()
+    found = {k: _comparable(v) for k, v in own if k not in _OF_TORCH and k != but}
+    return sorted(found.items())
+
+
+def _comparable(value: Any) -> object:
+    """What changes with a value: plain ones as text, others by what they are."""
+    if isinstance(value, _SCALARS):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return [(str(k), _comparable(v)) for k, v in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_comparable(v) for v in value]
+    return id(value)
+
+
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether a user replaced the forward of a module or of one inside it."""
+    """Return whether a user replaced a method of a module or of one inside it."""
     return any(map(has_another_forward, module.modules()))
 
 
 def has_another_forward(module: nn.Module) -> bool:
-    """Return whether a user replaced the forward of a module; our own forwards do not count."""
-    own = vars(module).get("forward")
+    """Return whether a user replaced a method of a module; our own forwards do not count."""
+    own, kind = vars(module), type(module)
+    replaced = {k for k in own.keys() - _OF_TORCH if isfunction(getattr(kind, k, None))}
     is_held = linear_in(module) is not None or quantised_in(module) is not None
-    return own is not None and not is_held and not hasattr(own, "is_ours")
+    if is_held or hasattr(own.get("forward"), "is_ours"):
+        replaced.discard("forward")
+    return bool(replaced)

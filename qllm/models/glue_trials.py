@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qllm.models.arguments import cache_argument, parameters_of
 from qllm.models.drawn import Draw, Stub, shadow
-from qllm.models.trials import differs, rows, trial
+from qllm.models.trials import LARGE, calls, differs, positions_for, rows, trial
 
 
 def _beside(module: nn.Module, known: set[Any], what: str) -> str:
@@ -40,7 +40,9 @@ _AS_TUPLES = ((True, False), (True, True), (False, False), (False, True))
 
 
 @trial
-def layer(module: Any, draw: Draw, kind: str, attn: nn.Module, block: nn.Module) -> Iterator[str]:
+def layer(
+    module: Any, draw: Draw, kind: str, attn: nn.Module, block: nn.Module, is_long: bool
+) -> Iterator[str]:
     """Hold the glue of a layer against norm, attention, sum, norm, MLP, sum.
 
     Args:
@@ -49,28 +51,23 @@ def layer(module: Any, draw: Draw, kind: str, attn: nn.Module, block: nn.Module)
         kind: "plain", or "scaled" if what is added is multiplied.
         attn: What sees other tokens.
         block: Its MLP, or its experts.
+        is_long: Whether it is given many tokens too.
     """
     norms = module.input_layernorm, module.post_attention_layernorm
     yield _beside(module, {attn, block, *norms}, "norms, attention and MLP")
     scale = module.residual_multiplier if kind == "scaled" else None
     lines = [_line(draw) for _ in range(4)]
     first, second, attend, feed = lines
-    x = rows(draw, norms[0].weight.numel(), 0.25, 1, 4)[None]
-    rope, cache = (draw.normal(1, 3, 4), draw.normal(1, 3, 4)), object()
-    takes_rope = "position_embeddings" in parameters_of(attn)
-
-    def attended(*args: Any, **given: Any) -> Tensor:
-        values = [*args, *given.values()]
-        if not any(value is cache for value in values):
-            raise ValueError("the attention is not given the cache")
-        if takes_rope and not any(value is rope for value in values):
-            raise ValueError("the attention is not given the positions")
-        return attend(_first(args, given))
-
-    mid = _plus(x, attend(first(x)), scale)
-    expected = _plus(mid, feed(second(mid)), scale)
+    width, takes = norms[0].weight.numel(), parameters_of(attn)
+    names = {"position_embeddings", "attention_mask", cache_argument(attn)} & takes.keys()
     said = []
     for attn_is_tuple, block_is_tuple in _AS_TUPLES:
+        told = _Told(names)
+
+        def attended(*args: Any, told: _Told = told, **given: Any) -> Tensor:
+            told.check(args, given)
+            return attend(_first(args, given))
+
         stubs: dict[nn.Module, nn.Module] = {
             norms[0]: Stub(norms[0], first),
             norms[1]: Stub(norms[1], second),
@@ -78,17 +75,58 @@ def layer(module: Any, draw: Draw, kind: str, attn: nn.Module, block: nn.Module)
             block: Stub(block, _in_a_tuple(feed) if block_is_tuple else feed),
         }
         made = shadow(module, draw, stubs)
-        given = {"position_embeddings": rope, "attention_mask": None, cache_argument(module): cache}
-        try:
-            out = made(x, **given)
-        except (TypeError, ValueError) as error:
-            said.append(f"it raised {type(error).__name__}: {error}")
-            continue
-        out = out[0] if isinstance(out, tuple) else out
-        said.append(differs("its output", out, expected))
+        said.append("")
+        for x in calls(rows(draw, width, 0.25, 1, 4, LARGE), is_long):
+            mid = _plus(x, attend(first(x)), scale)
+            expected = _plus(mid, feed(second(mid)), scale)
+            try:
+                out = made(x[None], **told.of(module, draw, len(x)))
+            except (TypeError, ValueError) as error:
+                said[-1] = f"it raised {type(error).__name__}: {error}"
+                break
+            out = out[0] if isinstance(out, tuple) else out
+            said[-1] = said[-1] or differs("its output", out, expected[None])
         if not said[-1]:
             return
     yield said[0]
+
+
+class _Told:
+    """What a layer is told beside hidden states, all of which its attention has to be told.
+
+    Args:
+        names: Of the arguments that its attention takes, by which it must be told.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self._values: dict[str, Any] = {}
+
+    def of(self, module: nn.Module, draw: Draw, count: int) -> dict[str, Any]:
+        """Make the arguments of a call with so many tokens."""
+        self._values = {
+            "position_embeddings": (draw.normal(1, count, 4), draw.normal(1, count, 4)),
+            "attention_mask": draw.normal(1, 1, count, count),
+            cache_argument(module): object(),
+            **positions_for(module, count),
+        }
+        return self._values
+
+    def check(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Look at the arguments of an attention.
+
+        Raises:
+            ValueError: It lacks one, or has one that the layer made.
+        """
+        found = [*args, *given.values()]
+        for name, value in self._values.items():
+            is_needed = name in self._names or not isinstance(value, Tensor | tuple)
+            if is_needed and not any(x is value for x in found):
+                raise ValueError(f"the attention is not given the {name} of the layer")
+        known = [_first(args, given), *self._values.values()]
+        for value in found:
+            if not isinstance(value, bool | None) and not any(value is x for x in known):
+                raise ValueError(f"the attention is given a {type(value).__name__} by the layer")
 
 
 def _plus(x: Tensor, y: Tensor, scale: float | None) -> Tensor:
@@ -120,9 +158,8 @@ def block(
     """
     yield _beside(module, {router, experts, shared, gate}, "router and experts")
     width = int(router.weight.shape[1])
-    x, share = rows(draw, width, 0.25, 1, 2, 4, 8), _line(draw)
+    xs, share = [*calls(rows(draw, width, 0.25, 1, 2, 4, 8, LARGE))], _line(draw)
     choose, run = _chooser(draw, width, experts.num_experts), _runner(draw, experts)
-    _, weights, ids = choose(x)
     said = ""
     for made_of in (lambda *found: found, lambda *found: found[::-1]):  # ids are last, or first
         stubs: dict[nn.Module, nn.Module] = {
@@ -132,14 +169,17 @@ def block(
         if shared is not None:
             stubs[shared] = Stub(shared, share)
         made = shadow(module, draw, stubs)
-        expected = run(x, ids, weights)
-        if shared is not None:
-            name = next((n for n, child in module.named_children() if child is gate), None)
-            scale = 1.0 if name is None else torch.sigmoid(getattr(made, name)(x))
-            expected = expected + (share(x) if name is None else scale * share(x))
-        out = made(x[None])
-        out = out[0] if isinstance(out, tuple) else out
-        said = differs("its output", out, expected[None])
+        said = ""
+        for x in xs:
+            _, weights, ids = choose(x)
+            expected = run(x, ids, weights)
+            if shared is not None:
+                name = next((n for n, child in module.named_children() if child is gate), None)
+                scale = 1.0 if name is None else torch.sigmoid(getattr(made, name)(x))
+                expected = expected + (share(x) if name is None else scale * share(x))
+            out = made(x[None])
+            out = out[0] if isinstance(out, tuple) else out
+            said = said or differs("its output", out, expected[None])
         if not said:
             return
     yield said

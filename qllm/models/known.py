@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qllm.models import fingerprints, glue_trials, trials
-from qllm.models.drawn import has_another_forward, is_replaced
+from qllm.models.drawn import has_another_forward, is_replaced, own_values
 from qllm.models.formulas import NORMS
 
 SOURCE, TRIAL = "their source", "a trial"
+NUMBER = "layer_idx"
+"""What modules of transformers call the number of their layer."""
 
 P = ParamSpec("P")
 
@@ -36,7 +38,6 @@ class Known(NamedTuple):
     """SOURCE or TRIAL, or why there is no kind."""
 
 
-_SCALARS = (bool, int, float, str, type(None))
 _seen: "WeakKeyDictionary[nn.Module, dict[str, tuple[object, Known]]]" = WeakKeyDictionary()
 """What was found, by the module and by what it was asked to be."""
 _alike: ContextVar[dict[object, Known] | None] = ContextVar("_alike", default=None)
@@ -72,18 +73,22 @@ def _once(look: Callable[Concatenate[Any, P], Known]) -> Callable[Concatenate[An
     return known  # type: ignore[return-value]
 
 
-def _state_of(module: nn.Module) -> object:
-    """All that a trial of a module may depend on."""
-    return [_settings(name, m) for name, m in module.named_modules()]
+def _is_first(module: nn.Module) -> bool:
+    """Return whether nothing in this look was like a module but for the number of its layer."""
+    alike, key = _alike.get(), ("but its number", repr(_state_of(module, NUMBER)))
+    if alike is None:
+        return True
+    return alike.setdefault(key, Known(None, str(id(module)))).how == str(id(module))
 
 
-def _settings(name: str, module: nn.Module) -> object:
+def _state_of(module: nn.Module, but: str = "") -> object:
+    """All that a trial of a module may depend on, but an attribute of that name."""
+    return [_settings(name, m, but) for name, m in module.named_modules()]
+
+
+def _settings(name: str, module: nn.Module, but: str) -> object:
     config = getattr(module, "config", None)
-    values = [
-        sorted((k, v) for k, v in vars(owner).items() if isinstance(v, _SCALARS))
-        for owner in (module, config)
-        if owner is not None
-    ]
+    values = [own_values(owner, but) for owner in (module, config) if owner is not None]
     tensors = {**module._parameters, **module._buffers}
     shapes = [(k, t.shape, t.dtype) for k, t in tensors.items() if t is not None]
     kind = type(module)
@@ -156,7 +161,7 @@ def attention(attn: Any) -> Known:
     kinds = _kinds_of_attention(attn)
     if part:
         kinds = [k if k.startswith("gated") else part + k for k in kinds if k != "sinks"]
-    return _found(None, kinds, lambda kind: trials.attends(attn, kind, turned))
+    return _found(None, kinds, lambda kind: trials.attends(attn, kind, turned, _is_first(attn)))
 
 
 def _kinds_of_attention(attn: Any) -> list[str]:
@@ -197,7 +202,7 @@ def latents(attn: Any) -> Known:
     source = None if is_replaced(attn) else fingerprints.latents_by_source(attn)
     in_pairs = getattr(attn.config, "rope_interleave", None)
     kinds = ["complex", "halves"] if in_pairs is None else ["pairs" if in_pairs else "halves"]
-    return _found(source, kinds, partial(trials.keeps_latents, attn))
+    return _found(source, kinds, lambda kind: trials.keeps_latents(attn, kind, _is_first(attn)))
 
 
 def rotation_of_latents(attn: Any) -> str | None:
@@ -208,7 +213,8 @@ def rotation_of_latents(attn: Any) -> str | None:
 @_once
 def expansion(attn: Any) -> Known:
     """The expansion of latents to keys and values of all heads."""
-    source = "expansion" if fingerprints.expands_by_source(attn) else None
+    is_source = fingerprints.expands_by_source(attn) and not has_another_forward(attn)
+    source = "expansion" if is_source else None
     return _found(source, ["expansion"], lambda _: trials.expands_latents(attn))
 
 
@@ -278,7 +284,8 @@ def experts(module: Any) -> Known:
     default = gate.__module__ == "transformers.integrations.moe"
     is_default = default and _is_silu(getattr(module, "act_fn", None))
     is_source = is_default if kind == "swiglu" else fingerprints.is_clamped_by_source(module)
-    source = kind if is_source and type(module).__module__.startswith("transformers.") else None
+    is_source = is_source and type(module).__module__.startswith("transformers.")
+    source = kind if is_source and not is_replaced(module) else None
     return _found(source, [kind], partial(trials.experts, module))
 
 
@@ -326,7 +333,9 @@ def layer(module: Any, attn: nn.Module | None, block: nn.Module | None) -> Known
     kinds = ["plain", *(["scaled"] if hasattr(module, "residual_multiplier") else [])]
     source = fingerprints.by_source(fingerprints.LAYER_GLUE, module)
     source = None if has_another_forward(module) else source
-    return _found(source, kinds, lambda kind: glue_trials.layer(module, kind, attn, block))
+    return _found(
+        source, kinds, lambda kind: glue_trials.layer(module, kind, attn, block, _is_first(module))
+    )
 
 
 class Shared(NamedTuple):

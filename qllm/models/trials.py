@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from qllm.models.arguments import cache_argument
+from qllm.models.arguments import cache_argument, parameters_of
 from qllm.models.drawn import Draw, shadow, with_attention
 from qllm.models.formulas import (
     GATES,
@@ -49,6 +49,12 @@ TIES = {torch.float32: 1 / 32, torch.bfloat16: 1 / 4}
 """Share of tokens that may have other experts: equal scores, which are few in fp32."""
 PAST = 3
 """Tokens in the cache before."""
+MANY = 130
+"""Tokens of a long call: more than two blocks of 64, as code has that works in blocks."""
+LARGE = 2.0**12
+"""Size of an input that is far beyond what layers give each other: a limit of values shows."""
+FAR = 1 << 20
+"""The position that tokens have, by their number: an attention reads it of its embeddings alone."""
 PROBE = "qllm_trial"
 """Name of the attention function of a trial."""
 COMPLEX = "complex"
@@ -65,7 +71,8 @@ def trial(run: Callable[..., Iterator[str]]) -> Trial:
         try:
             with torch.inference_mode(), _on_cpu():
                 for dtype in DTYPES:
-                    said = next(filter(None, run(module, Draw(dtype), *args)), "")
+                    draw = Draw(dtype)
+                    said = next(filter(None, run(module, draw, *args)), "") or draw.kept_more()
                     if said:
                         return said
         except Exception as error:  # noqa: BLE001 - whatever it is, the part is not of the kind
@@ -116,6 +123,14 @@ def rows(draw: Draw, width: int, *sizes: float) -> Tensor:
     return draw.normal(len(sizes), width) * torch.tensor(sizes, dtype=draw.dtype)[:, None]
 
 
+def calls(x: Tensor, is_long: bool = True) -> Iterator[Tensor]:
+    """The rows of an input together, one of them, and many: a token depends on no other."""
+    yield x
+    yield x[-1:]
+    if is_long:
+        yield x[torch.arange(MANY) % len(x)]
+
+
 # -- norms, dense layers, experts, routers
 
 
@@ -123,16 +138,16 @@ def rows(draw: Draw, width: int, *sizes: float) -> Tensor:
 def norm(module: Any, draw: Draw, kind: str) -> Iterator[str]:
     """Hold a norm against a kind of NORMS."""
     made = shadow(module, draw)
-    x = rows(draw, made.weight.numel(), 2**-12, 2**-10, 2**-5, 1, 8, 64)
-    yield differs("its output", made(x), NORMS[kind](made, x))
+    for x in calls(rows(draw, made.weight.numel(), 2**-12, 2**-10, 2**-5, 1, 8, 64, LARGE)):
+        yield differs("its output", made(x[None]), NORMS[kind](made, x[None]))
 
 
 @trial
 def mlp(module: Any, draw: Draw) -> Iterator[str]:
     """Hold a dense layer against the usual gated MLP."""
     made = shadow(module, draw)
-    x = rows(draw, module.gate_proj.in_features, 2**-5, 0.5, 1, 2, 8)
-    yield differs("its output", made(x), swiglu(made, x))
+    for x in calls(rows(draw, module.gate_proj.in_features, 2**-5, 0.5, 1, 2, 8, LARGE)):
+        yield differs("its output", made(x[None]), swiglu(made, x[None]))
 
 
 class _Small(Draw):
@@ -161,22 +176,24 @@ class _Small(Draw):
 def experts(module: Any, draw: Draw, kind: str) -> Iterator[str]:
     """Hold experts against a kind of GATES: their gate, and their forward both ways it is run."""
     small = _Small(draw.dtype, module)
-    made = shadow(module, small)
-    for name, value in vars(module).items():
-        if type(value) is int and value in small.sizes:
-            setattr(made, name, small.sizes[value])
-    both = rows(draw, 16, 2**-5, 1, 4, 16)
+    numbers = {k: v for k, v in vars(module).items() if type(v) is int}
+    settings: dict[str, Any] = {k: small.sizes.get(v, v) for k, v in numbers.items()}
+    if hasattr(module, "config"):
+        settings["config"] = with_attention(module.config, "sdpa")
+    made = shadow(module, small, **settings)
+    both = rows(draw, 16, 2**-5, 1, 4, 16, LARGE)
     yield differs("its gate", made._apply_gate(both), GATES[kind](made, both))
     hidden = made.down_proj.shape[2 if module.is_transposed else 1]
-    x = rows(draw, hidden, 0.25, 1, 2, 4, 8)
-    ids = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [2, 0]])
-    weights = draw.uniform(0.1, 1, 5, 2)
+    x = rows(draw, hidden, 0.25, 1, 2, 4, 8, LARGE)
+    ids = torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [2, 0], [1, 3]])
+    weights = draw.uniform(0.1, 1, 6, 2)
     expected = _of_experts(kind, made, x, ids, weights)
     for implementation in ("grouped_mm", "eager"):
         if hasattr(made, "config"):
-            made.config = with_attention(module.config, "sdpa")
             made.config._experts_implementation = implementation
-        yield differs("its output", made(x, ids, weights), expected, is_close=True)
+        for given in zip(*map(calls, (x, ids, weights, expected)), strict=True):
+            yield differs("its output", made(*given[:3]), given[3], is_close=True)
+    yield small.kept_more()
 
 
 def _of_experts(kind: str, m: Any, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -201,7 +218,11 @@ def _of_experts(kind: str, m: Any, x: Tensor, ids_TK: Tensor, weights_TK: Tensor
 def router(module: Any, draw: Draw, kind: str) -> Iterator[str]:
     """Hold a router against a kind of ROUTERS."""
     made = shadow(module, draw)
-    x = rows(draw, made.weight.shape[1], *[0.25, 1, 2, 4] * 16)
+    for x in calls(rows(draw, made.weight.shape[1], *[0.25, 1, 2, 4] * 15, 16, 16, 32, 32)):
+        yield from _routes(made, kind, x)
+
+
+def _routes(made: Any, kind: str, x: Tensor) -> Iterator[str]:
     first, weights, last = made(x)
     ids = first if last.is_floating_point() else last
     expected = ROUTERS[kind](made, x)
@@ -209,7 +230,7 @@ def router(module: Any, draw: Draw, kind: str) -> Iterator[str]:
         yield f"its experts: {tuple(ids.shape)}, not {tuple(expected.ids_TK.shape)}"
     found, expected = _by_expert(ids, weights), _by_expert(*expected)
     same = (found.ids_TK == expected.ids_TK).all(-1)
-    if float((~same).float().mean()) > TIES[draw.dtype]:
+    if float((~same).float().mean()) > TIES[x.dtype]:
         yield f"its experts: others for {int((~same).sum())} of {len(same)} tokens"
     yield differs("its weights", found.weights_TK[same], expected.weights_TK[same])
 
@@ -240,11 +261,14 @@ class Cache:
         return torch.cat((past_keys, keys), 2), torch.cat((past_values, values), 2)
 
     def get_seq_length(self, *_: object) -> int:
-        """Tokens that were in it."""
-        return PAST
+        """Refuse: what is asked for the tokens before may do something else after more of them."""
+        raise ValueError("it asks how many tokens are in the cache")
 
 
-_HARMLESS = {"dropout", "scaling", "sliding_window", "position_ids", "is_causal", "use_cache"}
+_HARMLESS = {
+    *("dropout", "scaling", "sliding_window", "is_causal", "use_cache"),
+    *("position_ids", "cache_position"),
+}
 
 
 def _probe(
@@ -261,16 +285,24 @@ AttentionInterface.register(PROBE, _probe)
 
 
 def _meet(
-    module: Any, draw: Draw, formula: Callable[[Any, Asked], Seen], num_turned: int, how: str
+    module: Any,
+    draw: Draw,
+    formula: Callable[[Any, Asked], Seen],
+    num_turned: int,
+    how: str,
+    is_long: bool,
 ) -> Iterator[str]:
-    """Run an attention over a cache, several tokens and one, and compare."""
-    made = shadow(module, draw)
-    made.config = with_attention(module.config, PROBE if how == COMPLEX else how)
+    """Run an attention over a cache, several tokens and one, or many without a cache; compare."""
+    config = with_attention(module.config, PROBE if how == COMPLEX else how)
+    made = shadow(module, draw, config=config)
     first = next(m for m in module.children() if type(m) is nn.Linear)
     beyond = 4 * (getattr(module.config, "clip_qkv", None) or 4.0)
-    sizes = (1.0, 0.5, 2.0, 1.0, beyond)
-    for count in (len(sizes), 1):
-        x = rows(draw, first.in_features, *sizes[:count])[None]
+    usual = (1.0, 0.5, 2.0, 1.0)
+    tried = [((*usual, beyond), PAST), (usual[:1], PAST)]
+    tried += [((usual * MANY)[:MANY], 0)] if is_long and draw.dtype is torch.float32 else []
+    for sizes, past in tried:
+        count = len(sizes)
+        x = rows(draw, first.in_features, *sizes)[None]
         angles = draw.uniform(-3, 3, 1, count, num_turned // 2).float()
         if how == PROBE:
             angles = torch.cat((angles, angles), -1)
@@ -279,9 +311,9 @@ def _meet(
         if how != COMPLEX:
             given = tables = tables[0].to(draw.dtype), tables[1].to(draw.dtype)
         shapes = _kept_shapes(module)
-        first_kept, second_kept = (draw.normal(1, n, PAST, width) for n, width in shapes)
-        keys = torch.arange(PAST + count)
-        hidden = keys[None, :] > keys[PAST:, None]
+        first_kept, second_kept = (draw.normal(1, n, past, width) for n, width in shapes)
+        keys = torch.arange(past + count)
+        hidden = keys[None, :] > keys[past:, None]
         mask = torch.zeros(hidden.shape, dtype=draw.dtype)
         mask = mask.masked_fill(hidden, torch.finfo(draw.dtype).min)[None, None]
         asked = Asked(x, *tables, (first_kept, second_kept), mask)
@@ -290,7 +322,7 @@ def _meet(
             hidden_states=x,
             position_embeddings=given,
             attention_mask=mask,
-            **{cache_argument(module): cache},
+            **{cache_argument(module): cache, **positions_for(module, count)},
         )[0]
         if cache.written is None:
             yield "it writes nothing to the cache"
@@ -298,9 +330,18 @@ def _meet(
         yield differs("its keys", cache.written[0], expected.keys)
         yield differs("its values", cache.written[1], expected.values)
         bounds = torch.full((1, count), BOUND[torch.float32], dtype=torch.float32)
-        bounds[:, 4:] = LOOSE[torch.float32]  # its scores are large
+        bounds[:, [size == beyond for size in sizes]] = LOOSE[torch.float32]  # of large scores
         is_wide = draw.dtype is torch.float32
         yield differs("its output", out, expected.out, bounds if is_wide else None, not is_wide)
+
+
+def positions_for(module: Any, count: int) -> dict[str, Tensor]:
+    """The positions of tokens under the names by which a layer or an attention takes them."""
+    takes = parameters_of(module).values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in takes)
+    made = torch.arange(FAR, FAR + count)
+    values = {"position_ids": made[None], "cache_position": made}
+    return {k: v for k, v in values.items() if takes_all or k in parameters_of(module)}
 
 
 def _kept_shapes(attn: Any) -> list[tuple[int, int]]:
@@ -312,7 +353,7 @@ def _kept_shapes(attn: Any) -> list[tuple[int, int]]:
 
 
 @trial
-def attends(module: Any, draw: Draw, kind: str, num_turned: int) -> Iterator[str]:
+def attends(module: Any, draw: Draw, kind: str, num_turned: int, is_long: bool) -> Iterator[str]:
     """Hold an attention over keys and values against a kind of `fingerprints.ATTENTION`.
 
     Args:
@@ -320,23 +361,26 @@ def attends(module: Any, draw: Draw, kind: str, num_turned: int) -> Iterator[str
         draw: Of weights and inputs.
         kind: What it is held against.
         num_turned: The first values of a head, which are turned.
+        is_long: Whether it is given many tokens too.
     """
     how = "eager" if kind == "sinks" else PROBE
-    yield from _meet(module, draw, partial(attention, kind), num_turned, how)
+    yield from _meet(module, draw, partial(attention, kind), num_turned, how, is_long)
 
 
 @trial
-def keeps_latents(module: Any, draw: Draw, rotation: str) -> Iterator[str]:
+def keeps_latents(module: Any, draw: Draw, rotation: str, is_long: bool) -> Iterator[str]:
     """Hold an attention against multi-head latent attention.
 
     Args:
         module: It.
         draw: Of weights and inputs.
         rotation: A key of `formulas.ROTATIONS`.
+        is_long: Whether it is given many tokens too.
     """
     yield from expands(module, draw)
     how = COMPLEX if rotation == "complex" else PROBE
-    yield from _meet(module, draw, partial(latents, rotation), module.qk_rope_head_dim, how)
+    formula = partial(latents, rotation)
+    yield from _meet(module, draw, formula, module.qk_rope_head_dim, how, is_long)
 
 
 def expands(module: Any, draw: Draw) -> Iterator[str]:
@@ -363,9 +407,9 @@ def is_delta_net(module: Any, draw: Draw, kind: str, new_state: Callable[[], Any
     """
     made, name = shadow(module, draw), cache_argument(module)
     width = module.out_proj.out_features
-    x = rows(draw, width, *[0.5, 1, 2, 1, 0.25] * 2)[None]
+    x = rows(draw, width, *([0.5, 1, 2, 1, 0.25] * 14)[1:], 64 * LARGE)[None]
     expected = delta_net(kind, made, x)
-    for cuts in ([0, 10], [0, 6, 7, 8, 10]):
+    for cuts in ([0, 70], [0, 6, 7, 8, 70]):
         cache, outs = OneState(new_state()), []
         for lo, hi in pairwise(cuts):
             out = made(hidden_states=x[:, lo:hi], **{name: cache})

@@ -1,5 +1,6 @@
 """A part is known by what it computes: mutated copies are refused, rewritten ones are taken."""
 
+import copy
 import logging
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,6 +25,8 @@ from tests.support.rewritten import MUTANTS, REWRITES, models, rewritten, source
 MODELS = models()
 SAME = {
     ("olmoe", "gate and up change places"),  # it has no MLP
+    ("olmoe", "MLP with a limit"),
+    ("olmoe", "MLP that mixes tokens"),
     ("gpt_oss", "a softcap"),  # its attention function takes none
     ("qwen3_5_moe_text", "keys not turned"),  # those of images
     ("deepseek_v3 in halves", "rope in halves"),
@@ -131,6 +135,44 @@ def test_a_forward_that_was_replaced_on_an_instance_is_refused() -> None:
         assert None in {part.known.kind for part in parts_of(model)}, name
         del module.forward
     assert changed(model) == []
+
+
+def test_a_method_that_was_replaced_on_an_instance_is_refused() -> None:
+    """A source that was tested says nothing of what its forward calls then."""
+    for family, name, method in (
+        ("deepseek_v3", "self_attn", "expand_kv"),
+        ("mixtral", "mlp.experts", "_apply_gate"),
+        ("qwen3_next", "input_layernorm", "_norm"),
+    ):
+        model = MODELS[family]()
+        layers = model.model.layers
+        module = next(m for layer in layers for n, m in layer.named_modules() if n == name)
+        assert all(part.known.kind for part in parts_of(model))
+        own = getattr(type(module), method)
+        setattr(module, method, partial(own, module))
+        assert None in {part.known.kind for part in parts_of(model)}, name
+
+
+@pytest.mark.parametrize("setting", [F.gelu, (F.gelu,), {"act": F.gelu}])
+def test_parts_that_differ_in_any_setting_are_tried_each(setting: Any) -> None:
+    """The layers of a model are alike in all but what one of them keeps."""
+    mlp = make_model("deepseek_v3").model.layers[0].mlp
+    usual, other = copy.copy(mlp), copy.copy(mlp)
+    kind = type("Mlp", (type(usual),), {"__module__": "elsewhere", "forward": with_own_act})
+    for mlp, how in ((usual, F.silu), (other, setting)):
+        mlp.__class__, mlp.how = kind, how
+    with known.one_look():
+        assert known.mlp(usual) == ("swiglu", TRIAL)
+        assert known.mlp(other).kind is None
+    usual.how = setting
+    assert known.mlp(usual).kind is None
+
+
+def with_own_act(self: Any, x: Tensor) -> Tensor:
+    how = self.how["act"] if isinstance(self.how, dict) else self.how
+    act = how[0] if isinstance(how, tuple) else how
+    out: Tensor = self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+    return out
 
 
 class Largest(TorchDispatchMode):

@@ -175,6 +175,9 @@ REWRITES: dict[str, Edit] = {
 
 RESIDUAL = "residual = hidden_states"
 POST_NORM = "hidden_states = self.post_attention_layernorm(hidden_states)"
+IN_ATTENTION = "input_shape = hidden_states.shape[:-1]"
+IN_LAYER = "hidden_states = self.input_layernorm(hidden_states)"
+IN_BLOCK = "batch_size, sequence_length, hidden_dim = hidden_states.shape"
 MUTANTS: dict[str, tuple[str, str]] = {
     # norms
     "norm without its weight": (
@@ -324,6 +327,86 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "block whose gate is not squashed": (
         "F.sigmoid(self.shared_expert_gate(hidden_states_reshaped))",
         "self.shared_expert_gate(hidden_states_reshaped)",
+    ),
+    # what shows in some calls alone
+    "norm of all tokens": (".pow(2).mean(-1, keepdim=True)", ".pow(2).mean(1, keepdim=True)"),
+    "norm with a limit": (
+        "variance = hidden_states.pow(2)",
+        "hidden_states = hidden_states.clamp(-500, 500)\n        variance = hidden_states.pow(2)",
+    ),
+    "norm that counts its calls": (
+        "input_dtype = hidden_states.dtype",
+        "input_dtype = hidden_states.dtype\n        self.calls = getattr(self, 'calls', 0) + 1",
+    ),
+    "MLP with a limit": (
+        "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "(self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-500, 500)",
+    ),
+    "MLP that mixes tokens": (
+        "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "self.act_fn(self.gate_proj(x)) * self.up_proj(x + x.mean(-2, keepdim=True))",
+    ),
+    "experts with a limit": (
+        "current_hidden_states = self.act_fn(gate) * up",
+        "current_hidden_states = (self.act_fn(gate) * up).clamp(-500, 500)",
+    ),
+    "router with a limit": (
+        "F.linear(hidden_states, self.weight)",
+        "F.linear(hidden_states, self.weight).clamp(-50, 50)",
+    ),
+    "router of few tokens": (
+        "F.linear(hidden_states, self.weight)",
+        "F.linear(hidden_states, self.weight) * (1 - 2 * (len(hidden_states) < 3))",
+    ),
+    "router of many tokens": (
+        "F.linear(hidden_states, self.weight)",
+        "F.linear(hidden_states, self.weight) * (1 - 2 * (len(hidden_states) > 70))",
+    ),
+    "attention of far positions": (
+        IN_ATTENTION,
+        f"{IN_ATTENTION}\n        if (places := kwargs.get('position_ids')) is not None:\n"
+        "            hidden_states = torch.where(places[..., None] > 8192, 2, 1) * hidden_states",
+    ),
+    "attention of many tokens": (
+        IN_ATTENTION,
+        f"{IN_ATTENTION}\n        hidden_states = hidden_states * (1 + (input_shape[-1] > 50))",
+    ),
+    "attention that counts its calls": (
+        IN_ATTENTION,
+        f"{IN_ATTENTION}\n        self.calls = getattr(self, 'calls', 0) + 1",
+    ),
+    "attention that lists its calls": (
+        IN_ATTENTION,
+        f"{IN_ATTENTION}\n        vars(self).setdefault('calls', []).append(1)",
+    ),
+    "layer of many tokens": (
+        IN_LAYER,
+        f"{IN_LAYER}\n        hidden_states *= 1 + (hidden_states.shape[1] > 20)",
+    ),
+    "layer with a limit": (
+        "hidden_states = residual + hidden_states\n        return",
+        "hidden_states = (residual + hidden_states).clamp(-100, 100)\n        return",
+    ),
+    "layer that counts its calls": (
+        IN_LAYER,
+        f"{IN_LAYER}\n        self.calls = getattr(self, 'calls', 0) + 1",
+    ),
+    "layer that masks otherwise": (
+        IN_LAYER,
+        f"{IN_LAYER}\n        if attention_mask is not None:\n"
+        "            attention_mask = attention_mask * 0",
+    ),
+    "layer that tells its attention more": (
+        "hidden_states=hidden_states,\n",
+        "hidden_states=hidden_states, boost=3.0,\n",
+    ),
+    "block of many tokens": (
+        IN_BLOCK,
+        f"{IN_BLOCK}\n        hidden_states = hidden_states * (1 + (sequence_length > 50))",
+    ),
+    "block of one token": (
+        IN_BLOCK,
+        f"{IN_BLOCK}\n        hidden_states = hidden_states * (1 + (sequence_length == 1))",
     ),
 }
 """What computes something else: text -> text."""
