@@ -23,6 +23,7 @@ class Qllm2(RankPolicy):
 
     reads = Reads.FIXED
     grain: Grain = field(default=Grain.EXPERT, metadata={"fixed": True})
+    max_prompt_gap_ms: int | None = 100
     max_be_stall_ms: int | None = 1000
     ride_frac: float = 0.5
     """Most that BE may stretch the decode step of LS requests that have no TPOT target."""

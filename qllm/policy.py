@@ -404,6 +404,9 @@ class RankPolicy:
     groups: Groups | None = field(default=None, metadata={"fixed": True})
     """Layered prefill; None takes all layers in one step."""
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
+    max_prompt_gap_ms: int | None = None
+    """Longest gap between two tokens of a request that decodes, as far as prompts of its own tier
+    make it; its TPOT target goes before this. None: a step takes prompts whatever a target is."""
     max_be_stall_ms: int | None = None
     """Longest an admitted request goes without progress (I14); None declares no bound."""
     max_preemptions: int | None = None
@@ -423,6 +426,7 @@ class RankPolicy:
             least += [("min_chunk_tokens", self.slack.min_tokens), ("tpot_ms", self.slack.tpot_ms)]
         if self.groups is not None:
             least += [("group_tokens", self.groups.tokens), ("max_groups", self.groups.most)]
+        least += [("max_prompt_gap_ms", self.max_prompt_gap_ms)]
         least += [("max_preemption_wait_ms", self.max_preemption_wait_ms)]
         most = self.max_preemptions
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
@@ -430,6 +434,12 @@ class RankPolicy:
         for name, value in least:
             if value is not None and not (isinstance(value, int) and 1 <= value <= MAX_TIME_MS):
                 raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_TIME_MS}]")
+        shared = self.ride.unbounded or self.groups is not None
+        if self.max_prompt_gap_ms is not None and shared:
+            raise ConfigError(
+                f"max_prompt_gap_ms={self.max_prompt_gap_ms} needs tiers that run one by one: no "
+                "Ride(unbounded=True), no Groups; use None"
+            )
         bound_ms = self.max_be_stall_ms
         if bound_ms is not None and not (
             isinstance(bound_ms, int) and 100 <= bound_ms <= MAX_TIME_MS

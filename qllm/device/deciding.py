@@ -147,6 +147,7 @@ class NativeDecider:
             group_tokens=groups.tokens if groups else 0,
             max_groups=groups.most if groups else 0,
             ride_unbounded=policy.ride.unbounded,
+            max_prompt_gap_ms=policy.max_prompt_gap_ms or 0,
             max_be_stall_ms=policy.max_be_stall_ms or 0,
         )
         self.block.set_ride_frac(policy.ride.frac)

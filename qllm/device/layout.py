@@ -15,7 +15,7 @@ import numpy as np
 
 from qllm.ingress.structs import TYPEDEFS, Dtype, c_struct
 
-VERSION = 5
+VERSION = 6
 """Version of everything in this file; the extension refuses a block of another one."""
 NONE = -(2**63)
 """A time or a threshold that is not set."""
@@ -129,7 +129,7 @@ _LIMITS += numbers("max_step_tokens", "block_size", "finest_grain", "max_segment
 _LIMITS += numbers("whole_steps", "floor_rate", "floor_window_ns", "floor_slice_ns")
 _POLICY = numbers("grain", "reads", "chunk_tokens", "step_tokens", "slack_min_tokens")
 _POLICY += numbers("slack_tpot_ms", "group_tokens", "max_groups", "ride_unbounded")
-_POLICY += numbers("max_be_stall_ms")
+_POLICY += numbers("max_prompt_gap_ms", "max_be_stall_ms")
 _COUNTERS = numbers("ride_credit_ns", "ride_margin_ns", "ride_spent_ns", "ride_best_ns")
 _COUNTERS += numbers("owed_ns", "owed_since_ns", "owed_ls", "owed_grows", "owed_pays")
 _COUNTERS += numbers("ls_ns", "be_ns", "paid_ns")
@@ -152,7 +152,8 @@ STATE: Dtype = np.dtype(
     ]
 )
 """Offsets; the limits (`whole_steps` is 0 or 1); the policy's shape, 0 where it has none
-(`max_be_stall_ms` too); the cost table; the counters (`num_gone`: how often a request has ended or
+(`max_prompt_gap_ms` and `max_be_stall_ms` too); the cost table; the counters (`num_gone`: how often
+a request has ended or
 lost its KV; from `owed_ns` on see `qllm.scheduler.be_share.Owed`); and what the last decision
 said."""
 

@@ -28,6 +28,8 @@ from qllm.policy import (
     next_row,
 )
 from qllm.scheduler.batch import Batch, fitting_tokens, may_wait
+from qllm.scheduler.cohorts import advance, is_under_way, next_cut
+from qllm.scheduler.gaps import Turns, fitting
 from qllm.scheduler.making_way import make_way
 from qllm.scheduler.ranking import Ranked, Ranking
 from qllm.scheduler.ride import (
@@ -35,6 +37,7 @@ from qllm.scheduler.ride import (
     RIDE_CAP,
     ahead_ns,
     first_due_ns,
+    joining_rows,
     ride_allowance_ns,
     tpot_target_ns,
     wait_longer,
@@ -162,7 +165,7 @@ class _Shaper:
         """A slice for a swapped-out request; None if nobody can make way for it."""
         row = next_row(x.request, self.view, self.slice_tokens(self.min_slice_ns))
         if self.policy.groups is not None:
-            row = row._replace(end_layer=self.next_cut(self.policy.groups, [row]))
+            row = row._replace(end_layer=next_cut(self.view, self.policy.groups, [row]))
         out = make_way(self.view, self.ranking, row)
         if out is None:
             return None
@@ -183,8 +186,8 @@ class _Shaper:
                     if not batch.rows or batch.need(r, row) <= batch.free_blocks:
                         batch.take(r, row)
             rows = batch.rows
-        elif self.is_under_way(first):
-            under_way = [r for r in waiting if r.is_admitted and self.is_under_way(r)]
+        elif self.policy.groups is not None and is_under_way(first):
+            under_way = [r for r in waiting if r.is_admitted and is_under_way(r)]
             due = {self.tier_of[r.request_id] for r in under_way}
             order = sorted(self.tiers, key=lambda tier: tier not in due)
             return self.finish_plan(self.batch(order, cohorts=due).rows)
@@ -216,7 +219,7 @@ class _Shaper:
         if policy.step_tokens is not None:
             tokens = min(tokens, policy.step_tokens - len(decoding))
         if policy.slack is not None and decoding:
-            slack_ns = first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
+            slack_ns = first_due_ns(decoding, policy.slack.tpot_ms * NS_PER_MS) - view.now_ns
             spare = (slack_ns - view.costs.decode(len(decoding))) // view.costs.prefill_token_ns
             tokens = min(tokens, max(spare, policy.slack.min_tokens))
         return tokens
@@ -283,9 +286,9 @@ class _Shaper:
             self.tier_of[x.request_id] = tier
         if self.policy.groups is not None:
             new = batch.rows[begin:]
-            cut = self.next_cut(self.policy.groups, new)
+            cut = next_cut(view, self.policy.groups, new)
             ends = [
-                cut if row.start_layer < cut else self.next_cut(self.policy.groups, [row])
+                cut if row.start_layer < cut else next_cut(view, self.policy.groups, [row])
                 for row in new
             ]
             cuts = zip(new, ends, strict=True)
@@ -301,35 +304,10 @@ class _Shaper:
 
     # -- layered prefill
 
-    def is_under_way(self, request: RequestView) -> bool:
-        """Whether it is a member of a cohort that left the sweep at a cut between layers."""
-        return (
-            self.policy.groups is not None
-            and request.frontier is not None
-            and request.frame_id is None
-            and not request.is_decoding
-        )
-
-    def next_cut(self, groups: Groups, rows: Sequence[Row]) -> int:
-        """Where the cohort of these rows stops next: after the group that its last row owes."""
-        return groups.next_cut(
-            sum(row.num_tokens for row in rows),
-            min((row.start_layer for row in rows), default=0),
-            self.view.shape.num_layers,
-        )
-
     def go_on(self, batch: Batch, groups: Groups, tier: int) -> bool:
-        """Add the next group of layers of a cohort under way; return whether there is one.
-
-        It holds all the KV it needs and keeps the size it started with. Members that were left
-        behind (a seat was missing) catch up first.
-        """
+        """Add the next group of layers of a cohort under way; return whether there is one."""
         members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
-        rows = [next_row(r, self.view) for r in members]
-        cut, least = self.next_cut(groups, rows), min((row.start_layer for row in rows), default=0)
-        for r, row in zip(members, rows, strict=True):
-            if batch.seats and (row.start_layer < cut or row.start_layer == least):
-                batch.take_prefill(r, row._replace(end_layer=cut))
+        advance(batch, groups, members)
         return bool(members)
 
     def layered(self) -> Plan:
@@ -366,6 +344,8 @@ class _Shaper:
             return self.resume(frames[0]) if frames else self.layered()
         shared = self.policy.ride.unbounded
         for position, tier in enumerate(self.tiers):
+            if (plan := self.take_turns(tier)) is not None:
+                return plan
             plan, decodes_only = self.tiers_plan(self.tiers if shared else (tier,))
             if plan is None:
                 continue
@@ -375,26 +355,81 @@ class _Shaper:
         rows = self.batch(self.tiers, force=True).rows
         return self.finish_plan(rows) if rows else Plan()
 
-    def tiers_plan(self, tiers: Sequence[int]) -> tuple[Plan | None, bool]:
-        """The plan of one tier or of all together, and whether it is decodes only."""
+    def tiers_plan(
+        self, tiers: Sequence[int], prompts_ns: int | None = None
+    ) -> tuple[Plan | None, bool]:
+        """The plan of one tier or of all together, and whether it is decodes only.
+
+        Args:
+            tiers: Whose.
+            prompts_ns: How long prompts may run, alone where steps are cut; None is without an end.
+        """
         scoring: list[Row] = []
+        most = None
+        if prompts_ns is not None:
+            most = min(self.prefill_tokens(tiers), self.slice_tokens(prompts_ns))
+            if min(self.policy.grain, self.view.finest_grain) == Grain.STEP:
+                prompts_ns = None
+
+        def chosen(batch: Batch) -> list[Row]:
+            get = self.view.by_id
+            return [
+                row
+                for row in batch.rows
+                if prompts_ns is None or not get[row.request_id].is_decoding
+            ]
+
         for frame in self.view.frames:
             tier = self.frame_tier(frame)
-            if tier not in tiers:
+            if tier not in tiers or (prompts_ns is not None and self.is_stream(frame, tier)):
                 continue
             if self.scores(frame):
                 scoring += frame.rows
                 continue
             if not self.policy.ride.unbounded and self.goes_before(frame, tier):
-                batch = self.batch(tiers)
+                batch = self.batch(tiers, max_tokens=most)
                 if batch.num_prefills:
-                    return self.finish_plan(batch.rows), False
-            return self.resume(frame), False
-        batch = self.batch(tiers, num_others=len(scoring))
-        rows = (*batch.rows, *scoring)
+                    return self.finish_plan(chosen(batch), prompts_ns), False
+            return self.finish_plan(frame.rows, prompts_ns), False
+        batch = self.batch(tiers, max_tokens=most, num_others=len(scoring))
+        rows = (*chosen(batch), *scoring)
         if not rows:
             return None, False
-        return self.finish_plan(rows), not (batch.num_prefills or scoring)
+        return self.finish_plan(rows, prompts_ns), not (batch.num_prefills or scoring)
+
+    def take_turns(self, tier: int) -> Plan | None:
+        """Return the plan of a tier whose prompts could hold up its streams for too long.
+
+        None if they do not (`qllm.scheduler.gaps`). A stream for which KV is short has no turn.
+        """
+        if self.policy.max_prompt_gap_ms is None:
+            return None
+        frames = [frame for frame in self.view.frames if self.frame_tier(frame) == tier]
+        parked = [frame for frame in frames if self.is_stream(frame, tier)]
+        loose = fitting(self.view, [x.request for x in self.decodes[tier]])
+        streams = [self.view.by_id[row.request_id] for row in loose]
+        in_frames = (self.view.by_id[row.request_id] for frame in parked for row in frame.rows)
+        streams += [r for r in in_frames if self.tier_of[r.request_id] == tier]
+        if not streams or not (len(frames) > len(parked) or self.has_prefill(tier)):
+            return None
+        if parked and not self.goes_before(parked[0], tier):
+            return self.resume(parked[0])
+        newest_ns = max(x.request.last_progress_ns for x in self.ranking.admitted if x.tier == tier)
+        turns = Turns(self.view, streams, self.policy.max_prompt_gap_ms)
+        if not frames and (batch := self.batch([tier])).num_prefills and turns.share(batch):
+            return self.finish_plan(batch.rows)
+        slice_ns = turns.slice_ns(newest_ns)
+        if slice_ns is not None:
+            return self.tiers_plan([tier], slice_ns)[0]
+        if parked:
+            return self.resume(parked[0])
+        return self.finish_plan(loose if frames else self.batch([tier], cohorts=()).rows)
+
+    def is_stream(self, frame: FrameView, tier: int) -> bool:
+        """Whether all that a frame has of a tier is decodes."""
+        get = self.view.by_id
+        own = (row.request_id for row in frame.rows if self.tier_of[row.request_id] == tier)
+        return all(get[i].is_decoding for i in own)
 
     def scores(self, frame: FrameView) -> bool:
         """Whether the frame takes turns with other rows of its tier (`qllm.scheduler.turns`)."""
@@ -421,7 +456,8 @@ class _Shaper:
             return best
         slice_ns = min(self.view.ride_credit_ns, room_ns)
         for tier in worse:
-            joining = self.joining(best, tier, room_ns, JOIN_CAP * allowance)
+            waiting = [x.request for x in self.decodes[tier]]
+            joining = joining_rows(self.view, best, waiting, room_ns, JOIN_CAP * allowance)
             other = self.other_work(best, tier, len(joining), slice_ns)
             if not joining and other is None:
                 continue
@@ -442,31 +478,6 @@ class _Shaper:
         view = self.view
         room = allowance_ns - view.ride_margin_ns - view.ride_used_ns
         return room if view.ride_used_ns else max(MIN_SLICE_NS, room)
-
-    def joining(self, best: Plan, tier: int, room_ns: int, cap_ns: int) -> list[Row]:
-        """Decode rows of a worse tier for which the best tier leaves seats, KV and time.
-
-        Every token of the best tier waits for what joining rows add to its step, and so does an
-        arrival where steps are not cut, so that is also capped. The cap never removes the last of
-        them (none would ever join a single request); the room that a target leaves can. Whoever
-        made progress longest ago joins first, so that all of the tier go on though few fit a step.
-        """
-        rows: list[Row] = []
-        batch = Batch(self.view, 0)
-        for row in best.rows:
-            batch.take(self.view.by_id[row.request_id], row)
-        waiting = [x.request for x in self.decodes[tier]]
-        for request in sorted(waiting, key=lambda r: (r.last_progress_ns, r.request_id)):
-            row = next_row(request, self.view)
-            batch.take(request, row)
-            if batch.free_blocks < 0 or len(batch.rows) > self.view.max_num_seqs:
-                break
-            rows.append(row)
-        while len(rows) > 1 and self.view.costs.extra(len(best.rows), len(rows)) > cap_ns:
-            rows.pop()
-        while rows and self.view.costs.extra(len(best.rows), len(rows)) > room_ns:
-            rows.pop()
-        return rows
 
     def other_work(self, best: Plan, tier: int, num_joining: int, slice_ns: int) -> Plan | None:
         """A parked frame of the tier, or a prefill for which seats are left."""

@@ -12,8 +12,9 @@ shrinks with the others.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qllm.plan import Row
-from qllm.policy import CostTable, RankPolicy, RequestView, View
+from qllm.plan import Plan, Row
+from qllm.policy import CostTable, RankPolicy, RequestView, View, next_row
+from qllm.scheduler.batch import Batch
 from qllm.scheduler.program import Program
 from qllm.scheduler.ranking import Ranking
 from qllm.types import NS_PER_MS
@@ -28,10 +29,10 @@ MARGIN_DECAY = 512
 """A gap that was not takes this part of the margin away: one in a few hundred may be too long."""
 
 
-def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
+def first_due_ns(decoding: Sequence[RequestView], tpot_ns: int) -> int:
     """When the first of some decodes is due, by its own target or else by this one."""
     return min(
-        (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
+        (r.last_token_ns or 0) + tpot_ns if r.deadline_ns is None else r.deadline_ns
         for r in decoding
     )
 
@@ -42,6 +43,33 @@ def wait_longer(view: View, rows: Sequence[Row], others: Sequence[Row]) -> bool:
         min(view.by_id[row.request_id].last_progress_ns for row in some) for some in (rows, others)
     ]
     return last[0] < last[1]
+
+
+def joining_rows(
+    view: View, best: Plan, waiting: Sequence[RequestView], room_ns: int, cap_ns: int
+) -> list[Row]:
+    """Choose the decodes of a worse tier for which the best tier leaves seats, KV and time.
+
+    Every token of the best tier waits for what joining rows add to its step, and so does an
+    arrival where steps are not cut, so that is also capped. The cap never removes the last of
+    them (none would ever join a single request); the room that a target leaves can. Whoever
+    made progress longest ago joins first, so that all of the tier go on though few fit a step.
+    """
+    rows: list[Row] = []
+    batch = Batch(view, 0)
+    for row in best.rows:
+        batch.take(view.by_id[row.request_id], row)
+    for request in sorted(waiting, key=lambda r: (r.last_progress_ns, r.request_id)):
+        row = next_row(request, view)
+        batch.take(request, row)
+        if batch.free_blocks < 0 or len(batch.rows) > view.max_num_seqs:
+            break
+        rows.append(row)
+    while len(rows) > 1 and view.costs.extra(len(best.rows), len(rows)) > cap_ns:
+        rows.pop()
+    while rows and view.costs.extra(len(best.rows), len(rows)) > room_ns:
+        rows.pop()
+    return rows
 
 
 class Riding(NamedTuple):

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from qllm.errors import PolicyError
 from qllm.plan import NO_CUTS, Plan
 from qllm.policy import RankPolicy, StepReport, View
-from qllm.scheduler.decision import Limits
+from qllm.scheduler.decision import Decision, Limits, Parked
 from qllm.scheduler.program import Index, OpKind
 from qllm.scheduler.ranking import rank_all
 from qllm.scheduler.request import Request
 from qllm.scheduler.scheduler import Scheduler
+from qllm.sim.held_gaps import HeldGaps
 from qllm.sim.runner import SimCosts
 from qllm.sim.world import LIMITS, World
 from qllm.types import (
@@ -52,6 +53,24 @@ class Watched(Scheduler):
     """A scheduler that asks its policy twice and compares what it was shown before and after."""
 
     num_states = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        bound_ms = getattr(self.policy, "max_prompt_gap_ms", None)
+        self.gaps = None if bound_ms is None else HeldGaps(self)
+
+    def decide(self, now_ns: int) -> Decision:
+        """See `Scheduler`."""
+        decision = super().decide(now_ns)
+        if self.gaps is not None:
+            self.gaps.decided(decision, now_ns)
+        return decision
+
+    def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
+        wrong = None if self.gaps is None else self.gaps.ran(end_ns - start_ns, start_ns)
+        super()._progress(parked, end, start_ns, end_ns)
+        if wrong is not None:
+            raise self._broken(wrong)
 
     def _ask(self, view: View) -> Plan:
         twin = copy.deepcopy(self.policy)
@@ -213,6 +232,28 @@ def overload(policy: Any, bound_ms: int, *, swaps: bool = False) -> World:
     return world
 
 
+def flood(policy: Any, rng: random.Random) -> World:
+    """Streams with and without targets, and more prompts of their own class than can be served."""
+    limits = replace(
+        LIMITS,
+        max_num_seqs=rng.choice([3, 8, 32]),
+        max_step_tokens=rng.choice([512, 4096]),
+        num_blocks=rng.choice([300, 4096]),
+        grain=rng.choice(list(Grain)),
+        max_segment_ns=rng.choice([1, 5]) * NS_PER_MS,
+    )
+    world = World(policy, limits, costs=random_costs(rng), scheduler=Watched)
+    classes = rng.choice([[0], [10], [0, 0, 10]])
+    for _ in range(rng.randint(1, 4)):
+        slo = rng.choice([Slo(), Slo(tpot_ms=rng.choice([4.0, 10.0, 40.0]))])
+        world.submit(rng.choice(classes), rng.randint(1, 40), rng.randint(5, 30), slo=slo)
+    longest = rng.choice([20, 400, 3000])
+    for _ in range(rng.randint(4, 12)):
+        at_ns = rng.randint(0, 60) * NS_PER_MS
+        world.submit(rng.choice(classes), rng.randint(1, longest), rng.randint(1, 3), at_ns=at_ns)
+    return world
+
+
 def longest_gap_ns(world: World, longest_run_ns: int) -> int:
     """The longest that a world went from one boundary to the next that its policy may use."""
     grain = min(
@@ -298,7 +339,7 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
 
     It must be deterministic (the same state gives an equal plan, from an equal copy of the
     policy), must not change what it is shown, must never plan what an invariant forbids, must
-    let every request finish, and must keep the stall bound it declares.
+    let every request finish, and must keep the bounds on stalls and gaps that it declares.
 
     Args:
         policy: A `RankPolicy` or a `Policy`; every world gets a copy of it.
@@ -311,13 +352,15 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
     """
     states = requests = preemptions = evictions = stall_ns = number = 0
     bound_ms = getattr(policy, "max_be_stall_ms", None)
+    has_gap = getattr(policy, "max_prompt_gap_ms", None) is not None
     while states < num_states:
-        rng = random.Random(f"{seed}-{number}")
-        world = (
-            overload(copy.deepcopy(policy), bound_ms, swaps=number == 1)
-            if number < 2 and bound_ms is not None
-            else _random_world(copy.deepcopy(policy), rng, swaps=number % 4 == 3)
-        )
+        rng, own = random.Random(f"{seed}-{number}"), copy.deepcopy(policy)
+        if has_gap and number % 3 == 0:
+            world = flood(own, rng)
+        elif number - has_gap < 2 and bound_ms is not None:
+            world = overload(own, bound_ms, swaps=number - has_gap == 1)
+        else:
+            world = _random_world(own, rng, swaps=number % 4 == 3)
         if number % 3 == 2:
             _open_prompts(world, random.Random(f"{seed}-{number} open"))
         try:

@@ -418,7 +418,7 @@ def test_a_run_that_ends_where_it_began_counts_for_its_requests(
 
 def test_who_is_behind_its_target_is_let_catch_up() -> None:
     """Prefills of its own tier hold a chat up: nobody rides until its mean is at the target."""
-    world = World(Qllm2(max_be_stall_ms=None), costs=SLOW)
+    world = World(Qllm2(max_be_stall_ms=None, max_prompt_gap_ms=None), costs=SLOW)
     chat = world.submit(LS, 10, 60)
     for _ in range(3):
         world.step()

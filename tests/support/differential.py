@@ -223,7 +223,7 @@ def random_shape(rng: random.Random) -> AnyShape:
     """A policy with random parameters."""
     prefill = rng.choice(["whole", "chunk", "step", "both", "slack", "layered", "layered"])
     steps = rng.choice([8, 24, 100]) if prefill in ("step", "both") else None
-    return AnyShape(
+    shape = AnyShape(
         grain=rng.choice(list(Grain)),
         chunk_tokens=rng.choice([1, 16, 60]) if prefill in ("chunk", "both") else None,
         step_tokens=steps,
@@ -235,6 +235,10 @@ def random_shape(rng: random.Random) -> AnyShape:
         max_be_stall_ms=rng.choice([None, 100, 300]),
         kind=rng.randrange(5),
     )
+    if shape.ride.unbounded or shape.groups is not None:
+        return shape
+    gap_ms = random.Random(repr(shape)).choice([None, 1, 20, 100])  # seeds keep their worlds
+    return replace(shape, max_prompt_gap_ms=gap_ms)
 
 
 def random_floor(rng: random.Random, limits: Limits) -> Floor:

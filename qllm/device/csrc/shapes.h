@@ -11,6 +11,10 @@ const i64 kRideCap = 8;
 const i64 kJoinCap = 2;
 const i64 kMarginGrowth = 8;
 const i64 kMarginDecay = 512;
+const i64 kGapSteps = 4;
+const i64 kLeastPart = 4;
+const i64 kMarginPart = 4;
+const i64 kWorthNs = kNsPerMs;
 
 // Rows of one step, and the seats, prefill tokens and blocks that they leave.
 struct Batch {
@@ -267,8 +271,8 @@ struct Shapes : Ranking {
     return r.tier > tiers[0].tier || r.priority > kPriorityLs;
   }
 
-  QLLM_HD_CALL Plan stoppable_plan(Row* rows, i32 count, i32 frame) {
-    Plan plan = {rows, count, frame, finest_grain(), kNoStop, kNone};
+  QLLM_HD_CALL Plan stoppable_plan(Row* rows, i32 count, i32 frame, i64 slice_ns) {
+    Plan plan = {rows, count, frame, finest_grain(), kNoStop, slice_ns};
     if (plan.grain == kGrainStep) return plan;
     i64 stamp = ++s->epoch;
     plan.stop_below = requests[rows[0].slot].tier;
@@ -284,7 +288,9 @@ struct Shapes : Ranking {
       const Request& r = requests[admitted[i]];
       if (r.mark != stamp && is_bounded(r)) due = least(due, r.last_progress_ns + left);
     }
-    if (due != kMost) plan.slice_ns = most(min_slice_ns, due - now_ns);
+    if (due == kMost) return plan;
+    i64 left_ns = most(min_slice_ns, due - now_ns);
+    plan.slice_ns = plan.slice_ns == kNone ? left_ns : least(plan.slice_ns, left_ns);
     return plan;
   }
   // Whether nothing would stop these rows inside the step: the best class decodes alone.
@@ -299,8 +305,8 @@ struct Shapes : Ranking {
     }
     return true;
   }
-  QLLM_HD_CALL Plan finish_plan(Row* rows, i32 count, i32 frame = -1) {
-    Plan plan = stoppable_plan(rows, count, frame);
+  QLLM_HD_CALL Plan finish_plan(Row* rows, i32 count, i32 frame = -1, i64 slice_ns = kNone) {
+    Plan plan = stoppable_plan(rows, count, frame, slice_ns);
     if (!runs_whole(plan)) return plan;
     plan.grain = kGrainStep;
     plan.stop_below = kNoStop;
@@ -325,20 +331,23 @@ struct Shapes : Ranking {
   QLLM_HD_CALL Plan resume(i32 frame, Row* rows) {
     return finish_plan(rows, live_rows(frame, rows), frame);
   }
+  // Whether the best of the live rows of a parked frame are of a tier.
+  QLLM_HD bool is_of_tier(i32 frame, i64 tier) const {
+    const Frame& f = frames[frame];
+    i64 best = kMost;
+    bool any = false;
+    for (const Row& row : all_rows(frame)) {
+      if (!is_live(f, row)) continue;
+      i64 own = requests[row.slot].tier;
+      best = any ? least(best, own) : own;
+      any = true;
+    }
+    return any && best == tier;
+  }
   // The first parked frame of a tier, or -1.
   QLLM_HD_CALL i32 frame_of_tier(i64 tier) const {
-    for (i32 i = 0; i < s->num_parked; i++) {
-      const Frame& f = frames[parked[i]];
-      i64 best = kMost;
-      bool any = false;
-      for (const Row& row : all_rows(parked[i])) {
-        if (!is_live(f, row)) continue;
-        i64 own = requests[row.slot].tier;
-        best = any ? least(best, own) : own;
-        any = true;
-      }
-      if (any && best == tier) return parked[i];
-    }
+    for (i32 i = 0; i < s->num_parked; i++)
+      if (is_of_tier(parked[i], tier)) return parked[i];
     return -1;
   }
 
@@ -416,6 +425,121 @@ struct Shapes : Ranking {
     return batch(order, count, best_rows, kNone, kMarkedCohorts, false);
   }
 
+  // -- turns of the prompts and the streams of one tier (qllm/scheduler/gaps.py)
+
+  struct Turns {
+    i64 count, due_ns, oldest_ns;
+    bool any_without_target;
+    i64 last_without_target_ns;
+  };
+  QLLM_HD void add_stream(Turns& turns, const Request& r) const {
+    i64 own = deadline_ns(r);
+    if (own == kNone) {
+      i64 last = r.last_token_ns == kNone ? 0 : r.last_token_ns;
+      turns.last_without_target_ns =
+          turns.any_without_target ? least(turns.last_without_target_ns, last) : last;
+      turns.any_without_target = true;
+    } else {
+      turns.due_ns = least(turns.due_ns, own);
+    }
+    turns.oldest_ns = least<i64>(turns.oldest_ns, r.last_progress_ns);
+    turns.count++;
+  }
+  // Whether all that a frame has of a tier is decodes.
+  QLLM_HD bool is_stream(i32 frame, i64 tier) const {
+    const Frame& f = frames[frame];
+    for (const Row& row : all_rows(frame)) {
+      const Request& r = requests[row.slot];
+      if (is_live(f, row) && r.tier == tier && !is_decoding(r)) return false;
+    }
+    return true;
+  }
+  // Decodes of a tier for which there are seats and free KV.
+  QLLM_HD Batch fitting(const Tier& t, Row* rows) const {
+    Batch out = empty_batch(rows, 0);
+    for (i32 d = t.decodes; d < t.decodes_end; d++) {
+      Row row = next_row(decodes[d]);
+      if (out.seats && need(row) <= out.free_blocks) take(out, row);
+    }
+    return out;
+  }
+  // Whether a step of decodes and prompts ends in time.
+  QLLM_HD bool share(const Batch& batch, i64 left_ns) const {
+    i64 decoding = batch.num_rows - batch.num_prefills, tokens = -decoding;
+    for (i32 i = 0; i < batch.num_rows; i++) tokens += batch.rows[i].hi - batch.rows[i].lo;
+    i64 step_ns = most(decode_cost(decoding) + tokens * s->prefill_token_ns,
+                       decode_cost(decoding + tokens));
+    return step_ns + step_ns / kMarginPart <= left_ns;
+  }
+  // The plan of a tier whose prompts could hold up its streams for too long; none if they do not.
+  QLLM_HD_CALL Plan take_turns(i32 index) {
+    if (!s->max_prompt_gap_ms) return no_plan();
+    const Tier& t = tiers[index];
+    Batch loose = fitting(t, joining_rows);
+    Turns turns = {0, kMost, kMost, false, 0};
+    for (i32 i = 0; i < loose.num_rows; i++) add_stream(turns, requests[loose.rows[i].slot]);
+    i32 waits = -1, num_frames = 0, num_streams = 0;
+    for (i32 i = 0; i < s->num_parked; i++) {
+      i32 frame = parked[i];
+      if (!is_of_tier(frame, t.tier)) continue;
+      num_frames++;
+      if (!is_stream(frame, t.tier)) continue;
+      if (!num_streams++) waits = frame;
+      for (const Row& row : all_rows(frame))
+        if (is_live(frames[frame], row) && requests[row.slot].tier == t.tier)
+          add_stream(turns, requests[row.slot]);
+    }
+    if (!turns.count || !(num_frames > num_streams || has_prefill(t))) return no_plan();
+    if (num_streams && !goes_before(waits, t)) return resume(waits, best_rows);
+    const i64 step_ns = decode_cost(turns.count);
+    if (turns.any_without_target) {
+      i64 gap_ns = most<i64>(s->max_prompt_gap_ms * kNsPerMs, kGapSteps * step_ns);
+      turns.due_ns = least(turns.due_ns, turns.last_without_target_ns + gap_ns);
+    }
+    const i64 left_ns = turns.due_ns - now_ns;
+    if (!num_frames) {
+      Batch both = batch(order + index, 1, best_rows, kNone, kEveryCohort, false);
+      if (both.num_prefills && share(both, left_ns)) return finish(both);
+    }
+    i64 newest_ns = -kMost;
+    for (i32 i = index ? tiers[index - 1].admitted_end : 0; i < t.admitted_end; i++)
+      newest_ns = most<i64>(newest_ns, requests[admitted[i]].last_progress_ns);
+    i64 slice_ns = left_ns - step_ns - step_ns / kMarginPart;
+    if (newest_ns <= turns.oldest_ns)
+      return prompts_for(index, most(slice_ns, most(step_ns / kLeastPart, min_slice_ns)));
+    if (slice_ns >= kWorthNs) return prompts_for(index, slice_ns);
+    if (num_streams) return resume(waits, best_rows);
+    if (num_frames) return finish(loose);
+    return finish(batch(order + index, 1, best_rows, kNone, kNoCohort, false));
+  }
+  // Prompts of a tier for a while: alone, where steps are cut.
+  QLLM_HD_CALL Plan prompts_for(i32 index, i64 slice_ns) {
+    const Tier& t = tiers[index];
+    const bool alone = finest_grain() > kGrainStep;
+    const i64 tokens = least(prefill_tokens(order + index, 1), slice_tokens(slice_ns));
+    if (!alone) slice_ns = kNone;
+    for (i32 i = 0; i < s->num_parked; i++) {
+      i32 frame = parked[i];
+      if (!is_of_tier(frame, t.tier) || (alone && is_stream(frame, t.tier))) continue;
+      if (goes_before(frame, t)) {
+        Batch out = batch(order + index, 1, best_rows, tokens, kEveryCohort, false);
+        if (out.num_prefills) return finish_plan(out.rows, chosen(out, alone), -1, slice_ns);
+      }
+      return finish_plan(best_rows, live_rows(frame, best_rows), frame, slice_ns);
+    }
+    Batch out = batch(order + index, 1, best_rows, tokens, kEveryCohort, false);
+    i32 count = chosen(out, alone);
+    return count ? finish_plan(out.rows, count, -1, slice_ns) : no_plan();
+  }
+  // Keeps the prompts of a batch, or all rows; returns how many.
+  QLLM_HD i32 chosen(const Batch& batch, bool prompts) const {
+    if (!prompts) return batch.num_rows;
+    i32 count = 0;
+    for (i32 i = 0; i < batch.num_rows; i++)
+      if (!is_decoding(requests[batch.rows[i].slot])) batch.rows[count++] = batch.rows[i];
+    return count;
+  }
+
   // -- all tiers
 
   // Decodes of every tier, and the next group of the first cohort that can advance.
@@ -444,6 +568,8 @@ struct Shapes : Ranking {
       if (out.num_rows) return finish(out);
     } else {
       for (i32 t = 0; t < num_tiers; t++) {
+        plan = take_turns(t);
+        if (plan.num_rows) return plan;
         i32 frame = frame_of_tier(tiers[t].tier);
         if (frame >= 0) {
           if (goes_before(frame, tiers[t])) {

@@ -7,7 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
-const i64 kVersion = 5;
+const i64 kVersion = 6;
 const i64 kNone = -9223372036854775807LL - 1;
 const i32 kCostLevels = 32;
 const i32 kMostNumbers = 6;
@@ -139,6 +139,7 @@ struct State {
   i64 group_tokens;
   i64 max_groups;
   i64 ride_unbounded;
+  i64 max_prompt_gap_ms;
   i64 max_be_stall_ms;
   double ride_frac;
   i64 decode_ns[32];
@@ -178,7 +179,7 @@ struct State {
   i64 wait_until_ns;
   i64 stuck;
 };
-static_assert(sizeof(State) == 880, "State");
+static_assert(sizeof(State) == 888, "State");
 
 // The arrays of a block: X(type, name).
 #define QLLM_SECTIONS(X) X(Request, requests) X(Frame, frames) X(Row, frame_rows) X(i32, parked) X(i32, admitted) X(i32, waiting) X(i32, unranked) X(i32, suspects) X(i32, next_block) X(i32, free_blocks) X(i32, marks) X(Effect, effects) X(Tier, tiers) X(i32, order) X(i32, decodes) X(i32, prefills) X(i32, chosen) X(Row, plan_rows)

@@ -1,0 +1,35 @@
+"""Layered prefill: a cohort of prompts advances by groups of layers, one group per step."""
+
+from collections.abc import Sequence
+
+from qllm.plan import Row
+from qllm.policy import Groups, RequestView, View, next_row
+from qllm.scheduler.batch import Batch
+
+
+def is_under_way(request: RequestView) -> bool:
+    """Whether a request is a member of a cohort that left the sweep at a cut between layers."""
+    return request.frontier is not None and request.frame_id is None and not request.is_decoding
+
+
+def next_cut(view: View, groups: Groups, rows: Sequence[Row]) -> int:
+    """Say where the cohort of these rows stops next: after the group that its last row owes."""
+    return groups.next_cut(
+        sum(row.num_tokens for row in rows),
+        min((row.start_layer for row in rows), default=0),
+        view.shape.num_layers,
+    )
+
+
+def advance(batch: Batch, groups: Groups, members: Sequence[RequestView]) -> None:
+    """Add the next group of layers of a cohort under way to a batch.
+
+    It holds all the KV it needs and keeps the size it started with. Members that were left behind
+    (a seat was missing) catch up first.
+    """
+    rows = [next_row(r, batch.view) for r in members]
+    cut = next_cut(batch.view, groups, rows)
+    least = min((row.start_layer for row in rows), default=0)
+    for r, row in zip(members, rows, strict=True):
+        if batch.seats and (row.start_layer < cut or row.start_layer == least):
+            batch.take_prefill(r, row._replace(end_layer=cut))
