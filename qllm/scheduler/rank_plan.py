@@ -219,7 +219,7 @@ class _Shaper:
         if policy.step_tokens is not None:
             tokens = min(tokens, policy.step_tokens - len(decoding))
         if policy.slack is not None and decoding:
-            slack_ns = first_due_ns(decoding, policy.slack.tpot_ms * NS_PER_MS) - view.now_ns
+            slack_ns = first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
             spare = (slack_ns - view.costs.decode(len(decoding))) // view.costs.prefill_token_ns
             tokens = min(tokens, max(spare, policy.slack.min_tokens))
         return tokens

@@ -29,10 +29,10 @@ MARGIN_DECAY = 512
 """A gap that was not takes this part of the margin away: one in a few hundred may be too long."""
 
 
-def first_due_ns(decoding: Sequence[RequestView], tpot_ns: int) -> int:
+def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
     """When the first of some decodes is due, by its own target or else by this one."""
     return min(
-        (r.last_token_ns or 0) + tpot_ns if r.deadline_ns is None else r.deadline_ns
+        (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
         for r in decoding
     )
 

@@ -13,7 +13,7 @@ const i64 kMarginGrowth = 8;
 const i64 kMarginDecay = 512;
 const i64 kGapSteps = 4;
 const i64 kLeastPart = 4;
-const i64 kMarginPart = 4;
+const i64 kMarginPart = 8;
 const i64 kWorthNs = kNsPerMs;
 
 // Rows of one step, and the seats, prefill tokens and blocks that they leave.
@@ -427,23 +427,11 @@ struct Shapes : Ranking {
 
   // -- turns of the prompts and the streams of one tier (qllm/scheduler/gaps.py)
 
-  struct Turns {
-    i64 count, due_ns, oldest_ns;
-    bool any_without_target;
-    i64 last_without_target_ns;
-  };
-  QLLM_HD void add_stream(Turns& turns, const Request& r) const {
-    i64 own = deadline_ns(r);
-    if (own == kNone) {
-      i64 last = r.last_token_ns == kNone ? 0 : r.last_token_ns;
-      turns.last_without_target_ns =
-          turns.any_without_target ? least(turns.last_without_target_ns, last) : last;
-      turns.any_without_target = true;
-    } else {
-      turns.due_ns = least(turns.due_ns, own);
-    }
-    turns.oldest_ns = least<i64>(turns.oldest_ns, r.last_progress_ns);
-    turns.count++;
+  // When a stream is due, less the margin; a gap without a target is as long as given.
+  QLLM_HD i64 stream_due_ns(const Request& r, i64 gap_ns) const {
+    i64 last_ns = r.last_token_ns == kNone ? 0 : r.last_token_ns, due_ns = deadline_ns(r);
+    if (due_ns != kNone) gap_ns = due_ns - last_ns;
+    return last_ns + gap_ns - floor_div(gap_ns, kMarginPart);
   }
   // Whether all that a frame has of a tier is decodes.
   QLLM_HD bool is_stream(i32 frame, i64 tier) const {
@@ -469,43 +457,49 @@ struct Shapes : Ranking {
     for (i32 i = 0; i < batch.num_rows; i++) tokens += batch.rows[i].hi - batch.rows[i].lo;
     i64 step_ns = most(decode_cost(decoding) + tokens * s->prefill_token_ns,
                        decode_cost(decoding + tokens));
-    return step_ns + step_ns / kMarginPart <= left_ns;
+    return step_ns <= left_ns;
   }
   // The plan of a tier whose prompts could hold up its streams for too long; none if they do not.
   QLLM_HD_CALL Plan take_turns(i32 index) {
     if (!s->max_prompt_gap_ms) return no_plan();
     const Tier& t = tiers[index];
     Batch loose = fitting(t, joining_rows);
-    Turns turns = {0, kMost, kMost, false, 0};
-    for (i32 i = 0; i < loose.num_rows; i++) add_stream(turns, requests[loose.rows[i].slot]);
-    i32 waits = -1, num_frames = 0, num_streams = 0;
+    i64 num_decodes = loose.num_rows, num_frames = 0, num_streams = 0;
+    i32 waits = -1;
+    const i64 stamp = ++s->epoch;  // marks the streams
+    for (i32 i = 0; i < loose.num_rows; i++) requests[loose.rows[i].slot].mark = stamp;
     for (i32 i = 0; i < s->num_parked; i++) {
       i32 frame = parked[i];
       if (!is_of_tier(frame, t.tier)) continue;
       num_frames++;
       if (!is_stream(frame, t.tier)) continue;
       if (!num_streams++) waits = frame;
-      for (const Row& row : all_rows(frame))
-        if (is_live(frames[frame], row) && requests[row.slot].tier == t.tier)
-          add_stream(turns, requests[row.slot]);
+      for (const Row& row : all_rows(frame)) {
+        Request& r = requests[row.slot];
+        if (!is_live(frames[frame], row) || r.tier != t.tier) continue;
+        r.mark = stamp;
+        num_decodes++;
+      }
     }
-    if (!turns.count || !(num_frames > num_streams || has_prefill(t))) return no_plan();
+    if (!num_decodes || !(num_frames > num_streams || has_prefill(t))) return no_plan();
     if (num_streams && !goes_before(waits, t)) return resume(waits, best_rows);
-    const i64 step_ns = decode_cost(turns.count);
-    if (turns.any_without_target) {
-      i64 gap_ns = most<i64>(s->max_prompt_gap_ms * kNsPerMs, kGapSteps * step_ns);
-      turns.due_ns = least(turns.due_ns, turns.last_without_target_ns + gap_ns);
+    const i64 step_ns = decode_cost(num_decodes);
+    const i64 gap_ns = most<i64>(s->max_prompt_gap_ms * kNsPerMs, kGapSteps * step_ns);
+    i64 due_ns = kMost, oldest_ns = kMost, newest_ns = -kMost;
+    for (i32 i = index ? tiers[index - 1].admitted_end : 0; i < t.admitted_end; i++) {
+      const Request& r = requests[admitted[i]];
+      newest_ns = most<i64>(newest_ns, r.last_progress_ns);
+      if (r.mark != stamp) continue;
+      oldest_ns = least<i64>(oldest_ns, r.last_progress_ns);
+      due_ns = least(due_ns, stream_due_ns(r, gap_ns));
     }
-    const i64 left_ns = turns.due_ns - now_ns;
+    const i64 left_ns = due_ns - now_ns;
     if (!num_frames) {
       Batch both = batch(order + index, 1, best_rows, kNone, kEveryCohort, false);
       if (both.num_prefills && share(both, left_ns)) return finish(both);
     }
-    i64 newest_ns = -kMost;
-    for (i32 i = index ? tiers[index - 1].admitted_end : 0; i < t.admitted_end; i++)
-      newest_ns = most<i64>(newest_ns, requests[admitted[i]].last_progress_ns);
-    i64 slice_ns = left_ns - step_ns - step_ns / kMarginPart;
-    if (newest_ns <= turns.oldest_ns)
+    i64 slice_ns = left_ns - step_ns;
+    if (newest_ns <= oldest_ns)
       return prompts_for(index, most(slice_ns, most(step_ns / kLeastPart, min_slice_ns)));
     if (slice_ns >= kWorthNs) return prompts_for(index, slice_ns);
     if (num_streams) return resume(waits, best_rows);
