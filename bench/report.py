@@ -163,6 +163,7 @@ TITLES = {
     "S5": "S5: BE holds every seat",
     "S6": "S6: BE fills the KV pool",
     "decode": "Decode beside a long prefill",
+    "equals": "A stream beside prompts of its class",
     "loads": "Expert bytes per request",
     "sim": "Every policy, simulated",
 }

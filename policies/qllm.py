@@ -6,7 +6,8 @@ LS requests stops at the next boundary when an LS request arrives, and resumes w
 is left.
 
 Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: nothing in the order, so BE prefill
-starves behind BE decodes as it does there; KV and token budgets are kept; a stopped batch is
+starves behind BE decodes as it does there, and LS decodes stand still while LS prompts wait,
+whatever their targets; KV and token budgets are kept; a stopped batch is
 resumed explicitly, with the routing weights applied.
 """
 

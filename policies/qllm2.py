@@ -3,11 +3,12 @@
 An LS prefill stops a BE program, or a step of LS decodes that BE decodes joined, at the next expert
 boundary and runs alone. While LS only decodes, BE gets the time up to the TPOT target of the LS
 requests. An admitted BE request
-never stands still for longer than `max_be_stall_ms`.
+never stands still for longer than `max_be_stall_ms`. Prompts take turns with streams of their own
+class, so that no gap between two tokens is longer than its TPOT target, or `max_prompt_gap_ms`.
 
 Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: BE never joins an LS prefill; BE prefill
-refills the batch; the share of BE during LS decode has a budget; BE has a stall bound (the
-paper has none of these, and its order starves BE prefill).
+refills the batch; the share of BE during LS decode has a budget; BE has a stall bound, and gaps
+between tokens have one (the paper has none of these, and its order starves BE prefill).
 """
 
 from dataclasses import dataclass, field

@@ -27,16 +27,18 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, Table, busy_cores, machine, plain, without_paths
+from bench.policies.equals import CLIENTS, FREE, REACH, equals_row
 from bench.policies.fronts import Windows, front_row, points_of, stall_lines
 from bench.policies.isolation import HELD, HELD_TARGET, Evicted, decode_row, held_row
 from bench.policies.live import Bench, Timing
 from bench.policies.loads import loads_row
 from bench.policies.simulated import sim_row
 from qllm.workloads.capacity import Capacity
+from qllm_policies.qllm2 import Qllm2
 
 RESULTS = ROOT / "bench" / "results" / "policies-cpu.json"
 RUNS = ROOT / ".benchmarks" / "policies"
-LIVE = ("loads", "decode", "S5", "S6", "S2", "S3", "S7")
+LIVE = ("loads", "decode", "equals", "S5", "S6", "S2", "S3", "S7")
 ROWS = (*LIVE, "sim")
 ENGINE = {"max_num_seqs": 16, "max_step_tokens": 4096}
 """The same for every policy."""
@@ -124,6 +126,32 @@ def row_decode(table: Table, run: Run) -> dict[str, Any]:
     return found
 
 
+def row_equals(table: Table, run: Run) -> dict[str, Any]:
+    """A stream beside prompts of its own class."""
+    found = equals_row(run.bench, quick=run.quick)
+    declared_ms = Qllm2().max_prompt_gap_ms
+    for side in found["sides"]:
+        name, target_ms = side["setting"], side["target_ms"]
+        what = name if target_ms is None else f"{name}, TPOT target {target_ms:g} ms"
+        bound_ms = (declared_ms if target_ms is None else target_ms) if name == "qllm2" else None
+        allowed_ms = None if bound_ms is None else bound_ms * REACH["gap"]
+        table.add(
+            f"gap of an LS stream beside {CLIENTS} LS prompts of {found['prompt_tokens']} tokens, "
+            f"p50 / max, {what}, ms",
+            f"{side['p50_ms']:.0f} / {side['max_ms']:.0f}",
+            "" if allowed_ms is None else f"p50 <= {allowed_ms:.0f}",
+            None if allowed_ms is None else side["p50_ms"] <= allowed_ms,
+        )
+        is_ours = name == "qllm2"
+        table.add(
+            f"  its prompts' tokens/s over {FREE}",
+            f"{side['over_whole']:.2f} ({side['rate']:.0f}/s)",
+            f">= {REACH['rate']}" if is_ours and target_ms is None else "",
+            side["over_whole"] >= REACH["rate"] if is_ours and target_ms is None else None,
+        )
+    return found
+
+
 def _held(name: str) -> Row:
     def row(table: Table, run: Run) -> dict[str, Any]:
         timing = run.timing
@@ -170,6 +198,7 @@ def row_sim(table: Table, run: Run) -> dict[str, Any]:
 MAKERS: dict[str, Row] = {
     "loads": row_loads,
     "decode": row_decode,
+    "equals": row_equals,
     "S5": _held("S5"),
     "S6": _held("S6"),
     "S2": _front("S2"),

@@ -6,18 +6,19 @@ import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qllm.types import NS_PER_MS
 
-from .app import app, clean, engine_settings, print_table, quiet
+from .app import app, clean, print_table, quiet, split_settings
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
 
 LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "numpy")
+DEFAULT_POLICY = "qllm2"
 OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
 
 
@@ -38,7 +39,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--set",
-            help="A setting of the engine, NAME=VALUE: says what min_be_share costs LS with it.",
+            help="NAME=VALUE: of the engine, or policy.NAME of the policy; says which bounds hold.",
         ),
     ] = None,
 ) -> None:
@@ -49,12 +50,15 @@ def doctor(
         return
     import torch
 
-    from qllm.config import CHOICES, engine_config
+    from qllm.config import CHOICES, engine_config, spelled
     from qllm.kernels import cpu
     from qllm.kernels.cpu.course import OP_BYTES
     from qllm.models.quantised import FORMATS
+    from qllm.plugins import load_policy, spelled_for
 
-    config = engine_config(engine_settings(setting))
+    of_engine, of_policy = split_settings(setting)
+    config = engine_config(spelled(of_engine))
+    policy = load_policy(DEFAULT_POLICY, spelled_for(DEFAULT_POLICY, of_policy))
     missing = cpu.MISSING
     kernels = "torch"
     if missing is None:
@@ -75,6 +79,7 @@ def doctor(
         ("checkpoints", f"bfloat16, float16, float32, {', '.join(FORMATS)}, GGUF{_gguf()}"),
         ("CUDA", _cuda()),
         ("floor for BE", _floor(config)),
+        ("gaps of a stream", _gaps(policy)),
     ]
     if missing is not None:
         rows.append(("why torch", missing))
@@ -99,6 +104,20 @@ def _floor(config: "EngineConfig") -> str:
         f"BE has {config.min_be_share:.3g} of every {config.be_share_window_ms:,g} ms in which LS "
         f"has work and BE can run. A TTFT of LS, or a gap between two of its tokens, grows from "
         f"{examples} at most, in pieces of {2 * floor.slice_ns / NS_PER_MS:g} ms; {held}"
+    )
+
+
+def _gaps(policy: Any) -> str:
+    """Say which gap between two tokens prompts of a request's own class make at most."""
+    bound_ms = policy.max_prompt_gap_ms
+    if bound_ms is None:
+        return (
+            f"no bound: under {DEFAULT_POLICY} with max_prompt_gap_ms=none prompts of its own class "
+            "hold a stream up for as long as their step takes, whatever its target is"
+        )
+    return (
+        f"under {DEFAULT_POLICY} prompts of its own class hold a stream up until its TPOT target, "
+        f"without one for {bound_ms:,} ms or four decode steps (--set policy.max_prompt_gap_ms=50)"
     )
 
 

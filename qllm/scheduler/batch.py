@@ -46,6 +46,11 @@ class Batch:
         self.tokens -= row.num_tokens
         self.num_prefills += 1
 
+    def chosen(self, prompts: bool) -> list[Row]:
+        """Return the rows of prompts, or all."""
+        get = self.view.by_id
+        return [row for row in self.rows if not (prompts and get[row.request_id].is_decoding)]
+
 
 def may_wait(view: View, rows: Sequence[Row]) -> bool:
     """Whether a step gives way to whole prompts of its tier: what it prefills is open prompts."""

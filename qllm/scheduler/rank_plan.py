@@ -3,7 +3,8 @@
 Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of it
 first, else its decodes and prefills in one program; while it only decodes, worse tiers get slices
 paid from the ride credit, or their decodes join its steps. A step that was joined stops for an
-arrival of its own tier too, once: the newcomer's prefill goes first. Prefill is whole, a chunk (of
+arrival of its own tier too, once: the newcomer's prefill goes first. With `max_prompt_gap_ms`
+prompts and decodes of a tier take turns (`qllm.scheduler.gaps`). Prefill is whole, a chunk (of
 a request, of what a step or the slack of its decodes leaves), or layered: a cohort of prompts
 advances by groups of layers.
 
@@ -370,18 +371,10 @@ class _Shaper:
             most = min(self.prefill_tokens(tiers), self.slice_tokens(prompts_ns))
             if min(self.policy.grain, self.view.finest_grain) == Grain.STEP:
                 prompts_ns = None
-
-        def chosen(batch: Batch) -> list[Row]:
-            get = self.view.by_id
-            return [
-                row
-                for row in batch.rows
-                if prompts_ns is None or not get[row.request_id].is_decoding
-            ]
-
+        alone = prompts_ns is not None
         for frame in self.view.frames:
             tier = self.frame_tier(frame)
-            if tier not in tiers or (prompts_ns is not None and self.is_stream(frame, tier)):
+            if tier not in tiers or (alone and self.is_stream(frame, tier)):
                 continue
             if self.scores(frame):
                 scoring += frame.rows
@@ -389,10 +382,10 @@ class _Shaper:
             if not self.policy.ride.unbounded and self.goes_before(frame, tier):
                 batch = self.batch(tiers, max_tokens=most)
                 if batch.num_prefills:
-                    return self.finish_plan(chosen(batch), prompts_ns), False
+                    return self.finish_plan(batch.chosen(alone), prompts_ns), False
             return self.finish_plan(frame.rows, prompts_ns), False
         batch = self.batch(tiers, max_tokens=most, num_others=len(scoring))
-        rows = (*chosen(batch), *scoring)
+        rows = (*batch.chosen(alone), *scoring)
         if not rows:
             return None, False
         return self.finish_plan(rows, prompts_ns), not (batch.num_prefills or scoring)
@@ -427,9 +420,8 @@ class _Shaper:
 
     def is_stream(self, frame: FrameView, tier: int) -> bool:
         """Whether all that a frame has of a tier is decodes."""
-        get = self.view.by_id
         own = (row.request_id for row in frame.rows if self.tier_of[row.request_id] == tier)
-        return all(get[i].is_decoding for i in own)
+        return all(self.view.by_id[i].is_decoding for i in own)
 
     def scores(self, frame: FrameView) -> bool:
         """Whether the frame takes turns with other rows of its tier (`qllm.scheduler.turns`)."""

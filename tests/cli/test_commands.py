@@ -397,6 +397,20 @@ def test_doctor_says_what_a_floor_for_be_costs_ls() -> None:
     assert wrong.exit_code != 0
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "until its TPOT target, without one for 100 ms or four decode steps"),
+        (["--set", "policy.max_prompt_gap_ms=1500"], "without one for 1,500 ms"),
+        (["--set", "policy.max_prompt_gap_ms=none"], "no bound: under qllm2 with"),
+    ],
+)
+def test_doctor_says_which_gaps_prompts_make(given: list[str], said: str) -> None:
+    done = runner.invoke(app, ["doctor", *given])
+    assert done.exit_code == 0
+    assert said in " ".join(done.stdout.split())
+
+
 def test_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     from qllm.kernels import cpu
 
