@@ -51,7 +51,7 @@ def equals_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
 
     A rate is compared inside its round, since another process may slow a round down.
     """
-    num_tokens, rounds = (128, 1) if quick else (1024, 3)
+    num_tokens, rounds = (128, 1) if quick else (1024, 2)
     found: dict[tuple[str, float | None], list[dict[str, float]]] = {side: [] for side in SIDES}
     for _ in range(rounds):
         for name, tpot_ms in SIDES:

@@ -112,8 +112,8 @@ def _gaps(policy: Any) -> str:
     bound_ms = policy.max_prompt_gap_ms
     if bound_ms is None:
         return (
-            f"no bound: under {DEFAULT_POLICY} with max_prompt_gap_ms=none prompts of its own class "
-            "hold a stream up for as long as their step takes, whatever its target is"
+            f"no bound: under {DEFAULT_POLICY} with max_prompt_gap_ms=none prompts of its own "
+            "class hold a stream up for as long as their step takes, whatever its target is"
         )
     return (
         f"under {DEFAULT_POLICY} prompts of its own class hold a stream up until its TPOT target, "
