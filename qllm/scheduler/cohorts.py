@@ -8,7 +8,7 @@ from qllm.scheduler.batch import Batch
 
 
 def is_under_way(request: RequestView) -> bool:
-    """Whether a request is a member of a cohort that left the sweep at a cut between layers."""
+    """Say whether a request is a member of a cohort that left the sweep at a cut between layers."""
     return request.frontier is not None and request.frame_id is None and not request.is_decoding
 
 

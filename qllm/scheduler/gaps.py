@@ -57,7 +57,7 @@ class Turns:
         self.oldest_ns = min(r.last_progress_ns for r in streams)
 
     def share(self, batch: Batch) -> bool:
-        """Whether a step of decodes and prompts ends in time.
+        """Say whether a step of decodes and prompts ends in time.
 
         A token of a prompt costs at least what a row of a decode step does, as every expert that
         is needed is loaded: so a few tokens are not predicted from what many take.
@@ -82,7 +82,7 @@ class Turns:
 
 
 def _due_ns(stream: RequestView, gap_ns: int) -> int:
-    """When a stream is due, less the margin; a gap without a target is as long as given."""
+    """Return when a stream is due, less the margin; a gap without a target is as long as given."""
     last_ns = stream.last_token_ns or 0
     if stream.deadline_ns is not None:
         gap_ns = stream.deadline_ns - last_ns

@@ -399,11 +399,13 @@ class _Shaper:
             return None
         frames = [frame for frame in self.view.frames if self.frame_tier(frame) == tier]
         parked = [frame for frame in frames if self.is_stream(frame, tier)]
+        if not (len(frames) > len(parked) or self.has_prefill(tier)):
+            return None
         loose = fitting(self.view, [x.request for x in self.decodes[tier]])
         streams = [self.view.by_id[row.request_id] for row in loose]
         in_frames = (self.view.by_id[row.request_id] for frame in parked for row in frame.rows)
         streams += [r for r in in_frames if self.tier_of[r.request_id] == tier]
-        if not streams or not (len(frames) > len(parked) or self.has_prefill(tier)):
+        if not streams:
             return None
         if parked and not self.goes_before(parked[0], tier):
             return self.resume(parked[0])
@@ -414,12 +416,11 @@ class _Shaper:
         slice_ns = turns.slice_ns(newest_ns)
         if slice_ns is not None:
             return self.tiers_plan([tier], slice_ns)[0]
-        if parked:
-            return self.resume(parked[0])
-        return self.finish_plan(loose if frames else self.batch([tier], cohorts=()).rows)
+        rows = loose if frames else self.batch([tier], cohorts=()).rows
+        return self.resume(parked[0]) if parked else self.finish_plan(rows)
 
     def is_stream(self, frame: FrameView, tier: int) -> bool:
-        """Whether all that a frame has of a tier is decodes."""
+        """Say whether all that a frame has of a tier is decodes."""
         own = (row.request_id for row in frame.rows if self.tier_of[row.request_id] == tier)
         return all(self.view.by_id[i].is_decoding for i in own)
 

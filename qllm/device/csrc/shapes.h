@@ -461,8 +461,8 @@ struct Shapes : Ranking {
   }
   // The plan of a tier whose prompts could hold up its streams for too long; none if they do not.
   QLLM_HD_CALL Plan take_turns(i32 index) {
-    if (!s->max_prompt_gap_ms) return no_plan();
     const Tier& t = tiers[index];
+    if (!s->max_prompt_gap_ms || !(s->num_parked || has_prefill(t))) return no_plan();
     Batch loose = fitting(t, joining_rows);
     i64 num_decodes = loose.num_rows, num_frames = 0, num_streams = 0;
     i32 waits = -1;
