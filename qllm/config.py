@@ -112,8 +112,8 @@ class EngineConfig:
     such a request."""
     ls_slo: str = ""
     """Latency targets of LS requests that bring none, like "ttft=500ms,tpot=100ms". `qllm2` lets
-    BE have the time that they leave; without a TPOT target BE stretches decode steps by
-    `ride_frac`."""
+    BE have the time that they leave, and stops prompts of LS in time; without a TPOT target BE
+    stretches decode steps by `ride_frac`, and prompts stop after `max_prompt_gap_ms`."""
     on_policy_error: str = "fail"
     """A policy that breaks on one request ends that one. One that works for none: "fail" ends them
     all, "fcfs" falls back."""

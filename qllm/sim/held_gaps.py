@@ -9,7 +9,7 @@ from collections import Counter
 from qllm.policy import RequestView
 from qllm.scheduler.batch import MIN_CHUNK
 from qllm.scheduler.decision import Decision
-from qllm.scheduler.gaps import GAP_STEPS, fitting
+from qllm.scheduler.gaps import GAP_STEPS, LEAST_PART, fitting
 from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
@@ -55,7 +55,7 @@ class HeldGaps:
         for tier in self._prompts:
             streams = self._streams(tier, now_ns)
             step_ns = scheduler.costs.decode(len(streams))
-            least_ns = max(step_ns // 4, scheduler.limits.max_segment_ns)
+            least_ns = max(step_ns // LEAST_PART, scheduler.limits.max_segment_ns)
             if min(scheduler.policy.grain, scheduler.limits.grain) == Grain.STEP:
                 least_ns += scheduler.costs.step(0, MIN_CHUNK)
             for r in streams:
@@ -67,7 +67,7 @@ class HeldGaps:
                     if tpot_ms is None
                     else int(tpot_ms * NS_PER_MS)
                 )
-                if self._had_ns[key] > max(gap_ns, 2 * step_ns) + least_ns:
+                if self._had_ns[key] > gap_ns + least_ns:
                     return (
                         f"lets prompts of its class hold up request {r.request_id} for "
                         f"{self._had_ns[key] / NS_PER_MS:.1f} ms, whose gap is "
