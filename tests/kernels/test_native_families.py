@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Latents
 from qllm.kernels.cpu.norms import Norm
-from qllm.kernels.cpu.routers import Router
+from qllm.kernels.cpu.routers import Router, terms_of
 from qllm.models.discover import discover
 from qllm.models.known import norm_kind
 from qllm.runner.cpu import cpu_runner
@@ -288,6 +288,49 @@ def test_routers_choose_and_weigh_as_the_modules(family: str) -> None:
         alone = ours.route(mid[row : row + 1], mid[row : row + 1])
         assert torch.equal(alone.ids_TK[0], found.ids_TK[row])
         assert torch.equal(alone.weights_TK[0], found.weights_TK[row])
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["of values of bf16", "of any"])
+def test_a_router_whose_weight_is_fp32_chooses_and_weighs_as_the_module(is_exact: bool) -> None:
+    """Releases of transformers differ in whether they load this weight in fp32."""
+    model = make_model("deepseek_v3", torch.bfloat16)
+    parts = discover(model).layers[LAYER]
+    router: Any = parts.router
+    noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3))
+    wide = router.weight.detach().float() * (1 if is_exact else 1 + noise / 100)
+    narrow = NativeDriver(parts, cpu.Arena())
+    router.weight = torch.nn.Parameter(wide)
+    ours, theirs = NativeDriver(parts, cpu.Arena()), FastDriver(parts)
+    assert "router" in ours.names
+    assert ours.is_complete == narrow.is_complete
+    mid = rand(300, WIDTH, seed=5)
+    found, expected = ours.route(mid, mid), theirs.route(mid, mid)
+    ids, weights = sorted_by_id(found.ids_TK, found.weights_TK)
+    their_ids, their_weights = sorted_by_id(expected.ids_TK, expected.weights_TK)
+    same = (ids == their_ids).all(1)
+    assert same.float().mean() > 0.99
+    torch.testing.assert_close(weights[same], their_weights[same], rtol=1e-5, atol=1e-6)
+    of_bf16 = narrow.route(mid, mid)
+    assert torch.equal(found.weights_TK, of_bf16.weights_TK) == is_exact
+    assert torch.equal(found.ids_TK, of_bf16.ids_TK) or not is_exact
+    alone = ours.route(mid[17:18], mid[17:18])
+    assert torch.equal(alone.weights_TK[0], found.weights_TK[17])
+
+
+def test_the_terms_of_a_weight_are_all_of_it() -> None:
+    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)) * 1e-3
+    assert len(terms_of(weight)) == 3
+    assert torch.equal(sum(t.float() for t in reversed(terms_of(weight))), weight)
+    assert [len(terms_of(x)) for x in (weight.bfloat16(), weight.bfloat16().float())] == [1, 1]
+
+
+def test_a_bias_counts_once_beside_a_weight_of_several_terms() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    norm, x, bias = Norm(torch.ones(64).bfloat16(), 1e-6), rand(50, 64), rand(8)
+    how: dict[str, Any] = {"kind": "softmax_fp32", "renormalise": False, "wide": True}
+    normed, ids, weights = Router(weight, norm, top_k=8, bias_E=bias, **how)(x)
+    scores = (normed.double() @ weight.double().t() + bias.double()).softmax(-1)
+    torch.testing.assert_close(weights.double(), scores.gather(1, ids), rtol=1e-4, atol=1e-6)
 
 
 def test_the_sparse_mixer_rounds_as_the_module() -> None:

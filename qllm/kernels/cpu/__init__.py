@@ -51,9 +51,9 @@ BLANK_BYTES = 1 << 16
 """Blank tensors are made so many bytes at once, at least one."""
 
 
-def is_usable(tensor: Tensor) -> bool:
-    """Whether the kernels can read a weight."""
-    in_memory = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16
+def is_usable(tensor: Tensor, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> bool:
+    """Whether the kernels can read a weight, which must be of one of these dtypes."""
+    in_memory = tensor.device.type == "cpu" and tensor.dtype in dtypes
     return in_memory and tensor.shape[-1] % 2 == 0 and MISSING is None
 
 

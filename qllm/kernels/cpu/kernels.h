@@ -147,11 +147,13 @@ enum RouterKind : int64_t {
 
 struct Router {
   Norm norm;
-  Matrix weight;  // [E, D]
-  int64_t kind, top_k, renormalise, wide;  // wide: weights in fp32
+  Matrix weight;  // [terms * E, D]: weights in fp32 are sums of so many in bf16
+  int64_t terms, kind, top_k, renormalise, wide;  // wide: weights of experts in fp32
   int64_t groups, top_groups;
   const float* correction;  // [E] or null
   float scaling, jitter;
+
+  int64_t experts() const { return weight.n / terms; }
 };
 
 // The experts of one layer: up is [2F, D] (gate first), down is [D, F]. With a limit of 0 the gate

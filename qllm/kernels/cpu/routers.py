@@ -12,12 +12,17 @@ from qllm.kernels.cpu.norms import Norm, NormStruct
 KINDS = ("softmax", "sigmoid", "sparse_mixer", "softmax_fp32")
 """`RouterKind` of kernels.h."""
 MAX_TOP_K = 64
+DTYPES = torch.bfloat16, torch.float32
+"""Of weights. Releases of transformers load the routers of some families in fp32."""
+MAX_TERMS = 3
+"""Terms of bf16 in a weight of fp32."""
 
 
 class _Router(ctypes.Structure):
     _fields_ = (
         ("norm", NormStruct),
         ("weight", MatrixStruct),
+        ("terms", c_int64),
         ("kind", c_int64),
         ("top_k", c_int64),
         ("renormalise", c_int64),
@@ -30,11 +35,27 @@ class _Router(ctypes.Structure):
     )
 
 
+def terms_of(weight_ED: Tensor) -> list[Tensor]:
+    """Split a weight into few terms in bf16, whose sum it is: one, or up to three if it is fp32.
+
+    Every term has the eight bits behind those of the terms before it.
+    """
+    if weight_ED.dtype is torch.bfloat16:
+        return [weight_ED]
+    terms, rest = [], weight_ED.detach().float()
+    for _ in range(MAX_TERMS):
+        terms.append(rest.bfloat16())
+        rest = rest - terms[-1].float()
+        if not rest.any():
+            break
+    return terms
+
+
 class Router:
     """Norm, router, choice of experts and their weights.
 
     Args:
-        weight_ED: Of the router.
+        weight_ED: Of the router, in bf16 or fp32.
         norm: Before it.
         kind: "softmax" of the logits, rounded to bf16, over all experts; "softmax_fp32" and
             "sigmoid" of logits in fp32; "sparse_mixer", of two experts.
@@ -76,7 +97,9 @@ class Router:
         most = 2 if kind == "sparse_mixer" else min(MAX_TOP_K, num // groups * top_groups)
         if not 1 <= top_k <= most or (kind == "sparse_mixer" and top_k != 2):
             raise ValueError(f"top_k={top_k} of {num} experts, {top_groups} of {groups} groups")
-        matrix = Matrix([weight_ED], [bias_E])
+        terms = terms_of(weight_ED)
+        biases = [] if bias_E is None else [bias_E, *[torch.zeros_like(bias_E)] * (len(terms) - 1)]
+        matrix = Matrix(terms, biases)
         correction = None if correction_E is None else correction_E.detach().float().contiguous()
         self._keep = (matrix, norm, correction)
         self.top_k = top_k
@@ -84,6 +107,7 @@ class Router:
         self._struct = _Router(
             norm.struct,
             matrix.struct,
+            len(terms),
             KINDS.index(kind),
             top_k,
             renormalise,

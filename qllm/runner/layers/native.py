@@ -17,7 +17,7 @@ from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Be
 from qllm.kernels.cpu.experts import Mlp
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import matrix_of
-from qllm.kernels.cpu.routers import MAX_TOP_K, Router
+from qllm.kernels.cpu.routers import DTYPES, MAX_TOP_K, Router
 from qllm.models.discover import LayerParts
 from qllm.models.heard import is_heard
 from qllm.models.known import (
@@ -195,7 +195,7 @@ class NativeDriver(FastDriver):
         return (
             kind is not None
             and not is_heard(router)
-            and is_usable(router.weight)
+            and is_usable(router.weight, DTYPES)
             and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
             and _is_norm(self._post_norm)
         )
