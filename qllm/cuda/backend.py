@@ -28,6 +28,7 @@ from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.heard import warn_of_unheard
 from qllm.models.hybrid import kv_shapes
+from qllm.models.positions import embeddings
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
@@ -288,7 +289,7 @@ class CudaBackend:
         with torch.inference_mode():
             positions = torch.arange(sizes[2] * self.pages.page_size, device=self.device)
             assert self._parts.rotary_emb is not None
-            cos, sin = self._parts.rotary_emb(like[:1, :1], positions[None])
+            cos, sin = embeddings(self._parts.rotary_emb, None, like[:1, :1], positions[None])
             slots = self.pages.num_pages * self.pages.page_size
             hidden = like.new_zeros((slots + 1, self._parts.lm_head.in_features))
             lanes = {whole: Lane(*sizes, self._block, hidden) for whole in (True, False)}

@@ -1,7 +1,7 @@
 """Names of arguments that transformers renames: that of its cache."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 CACHES = ("cache", "past_key_values", "cache_params", "past_key_value")
@@ -10,16 +10,25 @@ CACHES = ("cache", "past_key_values", "cache_params", "past_key_value")
 
 def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a module's own forward."""
-    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    return _parameters(type(module).forward)
 
 
-def finds_cache(module: object) -> str | None:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(inspect.unwrap(function)).parameters
+
+
+def finds_cache(module: Any) -> str | None:
+    """The name of the argument of a module that is the cache; None if there is none."""
+    return cache_of_function(type(module).forward)
+
+
+def cache_of_function(function: Callable[..., Any]) -> str | None:
     """The name of the argument that is the cache; None if there is none.
 
     A name that transformers has used; else the argument that is declared to be a `Cache`; else the
     only one that is called so.
     """
-    parameters = parameters_of(module)
+    parameters = _parameters(function)
     for name in CACHES:
         if name in parameters:
             return name

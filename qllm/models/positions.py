@@ -25,6 +25,22 @@ def rope_kind(base: Any, index: int) -> str | None:
     return str(base.config.layer_types[index])
 
 
+def embeddings(rotary: nn.Module, kind: str | None, like: Tensor, positions_1T: Tensor) -> Any:
+    """Ask a module for its embeddings of the positions of text.
+
+    Args:
+        rotary: The module.
+        kind: `rope_kind` of the layers that get them.
+        like: Dtype and device of hidden states.
+        positions_1T: The positions. A module of several axes gets them for each: text lies on a
+            line, and not every release of transformers repeats them itself.
+    """
+    axes = getattr(rotary, "mrope_section", None)
+    if axes is not None:
+        positions_1T = positions_1T.expand(len(axes), 1, -1)
+    return rotary(like, positions_1T, **({} if kind is None else {"layer_type": kind}))
+
+
 def rotary_of(
     base: Any, kinds: Iterable[str | None], like: Tensor, *, may_lack: bool
 ) -> nn.Module | None:
@@ -52,10 +68,9 @@ def rotary_of(
     positions = torch.zeros(1, 1, dtype=torch.long, device=like.device)
     what = f"{type(rotary).__name__} does not give embeddings of positions"
     for kind in set(kinds):
-        given = {} if kind is None else {"layer_type": kind}
         try:
             with torch.inference_mode():
-                found = rotary(like.new_empty(0), positions, **given)
+                found = embeddings(rotary, kind, like.new_empty(0), positions)
         except Exception as error:
             raise ModelError(f"{what}: it raised {type(error).__name__}: {error}") from error
         if not isinstance(found, Tensor) and (not isinstance(found, tuple) or len(found) != 2):

@@ -23,17 +23,47 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
-from qllm.models.digests import source_digest
+from qllm.errors import ModelError
+from qllm.models.arguments import cache_of_function
 from qllm.models.discover import ModelParts, base_model
-from qllm.models.positions import STATIC_ROPE
+from qllm.models.positions import STATIC_ROPE, embeddings
 from qllm.runner.frame import RequestState
 from qllm.runner.rope_tables import RopeTable, RowRopes, Switch
 from qllm.scheduler.program import Program
 from qllm.types import RequestId
 
-RECOMPUTES = {"5840db95a957"}
-"""Digests of `prepare_inputs_for_generation` that drop the cache at the original length."""
+
+class _Holding(DynamicCache):
+    """A cache that says it holds so many tokens."""
+
+    num_tokens = 0
+
+    def get_seq_length(self, *_: object, **__: object) -> int:
+        return self.num_tokens
+
+
+def _drops_cache(model: Any, at: int) -> bool:
+    """Whether `generate` drops a cache of the original length when one more token comes."""
+    prepare: Any = getattr(model, "prepare_inputs_for_generation", None)
+    name = None if prepare is None else cache_of_function(prepare)
+    if name is None:
+        return False
+
+    def is_kept(num_tokens: int) -> bool:
+        cache = _Holding(config=base_model(model).config)
+        cache.num_tokens = num_tokens
+        ids = torch.zeros(1, num_tokens + 1, dtype=torch.long, device=model.device)
+        given = {"attention_mask": torch.ones_like(ids), "use_cache": True, name: cache}
+        return any(value is cache for value in prepare(ids, **given).values())
+
+    if not is_kept(at - 1):
+        raise ModelError(
+            f"{type(model).__name__}.prepare_inputs_for_generation does not hand on the cache that "
+            f"it is given as {name}: whether it drops one of {at} tokens cannot be known"
+        )
+    return not is_kept(at)
 
 
 def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
@@ -50,13 +80,7 @@ def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
     at = getattr(rotary_emb, "original_max_seq_len", 0)
     if is_binary:
         at = parameters["original_max_position_embeddings"]
-    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
-    drops = (
-        prepare is not None
-        and hasattr(config, "original_max_position_embeddings")
-        and source_digest(prepare) in RECOMPUTES
-    )
-    return Switch(int(at), is_binary, is_binary and drops)
+    return Switch(int(at), is_binary, is_binary and _drops_cache(model, int(at)))
 
 
 class Ropes:
@@ -78,7 +102,8 @@ class Ropes:
         self._takes_ids, self._device = parts.around is not None, device
         attend = [layer for layer in parts.layers if layer.new_state is None]
         for kind in {layer.rope_kind for layer in attend} if rotary is not None else ():
-            call: Any = rotary if kind is None else partial(rotary, layer_type=kind)  # type: ignore[arg-type,misc]
+            assert rotary is not None
+            call = partial(embeddings, rotary, kind)
             self._tables[kind] = RopeTable(call, device, dtype, self.switch)
 
     @property

@@ -4,8 +4,10 @@ LongRoPE (Phi-3.5-MoE, whose `generate` drops its cache at the original length; 
 same settings, whose `generate` keeps it) and dynamic NTK.
 """
 
+import inspect
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.errors import ModelError
 from qllm.frontend.handle import Result
 from qllm.ingress import Submission
+from qllm.models.arguments import CACHES
 from qllm.models.discover import discover
 from qllm.plan import Plan
 from qllm.policy import View
@@ -23,6 +27,7 @@ from qllm.runner.rope import switch_of
 from qllm.runner.rope_tables import RopeTable, Switch
 from qllm.types import Priority, Slo
 from tests.support.families import VOCAB
+from tests.support.hybrids import make_hybrid
 from tests.support.inside import runner_of
 from tests.support.rope import KINDS, ORIGINAL, model_of
 from tests.support.storms import Chaos
@@ -255,6 +260,70 @@ def test_phi_scales_by_length_whatever_the_type() -> None:
     assert switch_of(model, rotary) == Switch(ORIGINAL, is_binary=True, recomputes=True)
     del model.config.rope_parameters["long_mscale"]
     assert switch_of(model, rotary) is None
+
+
+def prepares(change: Callable[[Any, int], Any], name: str) -> Callable[..., dict[str, Any]]:
+    """A `prepare_inputs_for_generation` that changes the cache, which it takes by a name."""
+
+    def prepare(self: Any, input_ids: Tensor, **given: Any) -> dict[str, Any]:
+        cache = change(given.pop(name), input_ids.shape[1])
+        return {"input_ids": input_ids, **given, "kept": cache}
+
+    prepare.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for x in ("self", "input_ids", name)
+        ]
+    )
+    return prepare
+
+
+def at_the_edge(cache: Any, num_ids: int) -> Any:
+    return None if num_ids > ORIGINAL >= cache.get_seq_length() else cache
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize(
+    ("change", "recomputes"),
+    [(at_the_edge, True), (lambda cache, n: cache, False), (lambda cache, n: None, None)],
+    ids=["dropped at the edge", "never dropped", "always dropped"],
+)
+@pytest.mark.parametrize("kind", ["phimoe-longrope", "mixtral-longrope"])
+def test_that_a_cache_is_dropped_is_seen_whatever_the_source_says(
+    kind: str, change: Callable[[Any, int], Any], recomputes: bool | None, name: str
+) -> None:
+    model = model_of(kind)
+    base = type(model)
+    own = {"prepare_inputs_for_generation": prepares(change, name)}
+    model.__class__ = type(base.__name__, (base,), own)
+    rotary = discover(model).rotary_emb
+    if recomputes is None:
+        with pytest.raises(ModelError, match="cannot be known"):
+            switch_of(model, rotary)
+    else:
+        assert switch_of(model, rotary) == Switch(ORIGINAL, is_binary=True, recomputes=recomputes)
+
+
+def test_a_module_of_several_axes_is_given_the_positions_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until transformers 5.18 that of Qwen3.5 took nothing else."""
+    found = []
+    for is_strict in (False, True):
+        model = make_hybrid("qwen3_5_moe_text")
+        rotary = type(discover(model).rotary_emb)
+        usual = rotary.forward
+
+        def forward(self: Any, x: Tensor, position_ids: Tensor, usual: Any = usual) -> Any:
+            assert position_ids.dim() == 3, "too many indices"
+            return usual(self, x, position_ids)
+
+        if is_strict:
+            monkeypatch.setattr(rotary, "forward", forward)
+        with engine_of(model) as engine:
+            found.append(engine.submit(prompt_of(40), "LS", NEW, sampling=GREEDY).result(300))
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].logprobs == found[1].logprobs
 
 
 def model_with(kind: str, original: int) -> Any:
