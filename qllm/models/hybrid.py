@@ -32,6 +32,8 @@ KNOWN = {
 """Kinds of layers in transformers' cache that are driven, or refused for another reason."""
 
 
+MOST_LAYERS = 1 << 16
+"""More than a model has."""
 _KEYS = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_a_proj_with_mqa")
 
 
@@ -73,13 +75,16 @@ class OneState(Cache):
 
 
 class _Always(list[Any]):
-    """Has one value at every index."""
+    """Has one value at every index, all of which are below its length."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__([value])
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)
 
-    def __init__(self, value: Any) -> None:
-        super().__init__([value])
+    def __len__(self) -> int:
+        return MOST_LAYERS
 
 
 def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:
