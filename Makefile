@@ -11,7 +11,7 @@ BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
 
-.PHONY: demo talk test test-all test-outside test-peers test-talk test-ray check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-shapes bench-families bench-report clean
+.PHONY: demo talk test test-all test-outside test-peers test-talk test-ray test-releases check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-shapes bench-families bench-releases bench-report clean
 
 demo: $(BASE)  # needs less than the tests
 	.venv/bin/qllm demo
@@ -38,6 +38,9 @@ test-talk: $(CLIENTS)/.ready $(BROWSER)/.ready  # after `make talk`; installs lm
 
 test-ray: $(RAY)/.ready  # a Ray cluster on this machine, some minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m pytest -W default tests/outside/on_ray/with_*.py $(ARGS)  # Ray itself warns
+
+test-releases: $(READY)  # the lowest, the tested and the newest transformers; ARGS=--all for those between
+	.venv/bin/python scripts/releases.py $(ARGS)
 
 check: $(READY)
 	scripts/check $(ARGS)
@@ -93,6 +96,9 @@ bench-shapes: $(READY)
 
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
 	OMP_NUM_THREADS=1 .venv/bin/python -m bench.models.families --out bench/results/families.json $(ARGS)
+
+bench-releases: test-releases  # tokens per second with each of them, over the tested one's
+	.venv/bin/python -m bench.models.releases --out bench/results/releases.json
 
 bench-report: $(READY)
 	.venv/bin/python -m bench.report
