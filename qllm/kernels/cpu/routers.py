@@ -13,7 +13,7 @@ KINDS = ("softmax", "sigmoid", "sparse_mixer", "softmax_fp32")
 """`RouterKind` of kernels.h."""
 MAX_TOP_K = 64
 DTYPES = torch.bfloat16, torch.float32
-"""Of weights. Releases of transformers load the routers of some families in fp32."""
+"""Dtypes of weights. Releases of transformers load the routers of some families in fp32."""
 MAX_TERMS = 3
 """Terms of bf16 in a weight of fp32."""
 
