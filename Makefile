@@ -97,7 +97,7 @@ bench-shapes: $(READY)
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
 	OMP_NUM_THREADS=1 .venv/bin/python -m bench.models.families --out bench/results/families.json $(ARGS)
 
-bench-releases: test-releases  # tokens per second with each of them, over the tested one's
+bench-releases: $(READY)  # tokens per second with each of them, over the tested one's
 	.venv/bin/python -m bench.models.releases --out bench/results/releases.json
 
 bench-report: $(READY)
