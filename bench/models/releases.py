@@ -72,7 +72,8 @@ def answer() -> None:
         start = time.process_time()
         engine.generate(prompts, temperature=0, max_tokens=NUM_TOKENS)
         print(json.dumps(time.process_time() - start), flush=True)
-    engine.close()
+    if engine is not None:
+        engine.close()
 
 
 def measure(asked: list[Release], model: Path, rounds: int) -> dict[str, list[float]]:
