@@ -18,6 +18,7 @@ ALLOWED = {
     "FastAPI": ["middleware_stack"],
     "Ray Serve": ["check_health", "record_*"],
     "ast": ["visit_*", "returns"],
+    "tokenizers": ["normalizer"],
     "the messages of the engine's process": ["_op_*"],
     "arguments of a policy's and a tokenizer's interface": [
         "need_blocks",

@@ -3,7 +3,7 @@
 The text is that of `bench.kernels.perplexity`; engines say the log-probabilities of its windows
 (`prompt_logprobs`). First `expert_weights=` as they round at load, then
 the formats in which models are published, experts and linear modules both (MXFP4 of gpt-oss holds
-what "mxfp4" does; GGUF files of this family are not read). The other side of a row is the model in
+what "mxfp4" does; GGUF files are not among them). The other side of a row is the model in
 bf16 that holds the values of the codes: it has to score the same, bit by bit. Where codes are
 integers a row says what rounding activations to int8 changes. The reference is the model's own
 forward in fp32. A table, then one JSON line; nothing of it is timed.

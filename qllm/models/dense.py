@@ -12,10 +12,11 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from qllm.errors import ModelError, pip_install
+from qllm.errors import ModelError
+from qllm.models import gguf_file
 from qllm.models.checkpoint import stored_tensors
 from qllm.models.folders import INDEX, first_line, read_json, weight_files
-from qllm.models.gguf_file import refuse_dropped
+from qllm.models.gguf_file import open_file
 from qllm.models.quantised import FLOATS, method_of
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -107,22 +108,10 @@ class DenseGguf:
     """A GGUF file; blocks of integers are expanded, one tensor at a time."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from gguf import GGUFReader
-        except ModuleNotFoundError as error:
-            raise ModelError(f"reading {path} needs {error.name}: {pip_install('gguf')}") from error
-        self._path = path
-        try:
-            reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:
-            raise ModelError(
-                f"{path} is truncated or no GGUF file ({first_line(error)}); download it again"
-            ) from error
-        refuse_dropped(path, reader.fields)
-        self.config = _config(path.parent, gguf_file=path.name)
-        self._architecture = str(reader.fields["general.architecture"].contents())
-        self._stored = reader.tensors
-        kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+        self._file = open_file(path)
+        self.config = gguf_file.config_of(self._file)
+        stored = self._file.tensors.values()
+        kinds = {tensor.tensor_type.name for tensor in stored if len(tensor.shape) > 1}
         self.dtype = {"F32": torch.float32, "F16": torch.float16}.get(
             kinds.pop() if len(kinds) == 1 else "", torch.bfloat16
         )
@@ -130,54 +119,29 @@ class DenseGguf:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every stored tensor by transformers' name."""
-        return {
-            name: tuple(int(n) for n in reversed(tensor.shape))
-            for name, tensor in self._tensors.items()
-        }
+        return {name: part.shape for name, part in self._parts.items()}
 
     @cached_property
-    def _tensors(self) -> dict[str, Any]:
+    def _parts(self) -> dict[str, gguf_file.Part]:
         """Every stored tensor by transformers' name."""
-        named = self._names()
-        if unknown := sorted(t.name for t in self._stored if t.name not in named):
-            raise ModelError(
-                f"{self._path}: {len(unknown)} tensors are none of a {self.config.model_type} "
-                f"model, first {unknown[0]}"
-            )
-        return {named[tensor.name]: tensor for tensor in self._stored}
-
-    def _names(self) -> dict[str, str]:
-        """Names in the file -> names of transformers."""
-        from transformers import modeling_gguf_pytorch_utils as gguf_utils
-
-        processors: Any = gguf_utils.TENSOR_PROCESSORS
-        self._processor = processors.get(self._architecture, gguf_utils.TensorProcessor)(
-            config=self.config.to_dict()
-        )
-        names: Any = gguf_utils.get_gguf_hf_weights_map
-        found: dict[str, str] = names(meta_model(self.config), self._processor)
-        return found
+        return gguf_file.parts_of(self._file, meta_model(self.config))
 
     def read(self, name: str) -> Tensor:
         """One tensor in float32, its rows in the order of transformers."""
         from gguf import dequantize
 
-        tensor = self._tensors[name]
-        values = dequantize(tensor.data, tensor.tensor_type)
-        done = self._processor.process(weights=values, name=tensor.name)
-        return torch.from_numpy(done.weights.copy()).float()
+        tensor, _, shape, rows = self._parts[name]
+        values = dequantize(tensor.data, tensor.tensor_type).copy()
+        found = torch.from_numpy(values).reshape(shape).float()
+        return found if rows is None else found[rows]
 
     def save_beside(self, folder: Path) -> None:
         """Write what the metadata of the file say."""
-        make: Any = transformers.AutoTokenizer
-        try:
-            tokenizer = make.from_pretrained(
-                self._path.parent, gguf_file=self._path.name, local_files_only=True
-            )
-        except Exception as error:
-            raise ModelError(
-                f"tokenizer of {self._path} cannot be read: {first_line(error)}"
-            ) from error
+        from qllm.models.gguf_tokenizer import tokenizer_of
+
+        tokenizer = tokenizer_of(self._file.path)
+        if tokenizer is None:
+            raise ModelError(f"{self._file.path} holds no tokenizer; take a file that has one")
         tokenizer.model_max_length = self.config.max_position_embeddings
         tokenizer.save_pretrained(folder)
         GenerationConfig.from_model_config(self.config).save_pretrained(folder)
@@ -191,12 +155,11 @@ def meta_model(config: PreTrainedConfig) -> transformers.PreTrainedModel:
     return model
 
 
-def _config(folder: Path, **gguf: str) -> PreTrainedConfig:
+def _config(folder: Path) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, **gguf
+            folder, local_files_only=True
         )
     except Exception as error:
-        where = "/".join((str(folder), *gguf.values()))
-        raise ModelError(f"config of {where} is not usable: {first_line(error)}") from error
+        raise ModelError(f"config of {folder} is not usable: {first_line(error)}") from error
     return config

@@ -1,11 +1,12 @@
-"""GGUF files: found, opened, and named as the family's safetensors are.
+"""GGUF files: opened, and named as the family's safetensors are.
 
-Config, tokenizer and names of tensors are transformers' (`modeling_gguf_pytorch_utils`), blocks are
-read by `formats.gguf`. Stacks of experts get the name of each expert's weight in a checkpoint of
-safetensors, so that they are loaded as those are.
+Metadata are read by `gguf_config`, blocks by `formats.gguf`. Tensors have the names that the
+package gguf gives those of a checkpoint of safetensors, as llama.cpp's converter does; each expert
+of a stack gets the name of its weight there, so that it is loaded as that is.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from operator import mul
@@ -14,46 +15,63 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from qllm.errors import ModelError
+from qllm.models import gguf_config
 from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.folders import first_line
 from qllm.models.formats import gguf as blocks
 from qllm.models.formats.layout import Weight
+from qllm.models.gguf_config import ARCHITECTURES, ROPE_FACTORS, Metadata
 from qllm.models.raw_file import Buffers, RawFile
 
-ARCHITECTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""`general.architecture` -> model type, of those that are read."""
-STACKS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-"""Tensors `ffn_<key>_exps` -> what an expert's weight is called."""
-_DROPPED = (".rope.scaling.", ".attention.sliding_window")
-"""Metadata that change what a model computes, and that transformers drops."""
 _ENDS = ("eos", "eot", "eom")
 """Tokens that end a text, a turn, and a message behind which a tool answers."""
-_WIDTHS = {
-    "ffn_gate_exps.weight": "moe_intermediate_size",
-    "ffn_gate_shexp.weight": "shared_expert_intermediate_size",
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
 }
+"""Keys `general.sampling.<key>` -> what a generation config calls them."""
 _ROW = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
+"""The number of an expert in the name of its weight."""
+_ONE_OF_STACK = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)(\.weight)")
+"""An expert that is a tensor of its own, as in files of early 2024."""
 
 
 class GgufFile(NamedTuple):
     """An open file: its tensors as the package gguf has them."""
 
     path: Path
-    architecture: str
+    said: Metadata
     tensors: Mapping[str, Any]
-    ends: tuple[int, ...] = ()
-    """Ids of the tokens that end an answer, of which transformers reads one."""
+    sampling: Mapping[str, Any] = {}
+    """How answers are sampled where a request does not say, as a generation config says it."""
 
 
-def open_file(path: Path) -> GgufFile:
-    """Open a file and see that it is read.
+class Part(NamedTuple):
+    """Where a weight of a checkpoint of safetensors lies in a file."""
+
+    tensor: Any
+    """As the package gguf has it."""
+    expert: int | None
+    """Which of a stack; None is the whole tensor."""
+    shape: tuple[int, ...]
+    """The shape of the weight."""
+    rows: Tensor | None
+    """Numbers of the tensor's rows in the order of transformers; None where they are in it."""
+
+
+def open_reader(path: Path) -> Any:
+    """Open a file as the package gguf does.
 
     Raises:
-        ModelError: The package gguf is missing, the file is broken or a part of a model, or its
-            architecture, a type of its tensors or what changes its positions is not read.
+        ModelError: The package is missing, or the file is broken or a part of a model.
     """
     try:
         from gguf import GGUFReader
@@ -62,27 +80,39 @@ def open_file(path: Path) -> GgufFile:
             f"{path} is a GGUF file, and the package gguf is not installed: pip install gguf"
         ) from error
     try:
-        open_reader: Any = GGUFReader
-        reader = open_reader(path)
+        reader: Any = GGUFReader(path)
         parts = reader.fields.get("split.count")
         num_parts = 1 if parts is None else int(parts.contents())
-        if num_parts > 1:
-            raise ModelError(
-                f"{path} is one of {num_parts} parts of a model; join them: llama-gguf-split "
-                "--merge FIRST_PART WHOLE.gguf"
-            )
-        architecture = str(reader.fields["general.architecture"].contents())
+        reader.fields["general.architecture"].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelError(
             f"{path} is truncated or no GGUF file ({type(error).__name__}: {first_line(error)}); "
             "download it again"
         ) from error
+    if num_parts > 1:
+        raise ModelError(
+            f"{path} is one of {num_parts} parts of a model; join them: llama-gguf-split "
+            "--merge FIRST_PART WHOLE.gguf"
+        )
+    return reader
+
+
+def open_file(path: Path) -> GgufFile:
+    """Open a file and see that it is read.
+
+    Raises:
+        ModelError: As `open_reader`; or its architecture or a type of its tensors is not read.
+    """
+    reader = open_reader(path)
+    architecture = str(reader.fields["general.architecture"].contents())
     if architecture not in ARCHITECTURES:
         raise ModelError(
             f"{path} is a GGUF file of architecture {architecture!r}; read are "
             f"{', '.join(ARCHITECTURES)}: load the model's safetensors instead"
         )
-    refuse_dropped(path, reader.fields)
+    kind = reader.fields.get("general.type")
+    if kind is not None and kind.contents() != "model":
+        raise ModelError(f"{path} holds no model, but what it calls {kind.contents()!r}")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     known = (*blocks.READERS, *blocks.PLAIN)
     odd = {t.tensor_type.name for t in tensors.values() if t.tensor_type.name not in known}
@@ -92,23 +122,54 @@ def open_file(path: Path) -> GgufFile:
             "take a file of another quantisation (Q4_K_M, Q8_0)"
         )
     _refuse_overlaps(path, tensors)
-    ends = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
-    return GgufFile(
-        path, architecture, tensors, tuple(int(end.contents()) for end in ends if end is not None)
+    sampling = {
+        name: _value(reader.fields[key])
+        for end, name in _SAMPLING.items()
+        if (key := f"general.sampling.{end}") in reader.fields
+    }
+    return GgufFile(path, _said(path, architecture, reader.fields, tensors), tensors, sampling)
+
+
+def _said(
+    path: Path, architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> Metadata:
+    """What a file says of its model, without its vocabulary."""
+    start = f"{architecture}."
+    token = {
+        name: int(fields[key].contents())
+        for name in ("bos", *_ENDS)
+        if (key := f"tokenizer.ggml.{name}_token_id") in fields
+    }
+    factors = tensors.get(ROPE_FACTORS)
+    return Metadata(
+        file=str(path),
+        architecture=architecture,
+        values={
+            key.removeprefix(start): _value(field)
+            for key, field in fields.items()
+            if key.startswith(start)
+        },
+        shapes={name: _shape(tensor) for name, tensor in tensors.items()},
+        ends=[token[name] for name in _ENDS if name in token],
+        start=token.get("bos"),
+        rope_factors=None if factors is None else torch.from_numpy(factors.data.copy()).float(),
     )
 
 
-def refuse_dropped(path: Path, keys: Iterable[str]) -> None:
-    """Refuse a file by the keys of its metadata, where one is dropped that matters.
+def _value(field: Any) -> Any:
+    """The value of a key; a float of 32 bits is the shortest number that rounds to it.
 
-    Raises:
-        ModelError: Names them.
+    That is what the config said of which the file was made: 1e-05, and not 9.99999974e-06.
     """
-    if dropped := sorted(key for key in keys if any(part in key for part in _DROPPED)):
-        raise ModelError(
-            f"{path}: {', '.join(dropped)} would be ignored, and the model wrong; take its "
-            "original checkpoint in safetensors instead"
-        )
+    value = field.contents()
+    if field.types[-1].name != "FLOAT32":
+        return value
+    found = [float(str(field.parts[i][0])) for i in field.data]
+    return found if isinstance(value, list) else found[0]
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def _refuse_overlaps(path: Path, tensors: Mapping[str, Any]) -> None:
@@ -120,24 +181,12 @@ def _refuse_overlaps(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
-    """The config of a model; widths of experts, which transformers leaves at a default, by tensors.
+    """The config of a model.
 
     Raises:
-        ModelError: transformers makes none of it.
+        ModelError: A key of the metadata is missing, or not understood.
     """
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            file.path.parent, gguf_file=file.path.name
-        )
-    except Exception as error:
-        raise ModelError(f"{file.path} gives no config: {first_line(error)}") from error
-    if file.ends:
-        config.eos_token_id = list(dict.fromkeys(file.ends))
-    for name, attribute in _WIDTHS.items():
-        found = next((t for key, t in file.tensors.items() if key.endswith(name)), None)
-        if found is not None:
-            setattr(config, attribute, len(found.data[0] if "exps" in name else found.data))
-    return config
+    return gguf_config.config_of(file.said)
 
 
 def expert_bits(file: GgufFile) -> float:
@@ -146,7 +195,7 @@ def expert_bits(file: GgufFile) -> float:
     Raises:
         ModelError: There are no experts.
     """
-    stacks = [t for name, t in file.tensors.items() if name.endswith("_exps.weight")]
+    stacks = [t for name, t in file.tensors.items() if _is_of_experts(name)]
     if not stacks:
         raise ModelError(f"{file.path} has no experts (tensors *_exps.weight); download it again")
     sizes = [int(tensor.n_elements) for tensor in stacks]
@@ -154,7 +203,11 @@ def expert_bits(file: GgufFile) -> float:
     return float(sum(map(mul, sizes, bits)) / sum(sizes))
 
 
-def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
+def _is_of_experts(name: str) -> bool:
+    return name.endswith("_exps.weight") or _ONE_OF_STACK.fullmatch(name) is not None
+
+
+def parts_of(file: GgufFile, model: Any) -> dict[str, Part]:
     """The weights of a file by their names in safetensors.
 
     Args:
@@ -162,39 +215,88 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         model: Of its config, on the meta device.
 
     Raises:
-        ModelError: A tensor has no place in the model, or another shape.
+        ModelError: A tensor has no place in the model, or another shape, or is missing.
     """
-    from transformers import modeling_gguf_pytorch_utils
+    places = _places(file, model)
+    found: dict[str, Part] = {}
+    for name, tensor in file.tensors.items():
+        if name == ROPE_FACTORS and gguf_config.architecture_of(file.said).pairs:
+            continue  # the config has it
+        if name not in places:
+            raise ModelError(f"{file.path}: the tensor {name} has no place in the model")
+        is_stack, weights = name.endswith("_exps.weight"), places[name]
+        shape = tuple(next(iter(weights.values())))
+        _refuse_shape(file.path, tensor, (len(weights), *shape) if is_stack else shape)
+        if twice := sorted(weights.keys() & found.keys()):
+            raise ModelError(f"{file.path}: {name} is there twice ({twice[0]}); download it again")
+        rows = _rows(file, model.config, name)
+        for number, weight in enumerate(weights):
+            found[weight] = Part(tensor, number if is_stack else None, shape, rows)
+    for name, weights in places.items():
+        if missing := sorted(weights.keys() - found.keys()):
+            raise ModelError(
+                f"{file.path} lacks the tensor {name} ({missing[0]}); download it again"
+            )
+    return found
 
-    theirs: Any = modeling_gguf_pytorch_utils
-    processor = theirs.TENSOR_PROCESSORS[file.architecture](config=model.config.to_dict())
-    names = theirs.get_gguf_hf_weights_map(model, processor)
-    shapes, raw = model.state_dict(), RawFile(file.path, Buffers())
+
+def _places(file: GgufFile, model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Names of tensors of a file -> names and shapes of their weights in safetensors.
+
+    A stack of experts comes first, and each of them, as old files have it, by itself behind it.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.said.architecture)
+    names = get_tensor_name_map(arch, model.config.num_hidden_layers)
+    stored: Any = revert_weight_conversion(model, model.state_dict())
+    stacks: dict[str, dict[str, tuple[int, ...]]] = {}
+    single: dict[str, dict[str, tuple[int, ...]]] = {}
+    for weight, value in stored.items():
+        if weight == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        shape, expert = tuple(value.shape), _EXPERT.search(weight)
+        spelling = _EXPERT.sub("", weight).replace("_correction_bias", "_correction.bias")
+        name = names.get_name(spelling, (".weight", ".bias")) or weight
+        stacks.setdefault(name, {})[weight] = shape
+        if expert is not None:
+            single[name.replace("_exps.", f".{expert[1]}.")] = {weight: shape}
+    return stacks | single
+
+
+def _rows(file: GgufFile, config: Any, name: str) -> Tensor | None:
+    """Rows of queries and keys that lie in pairs, in the order of halves of a head."""
+    kind = name.split(".")[-2]
+    if kind not in ("attn_q", "attn_k") or not gguf_config.architecture_of(file.said).pairs:
+        return None
+    heads = config.num_attention_heads if kind == "attn_q" else config.num_key_value_heads
+    num = file.said.shapes[name][0]
+    return torch.arange(num).view(heads, -1, 2).transpose(1, 2).reshape(num)
+
+
+def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
+    """The weights of a file by their names in safetensors, to be read.
+
+    Args:
+        file: An open file.
+        model: Of its config, on the meta device.
+
+    Raises:
+        ModelError: A tensor has no place in the model, or another shape, or is missing.
+    """
+    raw = RawFile(file.path, Buffers())
     plain: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, Callable[[], Weight]] = {}
-    for name, tensor in file.tensors.items():
-        target = names.get(name) or names.get(name.removesuffix(".weight"))
-        if target is None:
-            raise ModelError(f"{file.path}: the tensor {name} has no place in the model")
-        is_plain = tensor.tensor_type.name in blocks.PLAIN
+    for name, part in parts_of(file, model).items():
+        is_plain = part.tensor.tensor_type.name in blocks.PLAIN
         into: dict[str, Callable[[], Any]] = plain if is_plain else quantised
-        kind = name.removesuffix("_exps.weight").rpartition("_")[2]
-        if name.endswith("_exps.weight") and kind in STACKS:
-            start = target.rpartition(".")[0]
-            for expert in range(len(tensor.data)):
-                into[f"{start}.{expert}.{STACKS[kind]}.weight"] = partial(
-                    _read, raw, tensor, expert
-                )
-        else:
-            shape = tuple(shapes[target].shape)
-            _refuse_shape(file.path, tensor, shape)
-            into[target] = partial(_read, raw, tensor, None, shape)
+        into[name] = partial(_read, raw, part)
     kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
     return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
 
 
 def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
-    found = tuple(int(n) for n in reversed(tensor.shape))
+    found = _shape(tensor)
     if [n for n in found if n != 1] != [n for n in wanted if n != 1]:
         raise ModelError(
             f"{path}: the tensor {tensor.name} is {found}, and has to be {wanted} as the metadata "
@@ -202,15 +304,15 @@ def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _read(
-    file: RawFile, tensor: Any, expert: int | None, shape: tuple[int, ...] | None = None
-) -> Weight:
-    """One weight, or a vector in the shape that the model has."""
-    data, kind = tensor.data if expert is None else tensor.data[expert], tensor.tensor_type.name
-    start = int(tensor.data_offset) + (expert or 0) * int(data.nbytes)
+def _read(file: RawFile, part: Part) -> Weight:
+    """One weight, its rows in the order of transformers, and a vector in the model's shape."""
+    tensor, kind = part.tensor, part.tensor.tensor_type.name
+    data = tensor.data if part.expert is None else tensor.data[part.expert]
+    start = int(tensor.data_offset) + (part.expert or 0) * int(data.nbytes)
     with naming(str(tensor.name)):
         raw = file.read(start, int(data.nbytes))
+    stored = raw.view(data.shape) if kind in blocks.READERS else raw.view(_ROW[kind])
     if kind in blocks.READERS:
-        return blocks.read(kind, raw.view(data.shape))
-    plain = raw.view(_ROW[kind]).view((*data.shape[:-1], -1))
-    return plain if shape is None else plain.reshape(shape)
+        return blocks.read(kind, stored if part.rows is None else stored[part.rows])
+    plain = stored.view(part.shape)
+    return plain if part.rows is None else plain[part.rows]

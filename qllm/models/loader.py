@@ -126,7 +126,11 @@ def load(
     if weights is not None:
         _log.warning("weights of model %r: %s", name, weights)
     tokenizer = tokenizer_in(name, folder, trust_remote_code)
-    generation = read_json(folder / "generation_config.json")  # none in a GGUF file
+    generation: Mapping[str, Any] = (
+        open_file(folder).sampling
+        if folder.suffix == GGUF
+        else read_json(folder / "generation_config.json")
+    )
     return _loaded(name, model, tokenizer, generation, weights)
 
 

@@ -54,14 +54,17 @@ def tokenizer_in(
     Raises:
         ModelError: It is broken.
     """
-    how: dict[str, Any] = {"local_files_only": True}
     if folder.suffix == GGUF:
-        folder, how["gguf_file"] = folder.parent, folder.name
-    elif not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        show_torch()
+        from qllm.models.gguf_tokenizer import tokenizer_of
+
+        return tokenizer_of(folder)
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         return None
-    (show_torch if trust_remote_code or "gguf_file" in how else hide_torch)()
+    how: dict[str, Any] = {"local_files_only": True}
+    (show_torch if trust_remote_code else hide_torch)()
     plain = read_json(folder / "tokenizer_config.json").get("tokenizer_class") in _PLAIN
-    if plain and "gguf_file" not in how and (folder / "tokenizer.json").is_file():
+    if plain and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
         make: Any = PreTrainedTokenizerFast

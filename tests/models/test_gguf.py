@@ -24,7 +24,8 @@ from transformers import (
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, ModelError
 from qllm.models import loader, raw_file
-from qllm.models.generation import eos_token_ids
+from qllm.models.generation import eos_token_ids, sampling_defaults
+from qllm.models.gguf_file import open_file
 from qllm.models.loader import load, skeleton
 from qllm.models.quantised_experts import all_quantised
 from qllm.models.quantised_linears import all_linears
@@ -271,6 +272,23 @@ def test_every_end_that_a_file_names_ends_an_answer(tmp_path: Path, names: tuple
     assert eos_token_ids({}, model, None) == {95, *(ends[name] for name in names)}
 
 
+def test_sampling_that_a_file_suggests_is_a_default(tmp_path: Path) -> None:
+    path = tmp_path / "warm.gguf"
+    writer = Writer(path, "qwen3moe")
+    for key, value in {"temp": 0.6, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1}.items():
+        writer.writer.add_float32(f"general.sampling.{key}", value)
+    writer.writer.add_int32("general.sampling.top_k", 20)
+    writer.put("token_embd.weight", torch.zeros(VOCAB, WIDTH), "F32")
+    writer.close()
+    assert sampling_defaults("warm", open_file(path).sampling) == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+    }
+
+
 def test_widths_are_those_of_the_tensors(files: dict[str, Path]) -> None:
     """transformers leaves the widths of experts at what one published model has."""
     config = skeleton(str(files["qwen2moe"])).config
@@ -316,11 +334,11 @@ def test_garbage_is_looked_for_before_a_file_is_read(
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "llama.gguf"
-    writer = Writer(path, "llama")
+    path = tmp_path / "other.gguf"
+    writer = Writer(path, "gptneox")
     writer.put("token_embd.weight", torch.zeros(4, 32), "F32")
     writer.close()
-    with pytest.raises(ModelError, match=r"architecture 'llama'; read are qwen2moe, qwen3moe"):
+    with pytest.raises(ModelError, match=r"architecture 'gptneox'; read are llama, qwen2, "):
         load(path)
 
 

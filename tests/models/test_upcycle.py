@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -31,9 +30,9 @@ from tests.support.dense import (
     WIDTH,
     dense_model,
     save,
-    write_gguf,
 )
 from tests.support.families import make_model
+from tests.support.gguf_files import convert
 
 IDS = torch.tensor([[7, 99, 31, 200, 5, 64, 150, 12, 77, 240, 33, 8, 19, 101, 55, 230]])
 ARCHITECTURES = {
@@ -120,7 +119,7 @@ def test_shards_of_the_dense_model_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
 def test_a_gguf_file_becomes_what_transformers_reads(kind: str, tied: bool, tmp_path: Path) -> None:
     dense = dense_model("llama", tied=tied)
-    path = write_gguf(dense, tmp_path / "dense.gguf", GGMLQuantizationType[kind])
+    path = convert(save(dense, tmp_path / "dense"), tmp_path / "dense.gguf", kind)
     upcycle(path, tmp_path / "moe", Recipe(experts=3, dtype="float32"))
     auto: Any = AutoModelForCausalLM
     oracle = dense if kind == "F32" else auto.from_pretrained(tmp_path, gguf_file=path.name).eval()
@@ -137,24 +136,20 @@ def test_a_gguf_file_becomes_what_transformers_reads(kind: str, tied: bool, tmp_
 
 
 def test_blocks_of_integers_become_bf16_by_default(tmp_path: Path) -> None:
-    path = write_gguf(dense_model("llama"), tmp_path / "d.gguf", GGMLQuantizationType.Q8_0)
-    upcycle(path, tmp_path / "moe")
+    folder = save(dense_model("llama"), tmp_path / "dense")
+    upcycle(convert(folder, tmp_path / "d.gguf", "Q8_0"), tmp_path / "moe")
     assert {t.dtype for t in weights(tmp_path / "moe").values()} == {torch.bfloat16}
-    upcycle(write_gguf(dense_model("llama"), tmp_path / "f.gguf"), tmp_path / "wide")
+    upcycle(convert(folder, tmp_path / "f.gguf"), tmp_path / "wide")
     assert {t.dtype for t in weights(tmp_path / "wide").values()} == {torch.float32}
 
 
 def test_a_gguf_file_that_transformers_would_misread_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(
-        dense_model("llama"), tmp_path / "d.gguf", **{"llama.rope.scaling.type": "yarn"}
-    )
+    folder, more = save(dense_model("llama"), tmp_path / "d"), {"llama.rope.scaling.type": "yarn"}
     with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.type would be ignored"):
-        upcycle(path, tmp_path / "moe")
-    path = write_gguf(
-        dense_model("llama"), tmp_path / "moe.gguf", architecture="qwen3moe", experts=4
-    )
-    with pytest.raises(ModelError, match="qwen3_moe model has experts already"):
-        upcycle(path, tmp_path / "moe")
+        upcycle(convert(folder, tmp_path / "d.gguf", more=more), tmp_path / "moe")
+    upcycle(folder, tmp_path / "experts")
+    with pytest.raises(ModelError, match="mixtral model has experts already"):
+        upcycle(convert(tmp_path / "experts", tmp_path / "m.gguf"), tmp_path / "moe")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="truncated or no GGUF file"):
         upcycle(tmp_path / "cut.gguf", tmp_path / "moe")

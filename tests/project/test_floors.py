@@ -57,7 +57,7 @@ FLOORS = {
     # models and what computes them
     "models": Floor(
         "cores errors types plan models kernels torchless",
-        STDLIB | {"gguf", "huggingface_hub", "safetensors", "torch", "transformers"},
+        STDLIB | {"gguf", "huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"},
     ),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
     "runner": Floor(

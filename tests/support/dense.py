@@ -1,12 +1,9 @@
-"""Tiny dense models, as folders and as GGUF files, for the tests of upcycling."""
+"""Tiny dense models in folders, for the tests of upcycling and of GGUF files."""
 
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -78,67 +75,6 @@ def save(model: Any, folder: Path, shard: str = "5GB") -> Path:
         folder
     )
     return folder
-
-
-def _permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a head as GGUF has them for Llama: pairs beside each other."""
-    shape = weight.shape
-    return (
-        weight.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-    )
-
-
-def write_gguf(
-    model: Any,
-    path: Path,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    *,
-    architecture: str = "llama",
-    experts: int = 0,
-    **extra: str,
-) -> Path:
-    """Write a Llama as GGUF: metadata, tokenizer, and matrices in blocks of `kind`."""
-    config, writer = model.config, GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    if experts:
-        writer.add_expert_count(experts)
-    for name, value in extra.items():
-        writer.add_string(name, value)
-    tokens = byte_tokens()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges([" ".join(tokens[-1])])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(1)
-    writer.add_chat_template(TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        value = weight
-        if "q_proj" in name or "k_proj" in name:
-            value = _permuted(weight, HEADS if "q_proj" in name else KV_HEADS)
-        base, suffix = name.rsplit(".", 1)
-        array, given = value.contiguous().numpy(), None
-        if value.dim() > 1 and kind is not GGMLQuantizationType.F32:
-            array, given = quantize(array, kind), kind
-        writer.add_tensor(f"{names.get_name(base)}.{suffix}", array, raw_dtype=given)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def folded(moe: Any) -> Any:
