@@ -230,8 +230,9 @@ def parts_of(file: GgufFile, model: Any) -> dict[str, Part]:
         if twice := sorted(weights.keys() & found.keys()):
             raise ModelError(f"{file.path}: {name} is there twice ({twice[0]}); download it again")
         rows = _rows(file, model.config, name)
-        for number, weight in enumerate(weights):
-            found[weight] = Part(tensor, number if is_stack else None, shape, rows)
+        for weight in weights:
+            number = _EXPERT.search(weight) if is_stack else None
+            found[weight] = Part(tensor, number and int(number[1]), shape, rows)
     for name, weights in places.items():
         if missing := sorted(weights.keys() - found.keys()):
             raise ModelError(

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama 3": ("llama", {"rope_parameters": LLAMA3}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("mixtral", {"num_local_experts": 12, "num_experts_per_tok": 2}),
     "qwen2, yarn, tied": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 32}),

@@ -14,15 +14,15 @@ from qllm.errors import ModelError
 from qllm.models.gguf_tokenizer import SPLITTINGS, tokenizer_of
 from qllm.models.tokenizer import load_tokenizer
 
-SPECIAL = ["<|end|>", "<｜begin▁of▁text｜>"]
-"""The second has letters that are no bytes, as those of DeepSeek have."""
+SPECIAL = ["<|end|>", "<｜begin▁of▁text｜>", "<｜tool｜>"]
+"""Two have letters that are no bytes, as those of DeepSeek have; no key names the last."""
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("Ġ", "h"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġh", "e")]
 PIECES = ["Ġh", "he", "ll", "hell", "hello", "Ġhe"]
 WHOLE = "xyz"
 """A word of the vocabulary that no merges make."""
 BYTES = [*SPECIAL, "<think>", *LETTERS, *PIECES, WHOLE]
-BYTE_TYPES = [3, 3, 4] + [1] * (len(BYTES) - 3)
+BYTE_TYPES = [3, 3, 3, 4] + [1] * (len(BYTES) - 4)
 SPM = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "<tool>"]
 SPM_TYPES = [2, 3, 3] + [6] * 256 + [4]
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "llo", "hello", "▁hello"]
@@ -33,7 +33,7 @@ TEXTS = [
     "hello hello  hello",
     " hello 12345 It's HelloWorld/\n\n x\t",
     "cafe\u0301 café 你好 🙂",
-    "<|end|>hello<｜begin▁of▁text｜> he<think>llo</s> <tool>he",
+    "<|end|>hello<｜begin▁of▁text｜> he<think>llo</s> <tool>he<｜tool｜>he",
     "xyz",
     "",
 ]
@@ -101,11 +101,14 @@ def test_bytes_become_the_ids_of_the_safetensors(tmp_path: Path, pre: str, kind:
         bos_token=SPECIAL[1],
         eos_token=SPECIAL[0],
     )
+    own.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
     own.add_tokens(["<think>"])
     wanted = saved(own, tmp_path / "folder")
     found: Any = tokenizer_of(write(tmp_path / "a.gguf", **{"ggml.pre": pre}))
     assert ids(found) == ids(wanted)
     assert [found.decode(i) for i in ids(found)] == [wanted.decode(i) for i in ids(wanted)]
+    plain = [[t.decode(i, skip_special_tokens=True) for i in ids(t)] for t in (found, wanted)]
+    assert plain[0] == plain[1]
     assert (found.bos_token_id, found.eos_token_id) == (1, 0)
 
 
