@@ -23,6 +23,7 @@ from .ask import Ask, header
 from .connection import Presence
 from .errors import ApiError, logged
 from .front import Front
+from .lines import on_one_line
 from .open_answer import Answer, Comment
 from .protocol import Generation, StreamOptions
 
@@ -250,7 +251,8 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
 
 def event(data: object) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {on_one_line(text)}\n\n"
 
 
 async def stream(

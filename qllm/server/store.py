@@ -27,6 +27,7 @@ from qllm.errors import ConfigError
 from qllm.private import private_fd
 
 from .errors import ApiError, storage_full
+from .lines import on_one_line
 from .state_dir import hold, make_private, open_database
 
 GIB = 1 << 30
@@ -436,7 +437,7 @@ class Store:
             last,
         ):
             last = rows[-1]["line"]
-            yield from (f"{row['record']}\n".encode() for row in rows)
+            yield from (f"{on_one_line(row['record'])}\n".encode() for row in rows)
 
 
 def _insert_file(
