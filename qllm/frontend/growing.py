@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from qllm.errors import InvalidRequestError, check_text, shown
 from qllm.frontend.checks import is_int
+from qllm.models.tokenizer import ids_of, num_doubled
 
 LEAST_CHARS = 64
 """New text is collected up to this before it is tokenised."""
@@ -294,14 +295,13 @@ class GrowingText:
 
     def _encode(self, text: str, special: bool) -> _Tokens:
         if not getattr(self._tokenizer, "is_fast", False):
-            return _Tokens(
-                list(self._tokenizer(text, add_special_tokens=special)["input_ids"]), None
-            )
+            return _Tokens(ids_of(self._tokenizer, text, special=special), None)
         found = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         ids, spans = list(found["input_ids"]), found["offset_mapping"]
         while len(ids) > 1 and spans[len(ids) - 1][1] == 0:
             ids.pop()  # a token that ends every text
-        return _Tokens(ids, [start for start, _ in spans[: len(ids)]])
+        first = num_doubled(self._tokenizer, ids) if special else 0
+        return _Tokens(ids[first:], [start for start, _ in spans[first : len(ids)]])
 
 
 def _num_bytes(piece: Any) -> int:

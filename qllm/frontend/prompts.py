@@ -200,7 +200,12 @@ def for_one(
 
 
 def to_token_ids(
-    prompt: Prompt, tokenizer: Any, vocab_size: int, most_tokens: int | None = None
+    prompt: Prompt,
+    tokenizer: Any,
+    vocab_size: int,
+    most_tokens: int | None = None,
+    *,
+    special: bool | None = None,
 ) -> tuple[int, ...]:
     """Encode text, render chat messages with the model's template, or check ids.
 
@@ -209,6 +214,8 @@ def to_token_ids(
         tokenizer: A transformers tokenizer, or None if the model came without one.
         vocab_size: Ids must be in [0, vocab_size).
         most_tokens: A text that must have more tokens than these is refused before it is encoded.
+        special: Whether the tokens are added that stand around every text; None adds them to a
+            text, and not to a chat.
 
     Raises:
         InvalidRequestError: The prompt is empty, of another shape, no text, or holds an unknown
@@ -219,11 +226,11 @@ def to_token_ids(
         if not prompt:
             raise InvalidRequestError("the prompt is empty; pass at least one character")
         check_text("the prompt", prompt)
-        ids = _encoded(_needed(tokenizer), prompt, most_tokens)
+        ids = _encoded(_needed(tokenizer), prompt, most_tokens, special=special is not False)
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) and prompt:
         first = prompt[0]
         if isinstance(first, Mapping):
-            ids = render_chat(prompt, tokenizer, most_tokens=most_tokens)
+            ids = render_chat(prompt, tokenizer, most_tokens=most_tokens, special=special is True)
         else:
             ids = _checked(prompt)
     else:
@@ -250,9 +257,7 @@ def ids_that_fit(
     return to_token_ids(prompt, tokenizer, shape.vocab_size, longest(config, shape))
 
 
-def _encoded(
-    tokenizer: Any, text: str, most_tokens: int | None, *, special: bool = True
-) -> list[int]:
+def _encoded(tokenizer: Any, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
     """Encode a text, if so many tokens can hold it."""
     if most_tokens is not None and len(text) >= LONG_TEXT:
         most = most_tokens * longest_token(tokenizer)
@@ -291,6 +296,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     most_tokens: int | None = None,
+    special: bool = False,
 ) -> list[int]:
     """Render messages with the model's chat template and encode them.
 
@@ -302,6 +308,7 @@ def render_chat(
         add_generation_prompt: Begin the assistant's answer.
         continue_final_message: Leave the last message open instead, for the answer to go on with.
         most_tokens: As for `to_token_ids`, of the text that the template makes.
+        special: Whether the tokens are added that stand around every text.
 
     Raises:
         InvalidRequestError: A message has another shape or is no text, or the template refuses
@@ -324,6 +331,11 @@ def render_chat(
     if wrong is not None:
         raise InvalidRequestError(f"{wrong!r} is no variable of a chat template; leave it out")
     is_usual = renders_as_usual(tokenizer)
+    if special and not is_usual:
+        raise InvalidRequestError(
+            "add_special_tokens=True: the tokenizer of this model makes the tokens of a chat "
+            "itself; leave it out"
+        )
     messages = suited(messages, tokenizer)
     try:
         rendered = tokenizer.apply_chat_template(
@@ -346,7 +358,7 @@ def render_chat(
         continue_final_message=continue_final_message,
     )
     if is_usual:
-        return _encoded(tokenizer, rendered, most_tokens, special=False)
+        return _encoded(tokenizer, rendered, most_tokens, special=special)
     return list(rendered["input_ids"])
 
 

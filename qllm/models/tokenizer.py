@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that are all in tokenizer.json: AutoTokenizer would find the same one."""
 LONG_TEXT = 2048
 """Characters from which on a text is encoded without the interpreter's lock."""
+MOST_IN_FRONT = 4
+"""Tokens that a tokenizer puts in front of a text at most, where they are looked for."""
 _LONGEST: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 """What `longest_token` found."""
 
@@ -99,8 +102,31 @@ def ids_of(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     Args:
         tokenizer: Of transformers.
         text: What is encoded.
-        special: Whether the tokens are added that stand around every text.
+        special: Whether the tokens are added that stand around every text. Those in front are not
+            added to a text that begins with them: it was rendered already.
     """
+    ids = _ids_of(tokenizer, text, special)
+    if special:
+        del ids[: num_doubled(tokenizer, ids)]
+    return ids
+
+
+def num_doubled(tokenizer: Any, ids: Sequence[int]) -> int:
+    """Count the first ids that a tokenizer has put in front of a text which begins with them.
+
+    Args:
+        tokenizer: Of transformers.
+        ids: What it made of the text, with the tokens that stand around every text.
+    """
+    if not ids or ids[0] not in ids[1 : MOST_IN_FRONT + 1]:
+        return 0
+    whole, bare = (_ids_of(tokenizer, "a", special) for special in (True, False))
+    num = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    return num if ids[:num] == ids[num : 2 * num] else 0
+
+
+def _ids_of(tokenizer: Any, text: str, special: bool) -> list[int]:
+    """The ids of a text; see `ids_of`."""
     kind: Any = type(tokenizer)
     if _hands_on(kind):
         backend = tokenizer.backend_tokenizer

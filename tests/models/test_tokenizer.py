@@ -1,4 +1,4 @@
-"""Ids of long texts: the same, and without the interpreter's lock."""
+"""Ids of texts: one BOS, and long texts without the interpreter's lock."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,7 @@ from qllm.frontend.growing import GrowingText
 from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.models.tokenizer import LONG_TEXT, ids_of, load_tokenizer, longest_token
 from tests.support.lock import longest_hold_s
+from tests.support.tokenizers import IN_FRONT, KINDS
 
 MOST_HELD_S = 0.02
 TEXTS = {
@@ -33,6 +34,38 @@ def test_a_long_text_has_the_ids_that_the_tokenizer_gives_it(
     for size in (LONG_TEXT - 1, LONG_TEXT, LONG_TEXT + 1, len(text)):
         expected = tokenizer(text[:size], add_special_tokens=special)["input_ids"]
         assert ids_of(tokenizer, text[:size], special=special) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["", "a", "the cat", " a", "a" * LONG_TEXT])
+def test_a_text_that_was_rendered_has_what_stands_in_front_once(kind: str, text: str) -> None:
+    """A text has the ids that its own tokens come to, and those in front that it lacks."""
+    tokenizer = KINDS[kind]()
+    front = tokenizer.convert_tokens_to_ids(IN_FRONT.get(kind, []))
+    rendered = "".join(IN_FRONT.get(kind, [])) + text
+    bare, whole = (ids_of(tokenizer, rendered, special=x) for x in (False, True))
+    end = tokenizer(text)["input_ids"][len(front) + len(ids_of(tokenizer, text, special=False)) :]
+    assert whole == [*bare, *end]
+    assert bare[: len(front)] == front
+    assert ids_of(tokenizer, text)[: len(front)] == front
+    twice = ids_of(tokenizer, "".join(IN_FRONT.get(kind, [])) + rendered)
+    assert twice[: 2 * len(front)] == 2 * front, "a user may write it twice"
+    growing = GrowingText(tokenizer, lambda whole: ids_of(tokenizer, whole))
+    growing.append(rendered)
+    growing.look()
+    assert [*growing.token_ids, *end] == (whole if rendered else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_that_puts_nothing_in_front_leaves_what_a_user_wrote_twice(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    special = tokenizer.convert_ids_to_tokens(next(iter(tokenizer.added_tokens_decoder)))
+    assert ids_of(tokenizer, 2 * special, special=False)[:2] == 2 * [
+        tokenizer.convert_tokens_to_ids(special)
+    ]
+    num = len(IN_FRONT.get(kind, []))
+    both = ids_of(tokenizer, 2 * special)[num : num + 2]
+    assert both == 2 * [tokenizer.convert_tokens_to_ids(special)]
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
