@@ -360,7 +360,9 @@ class QLLMEngine(Offline, KeptKv, Opens):
             number=number,
             request_id=request_id or f"request-{number}",
             prompt_token_ids=token_ids,
-            detokenizer=Detokenizer.of(self.tokenizer, params, token_ids, reading),
+            detokenizer=Detokenizer.of(
+                self.tokenizer, params, token_ids, self.vocabulary.eos_token_ids, reading
+            ),
             cancel=self._client.cancel,
             status=self._client.status,
             update=self._client.update,

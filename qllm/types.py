@@ -307,6 +307,8 @@ class SamplingParams:
     """Most tokens between `<think>` and `</think>`, which then comes; None sets no limit."""
     include_stop_str_in_output: bool = False
     """Whether the stop string that ended the answer is part of it."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text; that which ends the answer never has."""
     max_tokens: int | None = None
     """Most tokens to produce; `submit(max_tokens=)` says the same. None leaves it to that."""
     n: int = 1
@@ -353,7 +355,7 @@ class SamplingParams:
         ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
         _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
         _check_count("stop_token_ids", len(ids), MOST_STOP_TOKENS)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "a bool")
         for name in ("logprobs", "prompt_logprobs"):
             n = getattr(self, name)

@@ -8,6 +8,7 @@ stop string, a *mark* stands for it: half of a surrogate pair, which no decoded 
 """
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -43,13 +44,20 @@ class Tokenizer(Protocol):
         """Return the text of `token_ids`."""
 
 
-def decoded(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of ids that are all there: special tokens are in it, spaces stay as they are."""
-    return str(
-        tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+def decoded(tokenizer: Tokenizer, token_ids: Sequence[int], *, special: bool = True) -> str:
+    """The text of ids that are all there; spaces stay as they are.
+
+    Args:
+        tokenizer: Of the model.
+        token_ids: The ids.
+        special: Whether special tokens are part of the text.
+    """
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
     )
+    if not isinstance(text, str):
+        raise InvariantError(f"the tokenizer decoded {token_ids} to {text!r}, which must be a str")
+    return text
 
 
 def _byte_characters() -> dict[str, int]:
@@ -60,6 +68,8 @@ def _byte_characters() -> dict[str, int]:
 
 
 BYTES = _byte_characters()
+FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+"""A token that is one byte, where a vocabulary falls back to bytes."""
 
 
 def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
@@ -74,11 +84,87 @@ def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
         token = tokenizer.convert_ids_to_tokens(token_id)
         if isinstance(token, bytes):
             return token
-        if (single := re.fullmatch("<0x([0-9A-F]{2})>", token)) is not None:
+        if (single := FALLBACK.fullmatch(token)) is not None:
             return bytes([int(single[1], 16)])
         if all(character in BYTES for character in token):
             return bytes(BYTES[character] for character in token)
     return text.encode()
+
+
+def token_text(tokenizer: Any, token_id: int) -> str:
+    """The text of a token inside a text: with its space, which some decoders strip in front."""
+    alone = decoded(tokenizer, [token_id])
+    twice = decoded(tokenizer, [token_id, token_id])
+    is_whole = INCOMPLETE not in alone and twice.startswith(alone)
+    return twice[len(alone) :] if is_whole else alone
+
+
+def token_texts(
+    tokenizer: Any, token_ids: Sequence[int], *, special: bool, is_whole: bool
+) -> list[str]:
+    """What each token adds to the text of all.
+
+    Args:
+        tokenizer: Of the model.
+        token_ids: All of them.
+        special: Whether special tokens are part of the text.
+        is_whole: Whether no token follows: the last one adds a character that is not whole too.
+    """
+    text_of = Detokenizer(tokenizer, special=special)
+    found = [text_of.push([token_id])[0] for token_id in token_ids]
+    if is_whole:
+        text = decoded(tokenizer, token_ids, special=special)
+    else:
+        text = certain_text(tokenizer, token_ids, special=special)[0]
+    if found:
+        found[-1] += text[sum(map(len, found)) :]
+    return found
+
+
+def certain_text(tokenizer: Any, token_ids: Sequence[int], *, special: bool) -> tuple[str, int]:
+    """The text of ids that stays whatever follows: a character that is not whole may change.
+
+    Args:
+        tokenizer: Of the model.
+        token_ids: The ids.
+        special: Whether special tokens are part of the text.
+
+    Returns:
+        The text, and how many of the last ids hold the character that is not whole.
+    """
+    text = decoded(tokenizer, token_ids, special=special)
+    num = _num_open(tokenizer, token_ids) if text.endswith(INCOMPLETE) else 0
+    if num and FALLBACK.fullmatch(str(tokenizer.convert_ids_to_tokens(token_ids[-num]))):
+        return decoded(tokenizer, token_ids[:-num], special=special), num  # all of a run is broken
+    return text[: len(text) - bool(num)], num
+
+
+def _num_open(tokenizer: Any, token_ids: Sequence[int]) -> int:
+    """Count the last ids that hold the first bytes of a character without its last ones."""
+    data = b""
+    for num, token_id in enumerate(reversed(token_ids), 1):
+        if _is_special(tokenizer, token_id):
+            continue
+        data = bytes_of(tokenizer, token_id, decoded(tokenizer, [token_id])) + data
+        reader = getincrementaldecoder("utf-8")("replace")
+        reader.decode(data)
+        if reader.getstate()[0]:
+            return num
+        if len(data) > MAX_PENDING_CHARS:
+            break
+    return 0
+
+
+def _is_special(tokenizer: Any, token_id: int) -> bool:
+    """Return whether a token has no text where special tokens are left out."""
+    token = added_tokens(tokenizer).get(token_id)
+    return token is not None and token.special
+
+
+def _is_inside(tokenizer: Any, token_id: int) -> bool:
+    """Return whether a token begins inside a character."""
+    alone = decoded(tokenizer, [token_id])
+    return alone.startswith(INCOMPLETE) and bytes_of(tokenizer, token_id, alone)[0] & 0xC0 == 0x80
 
 
 class Reading(Protocol):
@@ -113,16 +199,18 @@ MakeReading = Callable[[Any, Sequence[int]], Reading]
 
 
 class Detokenizer:
-    """The text of one request, token by token. Special tokens are left out.
+    """The text of one request, token by token. Special tokens are left out, if not asked for.
 
     Every piece is decoded behind the piece before it, because a decoder may treat the start of a
     text in another way (sentencepiece strips a space there):
 
         ids    [ context | pending ]      text   [ sent | new ]
 
-    The pieces join to `tokenizer.decode(all ids)`, with two exceptions. Spaces are not cleaned up,
-    which would change what was already handed out. And a byte-fallback decoder that meets bytes
-    which are no UTF-8 breaks the good characters around them too; those handed out stay good.
+    The window begins with the end of the prompt, and the pieces join to what `tokenizer.decode` has
+    more for all ids than for those of the prompt (`certain_text`), with two exceptions. Spaces are
+    not cleaned up, which would change what was already handed out. And a byte-fallback decoder that
+    meets bytes which are no UTF-8 breaks the good characters around them too; those handed out stay
+    good.
 
     Args:
         tokenizer: Of the model.
@@ -130,6 +218,9 @@ class Detokenizer:
         keep_stop: Whether the stop string is part of the text.
         min_tokens: Tokens in which nothing ends the answer.
         stop_ids: Tokens that end the answer where it does not reason.
+        prompt: What the answer follows. A character that begins in it is part of the answer.
+        special: Whether special tokens are part of the text.
+        ends: Tokens with which the engine ends the answer: special ones have no text.
         reading: Makes what knows the tags of the answer, with the first token; None knows none.
     """
 
@@ -141,6 +232,9 @@ class Detokenizer:
         keep_stop: bool = False,
         min_tokens: int = 0,
         stop_ids: frozenset[int] = frozenset(),
+        prompt: Sequence[int] = (),
+        special: bool = False,
+        ends: frozenset[int] = frozenset(),
         reading: Callable[[], Reading] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -150,14 +244,20 @@ class Detokenizer:
         self._stop_ids = stop_ids
         self._make_reading = reading
         self._reading: Reading | None = None
-        special = _special_in(tokenizer, stop)
-        self._marks = {id_: chr(STOP_MARKS + n) for n, id_ in enumerate(special)}
+        self._texts = _special_in(tokenizer, stop)
+        """The texts of tokens that have a mark."""
+        self._marks = {id_: chr(STOP_MARKS + n) for n, id_ in enumerate(self._texts)}
         """The marks of tokens that have one."""
-        self._hidden = dict.fromkeys(map(ord, self._marks.values()))
-        """Marks that are not part of the text."""
+        self._hidden = {
+            ord(mark): self._texts[id_] if special else None for id_, mark in self._marks.items()
+        }
+        """What the text has for marks that are not part of it."""
         self._stop = {s: s for s in stop}
         """What is looked for, and the stop string that it stands for."""
-        self._texts = special
+        self._prompt, self._special = prompt, special
+        self._silent = {i for i in ends if special and _is_special(tokenizer, i)}
+        self.added = ""
+        """What the last token adds to the text, certain or held back."""
         self._ids: list[int] = []
         self._num_context = 0
         """Leading ids of the window whose text was read."""
@@ -175,6 +275,7 @@ class Detokenizer:
         tokenizer: Tokenizer | None,
         params: SamplingParams,
         prompt_ids: Sequence[int],
+        eos_token_ids: Iterable[int] = (),
         reading: MakeReading | None = None,
     ) -> "Detokenizer | None":
         """Make that of a request; None without a tokenizer."""
@@ -186,6 +287,9 @@ class Detokenizer:
             keep_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
             stop_ids=frozenset(params.stop_token_ids if reading is not None else ()),
+            prompt=prompt_ids,
+            special=not params.skip_special_tokens,
+            ends=frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids),
             reading=None if reading is None else partial(reading, tokenizer, prompt_ids),
         )
 
@@ -197,6 +301,7 @@ class Detokenizer:
     def _begin(self) -> None:
         """Make what the first token needs."""
         self._has_begun = True
+        self._follow()
         if self._make_reading is not None:
             self._reading = self._make_reading()
             added = added_tokens(self._tokenizer) if self._reading.marks else {}
@@ -210,6 +315,20 @@ class Detokenizer:
                 marked = marked.replace(text, self._marks[token_id])
             self._stop[marked] = stop
 
+    def _follow(self) -> None:
+        """Let the window begin with the end of the prompt; with all of it if that has no text."""
+        for num in (CONTEXT, len(self._prompt)):
+            ids = list(self._prompt[-num:])
+            while ids and _is_inside(self._tokenizer, ids[0]):
+                del ids[0]
+            text, num_open = certain_text(self._tokenizer, ids, special=self._special)
+            if text or num_open:
+                break
+        else:
+            ids = [i for i in ids if not _is_special(self._tokenizer, i)]
+        self._ids, self._num_sent = ids, len(text)
+        self._num_context = len(ids) - num_open
+
     def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """Take further ids.
 
@@ -219,7 +338,7 @@ class Detokenizer:
         """
         if not self._has_begun:
             self._begin()
-        text = ""
+        text = self.added = ""
         for token_id in token_ids:
             if self._stopped:
                 break
@@ -231,11 +350,13 @@ class Detokenizer:
         is_free = self._num_free > 0
         self._num_free -= is_free
         is_end = token_id in self._stop_ids and not is_free
+        new = "" if token_id in self._silent else self._read(token_id)
+        self.added = new.translate(self._hidden)
         if (reading := self._reading) is None:
-            parts: Iterable[tuple[str, bool]] = [(self._read(token_id), False)]
+            parts: Iterable[tuple[str, bool]] = [(new, False)]
         else:
             is_end = is_end and not reading.is_thinking
-            parts = reading.split(self._read(token_id), token_id)
+            parts = reading.split(new, token_id)
         text = "".join(self._passed(part, is_free or thinks) for part, thinks in parts)
         return text + self._end() if is_end else text
 
@@ -279,20 +400,19 @@ class Detokenizer:
         return self._decode(self._ids)[self._num_sent :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        if not isinstance(text, str):
-            raise InvariantError(f"the tokenizer decoded {ids} to {text!r}, which must be a str")
-        return text
+        return decoded(self._tokenizer, ids, special=self._special)
+
+    def break_off(self) -> str:
+        """Return the text that waits for more bytes of a character: they do not come any more."""
+        before = self._unread()
+        del self._ids[self._num_context :]
+        self._num_sent = len(self._decode(self._ids))
+        return before
 
     def _read(self, token_id: int) -> str:
         """Append one id to the window and return the text that can no longer change."""
         if (mark := self._marks.get(token_id)) is not None:
-            before = self._unread()
-            del self._ids[self._num_context :]
-            self._num_sent = len(self._decode(self._ids))
-            return before + mark
+            return self.break_off() + mark
         self._ids.append(token_id)
         text = self._decode(self._ids)
         is_full = len(self._ids) > MAX_WINDOW

@@ -333,7 +333,8 @@ class GrowingPrompt:
                 cache_salt=self._salt,
                 cache_ttl_s=cache_ttl_s,
             )
-            detokenizer = Detokenizer.of(engine.tokenizer, params, ids, reading)
+            eos_token_ids = engine.vocabulary.eos_token_ids
+            detokenizer = Detokenizer.of(engine.tokenizer, params, ids, eos_token_ids, reading)
             self.handle.sent(tuple(ids), detokenizer)
             self.handle.revise(Revision(keep, rest))
             self._is_sent, self._told, self._growing.token_ids = True, [], ids

@@ -39,6 +39,8 @@ class Piece(NamedTuple):
     """Log-probabilities of the prompt's tokens but its first, if asked for; in the first piece."""
     ends: tuple[int, ...] = ()
     """Characters of the text that were certain after each token; empty without a tokenizer."""
+    added: tuple[str, ...] = ()
+    """What each token adds to the text, certain or not; empty without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,7 @@ class Handle:
         self.prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
         self._stop_on_text = detokenizer is not None and detokenizer.can_stop
-        self._cancel = cancel
-        self._status = status
+        self._cancel, self._status = cancel, status
         self._update, self._revise = update, revise
         self.prompt_lock = threading.RLock()
         """Held while its prompt changes, and while another engine takes the request over. Taken
@@ -150,8 +151,7 @@ class Handle:
         with self._changed:
             if self._reason is not None:
                 return False
-            if sampled.prompt is not None:
-                self._prompt = sampled.prompt
+            self._prompt = sampled.prompt or self._prompt
             self._sampled.append(sampled)
             stopped = self._stop_on_text and self._read()
             self._tell()
@@ -263,16 +263,16 @@ class Handle:
             return False
         prompt = None if self._num_read else self._prompt
         self._num_read = len(self._sampled)
-        text, ends, stopped = "", [], False
+        text, ends, added, stopped = "", [], [], False
         ids = tuple(s.token_id for s in new)
         if (detokenizer := self._detokenizer) is not None:
             for token_id in ids:
-                if not stopped:
-                    part, stopped = detokenizer.push((token_id,))
-                    text += part
+                part, stopped = detokenizer.push((token_id,))
+                text += part
                 ends.append(len(text))
+                added.append(detokenizer.added)
         logprobs = tuple(s.logprobs for s in new if s.logprobs is not None)
-        self._pieces.append(Piece(text, ids, logprobs, prompt, tuple(ends)))
+        self._pieces.append(Piece(text, ids, logprobs, prompt, tuple(ends), tuple(added)))
         return stopped
 
     # -- called by the caller

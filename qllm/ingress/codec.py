@@ -37,7 +37,7 @@ _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
 _LENGTH, _PIECES = _CACHED, struct.Struct("<dII")
 _CACHE = struct.Struct(f"<{layout.SALT_BYTES}sd")
 _LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-_LIMITS += ("include_stop_str_in_output", "thinking_token_budget")
+_LIMITS += ("include_stop_str_in_output", "skip_special_tokens", "thinking_token_budget")
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -93,7 +93,7 @@ def encode_submission(item: Submission) -> tuple[int, bytes]:
     if item.cache_salt or item.cache_ttl_s is not None:
         flags |= layout.HAS_CACHE
         cache = _CACHE.pack(item.cache_salt, _float(item.cache_ttl_s))
-    if sampling.limits_tokens or sampling.include_stop_str_in_output:
+    if _has_limits(sampling):
         flags |= layout.HAS_LIMITS
     fixed = _REQUEST.pack(
         item.request_id,
@@ -137,8 +137,14 @@ def _array(values: Sequence[float], dtype: str) -> bytes:
     return np.array(values, dtype).tobytes() if values else b""
 
 
+def _has_limits(sampling: SamplingParams) -> bool:
+    """Whether a setting that few requests have, one of `_LIMITS`, is not as by default."""
+    of_text = sampling.include_stop_str_in_output or not sampling.skip_special_tokens
+    return sampling.limits_tokens or of_text
+
+
 def _encode_limits(sampling: SamplingParams) -> bytes:
-    if not (sampling.limits_tokens or sampling.include_stop_str_in_output):
+    if not _has_limits(sampling):
         return b""
     values = {name: getattr(sampling, name) for name in _LIMITS}
     form = sampling.structured_outputs

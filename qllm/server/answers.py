@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from qllm.frontend.detokenizer import bytes_of, decoded
+from qllm.frontend.detokenizer import bytes_of, token_text
 from qllm.frontend.handle import Piece
 from qllm.names import token_hex
 from qllm.types import FinishReason, Logprobs, Priority
@@ -49,6 +49,44 @@ class Shown(NamedTuple):
     logprob: float
     data: bytes
     """The token's bytes: a character may have those of several."""
+
+
+class Tokens:
+    """Shows single tokens of a model as text. JSON has no -inf.
+
+    Args:
+        front: Knows the model's tokenizer.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._known: dict[int, tuple[str, bytes]] = {}
+        """Texts and bytes of those that were shown before."""
+
+    def shown(self, token_id: int, logprob: float, added: str | None = None) -> Shown:
+        """Show a token.
+
+        Args:
+            token_id: The token.
+            logprob: How likely it was.
+            added: What it has added to a text, if it is in one: less than its own text where the
+                decoder strips a space in front of all.
+        """
+        text, data = self._known.get(token_id) or self._look_up(token_id)
+        if added is not None and text == f" {added}":
+            text, data = added, added.encode()
+        return Shown(text, max(logprob, LEAST_LOGPROB), data)
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes]:
+        tokenizer = self._front.engine.tokenizer
+        if tokenizer is None:
+            text = f"token_id:{token_id}"
+            found = text, text.encode()
+        else:
+            text = token_text(tokenizer, token_id)
+            found = text, bytes_of(tokenizer, token_id, text)
+        self._known[token_id] = found
+        return found
 
 
 class Renderer(Protocol):
@@ -102,8 +140,7 @@ class Writer(ABC):
         """What is said of the tokens of each choice's prompt, if asked for."""
         self._shown_ids: set[int] = set()
         """Choices whose prompt's ids were shown."""
-        self._texts: dict[int, tuple[str, bytes]] = {}
-        """Texts and bytes of single tokens that were shown before."""
+        self.shown = Tokens(front).shown
         self.prompts: list[tuple[int, ...]] = []
         """Token ids of each choice's prompt, once it is served."""
 
@@ -125,18 +162,12 @@ class Writer(ABC):
             "choices": choices,
         }
 
-    def shown(self, token_id: int, logprob: float) -> Shown:
-        """A token as text. JSON has no -inf."""
-        found = self._texts.get(token_id)
-        if found is None:
-            found = self._texts[token_id] = _text_of(self._front.engine.tokenizer, token_id)
-        text, data = found
-        return Shown(text, max(logprob, LEAST_LOGPROB), data)
-
-    def alternatives(self, token_id: int, logprobs: Logprobs) -> tuple[Shown, list[Shown]]:
-        """The chosen token and the most likely ones."""
+    def alternatives(
+        self, token_id: int, logprobs: Logprobs, added: str | None = None
+    ) -> tuple[Shown, list[Shown]]:
+        """The chosen token, which has `added` so much, and the most likely ones."""
         top = [self.shown(i, value) for i, value in logprobs.top]
-        return self.shown(token_id, logprobs.chosen), top
+        return self.shown(token_id, logprobs.chosen, added), top
 
     async def made(
         self, answer: Answer, make: Callable[[int, Any], _T], index: int, item: Any
@@ -222,15 +253,6 @@ class Writer(ABC):
     @abstractmethod
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
         """A choice at one go, from what `chunk` made of its pieces."""
-
-
-def _text_of(tokenizer: Any, token_id: int) -> tuple[str, bytes]:
-    """The text and the bytes of a token."""
-    if tokenizer is None:
-        text = f"token_id:{token_id}"
-        return text, text.encode()
-    text = decoded(tokenizer, [token_id])
-    return text, bytes_of(tokenizer, token_id, text)
 
 
 async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:

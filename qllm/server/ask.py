@@ -79,6 +79,8 @@ class Ask:
     timeout_s: float | None = None
     silence_timeout_s: float | None = None
     """Ends it when no token came for so long."""
+    special: bool | None = None
+    """Whether the tokens are added that stand around every text; None adds them to prompts."""
     truncate: int | None = None
     """Keep so many of the last tokens of each prompt; `TO_FIT` is as many as leave room."""
     cache_salt: str = ""
@@ -166,9 +168,9 @@ def check_alone(body: Any) -> None:
     Raises:
         InvalidRequestError: Says which field.
     """
-    for name, usual in (("n", 1), ("truncate_prompt_tokens", None), ("echo", None)):
-        value = getattr(body, name, usual)
-        if value not in (usual, False):
+    known = type(body).model_fields
+    for name in ("n", "truncate_prompt_tokens", "echo", "add_special_tokens"):
+        if name in known and (value := getattr(body, name)) != known[name].default:
             raise InvalidRequestError(
                 f"{name}={value!r:.40} cannot be asked of a prompt that comes in pieces; leave it "
                 "out"

@@ -154,7 +154,8 @@ def _one_by_one(piece: Piece) -> Iterator[Piece]:
         return
     for at, (start, end) in enumerate(pairwise((0, *piece.ends))):
         ids, logprobs = piece.token_ids[at : at + 1], piece.logprobs[at : at + 1]
-        yield Piece(piece.text[start:end], ids, logprobs, None, (end - start,))
+        text, added = piece.text[start:end], piece.added[at : at + 1]
+        yield Piece(text, ids, logprobs, None, (end - start,), added)
 
 
 async def changes(

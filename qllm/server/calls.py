@@ -13,7 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Protocol
 
-from qllm.frontend.detokenizer import NO_TOKEN, Reading, added_tokens
+from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_tokens
 from qllm.types import THINK
 
 from . import harmony
@@ -143,9 +143,8 @@ class TemplateReader:
 
     def _without_rest(self, text: str) -> str:
         """A part of the answer without what is behind a stop string."""
-        whole = self._tokenizer.decode(
-            self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text_of = Detokenizer(self._tokenizer, prompt=self._prompt)
+        whole = text_of.push(self._ids)[0] + text_of.finish()
         if not whole.startswith(self._text):
             return text
         rest = whole[len(self._text) :]

@@ -48,8 +48,8 @@ class ChatWriter(Writer):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        pairs = zip(piece.token_ids, piece.logprobs, strict=True) if piece.logprobs else ()
-        content = [_entry(*self.alternatives(*pair)) for pair in pairs]
+        tokens = zip(piece.token_ids, piece.logprobs, piece.added, strict=True)
+        content = [_entry(*self.alternatives(*x)) for x in tokens] if piece.logprobs else []
         logprobs = {"content": content, "refusal": None} if content else None
         delta = self._reader(index).push(piece.text, piece.token_ids, piece.ends)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
@@ -98,6 +98,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        special=body.add_special_tokens,
         truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
         cache_ttl_s=body.cache_ttl_s,

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
-from qllm.frontend.detokenizer import decoded
+from qllm.frontend.detokenizer import certain_text, decoded, token_texts
 from qllm.frontend.handle import Piece
-from qllm.types import FinishReason, PromptLogprobs
+from qllm.types import FinishReason, Logprobs, PromptLogprobs
 
-from .answers import Shown, Writer, respond
+from .answers import Writer, respond
 from .ask import TO_FIT, Ask, Sends, check_alone
 from .errors import RESPONSES
 from .front import Front
@@ -26,7 +27,8 @@ class Position(NamedTuple):
     token: str
     logprob: float | None
     top: dict[str, float] | None
-    """Alternatives and the token itself. Of those that read the same, the likelier."""
+    """Alternatives and the token itself, as its text is. Of those that read the same, the
+    likelier."""
 
 
 class CompletionWriter(Writer):
@@ -39,17 +41,37 @@ class CompletionWriter(Writer):
         self._asked = asked
         self._offsets: dict[int, int] = {}
 
+    def _given(self, index: int) -> str | None:
+        """The prompt of a choice as text, if it came as text and whole."""
+        prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
+        is_cut = self._asked.truncate_prompt_tokens in (TO_FIT, len(ids))
+        return prompt if isinstance(prompt, str) and not is_cut else None
+
     def _echo(self, index: int) -> str:
         """What a choice's text begins with."""
         if not self._asked.echo:
             return ""
-        prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
-        is_cut = self._asked.truncate_prompt_tokens in (TO_FIT, len(ids))
-        if isinstance(prompt, str) and not is_cut:
-            return prompt
-        if (tokenizer := self._front.engine.tokenizer) is None:
-            return ""
-        return decoded(tokenizer, ids)
+        tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
+        if (given := self._given(index)) is not None or tokenizer is None:
+            return given or ""
+        if self._asked.max_tokens == 0:
+            return decoded(tokenizer, ids)
+        return certain_text(tokenizer, ids, special=True)[0]
+
+    def _texts_of_prompt(self, index: int) -> list[str]:
+        """What each token of the prompt adds to the echo, where its log-probabilities are shown."""
+        tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
+        if tokenizer is None:
+            return [self.shown(token_id, 0.0).token for token_id in ids]
+        find = partial(token_texts, tokenizer, ids, is_whole=self._asked.max_tokens == 0)
+        if (given := self._given(index)) is None:
+            return find(special=True)
+        found = find(special=False)
+        text = "".join(found)
+        if given.endswith(text):  # what stands before it is of the special tokens in front
+            return [given[: len(given) - len(text)] + found[0], *found[1:]]
+        whole = find(special=True)
+        return whole if "".join(whole) == given else found
 
     def opening(self, index: int) -> dict[str, Any] | None:
         text = "" if self._waits_for_prompt else self._echo(index)
@@ -65,9 +87,9 @@ class CompletionWriter(Writer):
         if self._asked.max_tokens == 0:
             text, shown = "", []
         if piece.prompt is not None and self._waits_for_prompt:
-            ids = self.prompts[index]
-            text = self._echo(index) + text
-            shown = [*self._shown_prompt(ids, piece.prompt), *shown]
+            texts, has_text = self._texts_of_prompt(index), self._front.engine.tokenizer is not None
+            text = ("".join(texts) if has_text else "") + text
+            shown = [*self._shown_prompt(index, texts, piece.prompt), *shown]
         return self._choice(index, text, self._logprobs(index, shown) if shown else None)
 
     @staticmethod
@@ -93,22 +115,25 @@ class CompletionWriter(Writer):
         """Tokens of the answer with their log-probabilities, if asked for."""
         if not piece.logprobs:
             return []
-        both = zip(piece.token_ids, piece.logprobs, strict=True)
-        return [self._position(*self.alternatives(i, logprobs)) for i, logprobs in both]
+        texts = piece.added or [self.shown(i, 0.0).token for i in piece.token_ids]
+        both = zip(texts, piece.token_ids, piece.logprobs, strict=True)
+        return [self._position(*of_token) for of_token in both]
 
-    def _shown_prompt(self, ids: Sequence[int], prompt: PromptLogprobs) -> list[Position]:
+    def _shown_prompt(
+        self, index: int, texts: Sequence[str], prompt: PromptLogprobs
+    ) -> list[Position]:
         """The same for the tokens of the prompt; the first has no log-probability."""
-        first = Position(self.shown(ids[0], 0.0).token, None, None)
-        both = zip(ids[1:], prompt.tokens(), strict=True)
-        rest = [self._position(*self.alternatives(i, logprobs)) for i, logprobs in both]
-        return [first, *rest]
+        both = zip(texts[1:], self.prompts[index][1:], prompt.tokens(), strict=True)
+        return [Position(texts[0], None, None), *(self._position(*of_token) for of_token in both)]
 
-    @staticmethod
-    def _position(chosen: Shown, top: list[Shown]) -> Position:
-        by_text: dict[str, float] = {}
-        for x in (*top, chosen):
-            by_text.setdefault(x.token, x.logprob)
-        return Position(chosen.token, chosen.logprob, by_text)
+    def _position(self, text: str, token_id: int, logprobs: Logprobs) -> Position:
+        """A token that adds a text, and the alternatives to it."""
+        chosen, top = self.alternatives(token_id, logprobs)
+        by_text = {text: chosen.logprob}
+        for (i, _), other in zip(logprobs.top, top, strict=True):
+            if i != token_id:
+                by_text[other.token] = max(other.logprob, by_text.get(other.token, other.logprob))
+        return Position(text, chosen.logprob, by_text)
 
     def _logprobs(self, index: int, shown: list[Position]) -> dict[str, Any]:
         start = self._offsets.get(index, 0)
@@ -132,6 +157,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
         max_tokens=body.most_tokens(),
         slo=None if body.slo is None else body.slo.slo(),
         timeout_s=timeout_s,
+        special=body.add_special_tokens,
         truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
         cache_ttl_s=body.cache_ttl_s,

@@ -306,11 +306,11 @@ class Front:
         return [self._cut(ask, self._encoded(ask, x, priority)) for x in ask.prompts]
 
     def _encoded(self, ask: Ask, prompt: Any, priority: Priority) -> Any:
-        is_short = isinstance(prompt, str) and len(prompt) < LONG and ask.truncate is None
-        if is_short or not isinstance(prompt, str):
+        is_usual = ask.truncate is None and ask.special is not False
+        if not isinstance(prompt, str) or (is_usual and len(prompt) < LONG):
             return prompt
         vocab_size, nice = self.engine.vocabulary.vocab_size, _nice(priority)
-        how = (prompt, Given.TOKENIZER, vocab_size, self._most_of(ask))
+        how = (prompt, Given.TOKENIZER, vocab_size, self._most_of(ask), ask.special)
         return self.apart.do(len(prompt), texts.encoded, *how, nice=nice)
 
     def _most_of(self, ask: Ask) -> int | None:
@@ -345,7 +345,8 @@ class Front:
             ApiError: A message is wrong.
             InvalidRequestError: The chat template refuses them.
         """
-        how = (ask.messages, Given.TOKENIZER, dict(ask.template), self._most_of(ask))
+        template, special = dict(ask.template), ask.special is True
+        how = (ask.messages, Given.TOKENIZER, template, self._most_of(ask), special)
         nice = _nice(priority)
         found: Sequence[int] = self.apart.do(ask.num_bytes, texts.rendered, *how, nice=nice)
         return found

@@ -65,15 +65,16 @@ class Harmony:
         prompt: Sequence[int],
         names: Collection[str] = (),
     ) -> None:
-        self._tokenizer, self._marks, self._names = tokenizer, marks, names
-        self._text = Detokenizer(tokenizer)
+        self._marks, self._names = marks, names
         self._is_head = False
         self._head = ""
         self._unseen = [("", "")]
         """Marks of a head, and what it has said behind each; without a message it is no head."""
         self._kind: Kind = "content"
         starts = [at for at, token_id in enumerate(prompt) if marks.get(token_id) == START]
-        for token_id in prompt[starts[-1] :] if starts else ():
+        at = starts[-1] if starts else len(prompt)
+        self._text = Detokenizer(tokenizer, prompt=prompt[:at])
+        for token_id in prompt[at:]:
             self.push(token_id)
         self._unseen = [(mark, "") for mark, _ in self._unseen[-1:]]
 
@@ -88,8 +89,7 @@ class Harmony:
         if mark is None:
             text, _ = self._text.push([token_id])
             return self._said(text, 1)
-        rest, self._text = self._text.finish(), Detokenizer(self._tokenizer)
-        parts = self._said(rest, 0)
+        parts = self._said(self._text.break_off(), 0)
         if mark == MESSAGE and self._is_head:
             return [*parts, *self._begin()]
         if mark in ENDS or mark == START or (mark == CHANNEL and not self._is_head):

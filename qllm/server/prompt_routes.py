@@ -7,7 +7,7 @@ POST /v1/chat/completions                  {"prompt_id": ID, ...}: it is whole, 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -23,55 +23,57 @@ from .fields import Body, Items
 from .front import Front
 from .open_prompts import Opened, OpenPrompts
 from .protocol import ChatRequest, ServiceTier, TextOr, class_of_tier
+from .texts import keywords_of
 
 Text = TextOr[int]
 
 
-class OpenRequest(Body):
-    """`POST /v1/prompts`: a prompt or messages, of which the last one grows."""
+class Templated(Body):
+    """A prompt, or messages and what they ask of the chat template."""
 
-    ids = ("prompt",)
+    of_chats: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs", "reasoning_effort")
+    """Fields of a chat that go with messages alone."""
 
     model: str | None = None
-    prompt: str | Items[int] | None = None
+    prompt: Any = None
     messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
     tools: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("give either prompt or messages")
+        given = [name for name in self.of_chats if name in self.model_fields_set]
+        if self.messages is None and any(getattr(self, name) is not None for name in given):
+            names = f"{', '.join(self.of_chats[:-1])} and {self.of_chats[-1]}"
+            raise ValueError(f"{names} go with messages")
+        return self
+
+    def template(self) -> dict[str, Any]:
+        """Keywords of `render_chat`."""
+        if self.messages is None:
+            return {}
+        given = {name: getattr(self, name) for name in self.of_chats}
+        return keywords_of(ChatRequest(messages=[{}], **given).template_options())
+
+
+class OpenRequest(Templated):
+    """`POST /v1/prompts`: a prompt or messages, of which the last one grows."""
+
+    ids = ("prompt",)
+
+    prompt: str | Items[int] | None = None
     service_tier: ServiceTier | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, max_length=256)
-
-    @model_validator(mode="after")
-    def _one(self) -> "OpenRequest":
-        if self.prompt is not None and self.messages is not None:
-            raise ValueError("give either prompt or messages")
-        of_chats = (self.tools, self.chat_template_kwargs, self.reasoning_effort)
-        if self.messages is None and any(value is not None for value in of_chats):
-            raise ValueError("tools, chat_template_kwargs and reasoning_effort go with messages")
-        return self
 
     def asked_class(self) -> Priority | None:
         """The class it asks for; None leaves it."""
         if self.priority is not None:
             return Priority.LS if self.priority <= 0 else Priority.BE
         return None if self.service_tier is None else class_of_tier(self.service_tier)
-
-    def template(self) -> dict[str, Any]:
-        """Keywords of `render_chat`."""
-        if self.messages is None:
-            return {}
-        names = ("tools", "chat_template_kwargs", "reasoning_effort")
-        given = {name: getattr(self, name) for name in names}
-        return template_of(ChatRequest(messages=self.messages, **given))
-
-
-def template_of(chat: ChatRequest) -> dict[str, Any]:
-    """Keywords of `render_chat` for what a chat asks of its template."""
-    variables = chat.template_options()
-    names = ("tools", "add_generation_prompt", "continue_final_message")
-    how = {name: variables.pop(name) for name in names if name in variables}
-    return {**how, "variables": variables}
 
 
 class AppendRequest(Body):

@@ -5,7 +5,7 @@ answer and cannot be served are refused with the reason.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,7 @@ from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 from .ask import TO_FIT, name_of
 from .errors import ApiError
-from .fields import NO_OPS, Asked, Body, Items, NoOps, Numbers, Open, Seed
+from .fields import Asked, Body, Items, Numbers, Open, Seed
 from .tool_choice import Choice, allowed_of, choice_of, grammar
 
 MAX_LOGPROBS = 20
@@ -307,10 +307,13 @@ class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
     model_config = ConfigDict(extra="forbid")
-    no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, True)}
     ids = ("prompt",)
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    add_special_tokens: bool = True
+    """vLLM; whether the tokens are added to a text that stand around every text (BOS)."""
+    skip_special_tokens: bool = True
+    """vLLM; whether special tokens of the answer have no text."""
     max_tokens: int | None = Field(16, ge=0)
     """0 only with echo."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -355,6 +358,7 @@ class CompletionRequest(Generation):
 
     def sampling(self) -> dict[str, Any]:
         found = {**super().sampling(), "logprobs": self.logprobs}
+        found["skip_special_tokens"] = self.skip_special_tokens
         if self.echo and self.logprobs is not None:
             if self.prompt_logprobs not in (None, self.logprobs):
                 text = "with echo, prompt_logprobs must equal logprobs; give one of them"
@@ -370,10 +374,11 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
-    no_ops: ClassVar[NoOps] = {**NO_OPS, "add_special_tokens": (None, False)}
     packs = ("messages",)
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
+    add_special_tokens: bool = False
+    """vLLM; whether they are added to what the chat template makes."""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     """The newer name of max_tokens."""

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import count
 from typing import Any
 
-from qllm.frontend.detokenizer import bytes_of, decoded
 from qllm.frontend.handle import Piece
 from qllm.types import FinishReason, Priority
 
+from .answers import Shown, Tokens
 from .blocks import Block, Blocks, Change, Kind, changes, named_event
 from .calls import reader_of
 from .errors import ApiError
@@ -47,6 +47,7 @@ class ResponseWriter:
         num_events: int = 0,
     ) -> None:
         self._front, self._asked, self._chat, self._keep = front, asked, chat, keep
+        self._shown = Tokens(front).shown
         if begun is None:
             response_id = f"resp_{secrets.token_hex(24)}"
             begun = asked.response(response_id, int(time.time()), front.model_name)
@@ -146,16 +147,13 @@ class ResponseWriter:
         return new
 
     def _entries(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        tokenizer = self._front.engine.tokenizer
+        def entry(x: Shown) -> dict[str, Any]:
+            return {"token": x.token, "bytes": list(x.data), "logprob": x.logprob}
 
-        def shown(token_id: int, logprob: float) -> dict[str, Any]:
-            token = decoded(tokenizer, [token_id])
-            data = bytes_of(tokenizer, token_id, token)
-            return {"token": token, "bytes": list(data), "logprob": max(logprob, -9999.0)}
-
-        for token_id, logprobs in zip(piece.token_ids, piece.logprobs, strict=True):
-            top = [shown(*alternative) for alternative in logprobs.top]
-            yield {**shown(token_id, logprobs.chosen), "top_logprobs": top}
+        tokens = zip(piece.token_ids, piece.logprobs, piece.added, strict=True)
+        for token_id, logprobs, added in tokens if piece.logprobs else ():
+            top = [entry(self._shown(*alternative)) for alternative in logprobs.top]
+            yield {**entry(self._shown(token_id, logprobs.chosen, added)), "top_logprobs": top}
 
     def _item(self, block: Block, *, is_done: bool = True) -> dict[str, Any]:
         """An output item; its text is empty while it is in progress."""

@@ -30,8 +30,9 @@ from .bodies import loads, packed
 from .errors import ApiError, from_validation
 from .front import Front
 from .open_prompts import Opened, OpenPrompts
-from .prompt_routes import AppendRequest, ReplaceRequest, template_of
+from .prompt_routes import AppendRequest, ReplaceRequest
 from .protocol import ChatRequest, CompletionRequest
+from .texts import keywords_of
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
@@ -177,7 +178,7 @@ class _Streamed:
         template: dict[str, Any] = {}
         first: Any = ask.prompts[0] if len(ask.prompts) == 1 else None
         if isinstance(body, ChatRequest):
-            first, template = body.messages, template_of(body)
+            first, template = body.messages, keywords_of(body.template_options())
         elif first is None:
             raise InvalidRequestError("one prompt comes in pieces, not a list of prompts")
         return await self._prompts.open(

@@ -18,9 +18,11 @@ from .fields import Packed
 MAX_TOKEN_ID = 2**31
 
 
-def encoded(text: str, tokenizer: Any, vocab_size: int, most_tokens: int | None) -> "array[int]":
+def encoded(
+    text: str, tokenizer: Any, vocab_size: int, most_tokens: int | None, special: bool | None
+) -> "array[int]":
     """The token ids of a text; see `to_token_ids`."""
-    return array("q", to_token_ids(text, tokenizer, vocab_size, most_tokens))
+    return array("q", to_token_ids(text, tokenizer, vocab_size, most_tokens, special=special))
 
 
 def rendered(
@@ -28,6 +30,7 @@ def rendered(
     tokenizer: Any,
     template: Mapping[str, Any],
     most_tokens: int | None,
+    special: bool,
 ) -> "array[int]":
     """The token ids of a chat.
 
@@ -36,31 +39,53 @@ def rendered(
         tokenizer: Of the model.
         template: Variables of the chat template, and how it is rendered.
         most_tokens: See `to_token_ids`.
+        special: See `render_chat`.
 
     Raises:
         ApiError: A message is wrong.
         InvalidRequestError: The chat template refuses them.
     """
-    variables = dict(template)
-    names = ("tools", "add_generation_prompt", "continue_final_message")
-    how = {name: variables.pop(name) for name in names if name in variables}
     given = messages.opened() if isinstance(messages, Packed) else messages
     try:
         flat = [flat_message(message) for message in given]
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param="messages") from error
-    ids = render_chat(flat, tokenizer, variables=variables, most_tokens=most_tokens, **how)
-    return array("q", ids)
+    how = keywords_of(template)
+    return array("q", render_chat(flat, tokenizer, most_tokens=most_tokens, special=special, **how))
 
 
-def tokenized(prompt: str | None, messages: Sequence[Any] | Packed | None, tokenizer: Any) -> bytes:
-    """The answer of `/tokenize`: the ids of a text, or of messages in the chat template."""
+def keywords_of(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `render_chat` for variables of a template and how it is rendered."""
+    variables = dict(template)
+    names = ("tools", "add_generation_prompt", "continue_final_message")
+    how = {name: variables.pop(name) for name in names if name in variables}
+    return {**how, "variables": variables}
+
+
+def tokenized(
+    prompt: str | None,
+    messages: Sequence[Any] | Packed | None,
+    tokenizer: Any,
+    template: Mapping[str, Any],
+    special: bool | None,
+    max_model_len: int,
+) -> bytes:
+    """The answer of `/tokenize`: the ids of a text, or of messages in the chat template.
+
+    Args:
+        prompt: The text; None with messages.
+        messages: Of a chat.
+        tokenizer: Of the model.
+        template: Keywords of `render_chat`.
+        special: See `to_token_ids`.
+        max_model_len: Most tokens of a prompt and its answer.
+    """
     if messages is None:
-        ids = list(to_token_ids(prompt or "", tokenizer, MAX_TOKEN_ID))
+        ids = list(to_token_ids(prompt or "", tokenizer, MAX_TOKEN_ID, special=special))
     else:
         given = messages.opened() if isinstance(messages, Packed) else messages
-        ids = render_chat(given, tokenizer)
-    return _json({"tokens": ids, "count": len(ids)})
+        ids = render_chat(given, tokenizer, special=special is True, **template)
+    return _json({"tokens": ids, "count": len(ids), "max_model_len": max_model_len})
 
 
 def detokenized(tokens: Sequence[int], tokenizer: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Self
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
@@ -14,20 +14,24 @@ from .bodies import JSON
 from .errors import RESPONSES, ApiError
 from .fields import Body, Items
 from .front import Front
+from .prompt_routes import Templated
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Templated):
     """`POST /tokenize`: a prompt or messages."""
 
+    of_chats = (*Templated.of_chats, "add_generation_prompt", "continue_final_message")
     packs = ("messages",)
 
-    model: str | None = None
     prompt: str | None = None
-    messages: Items[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokens are added that stand around every text; by default around a prompt."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _one(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
+    def _is_there(self) -> Self:
+        if self.prompt is None and self.messages is None:
             raise ValueError("give either prompt or messages")
         return self
 
@@ -87,7 +91,8 @@ def routes(front: Front) -> APIRouter:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a prompt, or of messages in the chat template."""
         front.check_model(body.model)
-        what = (body.prompt, body.messages, Given.TOKENIZER)
+        how = (body.template(), body.add_special_tokens, front.max_model_len)
+        what = (body.prompt, body.messages, Given.TOKENIZER, *how)
         found = await front.best_effort(body.num_bytes, texts.tokenized, *what)
         return Response(found, media_type=JSON)
 

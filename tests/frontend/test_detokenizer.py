@@ -1,67 +1,25 @@
 """Incremental text equals the text of all ids; stop strings depend on the text alone."""
 
 from collections.abc import Iterator
-from functools import cache
 from typing import ClassVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from qllm.errors import InvalidRequestError
-from qllm.frontend.detokenizer import MAX_WINDOW, Detokenizer, bytes_of, decoded
+from qllm.frontend.detokenizer import (
+    MAX_WINDOW,
+    Detokenizer,
+    bytes_of,
+    certain_text,
+    decoded,
+    token_text,
+    token_texts,
+)
 from qllm.types import SamplingParams
-
-CORPUS = [
-    "the cat sat on the mat, the end.",
-    "日本語と中文的文本 🎉👩‍👩‍👧 naïve café",
-    "  x = y\n\n\treturn",
-] * 3
-
-
-@cache
-def byte_level() -> PreTrainedTokenizerFast:
-    """GPT-2's kind: tokens are byte strings, which may end inside a character."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
-@cache
-def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Llama's kind: "▁" for spaces, one of which is stripped in front, and byte fallback."""
-    pieces = ["<eos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", "▁▁", *"abcdeT.", "ab", "▁a", "▁the"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)},
-            [("a", "b"), ("▁", "a"), ("▁", "▁")],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+from tests.support.tokenizers import KINDS, byte_level, sentencepiece_like
 
 
 def batched(ids: list[int], size: int) -> Iterator[list[int]]:
@@ -129,6 +87,98 @@ def test_any_ids_of_a_byte_level_vocabulary_join(ids: list[int]) -> None:
 def test_spaces_and_special_tokens_of_a_sentencepiece_vocabulary_join(ids: list[int]) -> None:
     tokenizer = sentencepiece_like()
     assert stream(Detokenizer(tokenizer), ids) == decode(tokenizer, ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(text=TEXT, at=st.integers(0, 60), size=st.integers(1, 4), special=st.booleans())
+@example(text="a \ufffd", at=1, size=1, special=False)
+@example(text="🎉 é \ufffd a 🎉", at=5, size=1, special=False)
+@example(text="日本日本日本日本日本日本日本 日本", at=40, size=1, special=False)
+@example(text="éé日", at=6, size=1, special=False)
+@example(text="  a", at=2, size=1, special=True)
+def test_an_answer_goes_on_with_the_text_of_its_prompt(
+    kind: str, text: str, at: int, size: int, special: bool
+) -> None:
+    """Wherever a text is cut: before a space, or inside a character."""
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text)  # what stands in front is a part of the prompt
+    at += len(ids) - len(tokenizer.encode(text, add_special_tokens=False))
+    prompt, answer = ids[:at], ids[at:]
+    if answer:
+        sure, _ = certain_text(tokenizer, prompt, special=special)
+        shown = stream(Detokenizer(tokenizer, prompt=prompt, special=special), answer, size)
+        assert sure + shown == decoded(tokenizer, ids, special=special)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_behind_special_tokens_alone_begins_a_text(kind: str) -> None:
+    """However many they are; a space that the decoder strips may be among them."""
+    tokenizer = KINDS[kind]()
+    word = tokenizer.encode("the cat", add_special_tokens=False)
+    space = tokenizer.convert_tokens_to_ids("▁")
+    for before in ([], [space] if isinstance(space, int) else []):
+        for num in (1, 15, 16, 17, 100):
+            for prompt in ([*before, *[0] * num], [0] * num + before, [*word, *[0] * num]):
+                shown = stream(Detokenizer(tokenizer, prompt=prompt), word)
+                assert decode(tokenizer, prompt) + shown == decode(tokenizer, [*prompt, *word])
+
+
+def test_a_character_that_is_not_whole_goes_on_behind_special_tokens() -> None:
+    first, *rest = byte_ids("中".encode())
+    prompt = [*byte_ids(b"a"), first, 0, 0]
+    assert certain_text(byte_level(), prompt, special=False)[0] == "a"
+    assert stream(Detokenizer(byte_level(), prompt=prompt), rest) == "中"
+    assert stream(Detokenizer(byte_level(), prompt=prompt), byte_ids(b"b")) == "\ufffdb"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(text=TEXT, special=st.booleans(), at=st.integers(0, 60))
+@example(text="é🎉 a  b\ufffd", special=True, at=60)
+@example(text="é🎉", special=False, at=1)
+def test_the_texts_of_tokens_join_to_the_text(kind: str, text: str, special: bool, at: int) -> None:
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text)[: at + 1]
+    found = token_texts(tokenizer, ids, special=special, is_whole=True)
+    whole = decoded(tokenizer, ids, special=special)
+    sure, num_open = certain_text(tokenizer, ids, special=special)
+    if num_open:  # byte fallback breaks the characters before that one too
+        assert "".join(found).rstrip("\ufffd") == sure.rstrip("\ufffd")
+        assert len("".join(found)) == len(whole)
+    else:
+        assert "".join(found) == whole
+    found = token_texts(tokenizer, ids, special=special, is_whole=False)
+    assert "".join(found) == sure
+    assert len(found) == len(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(text=TEXT)
+def test_a_token_is_shown_as_what_it_adds_inside_a_text(kind: str, text: str) -> None:
+    """All but the first, whose space may be stripped, and those of parts of characters."""
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(f"a{text}", add_special_tokens=False)
+    texts = token_texts(tokenizer, ids, special=True, is_whole=True)
+    for token_id, added in list(zip(ids, texts, strict=True))[1:]:
+        shown = token_text(tokenizer, token_id)
+        assert shown == added or "\ufffd" in shown + added
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_differ_by_a_space_have_two_texts(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    known, num = tokenizer.get_vocab(), 0
+    for token, token_id in known.items():
+        with_space = next((x for x in (f"▁{token}", f"Ġ{token}") if x in known), None)
+        if kind == "word pieces" and token.startswith("##"):
+            token, with_space = token[2:], token[2:]
+        text = token_text(tokenizer, token_id)
+        if with_space in known and "\ufffd" not in text:
+            num += 1
+            assert token_text(tokenizer, known[with_space]) == f" {text}"
+    assert num > 1
 
 
 def byte_ids(data: bytes) -> list[int]:

@@ -354,6 +354,7 @@ PLAIN = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 2**31), finite(-1e300, 1e300), max_size=5),
     min_tokens=st.integers(0, 2**30),
     include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
 )
 SAMPLINGS = st.builds(lambda plain, limits: replace(plain, **limits), PLAIN, LIMITS)
 MS = st.none() | finite(1e-3, 1e9)
@@ -408,6 +409,7 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "bad_words",
         "min_tokens",
         "include_stop_str_in_output",
+        "skip_special_tokens",
         "thinking_token_budget",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 
