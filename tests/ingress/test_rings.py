@@ -387,6 +387,19 @@ def test_a_request_survives_its_record(submission: Submission) -> None:
     assert codec.decode_submission(record) == submission
 
 
+@pytest.mark.parametrize(
+    "field", [{"skip_special_tokens": False}, {"include_stop_str_in_output": True}]
+)
+def test_a_setting_of_the_text_alone_is_in_the_record(field: dict[str, bool]) -> None:
+    sampling = SamplingParams(seed=1, **field)
+    submission = Submission(
+        request_id=1, name="a", priority=0, token_ids=(1,), sampling=sampling,
+        stop_ids=frozenset(), max_tokens=1, slo=Slo(), arrival_ns=0, deadline_ns=None,
+    )  # fmt: skip
+    record = Record(layout.REQUEST_KIND, *codec.encode_submission(submission))
+    assert codec.decode_submission(record).sampling == sampling
+
+
 def test_every_sampling_field_is_in_the_record() -> None:
     of_the_call = {"max_tokens", "n"}
     assert set(SamplingParams.__dataclass_fields__) - of_the_call == {

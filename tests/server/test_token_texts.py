@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine
+from qllm.server.answers import Tokens
 from qllm.server.protocol import ChatRequest
 from qllm.server.tools import TokenizeRequest
 from tests.support import batches
@@ -198,6 +199,17 @@ def test_an_answer_of_every_route_goes_on_with_its_prompt(spaced: Serving, strea
             entries = [x for x in entries if x["token"] != "<eos>"]
             assert b"".join(bytes(x["bytes"]) for x in entries).decode() == ANSWER
             assert [x["token"] for x in entries[:2]] == [" Paris", " and"]
+
+
+def test_the_first_token_of_a_text_is_shown_without_the_space_that_the_text_lacks(
+    spaced: Serving,
+) -> None:
+    tokenizer = spaced.front.engine.tokenizer
+    token_id = tokenizer.convert_tokens_to_ids("▁Paris")
+    shown = Tokens(spaced.front).shown
+    for added, text in ((None, " Paris"), (" Paris", " Paris"), ("Paris", "Paris"), ("", " Paris")):
+        found = shown(token_id, 0.0, added)
+        assert (found.token, found.data) == (text, text.encode())
 
 
 def test_a_request_in_python_goes_on_with_its_prompt_in_every_way(spaced: Serving) -> None:

@@ -358,7 +358,7 @@ class Templated:
         return {"input_ids": [len(text)]}
 
     def decode(self, ids: list[int], **how: Any) -> str:
-        return "".join(("?", "t ", "c f a 1")[i] for i in ids)
+        return "".join({1: "t ", 2: "c f a 1"}.get(i, "?") for i in ids)
 
     def parse_response(self, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
         if ids == [9]:
@@ -408,6 +408,19 @@ def test_a_tokenizer_that_parses_does_not_bring_back_what_a_stop_string_cut_off(
     reader = make_reader(Whole(), (), Choice((), False, False), False)
     reader.push(shown, [ord(x) for x in whole])
     assert {name: text.strip() for name, text in reader.finish().items()} == want
+
+
+class Stripping(Whole):
+    """It strips a space in front of a text."""
+
+    def decode(self, ids: list[int], **how: Any) -> str:
+        return super().decode(ids).removeprefix(" ")
+
+
+def test_what_a_stop_string_cuts_off_is_found_where_a_space_is_stripped() -> None:
+    reader = make_reader(Stripping(), (ord("p"),), Choice((), False, False), False)
+    reader.push(" t|a", [ord(x) for x in " t|a STOP"])
+    assert reader.finish() == {"content": "a", "reasoning_content": "t"}
 
 
 def test_the_reader_follows_the_template(
