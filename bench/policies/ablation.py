@@ -33,8 +33,8 @@ from bench.policies.isolation import HELD, HELD_TARGET, Evicted, decode_row, hel
 from bench.policies.live import Bench, Timing
 from bench.policies.loads import loads_row
 from bench.policies.simulated import sim_row
+from qllm.plugins import load_policy
 from qllm.workloads.capacity import Capacity
-from qllm_policies.qllm2 import Qllm2
 
 RESULTS = ROOT / "bench" / "results" / "policies-cpu.json"
 RUNS = ROOT / ".benchmarks" / "policies"
@@ -129,7 +129,7 @@ def row_decode(table: Table, run: Run) -> dict[str, Any]:
 def row_equals(table: Table, run: Run) -> dict[str, Any]:
     """A stream beside prompts of its own class."""
     found = equals_row(run.bench, quick=run.quick)
-    declared_ms = Qllm2().max_prompt_gap_ms
+    declared_ms = load_policy("qllm2").max_prompt_gap_ms
     for side in found["sides"]:
         name, target_ms = side["setting"], side["target_ms"]
         what = name if target_ms is None else f"{name}, TPOT target {target_ms:g} ms"
