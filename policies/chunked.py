@@ -9,7 +9,7 @@ several prompts, the oldest first.
 
 from dataclasses import dataclass
 
-from .fcfs import Fcfs
+from policies.fcfs import Fcfs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The command line. What needs torch is imported by the command that needs it."""
 
-from . import (  # noqa: F401 - each adds its commands
+from qllm.cli import (  # noqa: F401 - each adds its commands
     bench,
     demo,
     docs,
@@ -13,7 +13,7 @@ from . import (  # noqa: F401 - each adds its commands
     trace,
     upcycle,
 )
-from .app import app
+from qllm.cli.app import app
 
 __all__ = ["app", "main"]
 

@@ -1,5 +1,5 @@
 """`python -m qllm.cli`."""
 
-from . import main
+from qllm.cli import main
 
 main()

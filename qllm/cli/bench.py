@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.errors import ConfigError
-from qllm.spelling import read_all
-
-from .app import (
+from qllm.cli.app import (
     Device,
     Threads,
     app,
@@ -19,7 +16,9 @@ from .app import (
     print_table,
     quiet,
 )
-from .settings import WithSettings
+from qllm.cli.settings import WithSettings
+from qllm.errors import ConfigError
+from qllm.spelling import read_all
 
 if TYPE_CHECKING:
     from qllm.workloads.capacity import Capacity

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .app import Policies, Threads, app, clean, print_table, quiet
+from qllm.cli.app import Policies, Threads, app, clean, print_table, quiet
 
 
 @app.command()

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
+from qllm.cli.app import app, clean, print_table
 from qllm.errors import ConfigError
-
-from .app import app, clean, print_table
 
 SHOWN = (".md", ".json", ".yaml")
 

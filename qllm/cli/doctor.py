@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qllm.cli.app import app, clean, print_table, quiet, split_settings
 from qllm.types import NS_PER_MS
-
-from .app import app, clean, print_table, quiet, split_settings
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qllm.cli.app import INTERRUPTED, Device, Threads, app, clean, quiet, split_settings
+from qllm.cli.settings import WithSettings
 from qllm.errors import InvalidRequestError, QllmError
-
-from .app import INTERRUPTED, Device, Threads, app, clean, quiet, split_settings
-from .settings import WithSettings
 
 CHUNK_BYTES = 65_536
 """Most that is read of a pipe at once."""

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from qllm.cli.app import FAILED, Device, app, clean, one_line, parse_setting, quiet, split_settings
+from qllm.cli.settings import FLAGS, WithServerSettings
 from qllm.errors import ConfigError, QllmError, pip_install
 from qllm.logs import configured
 from qllm.spelling import read_list
 from qllm.torchless import forgo_torch
-
-from .app import FAILED, Device, app, clean, one_line, parse_setting, quiet, split_settings
-from .settings import FLAGS, WithServerSettings
 
 LOG = logging.getLogger("qllm")
 OF_RAY = "ray."

@@ -9,9 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from qllm.cli.app import print_table
 from qllm.hints import hint_of
-
-from .app import print_table
 
 
 class WithSettings(TyperCommand):

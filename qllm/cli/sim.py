@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qllm.cli.app import Threads, app, clean, engine_settings, print_table, quiet
+from qllm.cli.settings import WithSettings
 from qllm.errors import ConfigError
-
-from .app import Threads, app, clean, engine_settings, print_table, quiet
-from .settings import WithSettings
 
 if TYPE_CHECKING:
     from qllm.config import EngineConfig
@@ -115,11 +114,10 @@ def sim(
     out: Annotated[Path | None, typer.Option(help="Folder for figure and traces.")] = None,
 ) -> None:
     """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
+    from qllm.cli.trace import print_summary
     from qllm.config import parse_slo
     from qllm.measure.variants import parse_variants
     from qllm.sim import outcome
-
-    from .trace import print_summary
 
     variants = parse_variants(policy)
     machine = _machine(model, costs, preset, setting)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from qllm.cli.app import app, clean
 from qllm.errors import ConfigError, pip_install
-
-from .app import app, clean
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import app, clean, print_table
+from qllm.cli.app import app, clean, print_table
 
 if TYPE_CHECKING:
     from qllm.record.summary import Distribution, Summary

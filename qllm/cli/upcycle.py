@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .app import app, clean, quiet
+from qllm.cli.app import app, clean, quiet
 
 
 @app.command()

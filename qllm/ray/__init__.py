@@ -38,8 +38,8 @@ def app(args: Mapping[str, Any]) -> Any:
         ConfigError: A setting is wrong, or Ray is missing.
     """
     _need_ray()
-    from .deploy import build
-    from .settings import config_of
+    from qllm.ray.deploy import build
+    from qllm.ray.settings import config_of
 
     return build(config_of(args, os.environ))
 
@@ -54,7 +54,7 @@ def serve(config: Any) -> None:
         ConfigError: A setting is wrong, or Ray is missing.
     """
     _need_ray()
-    from .run import serve as run
+    from qllm.ray.run import serve as run
 
     run(config)
 
@@ -70,7 +70,7 @@ def connect(name: str = "qllm") -> Any:
         EngineClosedError: None of its engines answers.
     """
     _need_ray()
-    from .deploy import connected
+    from qllm.ray.deploy import connected
 
     return connected(name)
 
@@ -81,6 +81,6 @@ def map_batches(dataset: Any, **keywords: Any) -> Any:
     See `qllm.ray.data.map_batches` for the arguments.
     """
     _need_ray()
-    from .data import map_batches as run
+    from qllm.ray.data import map_batches as run
 
     return run(dataset, **keywords)

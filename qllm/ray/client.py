@@ -30,11 +30,10 @@ from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, 
 from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
 from qllm.ingress.layout import PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.ring import Record
+from qllm.ray.calls import Calls, LoopThread, ask
+from qllm.ray.stats import merged
+from qllm.ray.wire import Ask, Local, Lost, Placed, Refused, Seen
 from qllm.types import FinishReason, RequestId, RequestStatus
-
-from .calls import Calls, LoopThread, ask
-from .stats import merged
-from .wire import Ask, Local, Lost, Placed, Refused, Seen
 
 LOOK_S = 0.2
 """Between two looks at deadlines of requests that wait for a replica."""

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from qllm.errors import ConfigError
-
-from .deploy import APP, connected
+from qllm.ray.deploy import APP, connected
 
 
 class Answers:

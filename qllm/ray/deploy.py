@@ -13,15 +13,14 @@ from qllm.errors import ConfigError
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.ingress.front_end import MAX_OPEN
 from qllm.llm import QLLMEngine
+from qllm.ray.client import RayClient
+from qllm.ray.replica import EngineReplica
+from qllm.ray.router import EngineRouter
+from qllm.ray.scaling import Scaling
+from qllm.ray.settings import RaySettings, default_target, settings_of
 from qllm.server.app import create_app
 from qllm.server.config import ServerConfig
 from qllm.torchless import forgo_torch
-
-from .client import RayClient
-from .replica import EngineReplica
-from .router import EngineRouter
-from .scaling import Scaling
-from .settings import RaySettings, default_target, settings_of
 
 ENGINES, HTTP = "engines", "http"
 """Names of the two deployments."""

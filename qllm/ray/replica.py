@@ -24,14 +24,13 @@ from qllm.ingress.codec import (
 from qllm.ingress.layout import FINISH_KIND, PROMPT_KIND, REQUEST_KIND, TOKEN_KIND
 from qllm.ingress.messages import EngineCard
 from qllm.ingress.ring import Record
+from qllm.ray.load import Load, be_tokens, front_end_of
+from qllm.ray.scaling import BE_TOKENS, LATENESS
+from qllm.ray.wire import Ask, Lost, Placed, Refused, Said, Seen
 from qllm.server.config import ServerConfig
 from qllm.server.serve import make_engine
 from qllm.torchless import forgo_torch
 from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
-
-from .load import Load, be_tokens, front_end_of
-from .scaling import BE_TOKENS, LATENESS
-from .wire import Ask, Lost, Placed, Refused, Said, Seen
 
 SILENT_TICKS = 20
 """Seconds without a word of a front end, counted by a clock that stands still with the process.

@@ -19,9 +19,8 @@ from qllm.frontend.members import Card, card_of
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.router import Router
 from qllm.frontend.routes import Backlog, EngineView, load_route
-
-from .load import added, front_end_of
-from .wire import Ask, Local, Seen
+from qllm.ray.load import added, front_end_of
+from qllm.ray.wire import Ask, Local, Seen
 
 _log = logging.getLogger("qllm.ray.router")
 

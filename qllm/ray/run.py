@@ -12,9 +12,8 @@ import ray
 from ray import serve as ray_serve
 
 from qllm.errors import ConfigError
+from qllm.ray.deploy import APP, build
 from qllm.server.config import ServerConfig
-
-from .deploy import APP, build
 
 LOG = logging.getLogger("qllm")
 STORE_BYTES = 128 << 20

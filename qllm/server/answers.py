@@ -17,15 +17,14 @@ from starlette.types import Message, Receive, Scope, Send
 from qllm.frontend.detokenizer import bytes_of, token_text
 from qllm.frontend.handle import Piece
 from qllm.names import token_hex
+from qllm.server.ask import Ask, header
+from qllm.server.connection import Presence
+from qllm.server.errors import ApiError, logged
+from qllm.server.front import Front
+from qllm.server.lines import on_one_line
+from qllm.server.open_answer import Answer, Comment
+from qllm.server.protocol import Generation, StreamOptions
 from qllm.types import FinishReason, Logprobs, Priority
-
-from .ask import Ask, header
-from .connection import Presence
-from .errors import ApiError, logged
-from .front import Front
-from .lines import on_one_line
-from .open_answer import Answer, Comment
-from .protocol import Generation, StreamOptions
 
 HEADER = "x-qllm-priority"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")

@@ -25,9 +25,8 @@ from functools import partial
 from typing import Any
 
 from qllm.errors import ConfigError
-
-from .ask import SHORT
-from .errors import RETRY_AFTER_S, ApiError
+from qllm.server.ask import SHORT
+from qllm.server.errors import RETRY_AFTER_S, ApiError
 
 LONG = 16_384
 """Bytes from which on work is done in a process of its own: the worst of fewer takes some

@@ -16,9 +16,8 @@ import traceback
 from typing import Any
 
 from qllm.frontend.tokenizer import prepare
-
-from . import app  # noqa: F401 - forked processes have all functions then
-from .apart import MEMORY_BYTES, filled, too_much
+from qllm.server import app  # noqa: F401 - forked processes have all functions then
+from qllm.server.apart import MEMORY_BYTES, filled, too_much
 
 _log = logging.getLogger("qllm.server")
 

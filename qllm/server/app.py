@@ -11,8 +11,7 @@ from starlette.types import ASGIApp
 import qllm
 from qllm.errors import naming
 from qllm.llm import QLLMEngine
-
-from . import (
+from qllm.server import (
     access,
     batches,
     chat,
@@ -29,17 +28,17 @@ from . import (
     tools,
     ui,
 )
-from .background import Background
-from .best_effort import BestEffort
-from .config import ServerConfig, read_api_keys
-from .front import Front
-from .guard import Guard, Keys, Limits
-from .metrics import Metrics
-from .response_store import ResponseStore
-from .shortcut import Shortcut
-from .store import Store
-from .supervisor import Supervisor
-from .worker import Worker
+from qllm.server.background import Background
+from qllm.server.best_effort import BestEffort
+from qllm.server.config import ServerConfig, read_api_keys
+from qllm.server.front import Front
+from qllm.server.guard import Guard, Keys, Limits
+from qllm.server.metrics import Metrics
+from qllm.server.response_store import ResponseStore
+from qllm.server.shortcut import Shortcut
+from qllm.server.store import Store
+from qllm.server.supervisor import Supervisor
+from qllm.server.worker import Worker
 
 
 class _State:

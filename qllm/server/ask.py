@@ -11,9 +11,8 @@ from starlette.types import Scope
 
 from qllm.errors import InvalidRequestError
 from qllm.frontend.detokenizer import MakeReading
+from qllm.server.fields import Packed
 from qllm.types import Priority, Slo
-
-from .fields import Packed
 
 SHORT = 2048
 """Characters, or ids, from which on a text is not short."""

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from qllm.llm import QLLMEngine
-
-from .ask import Ask
+from qllm.server.ask import Ask
 
 MOST_CHARS = 256
 """Characters, or ids, of a prompt that is made into tokens on the event loop: about 0.1 ms."""

@@ -20,20 +20,19 @@ from functools import partial
 from typing import Any
 
 from qllm.errors import QllmError
-
-from . import access, chat
-from .answers import owner_of
-from .best_effort import BestEffort, EngineGoneError
-from .blocks import named_event
-from .bodies import JSON, chat_of, read
-from .errors import ApiError, from_engine, unexpected
-from .front import Front
-from .open_answer import Answer
-from .protocol import ChatRequest
-from .response_store import UNFINISHED, ResponseStore
-from .response_writer import OPENING, ResponseWriter, failed
-from .responses_protocol import ResponsesRequest
-from .store import Row
+from qllm.server import access, chat
+from qllm.server.answers import owner_of
+from qllm.server.best_effort import BestEffort, EngineGoneError
+from qllm.server.blocks import named_event
+from qllm.server.bodies import JSON, chat_of, read
+from qllm.server.errors import ApiError, from_engine, unexpected
+from qllm.server.front import Front
+from qllm.server.open_answer import Answer
+from qllm.server.protocol import ChatRequest
+from qllm.server.response_store import UNFINISHED, ResponseStore
+from qllm.server.response_writer import OPENING, ResponseWriter, failed
+from qllm.server.responses_protocol import ResponsesRequest
+from qllm.server.store import Row
 
 STORAGE_RETRY_S = 5.0
 """Until a response is tried again that could not be written."""

@@ -3,9 +3,8 @@
 import ipaddress
 
 from qllm.llm import QLLMEngine
+from qllm.server.config import ENGINE_ROLES, ServerConfig
 from qllm.types import Priority
-
-from .config import ENGINE_ROLES, ServerConfig
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 

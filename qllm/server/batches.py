@@ -9,10 +9,10 @@ from fastapi import APIRouter, Form, Query, Request, UploadFile
 from fastapi.responses import FileResponse
 from pydantic import field_validator
 
-from .errors import RESPONSES, ApiError
-from .fields import Body
-from .store import Row, Store
-from .worker import Worker
+from qllm.server.errors import RESPONSES, ApiError
+from qllm.server.fields import Body
+from qllm.server.store import Row, Store
+from qllm.server.worker import Worker
 
 WINDOW_S = 24 * 3600
 MAX_METADATA = 16

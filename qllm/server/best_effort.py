@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from qllm.errors import QllmError
+from qllm.server.answers import Renderer
+from qllm.server.ask import Ask
+from qllm.server.errors import ApiError, from_engine
+from qllm.server.front import Front
 from qllm.types import Priority
-
-from .answers import Renderer
-from .ask import Ask
-from .errors import ApiError, from_engine
-from .front import Front
 
 MOST_DEATHS = 2
 """Engines that may die under one: the first may have been another request's fault."""

@@ -12,12 +12,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from qllm.frontend.handle import Piece
+from qllm.server.answers import event
+from qllm.server.calls import Reader
+from qllm.server.deltas import Delta
+from qllm.server.open_answer import Answer, Comment
 from qllm.types import FinishReason
-
-from .answers import event
-from .calls import Reader
-from .deltas import Delta
-from .open_answer import Answer, Comment
 
 
 class Kind(Enum):

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from .apart import LONG
-from .errors import ApiError, from_request
-from .fields import Body, Packed
+from qllm.server.apart import LONG
+from qllm.server.errors import ApiError, from_request
+from qllm.server.fields import Body, Packed
 
 JSON = "application/json"
 """What a body is called."""

@@ -14,14 +14,13 @@ from operator import or_
 from typing import Any, ClassVar, Protocol
 
 from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_tokens
+from qllm.server import harmony
+from qllm.server.deltas import Delta, Value, call_of, is_name, with_call
+from qllm.server.harmony import Harmony, Part
+from qllm.server.hermes import TAG_OF, HermesReader, ends_with, marks_of
+from qllm.server.protocol import ChatRequest
+from qllm.server.tool_choice import Choice
 from qllm.types import THINK
-
-from . import harmony
-from .deltas import Delta, Value, call_of, is_name, with_call
-from .harmony import Harmony, Part
-from .hermes import TAG_OF, HermesReader, ends_with, marks_of
-from .protocol import ChatRequest
-from .tool_choice import Choice
 
 _LITERALS = {"true", "false", "null", "none"}
 """Words of a call that are no strings in its arguments."""

@@ -6,16 +6,15 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from qllm.frontend.handle import Piece
+from qllm.server.answers import Shown, Writer, respond
+from qllm.server.ask import Ask, Sends, check_alone
+from qllm.server.calls import Reader, reader_of
+from qllm.server.deltas import merged
+from qllm.server.errors import RESPONSES
+from qllm.server.front import Front
+from qllm.server.open_answer import Answer
+from qllm.server.protocol import ChatRequest
 from qllm.types import FinishReason
-
-from .answers import Shown, Writer, respond
-from .ask import Ask, Sends, check_alone
-from .calls import Reader, reader_of
-from .deltas import merged
-from .errors import RESPONSES
-from .front import Front
-from .open_answer import Answer
-from .protocol import ChatRequest
 
 ENDPOINT = "/v1/chat/completions"
 

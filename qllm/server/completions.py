@@ -10,13 +10,12 @@ from fastapi import APIRouter, Request, Response
 
 from qllm.frontend.detokenizer import certain_text, decoded, token_texts
 from qllm.frontend.handle import Piece
+from qllm.server.answers import Writer, respond
+from qllm.server.ask import TO_FIT, Ask, Sends, check_alone
+from qllm.server.errors import RESPONSES
+from qllm.server.front import Front
+from qllm.server.protocol import CompletionRequest
 from qllm.types import FinishReason, Logprobs, PromptLogprobs
-
-from .answers import Writer, respond
-from .ask import TO_FIT, Ask, Sends, check_alone
-from .errors import RESPONSES
-from .front import Front
-from .protocol import CompletionRequest
 
 ENDPOINT = "/v1/completions"
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from .ui import HEADERS
+from qllm.server.ui import HEADERS
 
 STYLE = "docs.css"
 MODEL = "MODEL"

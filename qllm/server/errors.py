@@ -20,8 +20,7 @@ from qllm.errors import (
     QueueFullError,
     brief,
 )
-
-from .state_dir import is_unwritable
+from qllm.server.state_dir import is_unwritable
 
 ANTHROPIC = "/v1/messages"
 """The routes below have the errors of another API."""

@@ -10,13 +10,12 @@ from typing import Any
 
 from qllm.errors import EngineClosedError
 from qllm.record.summary import percentile
+from qllm.server.answers import event
+from qllm.server.errors import ApiError
+from qllm.server.front import Front
+from qllm.server.metrics import STATES
+from qllm.server.probes import open_requests
 from qllm.types import Priority
-
-from .answers import event
-from .errors import ApiError
-from .front import Front
-from .metrics import STATES
-from .probes import open_requests
 
 _log = logging.getLogger("qllm.server")
 

@@ -16,8 +16,7 @@ from pydantic import (
 )
 
 from qllm.errors import brief, check_text
-
-from .unknown import Unserved, found
+from qllm.server.unknown import Unserved, found
 
 NoOps = Mapping[str, tuple[Any, ...]]
 """Fields that clients send although they ask for nothing, each with its values that do."""

@@ -5,8 +5,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from qllm.frontend.client import ManyClient
-
-from .metrics import Metrics, new_since
+from qllm.server.metrics import Metrics, new_since
 
 CLASSES = ("LS", "BE")
 

@@ -16,18 +16,17 @@ from qllm.frontend.checks import FIT, longest
 from qllm.frontend.handle import Handle, Listener, Result
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
+from qllm.server import access, texts
+from qllm.server.apart import LONG, NICE, Apart, Given
+from qllm.server.ask import TO_FIT, Ask, Served
+from qllm.server.at_once import AtOnce
+from qllm.server.config import ServerConfig
+from qllm.server.errors import ApiError, from_engine
+from qllm.server.metrics import Metrics
+from qllm.server.open_answer import Answer
+from qllm.server.text_work import TextWork
+from qllm.server.unknown import Told
 from qllm.types import Priority, SamplingParams
-
-from . import access, texts
-from .apart import LONG, NICE, Apart, Given
-from .ask import TO_FIT, Ask, Served
-from .at_once import AtOnce
-from .config import ServerConfig
-from .errors import ApiError, from_engine
-from .metrics import Metrics
-from .open_answer import Answer
-from .text_work import TextWork
-from .unknown import Told
 
 _log = logging.getLogger("qllm.server")
 

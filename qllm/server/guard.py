@@ -13,13 +13,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qllm.names import token_hex
-
-from . import access
-from .access import ANYBODY
-from .ask import header, is_ndjson
-from .config import ServerConfig
-from .errors import ANTHROPIC, ApiError, logged
-from .metrics import Metrics
+from qllm.server import access
+from qllm.server.access import ANYBODY
+from qllm.server.ask import header, is_ndjson
+from qllm.server.config import ServerConfig
+from qllm.server.errors import ANTHROPIC, ApiError, logged
+from qllm.server.metrics import Metrics
 
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/metrics", "/version", "/ui", "/docs", "/openapi.json"}

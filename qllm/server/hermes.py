@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qllm.frontend.detokenizer import added_tokens, decoded
+from qllm.server.deltas import Delta, Value, call_of, is_name, with_call
+from qllm.server.tool_choice import CLOSE, OPEN
 from qllm.types import THINK, THOUGHT
-
-from .deltas import Delta, Value, call_of, is_name, with_call
-from .tool_choice import CLOSE, OPEN
 
 TAGS = (THINK, THOUGHT, OPEN, CLOSE)
 MARK_OF = {tag: chr(0xD800 + n) for n, tag in enumerate(TAGS)}

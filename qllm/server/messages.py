@@ -9,18 +9,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from qllm.server import chat
+from qllm.server.answers import respond
+from qllm.server.blocks import Block, Blocks, Change, Kind, changes, named_event
+from qllm.server.bodies import chat_of
+from qllm.server.calls import reader_of
+from qllm.server.errors import ANTHROPIC_RESPONSES, ApiError
+from qllm.server.front import Front
+from qllm.server.messages_protocol import CountRequest, MessagesRequest, input_of
+from qllm.server.open_answer import Answer, Comment
+from qllm.server.protocol import ChatRequest
 from qllm.types import FinishReason, Priority
-
-from . import chat
-from .answers import respond
-from .blocks import Block, Blocks, Change, Kind, changes, named_event
-from .bodies import chat_of
-from .calls import reader_of
-from .errors import ANTHROPIC_RESPONSES, ApiError
-from .front import Front
-from .messages_protocol import CountRequest, MessagesRequest, input_of
-from .open_answer import Answer, Comment
-from .protocol import ChatRequest
 
 ENDPOINT = "/v1/messages"
 

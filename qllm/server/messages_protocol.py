@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from qllm.grammar_schema import closed
+from qllm.server.errors import parse
+from qllm.server.fields import Asked, Body, Items, LeftOut, Open, SentBack, kind_of
+from qllm.server.protocol import ChatRequest, TextOr
 from qllm.types import Priority
-
-from .errors import parse
-from .fields import Asked, Body, Items, LeftOut, Open, SentBack, kind_of
-from .protocol import ChatRequest, TextOr
 
 CacheControl = dict[str, Any] | None
 """Accepted: the prefix cache keeps what it can."""

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 from qllm.errors import QllmError
 from qllm.frontend.handle import Handle, Listener, Piece
+from qllm.server import access
+from qllm.server.ask import Served
+from qllm.server.errors import ApiError
 from qllm.types import FinishReason, RequestStatus
-
-from . import access
-from .ask import Served
-from .errors import ApiError
 
 PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 
 from qllm.errors import EngineClosedError, RequestFailedError
 from qllm.frontend.growing_prompt import GrowingPrompt, Piece
+from qllm.server.answers import owner_of
+from qllm.server.ask import SHORT, Served
+from qllm.server.errors import ApiError
+from qllm.server.front import Front
 from qllm.types import Priority
-
-from .answers import owner_of
-from .ask import SHORT, Served
-from .errors import ApiError
-from .front import Front
 
 KEPT_NAMES = 10_000
 """Names of prompts that have ended, for what is said of them."""

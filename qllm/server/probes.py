@@ -12,11 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import qllm
 from qllm.errors import EngineClosedError
 from qllm.frontend.handle import Handle
+from qllm.server.errors import RESPONSES, ApiError
+from qllm.server.fleet_metrics import FleetMetrics
+from qllm.server.front import Front
 from qllm.types import RequestStatus
-
-from .errors import RESPONSES, ApiError
-from .fleet_metrics import FleetMetrics
-from .front import Front
 
 
 class OpenRequest(NamedTuple):

@@ -13,17 +13,16 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
 from qllm.frontend.growing_prompt import Piece
+from qllm.server.answers import wanted_class
+from qllm.server.ask import header
+from qllm.server.bodies import read, schema_of
+from qllm.server.errors import RESPONSES
+from qllm.server.fields import Body, Items
+from qllm.server.front import Front
+from qllm.server.open_prompts import Opened, OpenPrompts
+from qllm.server.protocol import ChatRequest, ServiceTier, TextOr, class_of_tier
+from qllm.server.texts import keywords_of
 from qllm.types import Priority
-
-from .answers import wanted_class
-from .ask import header
-from .bodies import read, schema_of
-from .errors import RESPONSES
-from .fields import Body, Items
-from .front import Front
-from .open_prompts import Opened, OpenPrompts
-from .protocol import ChatRequest, ServiceTier, TextOr, class_of_tier
-from .texts import keywords_of
 
 Text = TextOr[int]
 

@@ -19,12 +19,11 @@ from pydantic import (
 
 from qllm.errors import brief
 from qllm.grammar_schema import closed
+from qllm.server.ask import TO_FIT, name_of
+from qllm.server.errors import ApiError
+from qllm.server.fields import Asked, Body, Items, Numbers, Open, Seed
+from qllm.server.tool_choice import Choice, allowed_of, choice_of, grammar
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
-
-from .ask import TO_FIT, name_of
-from .errors import ApiError
-from .fields import Asked, Body, Items, Numbers, Open, Seed
-from .tool_choice import Choice, allowed_of, choice_of, grammar
 
 MAX_LOGPROBS = 20
 

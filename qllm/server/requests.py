@@ -6,13 +6,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import model_validator
 
+from qllm.server.errors import RESPONSES, ApiError
+from qllm.server.fields import Body
+from qllm.server.front import Front
+from qllm.server.open_answer import Answer
+from qllm.server.protocol import ServiceTier, class_of_tier
 from qllm.types import Priority, RequestStatus
-
-from .errors import RESPONSES, ApiError
-from .fields import Body
-from .front import Front
-from .open_answer import Answer
-from .protocol import ServiceTier, class_of_tier
 
 
 class Change(Body):

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
-from .fields import Items, SentBack, kind_of
-from .protocol import TextOr
-from .response_tools import INPUT, Names
+from qllm.server.fields import Items, SentBack, kind_of
+from qllm.server.protocol import TextOr
+from qllm.server.response_tools import INPUT, Names
 
 
 class Item(SentBack):

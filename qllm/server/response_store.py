@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import ApiError
-from .store import Row, Store
+from qllm.server.errors import ApiError
+from qllm.server.store import Row, Store
 
 UNFINISHED = ("queued", "in_progress")
 KEPT_S = 30 * 24 * 3600

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from qllm.grammar_schema import closed
-
-from .fields import Items, LeftOut, Open, kind_of
+from qllm.server.fields import Items, LeftOut, Open, kind_of
 
 INPUT = "input"
 """The argument of the function that stands for a tool whose input is plain text."""

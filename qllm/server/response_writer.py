@@ -7,17 +7,16 @@ from itertools import count
 from typing import Any
 
 from qllm.frontend.handle import Piece
+from qllm.server.answers import Shown, Tokens
+from qllm.server.blocks import Block, Blocks, Change, Kind, changes, named_event
+from qllm.server.calls import reader_of
+from qllm.server.errors import ApiError
+from qllm.server.front import Front
+from qllm.server.open_answer import Answer, Comment
+from qllm.server.protocol import ChatRequest
+from qllm.server.response_tools import CustomTool, plain_input
+from qllm.server.responses_protocol import ResponsesRequest
 from qllm.types import FinishReason, Priority
-
-from .answers import Shown, Tokens
-from .blocks import Block, Blocks, Change, Kind, changes, named_event
-from .calls import reader_of
-from .errors import ApiError
-from .front import Front
-from .open_answer import Answer, Comment
-from .protocol import ChatRequest
-from .response_tools import CustomTool, plain_input
-from .responses_protocol import ResponsesRequest
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
 OPENING = ("created", "queued", "in_progress")

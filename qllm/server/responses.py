@@ -9,18 +9,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from qllm.server import chat
+from qllm.server.answers import EventStream, respond
+from qllm.server.background import Background
+from qllm.server.bodies import chat_of, kept_of
+from qllm.server.errors import RESPONSES, ApiError, logged
+from qllm.server.front import Front
+from qllm.server.protocol import ChatRequest
+from qllm.server.response_store import ResponseStore
+from qllm.server.response_writer import ResponseWriter
+from qllm.server.responses_protocol import ENDPOINT, InputTokensRequest, ResponsesRequest
 from qllm.types import Priority
-
-from . import chat
-from .answers import EventStream, respond
-from .background import Background
-from .bodies import chat_of, kept_of
-from .errors import RESPONSES, ApiError, logged
-from .front import Front
-from .protocol import ChatRequest
-from .response_store import ResponseStore
-from .response_writer import ResponseWriter
-from .responses_protocol import ENDPOINT, InputTokensRequest, ResponsesRequest
 
 NO_COMPACTION = (
     "compaction is not served: a summary that only its server can read needs a model made for it; "

@@ -13,14 +13,13 @@ from pydantic import (
     model_validator,
 )
 
+from qllm.server.errors import ApiError, parse
+from qllm.server.fields import Asked, Body, Items, Open, Seed, Texts
+from qllm.server.protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
+from qllm.server.response_items import Chat, InputItem
+from qllm.server.response_tools import Callee, CustomTool, Names, Tool, ToolChoice, callees
+from qllm.server.unknown import says_nothing
 from qllm.types import Priority
-
-from .errors import ApiError, parse
-from .fields import Asked, Body, Items, Open, Seed, Texts
-from .protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
-from .response_items import Chat, InputItem
-from .response_tools import Callee, CustomTool, Names, Tool, ToolChoice, callees
-from .unknown import says_nothing
 
 ENDPOINT = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"

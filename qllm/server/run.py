@@ -10,11 +10,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from qllm.logs import log_config
-
-from .config import ServerConfig
-from .connection import make_protocol
-from .front import Front
-from .tls import ssl_context
+from qllm.server.config import ServerConfig
+from qllm.server.connection import make_protocol
+from qllm.server.front import Front
+from qllm.server.tls import ssl_context
 
 GOODBYE_S = 5
 """For telling the clients that the drain is over."""

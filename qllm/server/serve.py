@@ -14,14 +14,13 @@ from qllm.errors import EngineClosedError, QllmError
 from qllm.frontend.members import Backoff
 from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
-
-from .app import create_app
-from .banner import banner, warnings
-from .config import ServerConfig, read_api_keys
-from .front import Front
-from .run import make_server
-from .supervisor import PERIOD_S, Restarts, given_up
-from .tls import ssl_context
+from qllm.server.app import create_app
+from qllm.server.banner import banner, warnings
+from qllm.server.config import ServerConfig, read_api_keys
+from qllm.server.front import Front
+from qllm.server.run import make_server
+from qllm.server.supervisor import PERIOD_S, Restarts, given_up
+from qllm.server.tls import ssl_context
 
 LOG = logging.getLogger("qllm")
 

@@ -11,12 +11,11 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qllm.errors import QllmError
-
-from .apart import LONG, Apart
-from .ask import header, is_ndjson, kind_of_body
-from .bodies import JSON, read
-from .errors import ApiError, from_engine
-from .fields import Body
+from qllm.server.apart import LONG, Apart
+from qllm.server.ask import header, is_ndjson, kind_of_body
+from qllm.server.bodies import JSON, read
+from qllm.server.errors import ApiError, from_engine
+from qllm.server.fields import Body
 
 
 class Shortcut:

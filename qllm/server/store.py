@@ -25,10 +25,9 @@ from typing import IO, Any
 
 from qllm.errors import ConfigError
 from qllm.private import private_fd
-
-from .errors import ApiError, storage_full
-from .lines import on_one_line
-from .state_dir import hold, make_private, open_database
+from qllm.server.errors import ApiError, storage_full
+from qllm.server.lines import on_one_line
+from qllm.server.state_dir import hold, make_private, open_database
 
 GIB = 1 << 30
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")

@@ -21,18 +21,17 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from qllm.errors import InvalidRequestError
-
-from . import chat, completions
-from .answers import CLIENT_GONE, Writer, respond, wanted_class
-from .apart import Apart
-from .ask import Ask, check_alone, is_ndjson
-from .bodies import loads, packed
-from .errors import ApiError, from_validation
-from .front import Front
-from .open_prompts import Opened, OpenPrompts
-from .prompt_routes import AppendRequest, ReplaceRequest
-from .protocol import ChatRequest, CompletionRequest
-from .texts import keywords_of
+from qllm.server import chat, completions
+from qllm.server.answers import CLIENT_GONE, Writer, respond, wanted_class
+from qllm.server.apart import Apart
+from qllm.server.ask import Ask, check_alone, is_ndjson
+from qllm.server.bodies import loads, packed
+from qllm.server.errors import ApiError, from_validation
+from qllm.server.front import Front
+from qllm.server.open_prompts import Opened, OpenPrompts
+from qllm.server.prompt_routes import AppendRequest, ReplaceRequest
+from qllm.server.protocol import ChatRequest, CompletionRequest
+from qllm.server.texts import keywords_of
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from qllm.llm import QLLMEngine
-
-from .config import ServerConfig
-from .front import Front
+from qllm.server.config import ServerConfig
+from qllm.server.front import Front
 
 PERIOD_S = 0.2
 """The engine is looked at this often."""

@@ -11,9 +11,8 @@ from typing import Any
 from qllm.errors import InvalidRequestError
 from qllm.frontend.detokenizer import decoded
 from qllm.frontend.prompts import flat_message, render_chat, to_token_ids
-
-from .errors import ApiError
-from .fields import Packed
+from qllm.server.errors import ApiError
+from qllm.server.fields import Packed
 
 MAX_TOKEN_ID = 2**31
 

@@ -4,8 +4,7 @@ import ssl
 from pathlib import Path
 
 from qllm.errors import ConfigError
-
-from .config import ServerConfig
+from qllm.server.config import ServerConfig
 
 NEED_A_CERTIFICATE = ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
 

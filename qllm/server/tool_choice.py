@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from qllm.grammar_check import JSON_OPTIONS
 from qllm.grammar_schema import CALLS, bounded, closed
-
-from .errors import ApiError
+from qllm.server.errors import ApiError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_CALLS = 8

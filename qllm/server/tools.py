@@ -7,14 +7,14 @@ from typing import Any, Self
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 
-from . import texts
-from .answers import owner_of
-from .apart import Given
-from .bodies import JSON
-from .errors import RESPONSES, ApiError
-from .fields import Body, Items
-from .front import Front
-from .prompt_routes import Templated
+from qllm.server import texts
+from qllm.server.answers import owner_of
+from qllm.server.apart import Given
+from qllm.server.bodies import JSON
+from qllm.server.errors import RESPONSES, ApiError
+from qllm.server.fields import Body, Items
+from qllm.server.front import Front
+from qllm.server.prompt_routes import Templated
 
 
 class TokenizeRequest(Templated):

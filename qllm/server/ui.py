@@ -5,10 +5,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from .answers import EventStream
-from .errors import ApiError
-from .feed import Feed
-from .front import Front
+from qllm.server.answers import EventStream
+from qllm.server.errors import ApiError
+from qllm.server.feed import Feed
+from qllm.server.front import Front
 
 MAX_READERS = 16
 """Open pages."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from .access import plain
-from .errors import ApiError
+from qllm.server.access import plain
+from qllm.server.errors import ApiError
 
 HEADER = "x-qllm-ignored"
 MOST = 200

@@ -18,23 +18,22 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from qllm.server import access, chat, completions
+from qllm.server.answers import Renderer, owner_of
+from qllm.server.apart import NICE
+from qllm.server.ask import Ask
+from qllm.server.batch_input import Digested, checked
+from qllm.server.best_effort import BestEffort, EngineGoneError
+from qllm.server.bodies import chat_of, loads, packed
+from qllm.server.errors import ApiError, parse
+from qllm.server.fields import Body
+from qllm.server.front import Front
+from qllm.server.protocol import ChatRequest, CompletionRequest
+from qllm.server.response_writer import ResponseWriter
+from qllm.server.responses_protocol import ENDPOINT as RESPONSES_ENDPOINT
+from qllm.server.responses_protocol import ResponsesRequest
+from qllm.server.store import UNFINISHED, Row, Store, now
 from qllm.types import Priority
-
-from . import access, chat, completions
-from .answers import Renderer, owner_of
-from .apart import NICE
-from .ask import Ask
-from .batch_input import Digested, checked
-from .best_effort import BestEffort, EngineGoneError
-from .bodies import chat_of, loads, packed
-from .errors import ApiError, parse
-from .fields import Body
-from .front import Front
-from .protocol import ChatRequest, CompletionRequest
-from .response_writer import ResponseWriter
-from .responses_protocol import ENDPOINT as RESPONSES_ENDPOINT
-from .responses_protocol import ResponsesRequest
-from .store import UNFINISHED, Row, Store, now
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
