@@ -107,7 +107,7 @@ clean:
 	rm -rf .venv build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # Nothing is resolved: the locks name every package. The kernels compile while pip downloads.
-$(BASE): pyproject.toml setup.py constraints.txt locks/run.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc qllm/device/csrc/*.cpp qllm/device/csrc/*.h)
+$(BASE): pyproject.toml setup.py constraints.txt locks/run.txt $(wildcard qllm/kernels/*/*.cpp qllm/kernels/*/*.h qllm/kernels/*/*.inc qllm/device/csrc/*.cpp qllm/device/csrc/*.h qllm/ingress/csrc/*.cpp qllm/ingress/csrc/*.h)
 	@echo "Installing into .venv, and compiling the kernels meanwhile; the first time this takes three to five minutes."
 	$(PYTHON) -m venv .venv
 	$(PIP) $$(grep '^setuptools==' locks/run.txt)

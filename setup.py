@@ -27,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 
 FOLDER = Path("qllm/kernels/cpu")
 SCHEDULER = Path("qllm/device/csrc")
+RINGS = sorted(str(file) for file in Path("qllm/ingress/csrc").glob("*.h"))
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "-pthread"]
 FLAGS += [
     "-ffp-contract=off"
@@ -104,7 +105,7 @@ setup(
         Extension(
             "qllm.ingress._ends",
             sources=["qllm/ingress/csrc/ends.cpp"],
-            depends=["setup.py", *(str(SCHEDULER / name) for name in ("rings.h", "records.h"))],
+            depends=["setup.py", *RINGS],
             extra_compile_args=FLAGS,
             extra_link_args=[STRIP],
             py_limited_api=True,
@@ -113,7 +114,7 @@ setup(
         Extension(
             "qllm.device._scheduler",
             sources=[str(SCHEDULER / "module.cpp")],
-            depends=["setup.py", *sorted(str(file) for file in SCHEDULER.glob("*.h"))],
+            depends=["setup.py", *sorted(str(file) for file in SCHEDULER.glob("*.h")), *RINGS],
             extra_compile_args=FLAGS,
             extra_link_args=[STRIP],
             py_limited_api=True,

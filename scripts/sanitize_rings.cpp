@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "../qllm/device/csrc/rings.h"
+#include "../qllm/ingress/csrc/rings.h"
 
 using namespace qllm;
 

@@ -15,6 +15,7 @@ from typing import Any
 from qllm.device.layout import HEADER
 from qllm.device.rank import compile_device, rank_text
 from qllm.errors import ConfigError, pip_install
+from qllm.ingress.layout import RECORDS
 
 _DIGEST_BYTES = 32
 KERNELS = (
@@ -59,7 +60,7 @@ def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = No
 
 def _key(policy: Any, capability: tuple[int, int]) -> str:
     digest = hashlib.sha256(rank_text(policy).encode())
-    for source in sorted(Path(HEADER).parent.iterdir()):
+    for source in (*sorted(Path(HEADER).parent.iterdir()), *sorted(RECORDS.parent.iterdir())):
         if source.suffix in (".h", ".cu"):
             digest.update(source.name.encode() + source.read_bytes())
     digest.update(repr(capability).encode())

@@ -22,7 +22,7 @@ LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
 NUMBER_BITS = 40
 """A request id is (front end << NUMBER_BITS) | (count of that front end)."""
-RECORDS = Path(__file__).parent.parent / "device" / "csrc" / "records.h"
+RECORDS = Path(__file__).parent / "csrc" / "records.h"
 """What `emit_records` returns, for the engine's ends in C++."""
 
 HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("flags", "<u2")])

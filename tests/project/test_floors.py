@@ -75,7 +75,7 @@ FLOORS = {
         f"{BASE} record runner.protocol ingress torchless", STDLIB | {"nixl", "numpy"}
     ),
     "device": Floor(f"{BASE} scheduler ingress", PURE | {"cuda", "numba", "numpy"}),
-    "device.cubins": Floor("errors device", STDLIB | {"cuda"}),
+    "device.cubins": Floor("errors ingress device", STDLIB | {"cuda"}),
     "device.graph": Floor("errors device cuda", STDLIB | {"cuda", "numpy"}),
     "device.graph_api": Floor("errors device cuda", STDLIB | {"cuda", "torch"}),
     "device.launcher": Floor(f"{BASE} scheduler ingress device cuda", STDLIB | {"numpy", "torch"}),

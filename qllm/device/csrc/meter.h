@@ -1,7 +1,7 @@
 // What a request experienced, kept as it happens: the numbers of qllm/record/metrics.py that the engine
 // alone can know. The reference is `MetricsBuilder`; here events are calls.
 #pragma once
-#include "rings.h"
+#include "../../ingress/csrc/rings.h"
 #include "scheduler.h"
 #include "serving.h"
 

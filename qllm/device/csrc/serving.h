@@ -1,6 +1,6 @@
 // Made from qllm/device/serving.py by `python -m qllm.device.serving`; do not edit.
 #pragma once
-#include "records.h"
+#include "../../ingress/csrc/records.h"
 namespace qllm {
 const i32 kServingVersion = 6;
 const i32 kMostStopIds = 8;

@@ -5,7 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../../device/csrc/rings.h"
+#include "rings.h"
 
 namespace {
 
