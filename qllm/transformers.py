@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
-from qllm.models.quantised_experts import WEIGHTS, quantised_in
+from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in
 from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.work import Work
 from qllm.runner.reference import unit

@@ -12,8 +12,8 @@ from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.select import Kernels
 from qllm.kernels.select import kernels as kernels_named
 from qllm.kernels.tiles import Query, query_block, tiles_of
-from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_weights import DeviceWeights
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_weights import DeviceWeights
 
 PAGE = 16
 L2_BYTES = 60 << 20

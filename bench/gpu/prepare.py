@@ -181,8 +181,8 @@ def _quantised(weights: Any) -> Iterator[Any]:
     """The same as codes of the roundings that the rows have."""
     import torch
 
-    from qllm.models.formats.rounding import ROUNDINGS
-    from qllm.models.quantised_weights import DeviceWeights
+    from qllm.models.weights.formats.rounding import ROUNDINGS
+    from qllm.models.weights.quantised_weights import DeviceWeights
 
     for rounding in ROUNDINGS.values():
         ones = [rounding(torch.zeros(w.shape[1:], dtype=torch.bfloat16)) for w in weights[:2]]

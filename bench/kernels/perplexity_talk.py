@@ -25,7 +25,7 @@ from bench.kernels.perplexity import WINDOW
 from qllm import QLLMEngine
 from qllm.models.folders import locate
 from qllm.models.loader import load
-from qllm.models.quantised_experts import WEIGHTS, all_quantised
+from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised
 from qllm.types import SamplingParams
 
 sys.path.append(str(ROOT / "scripts"))

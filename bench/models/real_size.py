@@ -33,8 +33,8 @@ from bench.common import Table, machine, median, paired, plain, quantile
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 from qllm.models.loader import load
-from qllm.models.quantised_experts import quantised_in
-from qllm.models.quantised_linears import weight_bytes
+from qllm.models.weights.quantised_experts import quantised_in
+from qllm.models.weights.quantised_linears import weight_bytes
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SEED = 1

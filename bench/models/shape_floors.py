@@ -13,7 +13,7 @@ import torch
 
 from bench.kernels.cpu_kernels import Memory, torch_gflops
 from qllm.kernels import cpu
-from qllm.models.formats.rounding import BITS
+from qllm.models.weights.formats.rounding import BITS
 
 BF16_BYTES, STATE_BYTES = 2, 4
 EXPERTS = ("gate_up_proj", "down_proj")

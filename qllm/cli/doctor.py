@@ -52,7 +52,7 @@ def doctor(
     from qllm.config import CHOICES, engine_config, spelled
     from qllm.kernels import cpu
     from qllm.kernels.cpu.course import OP_BYTES
-    from qllm.models.quantised import FORMATS
+    from qllm.models.weights.quantised import FORMATS
     from qllm.plugins import load_policy, spelled_for
 
     of_engine, of_policy = split_settings(setting)

@@ -14,7 +14,7 @@ from qllm.errors import ModelError
 from qllm.kernels.routing import expert_weights
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts, ModelParts, base_model
-from qllm.models.quantised_experts import quantised_in
+from qllm.models.weights.quantised_experts import quantised_in
 from qllm.runner.layers.drivers import LayerDriver, Rope
 
 

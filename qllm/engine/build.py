@@ -30,11 +30,11 @@ from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, Mo
 from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
-from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.loader import LoadedModel
-from qllm.models.quantised_experts import all_quantised
-from qllm.models.quantised_linears import weight_bytes
 from qllm.models.tokenizer import vocabulary_of
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_experts import all_quantised
+from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.plan import ModelShape
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace

@@ -11,9 +11,9 @@ from torch import nn
 
 from qllm import kernels
 from qllm.engine.kv_file import Layout
-from qllm.models.quantised_experts import QuantisedExperts, all_quantised
-from qllm.models.quantised_linears import QuantisedLinear, all_linears
-from qllm.models.quantised_weights import checksum
+from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
+from qllm.models.weights.quantised_weights import checksum
 from qllm.runner.layers.native import NativeDriver
 from qllm.runner.runner import TorchRunner
 

@@ -30,7 +30,7 @@ from qllm.models.positions import (
     rope_kind,
     rotary_of,
 )
-from qllm.models.quantised_linears import linear_in
+from qllm.models.weights.quantised_linears import linear_in
 from qllm.plan import ModelShape
 from qllm.types import Driver
 

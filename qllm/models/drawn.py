@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.models.quantised_experts import quantised_in
-from qllm.models.quantised_linears import linear_in
+from qllm.models.weights.quantised_experts import quantised_in
+from qllm.models.weights.quantised_linears import linear_in
 
 SMALL = 1 << 16
 """Values of a tensor that a module has as an attribute, up to which a shadow has its own."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qllm.errors import ModelError
-from qllm.models.places import Renamed, in_list, makes_several, renamed
+from qllm.models.weights.places import Renamed, in_list, makes_several, renamed
 
 Shape = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from qllm.models.discover import base_model
-from qllm.models.quantised_experts import QuantisedExperts, all_quantised
-from qllm.models.quantised_linears import QuantisedLinear, all_linears
+from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 
 
 def identity(model: nn.Module, expert_weights: str = "auto", activations: str = "bf16") -> str:

@@ -20,22 +20,22 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from qllm.cores import no_collections
 from qllm.errors import ConfigError, ModelError
-from qllm.models.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.fitting import refuse_misfits, without_further_layers
 from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
-from qllm.models.formats.layout import PLAIN, Stored
-from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_end
-from qllm.models.gguf_file import checkpoint_of, config_of, open_file
 from qllm.models.inventory import changed
-from qllm.models.quantised import (
+from qllm.models.tokenizer import tokenizer_in
+from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
+from qllm.models.weights.formats.layout import PLAIN, Stored
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.gguf_file import checkpoint_of, config_of, open_file
+from qllm.models.weights.quantised import (
     format_of,
     method_of,
     refuse_dtypes,
     refuse_integers,
 )
-from qllm.models.streaming import stream
-from qllm.models.tokenizer import tokenizer_in
+from qllm.models.weights.streaming import stream
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
 """The expert code of `model.forward` that our drivers are bit-equal to."""

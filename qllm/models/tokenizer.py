@@ -59,7 +59,7 @@ def tokenizer_in(
     """
     if folder.suffix == GGUF:
         show_torch()
-        from qllm.models.gguf_tokenizer import tokenizer_of
+        from qllm.models.weights.gguf_tokenizer import tokenizer_of
 
         return tokenizer_of(folder)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.around import is_experts
 from qllm.models.discover import PACKED
-from qllm.models.quantised import refuse_quantised
-from qllm.models.quantised_experts import WEIGHTS, all_quantised, quantised_in
-from qllm.models.quantised_linears import all_linears
+from qllm.models.weights.quantised import refuse_quantised
+from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised, quantised_in
+from qllm.models.weights.quantised_linears import all_linears
 
 EXPERT_FLAGS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "has_post_expert_norm"}
 

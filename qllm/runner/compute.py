@@ -20,11 +20,11 @@ from torch import nn
 from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
-from qllm.models.activations import read_rows
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.inventory import described, inventory
-from qllm.models.quantised_experts import quantised_in
-from qllm.models.quantised_linears import is_read, linear_in
+from qllm.models.weights.activations import read_rows
+from qllm.models.weights.quantised_experts import quantised_in
+from qllm.models.weights.quantised_linears import is_read, linear_in
 from qllm.runner.invariance import find_invariance
 from qllm.runner.layers.around import AroundDriver
 from qllm.runner.layers.deltas import DeltaMixer, delta_mixer

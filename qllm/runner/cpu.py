@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from qllm.errors import DeviceError
 from qllm.kernels import cpu
-from qllm.models.activations import read_rows, refuse_other_activations
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.heard import warn_of_unheard
+from qllm.models.weights.activations import read_rows, refuse_other_activations
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute

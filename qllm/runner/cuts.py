@@ -20,8 +20,8 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import course
 from qllm.kernels.cpu.attention import KEY_BLOCK
 from qllm.models.discover import LayerParts, ModelParts
-from qllm.models.quantised_experts import quantised_in
-from qllm.models.quantised_linears import linear_in
+from qllm.models.weights.quantised_experts import quantised_in
+from qllm.models.weights.quantised_linears import linear_in
 from qllm.plan import NO_CUTS, CutRule
 
 NS_PER_MS = 1_000_000

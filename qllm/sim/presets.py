@@ -205,7 +205,7 @@ def spec_of(config: Any, name: str) -> ModelSpec:
 
 
 def _spec_of_gguf(path: Path) -> ModelSpec:
-    from qllm.models.gguf_file import config_of, expert_bits, open_file
+    from qllm.models.weights.gguf_file import config_of, expert_bits, open_file
 
     file = open_file(path)
     return replace(spec_of(config_of(file), str(path)), expert_bits=expert_bits(file))
@@ -213,7 +213,7 @@ def _spec_of_gguf(path: Path) -> ModelSpec:
 
 def _bits_of(config: Any, name: str) -> float:
     """Bits of an expert's weight in memory, as the checkpoint is quantised."""
-    from qllm.models.quantised import format_of, method_of
+    from qllm.models.weights.quantised import format_of, method_of
 
     method = method_of(config, {})
     return 16 if method is None else format_of(name, method).bits
@@ -379,7 +379,7 @@ def preset(hardware: str, model: str, expert_weights: str = "auto") -> CostFile:
         ConfigError: The machine is unknown, or the model does not fit into its memory.
         ModelError: The model is unknown.
     """
-    from qllm.models.formats.rounding import BITS
+    from qllm.models.weights.formats.rounding import BITS
 
     machine, spec = hardware_of(hardware), model_spec(model)
     if expert_weights != "auto":

@@ -14,15 +14,15 @@ from qllm.cuda.backend import cuda_runner
 from qllm.engine.build import refuse_rounding
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels.quantised import Quantised
-from qllm.models import streaming
-from qllm.models.checkpoint import Shards, checkpoint_in
 from qllm.models.folders import weight_files
-from qllm.models.formats.int32 import awq
-from qllm.models.formats.layout import PLAIN
-from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.loader import load
-from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
-from qllm.models.quantised_weights import DeviceWeights
+from qllm.models.weights import streaming
+from qllm.models.weights.checkpoint import Shards, checkpoint_in
+from qllm.models.weights.formats.int32 import awq
+from qllm.models.weights.formats.layout import PLAIN
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
+from qllm.models.weights.quantised_weights import DeviceWeights
 from qllm.runner import conformance
 from qllm.types import Grain
 from tests.support import published

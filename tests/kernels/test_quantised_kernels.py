@@ -23,7 +23,7 @@ from qllm.kernels.cpu.quantised import (
     stacked,
 )
 from qllm.kernels.quantised import FOUR_BIT, Quantised
-from qllm.models.quantised_weights import Weights
+from qllm.models.weights.quantised_weights import Weights
 from qllm.runner.layers.work import Work
 from tests.support.quantised_products import DTYPES, KINDS, ROWS, SHAPES, bits, quantised, rand
 

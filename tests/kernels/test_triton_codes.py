@@ -15,7 +15,7 @@ from qllm.kernels import reference
 from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.triton import moe
-from qllm.models.quantised_weights import DeviceWeights
+from qllm.models.weights.quantised_weights import DeviceWeights
 from tests.support.interpret import DEVICES
 from tests.support.quantised_products import quantised
 from tests.support.triton_cases import FEW, Noise, close

@@ -15,15 +15,15 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qllm.errors import ModelError
 from qllm.kernels.quantised import E2M1, Quantised
-from qllm.models.checkpoint import DTYPES
-from qllm.models.formats import gguf as gguf_blocks
-from qllm.models.formats import rounding
-from qllm.models.formats.compressed_tensors import compressed_tensors
-from qllm.models.formats.fp8 import fp8
-from qllm.models.formats.int32 import awq, gptq
-from qllm.models.formats.layout import Format, Stored, uncentred
-from qllm.models.formats.mxfp4 import mxfp4
-from qllm.models.quantised import FORMATS, Method, format_of
+from qllm.models.weights.checkpoint import DTYPES
+from qllm.models.weights.formats import gguf as gguf_blocks
+from qllm.models.weights.formats import rounding
+from qllm.models.weights.formats.compressed_tensors import compressed_tensors
+from qllm.models.weights.formats.fp8 import fp8
+from qllm.models.weights.formats.int32 import awq, gptq
+from qllm.models.weights.formats.layout import Format, Stored, uncentred
+from qllm.models.weights.formats.mxfp4 import mxfp4
+from qllm.models.weights.quantised import FORMATS, Method, format_of
 from tests.support import published
 from tests.support.gguf_blocks import made, raw_blocks
 

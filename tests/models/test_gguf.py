@@ -23,12 +23,13 @@ from transformers import (
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, ModelError
-from qllm.models import loader, raw_file
+from qllm.models import loader
 from qllm.models.generation import eos_token_ids, sampling_defaults
-from qllm.models.gguf_file import open_file
 from qllm.models.loader import load, skeleton
-from qllm.models.quantised_experts import all_quantised
-from qllm.models.quantised_linears import all_linears
+from qllm.models.weights import raw_file
+from qllm.models.weights.gguf_file import open_file
+from qllm.models.weights.quantised_experts import all_quantised
+from qllm.models.weights.quantised_linears import all_linears
 from qllm.runner.cpu import cpu_runner
 from qllm.sim.presets import model_spec
 from tests.support.device_weights import answer_of, on_device

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm.errors import ModelError
-from qllm.models.gguf_config import ARCHITECTURES, ROPE_FACTORS, Metadata, config_of
-from qllm.models.gguf_file import checkpoint_of, open_file
 from qllm.models.loader import load, skeleton
-from qllm.models.quantised_experts import all_quantised
-from qllm.models.quantised_linears import all_linears
+from qllm.models.weights.gguf_config import ARCHITECTURES, ROPE_FACTORS, Metadata, config_of
+from qllm.models.weights.gguf_file import checkpoint_of, open_file
+from qllm.models.weights.quantised_experts import all_quantised
+from qllm.models.weights.quantised_linears import all_linears
 from qllm.sim.presets import model_spec
 from tests.support.dense import save
 from tests.support.gguf_files import convert, stored_as

@@ -11,8 +11,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.tokenization_utils_base import generate_merges
 
 from qllm.errors import ModelError
-from qllm.models.gguf_tokenizer import SPLITTINGS, tokenizer_of
 from qllm.models.tokenizer import load_tokenizer
+from qllm.models.weights.gguf_tokenizer import SPLITTINGS, tokenizer_of
 
 SPECIAL = ["<|end|>", "<｜begin▁of▁text｜>", "<｜tool｜>"]
 """Two have letters that are no bytes, as those of DeepSeek have; no key names the last."""

@@ -28,11 +28,12 @@ from transformers import (
 
 from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
-from qllm.models import checkpoint, folders
+from qllm.models import folders
 from qllm.models.aliases import ALIASES
-from qllm.models.dense import open_dense
 from qllm.models.loader import load, wrap
 from qllm.models.tokenizer import load_tokenizer
+from qllm.models.weights import checkpoint
+from qllm.models.weights.dense import open_dense
 
 SIZES = {
     "vocab_size": 64,

@@ -16,12 +16,17 @@ from qllm import QLLMEngine
 from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
-from qllm.models import quantised_linears
 from qllm.models.discover import discover
-from qllm.models.formats.rounding import ROUNDINGS
 from qllm.models.loader import load
-from qllm.models.quantised_experts import quantised_in
-from qllm.models.quantised_linears import QuantisedLinear, all_linears, linear_in, weight_bytes
+from qllm.models.weights import quantised_linears
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_experts import quantised_in
+from qllm.models.weights.quantised_linears import (
+    QuantisedLinear,
+    all_linears,
+    linear_in,
+    weight_bytes,
+)
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.cuts import CODE_BYTES_PER_NS

@@ -22,8 +22,8 @@ from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.models.loader import load
-from qllm.models.quantised_experts import all_quantised
-from qllm.models.quantised_linears import all_linears, weight_bytes
+from qllm.models.weights.quantised_experts import all_quantised
+from qllm.models.weights.quantised_linears import all_linears, weight_bytes
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.sim.presets import model_spec, preset, spec_of

@@ -14,10 +14,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from qllm import QLLMEngine
 from qllm.errors import ModelError
-from qllm.models.formats.layout import Stored
 from qllm.models.loader import load
-from qllm.models.quantised import refuse_integers
 from qllm.models.unsafe import refuse_unsafe
+from qllm.models.weights.formats.layout import Stored
+from qllm.models.weights.quantised import refuse_integers
 from tests.support.families import make_model
 
 FP8 = torch.float8_e4m3fn

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qllm.errors import ModelError
-from qllm.models import raw_file
-from qllm.models.raw_file import LARGE, PAGE, Buffers, RawFile
+from qllm.models.weights import raw_file
+from qllm.models.weights.raw_file import LARGE, PAGE, Buffers, RawFile
 
 SIZE = 3 * LARGE + 100
 """No multiple of a page."""

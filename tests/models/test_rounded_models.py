@@ -14,11 +14,11 @@ from qllm.config import EngineConfig
 from qllm.engine.build import make_runner
 from qllm.errors import CheckpointError, ConfigError
 from qllm.kernels import cpu, rounded
-from qllm.models import activations
 from qllm.models.discover import discover
 from qllm.models.identity import identity
 from qllm.models.loader import load
-from qllm.models.quantised_linears import all_linears
+from qllm.models.weights import activations
+from qllm.models.weights.quantised_linears import all_linears
 from qllm.runner import conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.models.formats import rounding
 from qllm.models.loader import load
-from qllm.models.quantised_experts import all_quantised
-from qllm.models.quantised_linears import weight_bytes
+from qllm.models.weights.formats import rounding
+from qllm.models.weights.quantised_experts import all_quantised
+from qllm.models.weights.quantised_linears import weight_bytes
 from tests.support.families import make_model
 from tests.support.loads import bytes_of_layer
 

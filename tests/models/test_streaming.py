@@ -23,12 +23,13 @@ from qllm.cores import no_collections
 from qllm.engine.kv_identity import weights_digest
 from qllm.errors import ModelError
 from qllm.kernels.quantised import Quantised
-from qllm.models import checkpoint, loader, raw_file, streaming
+from qllm.models import loader
 from qllm.models.folders import missing_weights
 from qllm.models.identity import identity
 from qllm.models.loader import load, wrap
-from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
-from qllm.models.quantised_weights import Weights
+from qllm.models.weights import checkpoint, raw_file, streaming
+from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts, all_quantised
+from qllm.models.weights.quantised_weights import Weights
 from tests.support.engines import open_files
 from tests.support.families import make_model
 from tests.support.streaming import STEM, change, made

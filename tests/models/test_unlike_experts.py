@@ -15,10 +15,10 @@ from qllm.cores import no_collections
 from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like
 from qllm.kernels.quantised import Quantised
-from qllm.models import checkpoint, streaming
 from qllm.models.loader import load
-from qllm.models.quantised_experts import WEIGHTS, all_quantised
-from qllm.models.quantised_weights import Weights
+from qllm.models.weights import checkpoint, streaming
+from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised
+from qllm.models.weights.quantised_weights import Weights
 from tests.support import published
 from tests.support.streaming import STEM, change, made
 

@@ -183,16 +183,16 @@ OWN_BENCHES = {
     "kernels.cpu_kernels": "runner",  # what has no public name
     "kernels.sampling": "runner",
     # captures the stages of models that it only compiles
-    "gpu.kernels": "models.formats models.quantised_weights",  # rows of experts that are rounded
-    "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover models.formats "
-    "models.quantised_weights runner.runner",
+    "gpu.kernels": "models.weights",  # rows of experts that are rounded
+    "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover "
+    "models.weights runner.runner",
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.delta_net": "models.discover runner",
     "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
     "kernels.perplexity_talk": "models runner",
     "models.real_size": "models",  # counts packed bytes, and the bytes of a token
-    "models.shape_floors": "models.formats",  # bits of a weight that was rounded
+    "models.shape_floors": "models.weights",  # bits of a weight that was rounded
     "serving.on_ray": "ray",
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not

@@ -34,7 +34,7 @@ PUBLIC = {
     "qllm/measure/demo.py": "a folder for figures and traces",
     "qllm/measure/plots.py": "figures",
     "qllm/measure/random_moe.py": "a model",
-    "qllm/models/dense.py": "a model",
+    "qllm/models/weights/dense.py": "a model",
     "qllm/models/router_training.py": "a model",
     "qllm/models/upcycle.py": "a model",
     "qllm/sim/costs.py": "costs of a machine",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qllm.cuda.backend import cuda_runner
-from qllm.models import streaming
 from qllm.models.loader import load
-from qllm.models.quantised_weights import DeviceWeights
+from qllm.models.weights import streaming
+from qllm.models.weights.quantised_weights import DeviceWeights
 from tests.support.captured import NUM_PAGES
 
 HERE = torch.device("cpu")

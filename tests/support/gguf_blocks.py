@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qllm.models.formats import gguf as gguf_blocks
+from qllm.models.weights.formats import gguf as gguf_blocks
 
 
 def made(seed: int = 0) -> torch.Generator:

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
-from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import WEIGHTS, quantised_in, round_experts, rounded_before
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_experts import (
+    WEIGHTS,
+    quantised_in,
+    round_experts,
+    rounded_before,
+)
 from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.quantised_bank import Dequantising, QuantisedBank
 from qllm.runner.layers.rows import PLAIN, RowRule

@@ -13,7 +13,13 @@ from qllm.kernels import cpu, rounded
 from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.quantised import Quantised
 from qllm.models.discover import ModelParts
-from qllm.models.quantised_linears import QuantisedLinear, is_read, linear_in, values_of, weight_of
+from qllm.models.weights.quantised_linears import (
+    QuantisedLinear,
+    is_read,
+    linear_in,
+    values_of,
+    weight_of,
+)
 from qllm.runner.layers.rows import PLAIN, RowRule
 
 Linear = Callable[[Tensor], Tensor]

@@ -29,7 +29,7 @@ from qllm.models.known import (
     rotation_of_latents,
     router_kind,
 )
-from qllm.models.quantised_linears import is_read, linear_in, values_of, weight_of
+from qllm.models.weights.quantised_linears import is_read, linear_in, values_of, weight_of
 from qllm.runner.cuts import Costs
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.deltas import DeltaMixer

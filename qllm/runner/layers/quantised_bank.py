@@ -7,8 +7,8 @@ from torch import Tensor
 from qllm.errors import InvariantError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Experts
-from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts
-from qllm.models.quantised_weights import Weights
+from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts
+from qllm.models.weights.quantised_weights import Weights
 from qllm.runner.layers.native_experts import NativeBank
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import SCALES, Format, Layout, Parts, Settings, cdiv, check
+from qllm.models.weights.formats.layout import SCALES, Format, Layout, Parts, Settings, cdiv, check
 
 SCALE = "_scale_inv"
 FP8 = "F8_E4M3"

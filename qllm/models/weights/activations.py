@@ -5,9 +5,9 @@ from torch import nn
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.kernels.quantised import INTEGERS
-from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_experts import all_quantised, rounded_before
-from qllm.models.quantised_linears import all_linears
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_experts import all_quantised, rounded_before
+from qllm.models.weights.quantised_linears import all_linears
 
 
 def read_rows(model: nn.Module, activations: str) -> None:

@@ -29,13 +29,19 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
-from qllm.models.checkpoint import Checkpoint, naming
-from qllm.models.formats.layout import Weight, uncentred
-from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.places import Place, by_module, is_turned, places_of, targets_of
-from qllm.models.quantised_experts import WEIGHTS, QuantisedExperts, Room, pack_experts, say_rounded
-from qllm.models.quantised_linears import QuantisedLinear, fits, staying
-from qllm.models.quantised_weights import AnyWeights, DeviceWeights, Weights
+from qllm.models.weights.checkpoint import Checkpoint, naming
+from qllm.models.weights.formats.layout import Weight, uncentred
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.places import Place, by_module, is_turned, places_of, targets_of
+from qllm.models.weights.quantised_experts import (
+    WEIGHTS,
+    QuantisedExperts,
+    Room,
+    pack_experts,
+    say_rounded,
+)
+from qllm.models.weights.quantised_linears import QuantisedLinear, fits, staying
+from qllm.models.weights.quantised_weights import AnyWeights, DeviceWeights, Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 """Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""

@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from qllm.errors import ModelError
 from qllm.models.folders import first_line
-from qllm.models.gguf_file import open_reader
+from qllm.models.weights.gguf_file import open_reader
 
 _START = "tokenizer."
 _TEMPLATE = "chat_template"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qllm.errors import ModelError
 from qllm.kernels.quantised import AT_ONCE, E2M1, Quantised
-from qllm.models.formats.layout import blocked, pairs, power_of_two
+from qllm.models.weights.formats.layout import blocked, pairs, power_of_two
 
 INT4_GROUP, MXFP4_GROUP = 64, 32
 INT4_MAX = 15

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import (
+from qllm.models.weights.formats.layout import (
     WHOLE,
     Format,
     Layout,

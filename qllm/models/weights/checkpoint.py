@@ -14,8 +14,8 @@ from torch import Tensor
 from qllm.errors import ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models.folders import first_line
-from qllm.models.formats.layout import Format, Layout, Stored, Weight, check_scales
-from qllm.models.raw_file import LARGE, Buffers, RawFile
+from qllm.models.weights.formats.layout import Format, Layout, Stored, Weight, check_scales
+from qllm.models.weights.raw_file import LARGE, Buffers, RawFile
 
 DTYPES = {
     "F32": torch.float32,

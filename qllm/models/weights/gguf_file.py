@@ -19,13 +19,13 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from qllm.errors import ModelError
-from qllm.models import gguf_config
-from qllm.models.checkpoint import Checkpoint, naming
 from qllm.models.folders import first_line
-from qllm.models.formats import gguf as blocks
-from qllm.models.formats.layout import Weight
-from qllm.models.gguf_config import ARCHITECTURES, ROPE_FACTORS, Metadata
-from qllm.models.raw_file import Buffers, RawFile
+from qllm.models.weights import gguf_config
+from qllm.models.weights.checkpoint import Checkpoint, naming
+from qllm.models.weights.formats import gguf as blocks
+from qllm.models.weights.formats.layout import Weight
+from qllm.models.weights.gguf_config import ARCHITECTURES, ROPE_FACTORS, Metadata
+from qllm.models.weights.raw_file import Buffers, RawFile
 
 _ENDS = ("eos", "eot", "eom")
 """Tokens that end a text, a turn, and a message behind which a tool answers."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from qllm.kernels import cpu, rounded
 from qllm.kernels.cpu.quantised import problem_of
 from qllm.kernels.quantised import Quantised
-from qllm.models.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
-from qllm.models.quantised_weights import checksum, sample_of, tensors_of
+from qllm.models.weights.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
+from qllm.models.weights.quantised_weights import checksum, sample_of, tensors_of
 
 
 class QuantisedLinear:

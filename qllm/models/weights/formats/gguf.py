@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import blocked, pairs, shifted
+from qllm.models.weights.formats.layout import blocked, pairs, shifted
 
 SMALL = 32
 """Inputs of a block of the formats with one level of scales; K-quants have 256."""

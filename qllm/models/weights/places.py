@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from qllm.models.quantised_experts import WEIGHTS
+from qllm.models.weights.quantised_experts import WEIGHTS
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ is a bf16 number: nothing is rounded.
 import torch
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.layout import Format, Layout, Parts, Settings, check, power_of_two
+from qllm.models.weights.formats.layout import Format, Layout, Parts, Settings, check, power_of_two
 
 GROUP = 32
 NOT_A_NUMBER = 255

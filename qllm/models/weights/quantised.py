@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qllm.errors import ModelError
-from qllm.models.formats.compressed_tensors import compressed_tensors
-from qllm.models.formats.fp8 import fp8
-from qllm.models.formats.int32 import awq, gptq
-from qllm.models.formats.layout import Format, Settings, Stored, check
-from qllm.models.formats.mxfp4 import mxfp4
+from qllm.models.weights.formats.compressed_tensors import compressed_tensors
+from qllm.models.weights.formats.fp8 import fp8
+from qllm.models.weights.formats.int32 import awq, gptq
+from qllm.models.weights.formats.layout import Format, Settings, Stored, check
+from qllm.models.weights.formats.mxfp4 import mxfp4
 
 FORMATS: dict[str, Callable[[Settings], Format]] = {
     "mxfp4": mxfp4,

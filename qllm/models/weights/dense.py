@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from qllm.errors import ModelError
-from qllm.models import gguf_file
-from qllm.models.checkpoint import stored_tensors
 from qllm.models.folders import INDEX, first_line, read_json, weight_files
-from qllm.models.gguf_file import open_file
-from qllm.models.quantised import FLOATS, method_of
+from qllm.models.weights import gguf_file
+from qllm.models.weights.checkpoint import stored_tensors
+from qllm.models.weights.gguf_file import open_file
+from qllm.models.weights.quantised import FLOATS, method_of
 
 _TEXT_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _NOT_COPIED = ("config.json", INDEX, "hf_quant_config.json")
@@ -137,7 +137,7 @@ class DenseGguf:
 
     def save_beside(self, folder: Path) -> None:
         """Write what the metadata of the file say."""
-        from qllm.models.gguf_tokenizer import tokenizer_of
+        from qllm.models.weights.gguf_tokenizer import tokenizer_of
 
         tokenizer = tokenizer_of(self._file.path)
         if tokenizer is None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from qllm.kernels import rounded
 from qllm.kernels.quantised import INTEGERS, Quantised
-from qllm.models.formats.rounding import ROUNDINGS
-from qllm.models.quantised_weights import AnyWeights, Weights
+from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.quantised_weights import AnyWeights, Weights
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 ATTRIBUTE = "qllm_quantised"

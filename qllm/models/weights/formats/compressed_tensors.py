@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qllm.kernels.quantised import Quantised
-from qllm.models.formats.fp8 import FP8, per_output
-from qllm.models.formats.layout import (
+from qllm.models.weights.formats.fp8 import FP8, per_output
+from qllm.models.weights.formats.layout import (
     SCALES,
     WHOLE,
     Format,

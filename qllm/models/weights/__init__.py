@@ -1,0 +1,1 @@
+"""Weights from files to tensors: checkpoints, formats, and modules that hold rounded weights."""
