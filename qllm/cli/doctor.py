@@ -138,8 +138,8 @@ def _served() -> list[tuple[str, str]]:
 def _fingerprints(model: str, trust_remote_code: bool) -> None:
     import transformers
 
-    from qllm.models.inventory import parts_of
     from qllm.models.loader import skeleton
+    from qllm.models.parts.inventory import parts_of
 
     parts = parts_of(skeleton(model, trust_remote_code))
     rows = [

@@ -8,7 +8,7 @@ from qllm.cuda.latents import into_latents, keeps_latents, out_of_latents
 from qllm.cuda.step import PagedStep
 from qllm.cuda.together import Together
 from qllm.kernels.routing import Angles, HeadNorms, Norm
-from qllm.models.known import attention_kind, norm_kind, rotation_of_latents
+from qllm.models.parts.known import attention_kind, norm_kind, rotation_of_latents
 from qllm.runner.layers.drivers import Rope
 
 ROTATING = {"plain", "head_norm", "row_norm", "clipped_row_norm", "sinks"}

@@ -19,7 +19,7 @@ from qllm.kernels.routing import (
 )
 from qllm.kernels.select import Kernels
 from qllm.models.heard import is_heard
-from qllm.models.known import router_kind
+from qllm.models.parts.known import router_kind
 from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts
 from qllm.models.weights.quantised_weights import DeviceWeights
 from qllm.runner.cuts import Costs

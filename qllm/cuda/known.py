@@ -26,7 +26,7 @@ from qllm.kernels.routing import SharedWeights, Sum
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts
 from qllm.models.heard import is_heard
-from qllm.models.known import is_swiglu, norm_kind
+from qllm.models.parts.known import is_swiglu, norm_kind
 from qllm.runner.layers.drivers import FastDriver, Rope
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.models.heard import is_heard
-from qllm.models.known import expansion
+from qllm.models.parts.known import expansion
 
 
 def keeps_latents(module: nn.Module) -> bool:

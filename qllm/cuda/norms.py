@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qllm.kernels.select import Kernels
-from qllm.models.known import norm_kind
+from qllm.models.parts.known import norm_kind
 
 WIDE = {"rms": False, "rms_wide": True}
 """Kinds of norms that the kernels know -> `wide` of `rms_norm`."""

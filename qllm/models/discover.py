@@ -5,7 +5,7 @@ flags of `use_experts_implementation`; `base_model_pp_plan` names embedding, lay
 Nothing is found by the name of a family.
 
 The fast driver may run a layer if what its forward, and that of its MoE block, does with the parts
-is known (`qllm.models.known`). A layer with another glue is driven by hooks.
+is known (`qllm.models.parts.known`). A layer with another glue is driven by hooks.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.models import known
 from qllm.models.arguments import finds_cache
 from qllm.models.around import Around, Leave, is_experts
-from qllm.models.digests import forward_source
 from qllm.models.hybrid import KeepsMoreError, state_makers
 from qllm.models.logits import LogitRule, logit_rule_of
+from qllm.models.parts import known
+from qllm.models.parts.digests import forward_source
 from qllm.models.positions import (
     STATIC_ROPE,
     max_position,

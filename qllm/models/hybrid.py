@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from qllm.errors import ModelError
-from qllm.models.digests import forward_source
+from qllm.models.parts.digests import forward_source
 
 KNOWN = {
     DynamicLayer,

@@ -23,7 +23,7 @@ from qllm.errors import ConfigError, ModelError
 from qllm.models.fitting import refuse_misfits, without_further_layers
 from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
 from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_end
-from qllm.models.inventory import changed
+from qllm.models.parts.inventory import changed
 from qllm.models.tokenizer import tokenizer_in
 from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.weights.formats.layout import PLAIN, Stored

@@ -21,7 +21,7 @@ from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
 from qllm.models.discover import LayerParts, ModelParts
-from qllm.models.inventory import described, inventory
+from qllm.models.parts.inventory import described, inventory
 from qllm.models.weights.activations import read_rows
 from qllm.models.weights.quantised_experts import quantised_in
 from qllm.models.weights.quantised_linears import is_read, linear_in

@@ -15,7 +15,7 @@ from qllm import QLLMEngine
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import discover
-from qllm.models.known import delta_net
+from qllm.models.parts.known import delta_net
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step

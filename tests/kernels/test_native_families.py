@@ -15,7 +15,7 @@ from qllm.kernels.cpu.attention import Latents
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.routers import Router, terms_of
 from qllm.models.discover import discover
-from qllm.models.known import norm_kind
+from qllm.models.parts.known import norm_kind
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.kv import SlabKV
 from qllm.runner.layers.attention import Span, Step, install

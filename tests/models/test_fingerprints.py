@@ -8,11 +8,11 @@ from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
 from typer.testing import CliRunner
 
 from qllm.cli import app
-from qllm.models import fingerprints
-from qllm.models.fingerprints import TESTED_TRANSFORMERS
-from qllm.models.inventory import changed, parts_of
-from qllm.models.known import SOURCE
 from qllm.models.loader import wrap
+from qllm.models.parts import fingerprints
+from qllm.models.parts.fingerprints import TESTED_TRANSFORMERS
+from qllm.models.parts.inventory import changed, parts_of
+from qllm.models.parts.known import SOURCE
 from tests.support.families import FAMILIES, make_model
 from tests.support.files import ROOT
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qllm.errors import ModelError
-from qllm.models import known
 from qllm.models.loader import load
+from qllm.models.parts import known
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner.conformance import check
 from qllm.runner.cpu import cpu_runner

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm import QLLMEngine
-from qllm.models import fingerprints, glue_trials, known, trials
 from qllm.models.discover import discover
-from qllm.models.inventory import changed, parts_of
-from qllm.models.known import SOURCE, TRIAL
 from qllm.models.loader import wrap
+from qllm.models.parts import fingerprints, glue_trials, known, trials
+from qllm.models.parts.inventory import changed, parts_of
+from qllm.models.parts.known import SOURCE, TRIAL
 from tests.support.families import make_model
 from tests.support.rewritten import MUTANTS, REWRITES, models, rewritten, source_of
 

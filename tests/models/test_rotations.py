@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
-from qllm.models.known import attention_kind, rotation_of_latents
+from qllm.models.parts.known import attention_kind, rotation_of_latents
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,

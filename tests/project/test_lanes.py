@@ -18,7 +18,7 @@ import pytest
 
 from qllm import QLLMEngine
 from qllm.kernels import cpu
-from qllm.models.fingerprints import FAMILIES
+from qllm.models.parts.fingerprints import FAMILIES
 from tests.support.files import ROOT
 from tests.support.lanes import (
     BUDGET_S,

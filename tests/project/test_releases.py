@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from qllm.models.fingerprints import TESTED_TRANSFORMERS
+from qllm.models.parts.fingerprints import TESTED_TRANSFORMERS
 from scripts import releases
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from qllm.engine import archive
 from qllm.errors import InvariantError, ModelError
-from qllm.models import known
 from qllm.models.discover import discover
+from qllm.models.parts import known
 from qllm.plan import Row
 from qllm.policy import NO_STOP
 from qllm.runner.cpu import cpu_runner

@@ -21,7 +21,7 @@ from qllm.kernels.quantised import Quantised
 from qllm.models.arguments import cache_argument
 from qllm.models.discover import LayerParts
 from qllm.models.heard import is_heard
-from qllm.models.known import delta_linears, delta_net
+from qllm.models.parts.known import delta_linears, delta_net
 from qllm.models.weights.quantised_linears import is_read, weight_of
 from qllm.runner.layers.attention import Span
 from qllm.runner.states import NewState

@@ -1,6 +1,6 @@
 """The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
 
-A part that is not known (`qllm.models.known`), that a hook listens to, or whose
+A part that is not known (`qllm.models.parts.known`), that a hook listens to, or whose
 shape the kernels are not made for, stays with torch. Results round where the modules round and
 differ from theirs only by the order of fp32 sums.
 """
@@ -20,7 +20,7 @@ from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.cpu.routers import DTYPES, MAX_TOP_K, Router
 from qllm.models.discover import LayerParts
 from qllm.models.heard import is_heard
-from qllm.models.known import (
+from qllm.models.parts.known import (
     attention_kind,
     is_swiglu,
     latent_linears,

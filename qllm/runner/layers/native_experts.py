@@ -21,7 +21,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.experts import Clamp, Experts
 from qllm.models.discover import PACKED
-from qllm.models.known import experts as known_experts
+from qllm.models.parts.known import experts as known_experts
 from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rounded
 from qllm.runner.layers.work import Work
 

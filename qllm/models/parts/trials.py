@@ -1,7 +1,7 @@
 """Hold a part of a model against what its kind computes: its own forward, over drawn weights.
 
-A trial runs the module's code as a shadow (`qllm.models.drawn`) and the formula of a kind
-(`qllm.models.formulas`) on the same drawn inputs: in fp32, where they agree to a few units of
+A trial runs the module's code as a shadow (`qllm.models.parts.drawn`) and the formula of a kind
+(`qllm.models.parts.formulas`) on the same drawn inputs: in fp32, where they agree to a few units of
 rounding, and in bf16, where they round in the same places. Inputs of several sizes let an epsilon,
 a clamp and a saturated gate show. No weight of the model is read.
 
@@ -21,8 +21,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qllm.models.arguments import cache_argument, parameters_of
-from qllm.models.drawn import Draw, shadow, with_attention
-from qllm.models.formulas import (
+from qllm.models.hybrid import OneState
+from qllm.models.parts.drawn import Draw, shadow, with_attention
+from qllm.models.parts.formulas import (
     GATES,
     NORMS,
     ROUTERS,
@@ -35,7 +36,6 @@ from qllm.models.formulas import (
     latents,
     swiglu,
 )
-from qllm.models.hybrid import OneState
 
 DTYPES = torch.float32, torch.bfloat16
 BOUND = {torch.float32: 3e-5, torch.bfloat16: 2.0**-7}

@@ -1,7 +1,8 @@
 """What the known kinds of parts compute, in plain torch, rounding where the modules round.
 
 Our kernels compute the same (`qllm.kernels.cpu`). A module is of a kind if its own forward gives
-what the kind's formula gives (`qllm.models.trials`). `m` is the module, or what stands for it.
+what the kind's formula gives (`qllm.models.parts.trials`). `m` is the module, or what stands for
+it.
 """
 
 from typing import Any, NamedTuple

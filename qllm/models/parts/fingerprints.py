@@ -1,7 +1,7 @@
 """Digests of sources of transformers that were tested: a shortcut past a trial.
 
-What a part computes is known by what it does (`qllm.models.known`). Where the source of a class of
-transformers is in these tables, that was found out before, and no trial is made.
+What a part computes is known by what it does (`qllm.models.parts.known`). Where the source of a
+class of transformers is in these tables, that was found out before, and no trial is made.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from qllm.models.digests import fingerprint, source_digest
+from qllm.models.parts.digests import fingerprint, source_digest
 
 TESTED_TRANSFORMERS = "5.23.0"
 """Version of transformers whose sources the tables were made from."""

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from qllm.models import known
-from qllm.models.digests import fingerprint
 from qllm.models.discover import LayerParts, base_model, layer_parts
-from qllm.models.fingerprints import FAMILIES
-from qllm.models.known import SOURCE, TRIAL, Known
+from qllm.models.parts import known
+from qllm.models.parts.digests import fingerprint
+from qllm.models.parts.fingerprints import FAMILIES
+from qllm.models.parts.known import SOURCE, TRIAL, Known
 
 
 class Part(NamedTuple):

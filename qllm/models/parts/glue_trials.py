@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from qllm.models.arguments import cache_argument, parameters_of
-from qllm.models.drawn import Draw, Stub, shadow
-from qllm.models.trials import LARGE, calls, differs, positions_for, rows, trial
+from qllm.models.parts.drawn import Draw, Stub, shadow
+from qllm.models.parts.trials import LARGE, calls, differs, positions_for, rows, trial
 
 
 def _beside(module: nn.Module, known: set[Any], what: str) -> str:

@@ -1,8 +1,8 @@
 """What the parts of a model compute, and how that was established.
 
     structure      modules, shapes and settings say of which kinds a part may be
-    source         its source is one that was tested (`qllm.models.fingerprints`), or else
-    trial          its own forward gives what the kind computes (`qllm.models.trials`)
+    source         its source is one that was tested (`qllm.models.parts.fingerprints`), or else
+    trial          its own forward gives what the kind computes (`qllm.models.parts.trials`)
 
 A part that is of no kind is run by its own module. No name of a class or of a family decides.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qllm.models import fingerprints, glue_trials, trials
-from qllm.models.drawn import has_another_forward, is_replaced, own_values
-from qllm.models.formulas import NORMS
+from qllm.models.parts import fingerprints, glue_trials, trials
+from qllm.models.parts.drawn import has_another_forward, is_replaced, own_values
+from qllm.models.parts.formulas import NORMS
 
 SOURCE, TRIAL = "their source", "a trial"
 NUMBER = "layer_idx"
