@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.kv.parts import GREEDY, PAGE, make_engine, make_ids, wait_until
 from qllm import QLLMEngine
-from qllm.engine.tier import FileTier
+from qllm.engine.kv.tier import FileTier
 from qllm.frontend.request_log import RequestLog
 from qllm.scheduler.prefix import PageStore
 

@@ -12,19 +12,19 @@ from qllm.cores import memory_bytes
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
-from qllm.engine.coming import LoadingIngress
 from qllm.engine.costs import Costs
 from qllm.engine.grammars import GrammarIngress
 from qllm.engine.handed import HandedIngress
 from qllm.engine.handover import HandOver, Pull, handover_of
 from qllm.engine.holding import Inbox
-from qllm.engine.kept import KeptPages
-from qllm.engine.kv_identity import weights_digest
+from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
-from qllm.engine.own_threads import set_own_torch_threads
-from qllm.engine.pages import why_not
 from qllm.engine.protocol import Sink
+from qllm.engine.storage.build import KeptPages
+from qllm.engine.storage.identity import weights_digest
+from qllm.engine.storage.own_threads import set_own_torch_threads
+from qllm.engine.storage.pages import why_not
 from qllm.engine.watch import Watch
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.grammar import Vocabulary

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qllm.engine.prefix import PrefixCache
+from qllm.engine.kv.prefix import PrefixCache
 from qllm.record import trace
 from qllm.runner.protocol import Runner
 from qllm.scheduler.decision import (

@@ -12,8 +12,8 @@ from typing import Any
 
 from qllm.engine.costs import Costs
 from qllm.engine.effects import Effects
+from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.live import Live, request_of
-from qllm.engine.prefix import PrefixCache
 from qllm.engine.protocol import Deciding, Newcomers, Sink
 from qllm.engine.revising import Revising, why
 from qllm.errors import PolicyError, contained, without_ticket

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qllm.engine.kv_file import checksum_of
+from qllm.engine.storage.file import checksum_of
 from qllm.errors import CheckpointError
 
 MAGIC = b"qllm-ho\x01"

@@ -26,11 +26,11 @@ from transformers.utils.logging import disable_progress_bar
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine.build import crash_text, torch_threads
-from qllm.engine.kv_identity import software, weights_digest
-from qllm.engine.own_threads import set_own_torch_threads
 from qllm.engine.pulling import Puller, give
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
+from qllm.engine.storage.identity import software, weights_digest
+from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.errors import ConfigError, EngineClosedError, QllmError, contained
 from qllm.ingress.front_end import ring_bytes
 from qllm.ingress.memory import ControlMemory, FrontEndMemory

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from qllm.engine.effects import Effects
-from qllm.engine.prefix import PrefixCache
+from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.protocol import Deciding
 from qllm.errors import InvalidRequestError
 from qllm.ingress import Revision, Submission

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from qllm.engine.kv_file import Layout
 from qllm.engine.parcel import Header, Part
+from qllm.engine.storage.file import Layout
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission
 

@@ -19,9 +19,9 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.config import engine_config
 from qllm.engine import handed, parcel
 from qllm.engine.handover import Choose, Counts
-from qllm.engine.kv_file import checksum_of
 from qllm.engine.outbox import KEEP_S, Outbox
 from qllm.engine.parcel import header_bytes
+from qllm.engine.storage.file import checksum_of
 from qllm.errors import MOVED, CheckpointError, ConfigError
 from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL, Submission

@@ -10,7 +10,7 @@ import torch
 
 from bench.models import tiny_configs
 from qllm import QLLMEngine
-from qllm.engine.kept_states import KeptStates
+from qllm.engine.kv.states import KeptStates
 from qllm.errors import ConfigError
 from qllm.runner.states import tensors_of
 from qllm.scheduler.prefix import Name

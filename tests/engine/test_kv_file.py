@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.engine import kv_file
-from qllm.engine.kv_file import (
+from qllm.engine.storage import file as kv_file
+from qllm.engine.storage.file import (
     BLOCK,
     ENTRY,
     FILE,

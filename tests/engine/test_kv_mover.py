@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.engine import mover
-from qllm.engine.coming import LoadingIngress
 from qllm.engine.costs import Costs
-from qllm.engine.mover import SHARE, Mover, rest_s
-from qllm.engine.prefix import PrefixCache
-from qllm.engine.tier import GENTLE_SHARE, LATE, FileTier, Kept, Load, Write, Written
+from qllm.engine.kv.loading import LoadingIngress
+from qllm.engine.kv.prefix import PrefixCache
+from qllm.engine.kv.tier import GENTLE_SHARE, LATE, FileTier, Kept, Load, Write, Written
+from qllm.engine.storage import mover
+from qllm.engine.storage.mover import SHARE, Mover, rest_s
 from qllm.ingress import Update
 from qllm.plugins import load_policy
 from qllm.policy import Tier

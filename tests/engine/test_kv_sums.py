@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qllm.engine.costs import Costs
-from qllm.engine.tier import FileTier, Kept, Load, Write, Written
+from qllm.engine.kv.tier import FileTier, Kept, Load, Write, Written
 from qllm.scheduler.prefix import Chain, PageStore
 from qllm.types import NS_PER_S, Priority
 

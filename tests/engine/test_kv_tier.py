@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine import kept, kv_file, mover, pages, tier
+from qllm.engine.kv import tier
+from qllm.engine.storage import build as kept
+from qllm.engine.storage import file as kv_file
+from qllm.engine.storage import mover, pages
 from qllm.errors import ConfigError, QllmError
 from qllm.grammar import Vocabulary
 from qllm.kernels import cpu
@@ -571,7 +574,7 @@ def test_a_folder_serves_one_engine_and_one_model(
     with pytest.raises(ConfigError, match="its model and settings is"):
         engine_of(model, tmp_path, exactness="batch-invariant")
     with monkeypatch.context() as patched:
-        patched.setattr("qllm.engine.kept.software", lambda: "qllm 0, kernels 0, torch 0")
+        patched.setattr("qllm.engine.storage.build.software", lambda: "qllm 0, kernels 0, torch 0")
         with pytest.raises(ConfigError, match="its software is"):
             engine_of(model, tmp_path)
     with engine_of(model, tmp_path, kv_dir_reset=True) as engine:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qllm import QLLMEngine
-from qllm.engine.kv_identity import weights_digest
+from qllm.engine.storage.identity import weights_digest
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import discover

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine.kv_identity import weights_digest
+from qllm.engine.storage.identity import weights_digest
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.models.loader import load

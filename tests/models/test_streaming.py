@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qllm.cores import no_collections
-from qllm.engine.kv_identity import weights_digest
+from qllm.engine.storage.identity import weights_digest
 from qllm.errors import ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models import loader

@@ -87,36 +87,23 @@ FLOORS = {
         "scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    "engine.kv_file": Floor("errors private", STDLIB | {"numpy", "torch", "xxhash"}),
-    "engine.kv_identity": Floor("engine.kv_file kernels models runner", STDLIB | {"torch"}),
-    "engine.mover": Floor(
-        "types engine.kv_file engine.own_threads engine.tier scheduler.prefix", STDLIB
+    "engine.kv": Floor(f"{BASE} engine.costs engine.holding ingress scheduler", PURE),
+    "engine.storage": Floor(
+        f"{BASE} engine.costs engine.holding engine.kv ingress kernels models runner scheduler",
+        STDLIB | {"numpy", "torch", "xxhash"},
     ),
-    "engine.own_threads": Floor("", STDLIB | {"torch"}),
+    "engine.costs": Floor("policy scheduler.program", PURE),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.live": Floor("ingress scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
-    "engine.keeper": Floor(BASE, PURE),
-    "engine.prefix_users": Floor(f"{BASE} engine.keeper engine.tier ingress scheduler", PURE),
-    "engine.kept_states": Floor(f"{BASE} engine.keeper engine.prefix_users scheduler", PURE),
-    "engine.prefix": Floor(
-        f"{BASE} engine.keeper engine.kept_states engine.prefix_users engine.tier ingress "
-        "scheduler",
-        PURE,
-    ),
-    "engine.tier": Floor(f"{BASE} engine.costs scheduler", PURE),
-    "engine.coming": Floor(
-        f"{BASE} engine.holding engine.prefix engine.prefix_users engine.tier ingress", PURE
-    ),
     "engine.holding": Floor("types ingress", PURE),
-    "engine.effects": Floor(f"{BASE} engine.prefix ingress record runner.protocol scheduler", PURE),
+    "engine.effects": Floor(f"{BASE} engine.kv ingress record runner.protocol scheduler", PURE),
     "engine.revising": Floor(
-        f"{BASE} engine.effects engine.prefix engine.protocol ingress record runner.protocol "
-        "scheduler",
+        f"{BASE} engine.effects engine.kv engine.protocol ingress record runner.protocol scheduler",
         PURE,
     ),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.live engine.prefix engine.protocol "
+        f"{BASE} engine.costs engine.effects engine.live engine.kv engine.protocol "
         "engine.revising ingress record runner.protocol scheduler",
         PURE,
     ),
@@ -196,7 +183,7 @@ OWN_BENCHES = {
     "serving.on_ray": "ray",
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
-    "kv.file": "frontend.request_log engine.tier",
+    "kv.file": "frontend.request_log engine.kv",
     "kv.handover": "frontend.open frontend.request_log",
 }
 """Benches that import more than the others."""

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from qllm.engine import archive
-from qllm.engine.kv_file import Layout, Lock, open_file
+from qllm.engine.storage.file import Layout, Lock, open_file
 from qllm.private import make_private_folder
 from qllm.record.perfetto import write_perfetto
 from qllm.record.trace import Trace
@@ -138,8 +138,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "qllm/record/perfetto.py": perfetto,
     "qllm/workloads/files.py": requests,
     "qllm/engine/archive.py": checkpoint,
-    "qllm/engine/kv_file.py": kept_kv,
-    "qllm/engine/kept.py": kept_kv,
+    "qllm/engine/storage/file.py": kept_kv,
+    "qllm/engine/storage/build.py": kept_kv,
     "qllm/server/state_dir.py": state,
     "qllm/server/store.py": state,
 }

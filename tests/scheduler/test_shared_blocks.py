@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qllm.engine.prefix import PrefixCache
+from qllm.engine.kv.prefix import PrefixCache
 from qllm.errors import InvariantError
 from qllm.plugins import load_policy
 from qllm.policy import Freed

@@ -14,8 +14,8 @@ import torch
 from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
 from qllm.cuda.pages import Spare
-from qllm.engine.pages import KvPages
-from qllm.engine.prefix import PrefixCache
+from qllm.engine.kv.prefix import PrefixCache
+from qllm.engine.storage.pages import KvPages
 from qllm.ingress import Submission
 from qllm.plan import NO_CUTS, Plan, Row
 from qllm.runner.runner import TorchRunner

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine import kv_file, tier
 from qllm.engine.costs import Costs
+from qllm.engine.kv import tier
+from qllm.engine.storage import file as kv_file
 from qllm.frontend.handle import Result
 from tests.support.families import VOCAB
 

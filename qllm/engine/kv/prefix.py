@@ -8,7 +8,7 @@ first planned and has blocks: before that it costs no memory.
     arrival, eviction --> waits with `num_found_tokens` --> planned: blocks, copies --> computes
 
 Pages that lie in a file alone are loaded before their request arrives at the scheduler
-(`qllm.engine.coming`).
+(`qllm.engine.kv.loading`).
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from qllm.engine.keeper import Keeper
-from qllm.engine.kept_states import KeptStates
-from qllm.engine.prefix_users import Staged, User
-from qllm.engine.tier import FileTier, Load
+from qllm.engine.kv.page_source import Keeper
+from qllm.engine.kv.states import KeptStates
+from qllm.engine.kv.tier import FileTier, Load
+from qllm.engine.kv.users import Staged, User
 from qllm.errors import InvariantError
 from qllm.ingress import Submission
 from qllm.scheduler.prefix import Chain, Name, PageStore, Tag, tag_of

@@ -10,13 +10,13 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.engine.costs import Costs
 from qllm.engine.holding import Inbox
-from qllm.engine.kept_states import KeptStates
-from qllm.engine.kv_file import KvFile, Layout, Lock, num_slots_in, open_file
-from qllm.engine.kv_identity import layout_of, software
-from qllm.engine.mover import CLOSE_S, Mover
-from qllm.engine.pages import STATES_IN_FILE, KvPages, num_states, why_not
-from qllm.engine.prefix import PrefixCache
-from qllm.engine.tier import FileTier, Kept
+from qllm.engine.kv.prefix import PrefixCache
+from qllm.engine.kv.states import KeptStates
+from qllm.engine.kv.tier import FileTier, Kept
+from qllm.engine.storage.file import KvFile, Layout, Lock, num_slots_in, open_file
+from qllm.engine.storage.identity import layout_of, software
+from qllm.engine.storage.mover import CLOSE_S, Mover
+from qllm.engine.storage.pages import STATES_IN_FILE, KvPages, num_states, why_not
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import LOOK
 from qllm.private import make_private_folder

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qllm import kernels
-from qllm.engine.kv_file import Layout
+from qllm.engine.storage.file import Layout
 from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 from qllm.models.weights.quantised_weights import checksum

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from qllm.engine.keeper import Keeper
-from qllm.engine.prefix_users import User
+from qllm.engine.kv.page_source import Keeper
+from qllm.engine.kv.users import User
 from qllm.errors import InvariantError
 from qllm.scheduler.prefix import Name, PageStore, tag_of
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qllm.engine.kv_file import KvFile
-from qllm.engine.own_threads import set_own_torch_threads
-from qllm.engine.tier import GENTLE_SHARE, Kept, Load, Write, Written
+from qllm.engine.kv.tier import GENTLE_SHARE, Kept, Load, Write, Written
+from qllm.engine.storage.file import KvFile
+from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Mover:
-    """A `Disk` (`qllm.engine.tier`) over a file.
+    """A `Disk` (`qllm.engine.kv.tier`) over a file.
 
     Args:
         file: Closed by `close`.

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from qllm.engine.holding import HoldingIngress, Inbox
-from qllm.engine.prefix import PrefixCache
-from qllm.engine.prefix_users import Staged
+from qllm.engine.kv.prefix import PrefixCache
+from qllm.engine.kv.users import Staged
 from qllm.ingress import Submission
 from qllm.types import RequestId
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qllm.engine.keeper import LoadTarget
-from qllm.engine.tier import Load
+from qllm.engine.kv.page_source import LoadTarget
+from qllm.engine.kv.tier import Load
 from qllm.ingress import Submission
 from qllm.scheduler.prefix import Chain, Name
 from qllm.scheduler.request import Request
