@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine.build import crash_text, torch_threads
-from qllm.engine.pulling import Puller, give
+from qllm.engine.handover.transfer import Puller, give
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.engine.storage.identity import software, weights_digest

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from qllm.config import EngineConfig
 from qllm.engine import checkpoint
 from qllm.engine.build import EngineCore, LoadedRunner
-from qllm.engine.handed import HandedIngress
-from qllm.engine.handover import Pull
+from qllm.engine.handover.arrivals import HandedIngress
+from qllm.engine.handover.handover import Pull
 from qllm.errors import ConfigError, EngineClosedError, contained
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlMemory, FrontEndMemory

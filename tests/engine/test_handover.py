@@ -17,10 +17,11 @@ import torch
 from bench.models import tiny_configs
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import engine_config
-from qllm.engine import handed, parcel
-from qllm.engine.handover import Choose, Counts
-from qllm.engine.outbox import KEEP_S, Outbox
-from qllm.engine.parcel import header_bytes
+from qllm.engine.handover import arrivals as handed
+from qllm.engine.handover import format as parcel
+from qllm.engine.handover.format import header_bytes
+from qllm.engine.handover.handover import Choose, Counts
+from qllm.engine.handover.outbox import KEEP_S, Outbox
 from qllm.engine.storage.file import checksum_of
 from qllm.errors import MOVED, CheckpointError, ConfigError
 from qllm.frontend.handle import Handle, Result

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine.parcel import read_header, tensor
-from qllm.engine.pulling import Puller
+from qllm.engine.handover.format import read_header, tensor
+from qllm.engine.handover.transfer import Puller
 from qllm.errors import CheckpointError, ConfigError, EngineClosedError, QllmError
 from qllm.frontend.handle import Handle, Result
 from qllm.frontend.open import Open

@@ -97,6 +97,11 @@ FLOORS = {
     "engine.live": Floor("ingress scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
     "engine.holding": Floor("types ingress", PURE),
+    "engine.handover": Floor(
+        f"{BASE} engine.costs engine.holding engine.kv engine.live engine.loop engine.remote "
+        "engine.storage ingress models record runner scheduler",
+        STDLIB | {"numpy", "safetensors", "torch"},
+    ),
     "engine.effects": Floor(f"{BASE} engine.kv ingress record runner.protocol scheduler", PURE),
     "engine.revising": Floor(
         f"{BASE} engine.effects engine.kv engine.protocol ingress record runner.protocol scheduler",

@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from qllm.engine.parcel import seal
-from qllm.engine.pulling import give
+from qllm.engine.handover.format import seal
+from qllm.engine.handover.transfer import give
 from qllm.errors import QllmError
 from qllm.ingress.remote.meeting import Wire
 from qllm.ingress.remote.nixl import Link, check_profile

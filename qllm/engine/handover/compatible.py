@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from qllm.engine.parcel import Header, Part
+from qllm.engine.handover.format import Header, Part
 from qllm.engine.storage.file import Layout
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from qllm.engine.handover import Choose
-from qllm.engine.parcel import HEAD, header_bytes
+from qllm.engine.handover.format import HEAD, header_bytes
+from qllm.engine.handover.handover import Choose
 from qllm.engine.remote import offer, peer_from
 from qllm.errors import CheckpointError
 from qllm.ingress.messages import Source
@@ -101,7 +101,7 @@ class Puller:
         choose: Choose,
         is_wanted: Callable[[], bool],
     ) -> mmap.mmap:
-        """See `qllm.engine.handover.Pull`.
+        """See `qllm.engine.handover.handover.Pull`.
 
         Raises:
             CheckpointError: There is nothing under the ticket, or nobody wants it any more.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qllm.engine.parcel import seal
+from qllm.engine.handover.format import seal
 from qllm.scheduler.prefix import Tag
 
 KEEP_S = 60.0
