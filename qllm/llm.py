@@ -19,6 +19,7 @@ from typing import Any, Self
 from qllm.config import EngineConfig, check_bool, engine_config, named_device, named_dtype
 from qllm.cores import Threads, num_threads
 from qllm.errors import ConfigError, EngineClosedError, RequestFailedError
+from qllm.fleet.client import meet
 from qllm.frontend.checks import (
     check_request_id,
     check_room,
@@ -30,7 +31,6 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, ManyClient, close_collected
 from qllm.frontend.detokenizer import Detokenizer, MakeReading
-from qllm.frontend.fleet import meet
 from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv

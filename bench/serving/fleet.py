@@ -38,9 +38,9 @@ from bench.serving.qllm_serve import serving
 from bench.serving.rebalancing import bound, rebalance, simulated
 from qllm import QLLMEngine, SamplingParams, Slo
 from qllm.config import EngineConfig
-from qllm.frontend.members import Backoff
-from qllm.frontend.router import Router
-from qllm.frontend.routes import Costs, load_route
+from qllm.fleet.members import Backoff
+from qllm.fleet.router import Router
+from qllm.fleet.routes import Costs, load_route
 from qllm.record.summary import percentile, request_metrics
 from qllm.sim.fleet import costs_of, simulate_fleet
 from qllm.sim.presets import preset

@@ -19,8 +19,8 @@ from typing import Any
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
-from qllm.frontend.rebalance import REBALANCE_S
-from qllm.frontend.routes import EngineView, RequestView, Route, by_class, by_prefix
+from qllm.fleet.rebalance import REBALANCE_S
+from qllm.fleet.routes import EngineView, RequestView, Route, by_class, by_prefix
 from qllm.ingress.remote.meeting import Address, Meeting
 from qllm.measure.random_moe import make_random_moe
 from qllm.record.summary import percentile, request_metrics

@@ -163,7 +163,7 @@ def _arms(
     variants: "list[Variant]", engines: int, route: str
 ) -> "list[tuple[str, Callable[..., Simulated]]]":
     """What is compared: policies, and routes where there are several engines."""
-    from qllm.frontend.routes import load_route
+    from qllm.fleet.routes import load_route
     from qllm.sim.fleet import simulate_fleet
     from qllm.sim.run import simulate
 

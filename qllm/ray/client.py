@@ -17,10 +17,10 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.errors import EngineClosedError, InvalidRequestError, QllmError
+from qllm.fleet.members import card_of
+from qllm.fleet.stats import described
 from qllm.frontend.client import FarClient, ManyClient
-from qllm.frontend.fleet_stats import described
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import card_of
 from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.request_log import RequestLog

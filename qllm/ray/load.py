@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
-from qllm.frontend.routes import Backlog
+from qllm.fleet.routes import Backlog
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, Slo
 
 Counts = dict[str, list[Sequence[int]]]

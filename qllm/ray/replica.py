@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
+from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import card_of
 from qllm.frontend.open import End, Open
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.rings import RingClient

@@ -1,7 +1,7 @@
 """Which replica gets a request: our routes inside Ray Serve's router.
 
 Ray Serve runs one router in every process that holds a handle of the deployment. What this process
-has sent is kept as in a fleet without Ray (`qllm.frontend.router`). What other processes have sent
+has sent is kept as in a fleet without Ray (`qllm.fleet.router`). What other processes have sent
 the replicas say, at most a second late, and it is added to the views.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from qllm.errors import ConfigError
-from qllm.frontend.members import Card, card_of
+from qllm.fleet.members import Card, card_of
+from qllm.fleet.router import Router
+from qllm.fleet.routes import Backlog, EngineView, load_route
 from qllm.frontend.remote import RemoteHello
-from qllm.frontend.router import Router
-from qllm.frontend.routes import Backlog, EngineView, load_route
 from qllm.ray.load import added, front_end_of
 from qllm.ray.wire import Ask, Local, Seen
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from qllm.config import engine_config
 from qllm.errors import ConfigError
-from qllm.frontend.routes import load_route
+from qllm.fleet.routes import load_route
 from qllm.server.config import ServerConfig, load_config
 from qllm.spelling import read_all
 from qllm.types import Priority

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from qllm.frontend.members import Card
-from qllm.frontend.router import Router
-from qllm.frontend.routes import RequestView
+from qllm.fleet.members import Card
+from qllm.fleet.router import Router
+from qllm.fleet.routes import RequestView
 from qllm.ingress import Submission
 
 

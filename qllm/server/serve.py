@@ -11,7 +11,7 @@ from typing import Any
 
 from qllm.cores import freeze_garbage, give_memory_back
 from qllm.errors import EngineClosedError, QllmError
-from qllm.frontend.members import Backoff
+from qllm.fleet.members import Backoff
 from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
 from qllm.server.app import create_app

@@ -17,9 +17,9 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.cores import no_collections
 from qllm.errors import MOVED, ConfigError, without_ticket
-from qllm.frontend.rebalance import REBALANCE_S
-from qllm.frontend.router import Entry, Router
-from qllm.frontend.routes import Costs, RequestView, Route, load_route
+from qllm.fleet.rebalance import REBALANCE_S
+from qllm.fleet.router import Entry, Router
+from qllm.fleet.routes import Costs, RequestView, Route, load_route
 from qllm.ingress import Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics

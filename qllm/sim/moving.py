@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from qllm.errors import MOVED
-from qllm.frontend.rebalance import LOOK_S, MoveCosts, Standing, choose_move
-from qllm.frontend.router import Router
-from qllm.frontend.routes import EngineView
+from qllm.fleet.rebalance import LOOK_S, MoveCosts, Standing, choose_move
+from qllm.fleet.router import Router
+from qllm.fleet.routes import EngineView
 from qllm.ingress import Call, Submission
 from qllm.scheduler.request import Request
 from qllm.sim.run import SimulatedEngine, blank

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qllm import QLLMEngine
-from qllm.frontend.router import Router
-from qllm.frontend.routes import least
+from qllm.fleet.router import Router
+from qllm.fleet.routes import least
 from qllm.ingress.remote.meeting import Address, Meeting
 from tests.support.engines import free_port, save_model
 from tests.support.handover import SAMPLED, SECRET, SETTINGS, TEXT, same

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qllm.errors import ConfigError, OutsideError, RequestFailedError, contained, told
-from qllm.frontend.router import Router
+from qllm.fleet.router import Router
 from qllm.plan import Plan
 from qllm.plugins import load_factory, load_policy, pickled_policy, unpickled_policy
 from qllm.policy import RankPolicy, View, next_row

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from qllm import SamplingParams, Slo
 from qllm.errors import ConfigError, EngineClosedError, QueueFullError, RequestFailedError
-from qllm.frontend.fleet import FleetClient
+from qllm.fleet.client import FleetClient
+from qllm.fleet.members import Backoff
+from qllm.fleet.router import Entry, replayed
+from qllm.fleet.routes import ROUTES, by_class, by_prefix, least, round_robin
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import Backoff
-from qllm.frontend.router import Entry, replayed
-from qllm.frontend.routes import ROUTES, by_class, by_prefix, least, round_robin
 from qllm.server.fleet_metrics import FleetMetrics
 from qllm.server.metrics import Metrics
 from qllm.types import FinishReason, RequestStatus

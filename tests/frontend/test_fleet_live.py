@@ -13,9 +13,9 @@ import pytest
 from qllm import QLLMEngine
 from qllm.cli.top import head, scrape, table
 from qllm.errors import ConfigError
-from qllm.frontend.members import Backoff
-from qllm.frontend.router import Entry, replayed
-from qllm.frontend.routes import load_route
+from qllm.fleet.members import Backoff
+from qllm.fleet.router import Entry, replayed
+from qllm.fleet.routes import load_route
 from qllm.ingress.remote import meeting
 from qllm.ingress.remote.meeting import Address, Meeting
 from tests.support.engines import free_port, freeze, pid_of

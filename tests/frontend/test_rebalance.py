@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qllm.errors import ConfigError
+from qllm.fleet.rebalance import MoveCosts, Standing, choose_move
+from qllm.fleet.routes import Backlog, Costs, EngineView, by_class
 from qllm.frontend.handle import Handle
-from qllm.frontend.rebalance import MoveCosts, Standing, choose_move
-from qllm.frontend.routes import Backlog, Costs, EngineView, by_class
 from qllm.types import FinishReason
 from tests.support.fake_fleet import FakeClient, FakeFleet, answer
 from tests.support.waiting import wait_for

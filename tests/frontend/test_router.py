@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qllm.frontend import routes
-from qllm.frontend.router import PERIOD_S, Entry, Kept, Router, replayed
-from qllm.frontend.routes import (
+from qllm.fleet import routes
+from qllm.fleet.router import PERIOD_S, Entry, Kept, Router, replayed
+from qllm.fleet.routes import (
     PAGE_TOKENS,
     ROUTES,
     Backlog,

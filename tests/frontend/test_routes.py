@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qllm.errors import ConfigError
-from qllm.frontend import routes
-from qllm.frontend.routes import (
+from qllm.fleet import routes
+from qllm.fleet.routes import (
     HYSTERESIS,
     LOAD_RATIO,
     MAX_PAGES,
@@ -311,7 +311,7 @@ def test_pages_are_named_alike_in_every_process_and_only_so_many() -> None:
     names = page_names(range(2 * MAX_PAGES * PAGE_TOKENS), b"salt")
     assert len(names) == MAX_PAGES
     code = (
-        "from qllm.frontend.routes import *; "
+        "from qllm.fleet.routes import *; "
         f"print(page_names(range({MAX_PAGES * PAGE_TOKENS}), b'salt'))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -320,7 +320,7 @@ def test_pages_are_named_alike_in_every_process_and_only_so_many() -> None:
 
 def test_a_route_has_a_name_or_can_be_imported() -> None:
     assert load_route("prefix") is by_prefix
-    assert load_route("qllm.frontend.routes:least") is least
+    assert load_route("qllm.fleet.routes:least") is least
     assert load_route("math:floor") is math.floor
 
 

@@ -113,18 +113,19 @@ FLOORS = {
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
-    "frontend.routes": Floor("errors types", PURE),
-    "frontend.rebalance": Floor("frontend.routes", PURE),
-    "frontend.router": Floor("errors types frontend.routes", PURE | {"logging"}),
     "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
+    "fleet": Floor(f"{BASE} frontend ingress", STDLIB),
+    "fleet.rebalance": Floor("fleet.routes", PURE),
+    "fleet.router": Floor("errors types fleet.routes", PURE | {"logging"}),
+    "fleet.routes": Floor("errors types", PURE),
     "transformers": Floor("errors kernels models runner", STDLIB | {"torch", "transformers"}),
     "llm": Floor(
-        f"{BASE} cores engine frontend grammar ingress models plugins record",
+        f"{BASE} cores engine fleet frontend grammar ingress models plugins record",
         STDLIB | {"rich", "transformers"},
     ),
     "server": Floor(
-        f"__init__ {BASE} names cores frontend grammar_check grammar_schema hints ingress llm logs "
-        "models.tokenizer plugins private record spelling",
+        f"__init__ {BASE} fleet names cores frontend grammar_check grammar_schema hints ingress "
+        "llm logs models.tokenizer plugins private record spelling",
         STDLIB
         | {
             "fastapi",
@@ -141,7 +142,7 @@ FLOORS = {
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
     "sim": Floor(
-        f"{BASE} cores engine frontend.rebalance frontend.router frontend.routes ingress measure "
+        f"{BASE} cores engine fleet.rebalance fleet.router fleet.routes ingress measure "
         "models plugins record runner.protocol scheduler workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
@@ -150,14 +151,14 @@ FLOORS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "ray": Floor(
-        f"__init__ {BASE} frontend ingress llm logs record server spelling torchless",
+        f"__init__ {BASE} fleet frontend ingress llm logs record server spelling torchless",
         STDLIB | {"fastapi", "numpy", "pydantic", "ray"},
     ),
-    "ray.load": Floor("types frontend.routes", PURE | {"threading"}),
+    "ray.load": Floor("types fleet.routes", PURE | {"threading"}),
     "ray.scaling": Floor("", PURE),
     "ray.stats": Floor("", PURE),
     "cli": Floor(
-        f"__init__ {BASE} cores device.rank frontend.routes hints kernels llm logs measure models "
+        f"__init__ {BASE} cores device.rank fleet.routes hints kernels llm logs measure models "
         "plugins ray record server sim spelling torchless workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
@@ -170,8 +171,8 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "kernels.transformers_experts": "transformers",
-    "serving.fleet": "frontend.members frontend.router frontend.routes",
-    "serving.rebalancing": "frontend.rebalance frontend.routes",
+    "serving.fleet": "fleet.members fleet.router fleet.routes",
+    "serving.rebalancing": "fleet.rebalance fleet.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     "kernels.sampling": "runner",
     # captures the stages of models that it only compiles

@@ -21,9 +21,9 @@ HOMES = {
     # some layers captured as one graph; and Triton's own name of a parameter
     "stage": "cuda device kernels.triton",
     # what the request log does with an open request; and CUDA's own word for graphs
-    "replay": "cuda frontend llm ray server",
+    "replay": "cuda fleet frontend llm ray server",
     # one of max_num_seqs
-    "seat": "device engine.gpu engine.served frontend ray scheduler server sim "
+    "seat": "device engine.gpu engine.served fleet frontend ray scheduler server sim "
     "workloads.generators",
 }
 """Word -> where identifiers may have it."""

@@ -19,8 +19,8 @@ import pytest
 
 from qllm.config import EngineConfig
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
+from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import card_of
 from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
 from qllm.ingress import Submission, Update

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qllm.errors import ConfigError
-from qllm.frontend.routes import Backlog
+from qllm.fleet.routes import Backlog
 from qllm.ray.load import Load, added, be_tokens, front_end_of
 from qllm.ray.scaling import BE_TOKENS, LATENESS, Scaling, wanted
 from qllm.ray.settings import RaySettings, config_of, default_target, settings_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qllm.frontend.routes import by_class, by_prefix, round_robin
+from qllm.fleet.routes import by_class, by_prefix, round_robin
 from tests.support.chats import ANSWERED, ASKED, FIRST, LIVES, PAGE, TURNS, served
 
 TALKS = 18 * LIVES * TURNS

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from qllm.cli import app
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, PolicyError
-from qllm.frontend.router import Entry, replayed
-from qllm.frontend.routes import ROUTES, EngineView, RequestView, load_route
+from qllm.fleet.router import Entry, replayed
+from qllm.fleet.routes import ROUTES, EngineView, RequestView, load_route
 from qllm.plan import Plan
 from qllm.policy import View
 from qllm.record.summary import request_metrics

@@ -12,8 +12,8 @@ from itertools import count
 from statistics import mean
 from typing import NamedTuple
 
-from qllm.frontend.router import Router
-from qllm.frontend.routes import Costs, Route
+from qllm.fleet.router import Router
+from qllm.fleet.routes import Costs, Route
 from qllm.scheduler.prefix import Chain, Name, PageStore
 from qllm.types import NS_PER_S, Priority
 

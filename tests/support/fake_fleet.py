@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from qllm.config import EngineConfig
 from qllm.errors import MOVED, EngineClosedError, QueueFullError
-from qllm.frontend.fleet import FleetClient
-from qllm.frontend.members import Backoff, Member, meet_all
+from qllm.fleet.client import FleetClient
+from qllm.fleet.members import Backoff, Member, meet_all
+from qllm.fleet.routes import Route
 from qllm.frontend.rings import RingClient
-from qllm.frontend.routes import Route
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End
 from qllm.ingress.front_end import TokenAt

@@ -8,9 +8,9 @@ import pytest
 from ray.serve.request_router import RequestRouter
 
 from qllm.config import EngineConfig
-from qllm.frontend.members import card_of
+from qllm.fleet.members import card_of
+from qllm.fleet.routes import EngineView, RequestView
 from qllm.frontend.remote import RemoteHello
-from qllm.frontend.routes import EngineView, RequestView
 from qllm.ingress import Submission
 from qllm.ingress.messages import EngineCard, ModelInfo
 from qllm.plan import ModelShape

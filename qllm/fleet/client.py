@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from qllm.errors import ConfigError, EngineClosedError, QllmError, QueueFullError
-from qllm.frontend import rebalance
+from qllm.fleet import rebalance
+from qllm.fleet.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
+from qllm.fleet.rebalance import REBALANCE_S
+from qllm.fleet.rebalancer import Rebalancer
+from qllm.fleet.requests import FleetLog, SharedRouter
+from qllm.fleet.router import Entry
+from qllm.fleet.routes import Costs, Role, Route, load_route
+from qllm.fleet.stats import FleetStats, described
 from qllm.frontend.client import FarClient, ManyClient
-from qllm.frontend.fleet_requests import FleetLog, SharedRouter
-from qllm.frontend.fleet_stats import FleetStats, described
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
 from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
-from qllm.frontend.rebalance import REBALANCE_S
-from qllm.frontend.rebalancer import Rebalancer
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.rings import RingClient
-from qllm.frontend.router import Entry
-from qllm.frontend.routes import Costs, Role, Route, load_route
 from qllm.ingress import Revision, Submission, Update
 from qllm.types import NS_PER_S, RequestId, RequestStatus
 

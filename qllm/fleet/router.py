@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qllm.errors import contained, told
-from qllm.frontend.routes import (
+from qllm.fleet.routes import (
     FALLBACK,
     PAGE_TOKENS,
     WITHOUT_PAGES,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from qllm.errors import QllmError
-from qllm.frontend.fleet_requests import SharedRouter
+from qllm.fleet.members import Member
+from qllm.fleet.rebalance import LOST_S, MoveCosts, Standing, choose_move
+from qllm.fleet.requests import SharedRouter
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import Member
 from qllm.frontend.open import Open
-from qllm.frontend.rebalance import LOST_S, MoveCosts, Standing, choose_move
 from qllm.frontend.rings import RingClient
 
 _log = logging.getLogger("qllm.fleet")

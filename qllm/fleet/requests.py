@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
+from qllm.fleet.members import Member, is_full, none_serves, takes_requests
+from qllm.fleet.router import Entry, Router
+from qllm.fleet.routes import RequestView, Route
 from qllm.frontend.handle import Handle
-from qllm.frontend.members import Member, is_full, none_serves, takes_requests
 from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
-from qllm.frontend.router import Entry, Router
-from qllm.frontend.routes import RequestView, Route
 from qllm.ingress import Submission
 
 

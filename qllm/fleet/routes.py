@@ -4,9 +4,9 @@ A route is `route(request, engines) -> engine`. It is given a `RequestView` and 
 each engine that takes this request now, at least one and always in the same order (engines that
 are down, are draining or have another role are left out), and returns one of them. It reads no
 clock, keeps nothing and changes nothing, so equal views give equal choices wherever it is asked: by
-a live fleet (`qllm.frontend.fleet`), by the simulator (`qllm sim --engines`) and by routers of
+a live fleet (`qllm.fleet.client`), by the simulator (`qllm sim --engines`) and by routers of
 other systems.
-What goes on in time is in the views, which `qllm.frontend.router.Router` keeps from what happens
+What goes on in time is in the views, which `qllm.fleet.router.Router` keeps from what happens
 (sent, first token, tokens, end); a router of another system may fill views of its own and call
 `load_route(name)` alone. A choice costs one look at each view.
 """

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qllm.frontend.routes import EngineView
+from qllm.fleet.routes import EngineView
 
 COUNTS = {
     "num_preemptions", "num_spared", "expert_bytes", "queried_tokens", "hit_tokens",

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from statistics import median
 from typing import NamedTuple
 
-from qllm.frontend.routes import Engines, EngineView
+from qllm.fleet.routes import Engines, EngineView
 
 REBALANCE_S = 5.0
 """For which a BE request stands still before it moves, unless another time is given."""

@@ -1,0 +1,1 @@
+"""Several engines behind one front end: routing, rebalancing, members that come and go."""
