@@ -76,7 +76,7 @@ def walk() -> dict[str, list[tuple[str, str]]]:
     from qllm.llm import QLLMEngine
     from qllm.server.app import create_app
     from qllm.server.config import load_config
-    from qllm.server.run import make_server
+    from qllm.server.ops.run import make_server
     from qllm.server.serve import bound_socket
 
     config = load_config(None, {}, {"model": "tiny", "port": 0})

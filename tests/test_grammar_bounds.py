@@ -12,7 +12,7 @@ import pytest
 from qllm.grammar import Vocabulary
 from qllm.grammar_bounds import Bounds
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.tool_choice import Choice, grammar
+from qllm.server.tools.tool_choice import Choice, grammar
 from qllm.types import StructuredOutputs
 
 SIZE = 3072

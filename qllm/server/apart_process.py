@@ -17,7 +17,7 @@ from typing import Any
 
 from qllm.frontend.tokenizer import prepare
 from qllm.server import app  # noqa: F401 - forked processes have all functions then
-from qllm.server.apart import MEMORY_BYTES, filled, too_much
+from qllm.server.requests.apart import MEMORY_BYTES, filled, too_much
 
 _log = logging.getLogger("qllm.server")
 

@@ -11,34 +11,25 @@ from starlette.types import ASGIApp
 import qllm
 from qllm.errors import naming
 from qllm.llm import QLLMEngine
-from qllm.server import (
-    access,
-    batches,
-    chat,
-    completions,
-    docs,
-    errors,
-    messages,
-    open_prompts,
-    probes,
-    prompt_routes,
-    requests,
-    responses,
-    streamed_body,
-    tools,
-    ui,
-)
-from qllm.server.background import Background
-from qllm.server.best_effort import BestEffort
+from qllm.server.api import chat, completions, messages, requests, responses
+from qllm.server.api import models as tools
+from qllm.server.api.background import Background
+from qllm.server.api.best_effort import BestEffort
+from qllm.server.batch import batches
+from qllm.server.batch.worker import Worker
 from qllm.server.config import ServerConfig, read_api_keys
-from qllm.server.front import Front
-from qllm.server.guard import Guard, Keys, Limits
+from qllm.server.http import access, errors
+from qllm.server.http.guard import Guard, Keys, Limits
 from qllm.server.metrics import Metrics
-from qllm.server.response_store import ResponseStore
-from qllm.server.shortcut import Shortcut
-from qllm.server.store import Store
-from qllm.server.supervisor import Supervisor
-from qllm.server.worker import Worker
+from qllm.server.ops import probes
+from qllm.server.ops.supervisor import Supervisor
+from qllm.server.page import docs, ui
+from qllm.server.prompts import open_prompts, streamed_body
+from qllm.server.prompts import routes as prompt_routes
+from qllm.server.requests.front import Front
+from qllm.server.requests.shortcut import Shortcut
+from qllm.server.state.response_store import ResponseStore
+from qllm.server.state.store import Store
 
 
 class _State:

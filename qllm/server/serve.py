@@ -15,12 +15,12 @@ from qllm.fleet.members import Backoff
 from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
 from qllm.server.app import create_app
-from qllm.server.banner import banner, warnings
 from qllm.server.config import ServerConfig, read_api_keys
-from qllm.server.front import Front
-from qllm.server.run import make_server
-from qllm.server.supervisor import PERIOD_S, Restarts, given_up
-from qllm.server.tls import ssl_context
+from qllm.server.http.tls import ssl_context
+from qllm.server.ops.banner import banner, warnings
+from qllm.server.ops.run import make_server
+from qllm.server.ops.supervisor import PERIOD_S, Restarts, given_up
+from qllm.server.requests.front import Front
 
 LOG = logging.getLogger("qllm")
 

@@ -14,8 +14,8 @@ from qllm.fleet.members import Backoff
 from qllm.fleet.router import Entry, replayed
 from qllm.fleet.routes import ROUTES, by_class, by_prefix, least, round_robin
 from qllm.frontend.handle import Handle
-from qllm.server.fleet_metrics import FleetMetrics
 from qllm.server.metrics import Metrics
+from qllm.server.ops.fleet_metrics import FleetMetrics
 from qllm.types import FinishReason, RequestStatus
 from tests.support.fake_fleet import FakeFleet, answer
 

@@ -20,9 +20,9 @@ import yaml
 
 from qllm.errors import pip_install
 from qllm.ray.settings import config_of, settings_of
-from qllm.server import probes
 from qllm.server.config import ServerConfig, load_config
-from qllm.server.run import GOODBYE_S
+from qllm.server.ops import probes
+from qllm.server.ops.run import GOODBYE_S
 from tests.support.files import ROOT
 
 DEPLOY = ROOT / "deploy"

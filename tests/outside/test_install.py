@@ -88,7 +88,7 @@ def test_the_wheel_is_of_the_limited_api_and_small(wheel: Path) -> None:
     sizes = {info.filename: info.file_size for info in zipfile.ZipFile(wheel).infolist()}
     assert sizes["qllm/kernels/cpu/_native.abi3.so"] < MAX_KERNEL_BYTES
     for name in ("qllm/kernels/cpu/_native.abi3.so", "qllm/device/_scheduler.abi3.so",
-                 "qllm/docs/serving.md", "qllm/docs/alerts.yaml", "qllm/server/static/ui.html",
+                 "qllm/docs/serving.md", "qllm/docs/alerts.yaml", "qllm/server/page/static/ui.html",
                  "qllm/models/tiny/config.json", "qllm_policies/qllm2.py"):  # fmt: skip
         assert name in sizes, name
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from qllm.measure.random_moe import cache_dir
-from qllm.server.guard import ANYBODY
+from qllm.server.http.guard import ANYBODY
 from tests.support.serving import Serving, serving, tiny_engine
 
 pytestmark = pytest.mark.peers

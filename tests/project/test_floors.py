@@ -28,6 +28,9 @@ class Floor(NamedTuple):
     """Modules of the standard library and packages; None is any."""
 
 
+WEB = STDLIB | {
+    *("fastapi", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+}
 BASE = "errors types config plan policy"
 FLOORS = {
     # values, and rules without a clock
@@ -126,16 +129,23 @@ FLOORS = {
     "server": Floor(
         f"__init__ {BASE} fleet names cores frontend grammar_check grammar_schema hints ingress "
         "llm logs models.tokenizer plugins private record spelling",
-        STDLIB
-        | {
-            "fastapi",
-            "httptools",
-            "prometheus_client",
-            "pydantic",
-            "starlette",
-            "uvicorn",
-        },
+        WEB,
     ),
+    "server.config": Floor("config cores errors hints plugins spelling", WEB),
+    "server.metrics": Floor("types frontend.handle", WEB),
+    "server.http": Floor("errors frontend names server.config server.metrics", WEB),
+    "server.requests": Floor(
+        "errors types frontend llm server.config server.http server.metrics", WEB
+    ),
+    "server.tools": Floor("errors types frontend grammar_check grammar_schema server.http", WEB),
+    "server.state": Floor("errors server.http", WEB),
+    "server.api": Floor(
+        "errors types frontend grammar_schema names server.http server.requests server.state "
+        "server.tools",
+        WEB,
+    ),
+    "server.batch": Floor("errors server.api server.http server.requests server.state", WEB),
+    "server.prompts": Floor("errors types frontend server.api server.http server.requests", WEB),
     "workloads": Floor("errors types frontend llm private record", STDLIB | {"aiohttp"}),
     "measure": Floor(
         f"{BASE} engine llm models plugins record workloads",

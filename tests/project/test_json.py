@@ -9,8 +9,8 @@ import pytest
 
 from qllm import spelling
 from qllm.errors import ConfigError
-from qllm.server.messages_protocol import input_of
-from qllm.server.response_tools import plain_input
+from qllm.server.api.messages_protocol import input_of
+from qllm.server.tools.response_tools import plain_input
 from tests.support.files import ROOT
 
 SOURCES = sorted((ROOT / "qllm").rglob("*.py"))

@@ -18,7 +18,7 @@ from qllm.engine.storage.file import Layout, Lock, open_file
 from qllm.private import make_private_folder
 from qllm.record.perfetto import write_perfetto
 from qllm.record.trace import Trace
-from qllm.server.store import Store
+from qllm.server.state.store import Store
 from qllm.workloads.files import write_requests
 from tests.support.files import ROOT, python_files
 
@@ -44,7 +44,7 @@ PUBLIC = {
 """Modules that write what is of no request, and what that is."""
 MADE_BEFORE = {
     "qllm/engine/archive.py": "safetensors write into a file that is made first",
-    "qllm/server/state_dir.py": "so does SQLite",
+    "qllm/server/state/folder.py": "so does SQLite",
 }
 MAKERS = {
     "write_text", "write_bytes", "mkdir", "makedirs", "mknod", "save_file", "savefig", "tofile",
@@ -140,8 +140,8 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "qllm/engine/archive.py": checkpoint,
     "qllm/engine/storage/file.py": kept_kv,
     "qllm/engine/storage/build.py": kept_kv,
-    "qllm/server/state_dir.py": state,
-    "qllm/server/store.py": state,
+    "qllm/server/state/folder.py": state,
+    "qllm/server/state/store.py": state,
 }
 """A call for each module that writes what is private."""
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from qllm.server.errors import ApiError
-from qllm.server.protocol import ChatRequest
+from qllm.server.api.protocol import ChatRequest
+from qllm.server.http.errors import ApiError
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

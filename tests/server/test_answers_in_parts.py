@@ -14,11 +14,11 @@ import pytest
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.grammar import Vocabulary
 from qllm.runner.thinking import Thinking
-from qllm.server.calls import make_reader
-from qllm.server.deltas import merged
-from qllm.server.harmony import MARKS
-from qllm.server.hermes import TAGS
-from qllm.server.tool_choice import Choice
+from qllm.server.api.calls import make_reader
+from qllm.server.tools.deltas import merged
+from qllm.server.tools.harmony import MARKS
+from qllm.server.tools.hermes import TAGS
+from qllm.server.tools.tool_choice import Choice
 from tests.support.script import byte_level, engine_of, id_of
 from tests.support.serving import Serving, serving
 

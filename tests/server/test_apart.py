@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from qllm.errors import ConfigError, ContextLengthError
-from qllm.server import apart
-from qllm.server.apart import LONG, Apart, Given
-from qllm.server.bodies import (
+from qllm.server.api.protocol import ChatRequest, CompletionRequest
+from qllm.server.http.errors import ApiError
+from qllm.server.http.fields import Packed
+from qllm.server.requests import apart
+from qllm.server.requests.apart import LONG, Apart, Given
+from qllm.server.requests.bodies import (
     MOST_CONTAINERS,
     MOST_DEPTH,
     MOST_DIGITS,
@@ -21,10 +24,7 @@ from qllm.server.bodies import (
     MOST_VALUES,
     read,
 )
-from qllm.server.errors import ApiError
-from qllm.server.fields import Packed
-from qllm.server.protocol import ChatRequest, CompletionRequest
-from qllm.server.texts import encoded
+from qllm.server.requests.texts import encoded
 from tests.support.waiting import wait_for
 
 JSON = "application/json"

@@ -14,10 +14,10 @@ from qllm.errors import InvalidRequestError
 from qllm.frontend.prompts import to_sampling
 from qllm.models.tokenizer import ids_of, load_tokenizer
 from qllm.names import new_seed, token_hex
-from qllm.server.answers import respond
-from qllm.server.ask import EACH, SHORT, Ask, Served
-from qllm.server.at_once import MOST_CHARS, MOST_HELD, AtOnce
-from qllm.server.connection import Presence
+from qllm.server.api.answers import respond
+from qllm.server.http.connection import Presence
+from qllm.server.requests.ask import EACH, SHORT, Ask, Served
+from qllm.server.requests.at_once import MOST_CHARS, MOST_HELD, AtOnce
 from qllm.types import Priority, SamplingParams
 from tests.support.serving import Serving
 from tests.support.shm_rig import Rig

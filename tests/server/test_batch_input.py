@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from qllm.llm import QLLMEngine
-from qllm.server.access import ANYBODY
-from qllm.server.batch_input import Digested, checked
-from qllm.server.response_store import ResponseStore
-from qllm.server.store import Store
+from qllm.server.batch.input import Digested, checked
+from qllm.server.http.access import ANYBODY
+from qllm.server.state.response_store import ResponseStore
+from qllm.server.state.store import Store
 from tests.support.batches import COMPLETIONS, ended, line, records, start
 from tests.support.serving import serving
 

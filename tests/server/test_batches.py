@@ -15,12 +15,12 @@ from openai.types.responses import Response
 
 from qllm.errors import ConfigError
 from qllm.llm import QLLMEngine
-from qllm.server import worker
-from qllm.server.apart import LONG, Apart
-from qllm.server.errors import ApiError
-from qllm.server.response_store import ResponseStore
-from qllm.server.store import TABLES, Store
-from qllm.server.worker import problems
+from qllm.server.batch import worker
+from qllm.server.batch.worker import problems
+from qllm.server.http.errors import ApiError
+from qllm.server.requests.apart import LONG, Apart
+from qllm.server.state.response_store import ResponseStore
+from qllm.server.state.store import TABLES, Store
 from tests.support.batches import COMPLETIONS, RESPONSES, ended, line, records, start
 from tests.support.forked import start_program
 from tests.support.serving import Serving, serving
@@ -166,7 +166,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(
 def test_a_batch_over_its_time_expires(
     engine: QLLMEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qllm.server.batches.WINDOW_S", 1)
+    monkeypatch.setattr("qllm.server.batch.batches.WINDOW_S", 1)
     with serving(engine, state_dir=tmp_path) as served, served.client() as client:
         lines = [line(0), *(line(n, max_tokens=4000, ignore_eos=True) for n in range(1, 20))]
         batch = ended(client, start(client, lines).id)
@@ -323,7 +323,7 @@ def test_a_half_made_end_is_made_again(tmp_path: Path) -> None:
 
 HOLDS = """
 import itertools
-from qllm.server.store import Store
+from qllm.server.state.store import Store
 answer, numbers = Store.answer, itertools.count()
 def hold(*arguments):
     if next(numbers) >= {}:

@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
-from qllm.server.blocks import Blocks, Kind
-from qllm.server.calls import HermesReader
-from qllm.server.errors import parse
-from qllm.server.messages import MessageWriter
-from qllm.server.messages_protocol import MessagesRequest
-from qllm.server.response_tools import plain_input
+from qllm.server.api.blocks import Blocks, Kind
+from qllm.server.api.calls import HermesReader
+from qllm.server.api.messages import MessageWriter
+from qllm.server.api.messages_protocol import MessagesRequest
+from qllm.server.http.errors import parse
+from qllm.server.tools.response_tools import plain_input
 from qllm.types import FinishReason, Logprobs
 from tests.support.serving import serving
 

@@ -9,10 +9,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from qllm.grammar_check import JSON_OPTIONS
 from qllm.grammar_schema import ANNOTATIONS, bounded, closed
-from qllm.server.errors import parse
-from qllm.server.messages_protocol import MessagesRequest
-from qllm.server.protocol import ChatRequest
-from qllm.server.responses_protocol import ResponsesRequest
+from qllm.server.api.messages_protocol import MessagesRequest
+from qllm.server.api.protocol import ChatRequest
+from qllm.server.api.responses_protocol import ResponsesRequest
+from qllm.server.http.errors import parse
 from tests.support.serving import Serving
 
 BIG = 10**15

@@ -13,9 +13,9 @@ from qllm.errors import EngineClosedError, InvalidRequestError, RequestFailedErr
 from qllm.frontend.handle import Piece
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
-from qllm.server.ask import SHORT, Served
-from qllm.server.errors import ApiError, from_engine
-from qllm.server.open_answer import Answer
+from qllm.server.http.errors import ApiError, from_engine
+from qllm.server.requests.ask import SHORT, Served
+from qllm.server.requests.open_answer import Answer
 from qllm.types import Priority, SamplingParams, Slo
 from tests.support.engines import Broken, Holding
 from tests.support.serving import Serving, serving, tiny_engine

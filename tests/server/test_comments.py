@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from qllm.frontend.handle import Piece
-from qllm.server.ask import Served
 from qllm.server.config import ServerConfig
-from qllm.server.errors import ApiError
-from qllm.server.open_answer import Answer, Comment
+from qllm.server.http.errors import ApiError
+from qllm.server.requests.ask import Served
+from qllm.server.requests.open_answer import Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 from tests.support.engines import FileGate
 from tests.support.serving import serving, tiny_engine

@@ -13,8 +13,8 @@ import pytest
 
 from qllm import QLLMEngine
 from qllm.frontend.waker import Waker
-from qllm.server.connection import MOST_HELD, Together
-from qllm.server.text_work import TextWork
+from qllm.server.http.connection import MOST_HELD, Together
+from qllm.server.requests.text_work import TextWork
 from tests.support.engines import Holding
 from tests.support.serving import Serving, serving
 from tests.support.waiting import wait_for

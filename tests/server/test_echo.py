@@ -10,7 +10,7 @@ import pytest
 from qllm.errors import ConfigError, InvalidRequestError
 from qllm.frontend.prompts import refuse_unserved
 from qllm.llm import QLLMEngine
-from qllm.server.completions import CompletionWriter
+from qllm.server.api.completions import CompletionWriter
 from qllm.server.config import load_config
 from qllm.types import SamplingParams
 from tests.support.serving import Serving, serving

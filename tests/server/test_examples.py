@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from qllm.server.docs import EXAMPLES, example
-from qllm.server.requests import Change
+from qllm.server.api.requests import Change
+from qllm.server.page.docs import EXAMPLES, example
 from tests.support.serving import Serving
 from tests.support.waiting import wait_for
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qllm.llm import QLLMEngine
-from qllm.server.errors import ApiError
-from qllm.server.guard import Keys, Limits, _authorization
+from qllm.server.http.errors import ApiError
+from qllm.server.http.guard import Keys, Limits, _authorization
 from tests.support.engines import stand_still
 from tests.support.serving import Serving, serving
 from tests.support.waiting import wait_for

@@ -7,10 +7,10 @@ import pytest
 
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.calls import HarmonyReader, HermesReader, make_reader
-from qllm.server.deltas import merged
-from qllm.server.harmony import MARKS
-from qllm.server.tool_choice import Choice
+from qllm.server.api.calls import HarmonyReader, HermesReader, make_reader
+from qllm.server.tools.deltas import merged
+from qllm.server.tools.harmony import MARKS
+from qllm.server.tools.tool_choice import Choice
 
 NONE = Choice((), False, False)
 PROMPT = "<|start|>user<|message|>What time is it?<|end|><|start|>assistant"

@@ -7,7 +7,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from qllm.server.connection import make_protocol
+from qllm.server.http.connection import make_protocol
 
 MOST = 4000
 

@@ -11,7 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from qllm.server.apart import LONG
+from qllm.server.requests.apart import LONG
 from tests.support.batches import COMPLETIONS, RESPONSES, ended, start
 from tests.support.loop_time import Watched
 from tests.support.serving import Serving

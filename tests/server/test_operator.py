@@ -20,12 +20,12 @@ import trustme
 
 from qllm.errors import ConfigError
 from qllm.llm import QLLMEngine
-from qllm.server import access
-from qllm.server.answers import Whole
-from qllm.server.banner import banner, is_loopback, shown_bytes, warnings
+from qllm.server.api.answers import Whole
 from qllm.server.config import ENGINE_ROLES, ServerConfig, load_config
-from qllm.server.supervisor import Supervisor
-from qllm.server.tls import ssl_context
+from qllm.server.http import access
+from qllm.server.http.tls import ssl_context
+from qllm.server.ops.banner import banner, is_loopback, shown_bytes, warnings
+from qllm.server.ops.supervisor import Supervisor
 from tests.support.serving import serving
 from tests.support.waiting import wait_for
 
@@ -135,16 +135,16 @@ def test_the_docs_page_names_every_route_and_field_and_loads_nothing_from_elsewh
 
 
 def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [r.fields for r in caplog.records if r.name == "qllm.server.access"]  # type: ignore[attr-defined]
+    return [r.fields for r in caplog.records if r.name == "qllm.server.http.access"]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Records reach pytest although the server's loggers do not propagate."""
-    monkeypatch.setattr("qllm.server.run.log_config", lambda _: None)
-    logging.getLogger("qllm.server.access").setLevel(logging.INFO)
+    monkeypatch.setattr("qllm.server.ops.run.log_config", lambda _: None)
+    logging.getLogger("qllm.server.http.access").setLevel(logging.INFO)
     yield
-    logging.getLogger("qllm.server.access").setLevel(logging.NOTSET)
+    logging.getLogger("qllm.server.http.access").setLevel(logging.NOTSET)
 
 
 @pytest.mark.usefixtures("heard")
@@ -197,7 +197,7 @@ def test_no_name_of_a_caller_looks_like_a_field(
             while sock.recv(4096):
                 pass
         wait_for(lambda: len(access_lines(caplog)) == len(names) + 2)
-    said = [r.getMessage() for r in caplog.records if r.name == "qllm.server.access"]
+    said = [r.getMessage() for r in caplog.records if r.name == "qllm.server.http.access"]
     given = re.compile(r'"[A-Z]+ [-.~:/+=@%\w]+" \d+( \w+=[-.~:/+=@%\w]+)+', re.ASCII)
     for line in said:
         assert given.fullmatch(line), line
@@ -400,7 +400,7 @@ def test_every_setting_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_logs_carry_the_fields() -> None:
     from qllm.logs import log_config
 
-    record = logging.makeLogRecord({"name": "qllm.server.access", "msg": "x", "args": ()})
+    record = logging.makeLogRecord({"name": "qllm.server.http.access", "msg": "x", "args": ()})
     record.fields = {"class": "LS", "ttft_ms": 1.5}
     found = json.loads(log_config("json")["formatters"]["ours"]["()"]().format(record))
     assert (found["class"], found["ttft_ms"]) == ("LS", 1.5)

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from qllm import QLLMEngine
-from qllm.server.access import ANYBODY
-from qllm.server.guard import Keys
+from qllm.server.http.access import ANYBODY
+from qllm.server.http.guard import Keys
 from tests.support.serving import Serving, serving, tiny_engine
 
 HITS = "qllm:prefix_cache_hit_tokens_total"

@@ -16,11 +16,12 @@ import pytest
 from qllm.frontend.growing import GrowingText
 from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.llm import QLLMEngine
-from qllm.server import bodies, streamed_body
-from qllm.server.ask import SHORT
-from qllm.server.open_prompts import Opened, OpenPrompts
-from qllm.server.streamed_body import blocks_of
-from qllm.server.text_work import LONG_THREADS
+from qllm.server.prompts import streamed_body
+from qllm.server.prompts.open_prompts import Opened, OpenPrompts
+from qllm.server.prompts.streamed_body import blocks_of
+from qllm.server.requests import bodies
+from qllm.server.requests.ask import SHORT
+from qllm.server.requests.text_work import LONG_THREADS
 from qllm.types import Priority, SamplingParams
 from tests.support.engines import pid_of
 from tests.support.prompts import ASK, NDJSON, PLAIN, Slow, lines, message, post
@@ -89,7 +90,7 @@ def test_nothing_of_a_piece_is_done_on_the_event_loop(
         watch(GrowingText, name)
     watch(bodies, "read")
     watch(streamed_body, "_json")
-    monkeypatch.setattr("qllm.server.prompt_routes.read", bodies.read)
+    monkeypatch.setattr("qllm.server.prompts.routes.read", bodies.read)
     long = "long " * (SHORT // 5 + 1)
     for text in ("short", long):
         path = f"/v1/prompts/{(name := opened(one, long))}"

@@ -14,7 +14,7 @@ import pytest
 
 from qllm.frontend.growing import GrowingText
 from qllm.llm import QLLMEngine
-from qllm.server.ask import SHORT
+from qllm.server.requests.ask import SHORT
 from qllm.types import SamplingParams
 from tests.support.engines import pid_of
 from tests.support.prompts import ASK, NDJSON, PLAIN, Slow, lines, message, post
@@ -320,8 +320,8 @@ def test_an_idle_prompt_is_abandoned(engine: QLLMEngine, monkeypatch: pytest.Mon
 
 
 def test_a_batch_line_has_no_prompt_id() -> None:
-    from qllm.server.errors import ApiError
-    from qllm.server.worker import line_of
+    from qllm.server.batch.worker import line_of
+    from qllm.server.http.errors import ApiError
 
     text = json.dumps({"custom_id": "a", "body": {"prompt_id": "prompt-1"}}).encode()
     custom_id, error = line_of(text, PLAIN)

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from qllm.errors import EngineClosedError, QueueFullError
 from qllm.llm import QLLMEngine
-from qllm.server import bodies
-from qllm.server.apart import LONG
-from qllm.server.messages_protocol import MessagesRequest
-from qllm.server.protocol import ChatRequest, CompletionRequest
-from qllm.server.responses_protocol import ResponsesRequest
-from qllm.server.tools import DetokenizeRequest, TokenizeRequest
+from qllm.server.api.messages_protocol import MessagesRequest
+from qllm.server.api.models import DetokenizeRequest, TokenizeRequest
+from qllm.server.api.protocol import ChatRequest, CompletionRequest
+from qllm.server.api.responses_protocol import ResponsesRequest
+from qllm.server.requests import bodies
+from qllm.server.requests.apart import LONG
 from tests.support.serving import Serving, serving
 from tests.support.waiting import wait_for
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
-from qllm.server.ask import Served
 from qllm.server.config import ServerConfig
-from qllm.server.open_answer import STATUS_S, Answer, Comment
+from qllm.server.requests.ask import Served
+from qllm.server.requests.open_answer import STATUS_S, Answer, Comment
 from qllm.types import FinishReason, Priority, RequestStatus
 from tests.support.engines import Holding
 from tests.support.serving import Serving, serving
@@ -210,7 +210,7 @@ def test_gateways_say_the_class(
 
 
 def _lines(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
-    lines = [r.getMessage() for r in caplog.records if r.name == "qllm.server.access"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "qllm.server.http.access"]
     return [line for line in lines if f"id={name}" in line]
 
 

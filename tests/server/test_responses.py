@@ -15,7 +15,7 @@ from openai.types.responses import ParsedResponseFunctionToolCall, Response, Res
 from pydantic import BaseModel, Field, TypeAdapter
 
 from qllm.llm import QLLMEngine
-from qllm.server.response_writer import ResponseWriter
+from qllm.server.api.response_writer import ResponseWriter
 from tests.support.engines import pid_of
 from tests.support.serving import Serving, serving, tiny_engine
 from tests.support.waiting import wait_for
@@ -462,9 +462,9 @@ def test_without_a_state_folder_nothing_is_kept(engine: QLLMEngine) -> None:
 
 
 def test_old_responses_are_forgotten(tmp_path: Path) -> None:
-    from qllm.server.errors import ApiError
-    from qllm.server.response_store import KEPT_S, ResponseStore
-    from qllm.server.store import Store
+    from qllm.server.http.errors import ApiError
+    from qllm.server.state.response_store import KEPT_S, ResponseStore
+    from qllm.server.state.store import Store
 
     store = Store(tmp_path)
     kept = ResponseStore(store)

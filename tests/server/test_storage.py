@@ -21,9 +21,9 @@ from qllm.errors import ConfigError, QllmError
 from qllm.llm import QLLMEngine
 from qllm.server.app import create_app
 from qllm.server.config import load_config
-from qllm.server.errors import ANTHROPIC, ApiError
-from qllm.server.response_store import ResponseStore
-from qllm.server.store import Store
+from qllm.server.http.errors import ANTHROPIC, ApiError
+from qllm.server.state.response_store import ResponseStore
+from qllm.server.state.store import Store
 from tests.support.batches import COMPLETIONS
 from tests.support.serving import Serving, serving
 
@@ -306,7 +306,7 @@ def test_a_disk_without_room_for_an_upload_keeps_nothing(
         raise OSError(number, os.strerror(number))
 
     with serving(engine, state_dir=tmp_path) as served:
-        monkeypatch.setattr(f"qllm.server.store.os.{call}", full)
+        monkeypatch.setattr(f"qllm.server.state.store.os.{call}", full)
         assert_no_room(upload(served))
         monkeypatch.undo()
         assert not list((tmp_path / "files").glob("file-*[0-9a-f]")) or call == "replace"
@@ -390,7 +390,7 @@ def test_uploads_leave_the_reserve_to_answers(
 
     def disk(free: int, total: int) -> None:
         found = SimpleNamespace(f_blocks=total, f_bavail=free, f_frsize=1)
-        monkeypatch.setattr("qllm.server.store.os.statvfs", lambda _: found)
+        monkeypatch.setattr("qllm.server.state.store.os.statvfs", lambda _: found)
 
     disk(1100, 100_000)
     store.add_file("me", "in", io.BytesIO(b"x" * 100), 100)

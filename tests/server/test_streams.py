@@ -16,9 +16,9 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from qllm.llm import QLLMEngine
-from qllm.server.background import Background
-from qllm.server.response_store import ResponseStore
-from qllm.server.store import Store
+from qllm.server.api.background import Background
+from qllm.server.state.response_store import ResponseStore
+from qllm.server.state.store import Store
 from tests.support.engines import FileGate, Holding, Holds, pid_of
 from tests.support.serving import Serving, serving, tiny_engine
 from tests.support.waiting import wait_for
@@ -181,7 +181,7 @@ def test_after_a_restart_of_the_server(
 def test_a_failure_is_the_last_event(
     streaming: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qllm.server.response_writer.changes", lambda *_: {}["no"])
+    monkeypatch.setattr("qllm.server.api.response_writer.changes", lambda *_: {}["no"])
     events = list(streaming.responses.create(**STREAM))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.failed"

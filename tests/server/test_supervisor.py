@@ -20,7 +20,7 @@ from qllm.errors import ModelError
 from qllm.frontend.process import WATCH_S, Watchdog
 from qllm.llm import QLLMEngine
 from qllm.server.config import ServerConfig
-from qllm.server.supervisor import Restarts
+from qllm.server.ops.supervisor import Restarts
 from tests.support.batches import ended, line, records, start
 from tests.support.engines import POISON, Poisoned, freeze, is_alive, pid_of
 from tests.support.serving import Serving, serving, tiny_engine

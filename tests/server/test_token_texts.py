@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine
-from qllm.server.answers import Tokens
-from qllm.server.protocol import ChatRequest
-from qllm.server.tools import TokenizeRequest
+from qllm.server.api.answers import Tokens
+from qllm.server.api.models import TokenizeRequest
+from qllm.server.api.protocol import ChatRequest
 from tests.support import batches
 from tests.support.script import follower
 from tests.support.serving import Serving, serving

@@ -11,9 +11,9 @@ import pytest
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.calls import HermesReader, PlainReader, TemplateReader, make_reader
-from qllm.server.deltas import merged
-from qllm.server.tool_choice import Choice
+from qllm.server.api.calls import HermesReader, PlainReader, TemplateReader, make_reader
+from qllm.server.tools.deltas import merged
+from qllm.server.tools.tool_choice import Choice
 from tests.support.serving import Serving
 
 CHAT: list[Any] = [{"role": "user", "content": "What is the weather in Bonn?"}]

@@ -14,14 +14,14 @@ import pytest
 
 from qllm.errors import EngineClosedError
 from qllm.llm import QLLMEngine
-from qllm.server.feed import Feed
-from qllm.server.front import Front
-from qllm.server.ui import TYPES
+from qllm.server.page.feed import Feed
+from qllm.server.page.ui import TYPES
+from qllm.server.requests.front import Front
 from tests.support.files import ROOT
 from tests.support.serving import Serving, serving
 from tests.support.waiting import wait_for
 
-STATIC = files("qllm.server") / "static"
+STATIC = files("qllm.server.page") / "static"
 VOID = {"meta", "link", "input", "br", "img"}
 LIBRARIES = {"uPlot": ("uPlot.min.js", "v1.6.32"), "marked": ("marked.esm.js", "v18.2.1")}
 """Scripts of others in the page: the file, and its release."""
@@ -95,7 +95,7 @@ def test_a_library_has_its_licence(name: str) -> None:
     assert "Permission is hereby granted, free of charge" in text
     file, release = LIBRARIES[name]
     assert release in (STATIC / file).read_text()[:200]
-    assert f"qllm/server/static/{name}.LICENSE" in (ROOT / "pyproject.toml").read_text()
+    assert f"qllm/server/page/static/{name}.LICENSE" in (ROOT / "pyproject.toml").read_text()
 
 
 def test_no_script_of_ours_reads_text_as_html() -> None:
@@ -333,7 +333,7 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def test_pages_are_counted(engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qllm.server.ui.MAX_READERS", 1)
+    monkeypatch.setattr("qllm.server.page.ui.MAX_READERS", 1)
 
     def is_free() -> bool:
         with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as stream:

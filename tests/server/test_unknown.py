@@ -10,13 +10,13 @@ import pytest
 from pydantic import BaseModel
 
 from qllm import QLLMEngine
-from qllm.server.errors import ApiError, parse
-from qllm.server.fields import Open
-from qllm.server.messages_protocol import CountRequest, MessagesRequest
-from qllm.server.protocol import ChatRequest
-from qllm.server.responses_protocol import InputTokensRequest, ResponsesRequest
-from qllm.server.unknown import CHANGES, HEADER
-from qllm.server.unknown import found as unserved
+from qllm.server.api.messages_protocol import CountRequest, MessagesRequest
+from qllm.server.api.protocol import ChatRequest
+from qllm.server.api.responses_protocol import InputTokensRequest, ResponsesRequest
+from qllm.server.http.errors import ApiError, parse
+from qllm.server.http.fields import Open
+from qllm.server.http.unknown import CHANGES, HEADER
+from qllm.server.http.unknown import found as unserved
 from tests.support.serving import Serving, serving
 
 CODEX = json.loads((Path(__file__).parent / "codex-request.json").read_text())[0]

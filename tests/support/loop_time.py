@@ -16,7 +16,7 @@ import pytest
 
 from qllm.cores import no_collections
 from qllm.frontend import prompts
-from qllm.server.apart import LONG
+from qllm.server.requests.apart import LONG
 
 MOST_S = 0.02
 """CPU time of one callback."""

@@ -14,8 +14,8 @@ import openai
 from qllm.llm import QLLMEngine
 from qllm.server.app import create_app
 from qllm.server.config import load_config
-from qllm.server.front import Front
-from qllm.server.run import Server, make_server
+from qllm.server.ops.run import Server, make_server
+from qllm.server.requests.front import Front
 from qllm.server.serve import bound_socket
 from tests.support.waiting import wait_for
 

@@ -1,0 +1,476 @@
+"""From the pieces of an answer to HTTP: one JSON body, or server-sent events."""
+
+import asyncio
+import json
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from qllm.frontend.detokenizer import bytes_of, token_text
+from qllm.frontend.handle import Piece
+from qllm.names import token_hex
+from qllm.server.api.protocol import Generation, StreamOptions
+from qllm.server.http.connection import Presence
+from qllm.server.http.errors import ApiError, logged
+from qllm.server.http.headers import header
+from qllm.server.http.lines import on_one_line
+from qllm.server.requests.ask import Ask
+from qllm.server.requests.front import Front
+from qllm.server.requests.open_answer import Answer, Comment
+from qllm.types import FinishReason, Logprobs, Priority
+
+HEADER = "x-qllm-priority"
+OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+"""Gateway API Inference Extension: the name of an InferenceObjective (setting `objectives`)."""
+DYNAMO = "x-dynamo-request-priority"
+"""An integer; more is sooner, 0 is usual."""
+CLIENT_GONE = 499
+"""nginx's status for it; nobody reads the answer."""
+
+LEAST_LOGPROB = -9999.0
+"""What a smaller log-probability is shown as, as vLLM does."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger("qllm.server")
+
+
+class Shown(NamedTuple):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    data: bytes
+    """The token's bytes: a character may have those of several."""
+
+
+class Tokens:
+    """Shows single tokens of a model as text. JSON has no -inf.
+
+    Args:
+        front: Knows the model's tokenizer.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._known: dict[int, tuple[str, bytes]] = {}
+        """Texts and bytes of those that were shown before."""
+
+    def shown(self, token_id: int, logprob: float, added: str | None = None) -> Shown:
+        """Show a token.
+
+        Args:
+            token_id: The token.
+            logprob: How likely it was.
+            added: What it has added to a text, if it is in one: less than its own text where the
+                decoder strips a space in front of all.
+        """
+        text, data = self._known.get(token_id) or self._look_up(token_id)
+        if added is not None and text == f" {added}":
+            text, data = added, added.encode()
+        return Shown(text, max(logprob, LEAST_LOGPROB), data)
+
+    def _look_up(self, token_id: int) -> tuple[str, bytes]:
+        tokenizer = self._front.engine.tokenizer
+        if tokenizer is None:
+            text = f"token_id:{token_id}"
+            found = text, text.encode()
+        else:
+            text = token_text(tokenizer, token_id)
+            found = text, bytes_of(tokenizer, token_id, text)
+        self._known[token_id] = found
+        return found
+
+
+class Renderer(Protocol):
+    """Shows one answer as its endpoint does."""
+
+    answer_id: str
+
+    def serve(self, answer: Answer, asked: str | None) -> None:
+        """Remember the class that the request was given, and what it asked for."""
+        ...
+
+    async def body(self, answer: Answer) -> dict[str, Any]:
+        """Wait for the answer and return it whole."""
+        ...
+
+    def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
+        """Yield the events of the answer as it comes; see `stream`."""
+        ...
+
+    def error_event(self, error: ApiError) -> str:
+        """The event that ends a stream which failed."""
+        ...
+
+
+class Writer(ABC):
+    """Turns the pieces of one request into the JSON of an endpoint with choices.
+
+    Args:
+        front: Knows the model's name and tokenizer.
+        prefix: Of the answer's id.
+        asked: The body of the request.
+    """
+
+    kind: str
+    """`object` of a whole answer."""
+    chunk_kind: str
+    """`object` of a chunk of a stream."""
+    has_prompts_in_choices = True
+    """Whether each choice says what is said of its prompt; else the body does, as vLLM has it."""
+
+    def __init__(self, front: Front, prefix: str, asked: Generation) -> None:
+        self.answer_id = f"{prefix}-{asked.request_id or token_hex(12)}"
+        self.shows_ids = bool(asked.return_token_ids)
+        self._front = front
+        self._created = int(time.time())
+        self.tier = "default"
+        self._shows_prompt = asked.prompt_logprobs is not None
+        self._shows_tokens = True
+        """See `Answer.shows_tokens`."""
+        self._of_prompts: dict[int, list[Any]] = {}
+        """What is said of the tokens of each choice's prompt, if asked for."""
+        self._shown_ids: set[int] = set()
+        """Choices whose prompt's ids were shown."""
+        self.shown = Tokens(front).shown
+        self.prompts: list[tuple[int, ...]] = []
+        """Token ids of each choice's prompt, once it is served."""
+
+    def serve(self, answer: Answer, asked: str | None) -> None:
+        """Remember the class that the request was given, and its prompts."""
+        served, self._shows_tokens = answer.served, answer.shows_tokens
+        self.prompts = [handle.prompt_token_ids for handle in answer.handles]
+        is_ls = served.priority is Priority.LS
+        self.tier = "priority" if is_ls and asked == "priority" else served.tier
+
+    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What every body of the answer says."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._front.model_name,
+            "service_tier": self.tier,
+            "choices": choices,
+        }
+
+    def alternatives(
+        self, token_id: int, logprobs: Logprobs, added: str | None = None
+    ) -> tuple[Shown, list[Shown]]:
+        """The chosen token, which has `added` so much, and the most likely ones."""
+        top = [self.shown(i, value) for i, value in logprobs.top]
+        return self.shown(token_id, logprobs.chosen, added), top
+
+    async def made(
+        self, answer: Answer, make: Callable[[int, Any], _T], index: int, item: Any
+    ) -> _T:
+        """What `make` makes of a piece or an end; off the event loop if a whole prompt is shown."""
+        if not isinstance(item, Piece) or item.prompt is None:
+            return make(index, item)
+        found: _T = await self._front.in_thread(answer.served.priority, make, index, item)
+        return found
+
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A part of a whole answer; keeps what it says of the prompt."""
+        if self._shows_prompt and piece.prompt is not None:
+            both = zip(self.prompts[index][1:], piece.prompt.tokens(), strict=True)
+            self._of_prompts[index] = [None, *(self._of_token(*pair) for pair in both)]
+        return self.chunk(index, piece)
+
+    def _of_token(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
+        """As vLLM has it: by id; the rank is that among the alternatives, if it is one."""
+        ranks = {i: rank for rank, (i, _) in enumerate(logprobs.top, 1)}
+        values = {token_id: logprobs.chosen, **dict(logprobs.top)}
+        shown = {i: self.shown(i, value) for i, value in values.items()}
+        return {
+            str(i): {"logprob": x.logprob, "rank": ranks.get(i), "decoded_token": x.token}
+            for i, x in shown.items()
+        }
+
+    def of_prompt(self, index: int) -> dict[str, Any]:
+        """The field that says it of a whole choice, or beside the choices."""
+        return {"prompt_logprobs": self._of_prompts.get(index)} if self._shows_prompt else {}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any text."""
+        return None
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        """Tokens of the answer so far."""
+        return answer.usage()
+
+    @abstractmethod
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A choice of a stream that grows by a piece."""
+
+    @abstractmethod
+    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        """A choice of a stream that ends."""
+
+    def choice(self, index: int, item: Piece | FinishReason) -> dict[str, Any]:
+        """A choice of a stream that grows or ends."""
+        if not isinstance(item, Piece):
+            return self.end(index, item)
+        return {**self.chunk(index, item), **self.ids(index, item.token_ids)}
+
+    def ids(self, index: int, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Token ids of a part of a choice, and with its first those of its prompt, if asked for."""
+        if not self.shows_ids:
+            return {}
+        found = {"token_ids": list(token_ids) if self._shows_tokens else []}
+        if self.has_prompts_in_choices and index not in self._shown_ids:
+            self._shown_ids.add(index)
+            found["prompt_token_ids"] = list(self.prompts[index])
+        return found
+
+    def beside(self) -> dict[str, Any]:
+        """What a body says of its one prompt beside its choices, a stream in its first chunk."""
+        if self.has_prompts_in_choices:
+            return {}
+        ids = {"prompt_token_ids": list(self.prompts[0])} if self.shows_ids else {}
+        return {**ids, **self.of_prompt(0)}
+
+    async def body(self, answer: Answer) -> dict[str, Any]:
+        """Wait for all choices and return the body."""
+        return await complete(answer, self)
+
+    def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
+        """Yield the events of an answer."""
+        return _events(answer, self, body.stream_options or StreamOptions(), silence_s)
+
+    def error_event(self, error: ApiError) -> str:
+        """The event that ends a stream which failed."""
+        return event(error.body())
+
+    @abstractmethod
+    def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
+        """A choice at one go, from what `chunk` made of its pieces."""
+
+
+async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
+    """Wait for all choices and return the body."""
+    made: list[list[dict[str, Any]]] = [[] for _ in answer.handles]
+    choices: list[Any] = [None] * len(answer.handles)
+    async for index, item in answer.pieces():
+        if isinstance(item, Piece):
+            made[index].append(await writer.made(answer, writer.part, index, item))
+        elif isinstance(item, FinishReason):
+            ids = writer.ids(index, answer.handles[index].token_ids)
+            whole = writer.whole(index, made[index], item)
+            said = writer.of_prompt(index) if writer.has_prompts_in_choices else {}
+            choices[index] = {**whole, **ids, **said}
+    body = writer.envelope(writer.kind, choices)
+    return {**body, "usage": writer.usage(answer), **writer.beside()}
+
+
+def event(data: object) -> str:
+    """One server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {on_one_line(text)}\n\n"
+
+
+async def stream(
+    answer: Answer, renderer: Renderer, body: Any, silence_s: float
+) -> AsyncIterator[str]:
+    """Yield the events of an answer. An error is an event too, and the last one.
+
+    In a silence there is a comment every `silence_s` seconds, so that nothing between here and
+    the client takes the connection for dead.
+    """
+    try:
+        async for text in renderer.events(answer, body, silence_s):
+            yield text
+    except ApiError as error:
+        yield renderer.error_event(error)
+    except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
+        yield renderer.error_event(logged(error, "a stream"))
+
+
+async def _events(
+    answer: Answer, writer: Writer, options: StreamOptions, silence_s: float
+) -> AsyncIterator[str]:
+    beside = writer.beside()
+
+    def wrap(choices: list[dict[str, Any]]) -> str:
+        body = {**writer.envelope(writer.chunk_kind, choices), **beside}
+        beside.clear()
+        if options.continuous_usage_stats:
+            body["usage"] = writer.usage(answer)
+        elif options.include_usage:
+            body["usage"] = None
+        return event(body)
+
+    def shown(index: int, item: Piece | FinishReason | Comment) -> str:
+        if isinstance(item, Comment):
+            return f": {item.text}\n\n"
+        return wrap([writer.choice(index, item)])
+
+    for index in range(len(answer.handles)):
+        if opening := writer.opening(index):
+            yield wrap([opening])
+    async for index, item in answer.pieces(silence_s):
+        yield await writer.made(answer, shown, index, item)
+    if options.include_usage:
+        body = writer.envelope(writer.chunk_kind, [])
+        yield event({**body, "usage": writer.usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+class Whole(JSONResponse):
+    """A body at one go. What is left to do for its answer is done when it was sent."""
+
+    def __init__(self, body: Any, on_close: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(body, headers=headers)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+            await asyncio.sleep(0)  # what is written in a turn goes at its end
+        finally:
+            self._on_close()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that clean up even if nobody ever reads them."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        on_close: Callable[[], None],
+        headers: dict[str, str],
+        stall_s: float,
+    ) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
+        )
+        self._on_close, self._stall_s = on_close, stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._stall_s):
+                await send(message)
+
+        scope["state"]["has_events"] = True
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except* TimeoutError:
+            _log.warning("a client took no bytes for %g s; its answer ends", self._stall_s)
+        finally:
+            self._on_close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Run `work`, but cancel it when the client disconnects; None then."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    def gone() -> None:
+        nonlocal is_gone
+        is_gone = True
+        task.cancel()
+
+    stop = _tell_when_gone(request, gone)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            return None
+        raise
+    finally:
+        stop()
+
+
+def _tell_when_gone(request: Request, gone: Callable[[], None]) -> Callable[[], object]:
+    """Call `gone` when the client disconnects, until what is returned is called."""
+    presence: Presence | None = request.scope["state"].get("presence")
+    if presence is not None:
+        return presence.tell_when_gone(gone)
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone()
+
+    return asyncio.create_task(wait()).cancel
+
+
+def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priority | None:
+    """What a gateway says; None if it says nothing that we know."""
+    for name in OBJECTIVES:
+        if (found := objectives.get(header(request.scope, name) or "")) is not None:
+            return Priority[found]
+    if (text := header(request.scope, DYNAMO)) is None:
+        return None
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII):
+        raise ApiError(400, f"{DYNAMO}: {text!r:.40} must be an integer", param=DYNAMO)
+    return Priority.BE if int(text) < 0 else Priority.LS
+
+
+def wanted_class(
+    request: Request, by_body: Priority | None, objectives: Mapping[str, str]
+) -> Priority:
+    """The class a request asks for: by our header, a gateway's, its body, else LS.
+
+    Raises:
+        ApiError: The header names no class.
+    """
+    text = header(request.scope, HEADER)
+    if text is None:
+        by_gateway = _class_of_gateway(request, objectives)
+        return next((x for x in (by_gateway, by_body) if x is not None), Priority.LS)
+    if text.upper() not in Priority.__members__:
+        raise ApiError(400, f"{HEADER}: {text!r:.40} must be LS or BE", param=HEADER)
+    return Priority[text.upper()]
+
+
+def owner_of(caller: str) -> str:
+    """Whose the kept KV of a caller is: no caller shares it with another."""
+    return f"key {caller}"
+
+
+async def respond(
+    request: Request, front: Front, renderer: Renderer, body: Any, ask: Ask
+) -> Response:
+    """Serve one request over HTTP, as a stream if its body says so."""
+    wanted = wanted_class(request, body.asked_class(), front.config.objectives)
+    ignored = front.told.headers(body.all_unserved)
+
+    async def work() -> Response:
+        caller, other_id = request.state.caller, header(request.scope, "x-request-id")
+        whose = replace(
+            ask,
+            cache_owner=owner_of(caller),
+            caller=caller,
+            other_id=other_id,
+            silence_timeout_s=front.config.silence_timeout_s,
+        )
+        answer = await front.open(whose, wanted)
+        try:
+            await asyncio.sleep(0)  # the engine is told; what follows is done while it computes
+            renderer.serve(answer, body.service_tier)
+            headers = {"x-request-id": renderer.answer_id, **answer.served.headers(), **ignored}
+            if body.stream:
+                return EventStream(
+                    stream(answer, renderer, body, front.config.comment_s),
+                    answer.close,
+                    headers,
+                    front.config.stalled_client_s,
+                )
+            return Whole(await renderer.body(answer), answer.close, headers)
+        except BaseException:
+            answer.close()
+            raise
+
+    return await unless_gone(request, work()) or Response(status_code=CLIENT_GONE)

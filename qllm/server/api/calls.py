@@ -1,0 +1,352 @@
+"""Calls of tools and reasoning, found in an answer.
+
+A tokenizer with a `response_template` parses its model's answers itself, when they have ended;
+GPT-OSS's form is read from its tokens (`harmony`). All others are read as Hermes, Qwen and their
+kin write them (`hermes`).
+"""
+
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, ClassVar, Protocol
+
+from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_tokens
+from qllm.server.api.protocol import ChatRequest
+from qllm.server.tools import harmony
+from qllm.server.tools.deltas import Delta, Value, call_of, is_name, with_call
+from qllm.server.tools.harmony import Harmony, Part
+from qllm.server.tools.hermes import TAG_OF, HermesReader, ends_with, marks_of
+from qllm.server.tools.tool_choice import Choice
+from qllm.types import THINK
+
+_LITERALS = {"true", "false", "null", "none"}
+"""Words of a call that are no strings in its arguments."""
+
+
+class Reader(Reading, Protocol):
+    """Finds reasoning and calls in an answer."""
+
+    @property
+    def num_calls(self) -> int:
+        """Found so far."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        ...
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of a call have begun and not ended: a stop string cut them off."""
+        ...
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        """Take what was added to the answer; return what is certain.
+
+        Args:
+            text: What was added.
+            token_ids: Its tokens.
+            ends: See `Piece`.
+        """
+        ...
+
+    def finish(self) -> Delta:
+        """Return what was held back: the answer has ended."""
+        ...
+
+
+class PlainReader:
+    """Everything is content."""
+
+    num_calls = num_reasoning_tokens = 0
+    is_in_call = is_thinking = False
+    marks: ClassVar[Mapping[int, str]] = {}
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        return {"content": text}
+
+    def finish(self) -> Delta:
+        return {}
+
+    def split(self, text: str, token_id: int) -> Iterable[tuple[str, bool]]:
+        return [(text, False)]
+
+    def undecided(self) -> str:
+        return ""
+
+
+class TemplateReader:
+    """Asks the tokenizer, which knows how its model writes; at the end, for it reads whole answers.
+
+    Args:
+        tokenizer: With a `response_template`.
+        prompt: Token ids of the prompt.
+        tools: Those that the model was told of.
+        passages: Tells where the answer reasons, until it is whole.
+    """
+
+    is_in_call = False
+
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any], passages: HermesReader
+    ) -> None:
+        self.num_calls = self.num_reasoning_tokens = 0
+        self.marks, self.split = passages.marks, passages.split
+        self.undecided, self._passages = passages.undecided, passages
+        self._tokenizer, self._prompt, self._tools = tokenizer, list(prompt), list(tools)
+        special = {i for i, token in added_tokens(tokenizer).items() if token.special}
+        self._shown = {ord(m): "" if i in special else TAG_OF[m] for i, m in self.marks.items()}
+        self._ids: list[int] = []
+        self._text = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._passages.is_thinking
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        self._ids += token_ids
+        self._text += text.translate(self._shown)
+        return {}
+
+    def finish(self) -> Delta:
+        try:
+            delta = self._parsed()
+            is_lost = _is_lost(self._text, delta, str(self._tokenizer.response_template))
+        except Exception:  # noqa: BLE001 - the answer has no such form: it is shown as it is
+            is_lost = True
+        if is_lost:
+            return {"content": self._text}
+        self.num_calls = len(delta["tool_calls"])
+        if thought := delta["reasoning_content"]:
+            self.num_reasoning_tokens = len(self._tokenizer(str(thought))["input_ids"])
+        return {name: value for name, value in delta.items() if value}
+
+    def _parsed(self) -> Delta:
+        """What the tokenizer finds in the answer, up to a stop string."""
+        found = self._tokenizer.parse_response(
+            self._ids, prefix=self._prompt, tools=self._tools or None
+        )
+        thought = found.get("reasoning_content") or found.get("thinking")
+        calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
+        made = [call_of(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
+        delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
+        for name in ("content", "reasoning_content"):
+            if delta[name]:  # the last of them that there is
+                delta[name] = self._without_rest(str(delta[name]))
+                break
+        return delta
+
+    def _without_rest(self, text: str) -> str:
+        """A part of the answer without what is behind a stop string."""
+        text_of = Detokenizer(self._tokenizer, prompt=self._prompt)
+        whole = text_of.push(self._ids)[0] + text_of.finish()
+        if not whole.startswith(self._text):
+            return text
+        rest = whole[len(self._text) :]
+        return text.removesuffix(rest if text.endswith(rest) else rest.rstrip())
+
+
+def _is_lost(text: str, delta: Delta, markup: str) -> bool:
+    """Whether a word of an answer is in none of its fields, or a call is none.
+
+    Words that the template itself has are tags, and how a call writes numbers is its own affair.
+
+    Args:
+        text: The answer.
+        delta: Its fields.
+        markup: What the tokenizer knows its model's answers by.
+    """
+    shown = Counter(_words(f"{delta['content'] or ''} {delta['reasoning_content'] or ''}"))
+    tags = set(_words(markup))
+    for call in delta["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        value = json.loads(arguments)
+        if not (isinstance(value, dict) and is_name(name)):
+            return True
+        forms = (arguments, json.dumps(value), _said_in(value))  # of which one is written
+        shown += Counter(_words(name))
+        shown += reduce(or_, (Counter(_words(form)) for form in forms))
+        tags |= _LITERALS
+    words = Counter(_words(text)) - shown
+    has_calls = bool(delta["tool_calls"])
+    return any(not (word in tags or (has_calls and word.isdecimal())) for word in words)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _said_in(value: Any) -> str:
+    """What the strings and keys of a JSON value say, joined."""
+    found, left = list[str](), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list):
+            left += one
+    return " ".join(found)
+
+
+class HarmonyReader:
+    """Reads GPT-OSS's form as it comes.
+
+    Args:
+        parts: Cuts the answer into its parts.
+    """
+
+    marks: ClassVar[Mapping[int, str]] = {}
+
+    def __init__(self, parts: Harmony) -> None:
+        self.num_calls = self.num_reasoning_tokens = 0
+        self._parts = parts
+        self._due: deque[Part] = deque()
+        """Not shown yet."""
+        self._num_shown = 0
+        """Characters that may be shown: a stop string has cut the others off, or may."""
+        self._arguments: Value | None = None
+        """Those of the last call, until they have ended."""
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._arguments is not None
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._parts.kind == "reasoning_content"
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        self._num_shown += len(text)
+        for token_id in token_ids:
+            self._due += self._parts.push(token_id)
+        return self._shown()
+
+    def finish(self) -> Delta:
+        self._due += self._parts.finish()
+        return self._shown()
+
+    def split(self, text: str, token_id: int) -> Iterable[tuple[str, bool]]:
+        if token_id != NO_TOKEN:
+            self._parts.push(token_id)
+        return [(text, self._parts.kind in ("head", "reasoning_content"))]
+
+    def undecided(self) -> str:
+        return ""
+
+    def _shown(self) -> Delta:
+        delta: Delta = {}
+        while self._due:
+            part = self._due.popleft()
+            if part.kind == "call":
+                calls = delta.get("tool_calls", [])
+                delta["tool_calls"] = with_call(calls, call_of(self.num_calls, part.text, ""))
+                self.num_calls += 1
+                self._arguments = Value()
+                continue
+            text = part.text[: self._num_shown]
+            self._num_shown -= len(text)
+            if part.kind == "reasoning_content":
+                self.num_reasoning_tokens += part.num_tokens
+            if part.kind == "arguments" and text:
+                if self._arguments is not None and self._arguments.length(text)[1]:
+                    self._arguments = None
+                more = {"index": self.num_calls - 1, "function": {"arguments": text}}
+                delta["tool_calls"] = with_call(delta.get("tool_calls", []), more)
+            elif part.kind != "head" and text:
+                delta[part.kind] = delta.get(part.kind, "") + text
+            if len(text) < len(part.text):
+                self._due.appendleft(part._replace(text=part.text[len(text) :], num_tokens=0))
+                break
+        return delta
+
+
+class FirstCallReader:
+    """Leaves out all calls but the first, where a request allows one at most.
+
+    Args:
+        reader: Finds them all.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.marks, self.split, self.undecided = reader.marks, reader.split, reader.undecided
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._reader.is_thinking
+
+    @property
+    def num_calls(self) -> int:
+        return min(self._reader.num_calls, 1)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._reader.is_in_call and self._reader.num_calls == 1
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        return self._without_others(self._reader.push(text, token_ids, ends))
+
+    def finish(self) -> Delta:
+        return self._without_others(self._reader.finish())
+
+    @staticmethod
+    def _without_others(delta: Delta) -> Delta:
+        if "tool_calls" not in delta:
+            return delta
+        first = [part for part in delta["tool_calls"] if part["index"] == 0]
+        found = {**delta, "tool_calls": first}  # in the same order
+        return {name: value for name, value in found.items() if value}
+
+
+def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
+    """The reader of one choice of an answer.
+
+    Args:
+        tokenizer: Of the model, or None.
+        prompt: Token ids of the prompt.
+        choice: What may be called.
+        has_form: Whether a grammar holds the answer, from its first token or behind its reasoning.
+    """
+    reader = _reader_of_all(tokenizer, prompt, choice, has_form)
+    return FirstCallReader(reader) if choice.tools and not choice.parallel else reader
+
+
+def reader_of(asked: ChatRequest) -> Callable[[Any, Sequence[int]], Reader]:
+    """Return the function that makes the reader of an answer, of the tokenizer and the prompt."""
+    choice = asked.choice()
+    has_form = choice.forced or asked.form() is not None
+    return lambda tokenizer, prompt: make_reader(tokenizer, prompt, choice, has_form)
+
+
+def _reader_of_all(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
+    """A reader that finds all calls, however many may be; arguments are those of `make_reader`."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if not has_form and (found := harmony.marks_of(tokenizer)):
+        names = {tool["function"]["name"] for tool in choice.tools}
+        return HarmonyReader(Harmony(tokenizer, found, prompt, names))
+    thinks = THINK in template
+    is_thinking = thinks and ends_with(tokenizer, prompt, THINK)
+    marks = marks_of(tokenizer)
+    if tokenizer is not None and not has_form and getattr(tokenizer, "response_template", None):
+        passages = HermesReader(thinks=thinks, is_thinking=is_thinking, calls=False, marks=marks)
+        return TemplateReader(tokenizer, prompt, choice.tools, passages)
+    thinks = thinks and not has_form  # a form may hold the tag in a string
+    if not thinks and not is_thinking and not choice.tools:
+        return PlainReader()
+    return HermesReader(
+        thinks=thinks,
+        is_thinking=is_thinking,
+        calls=bool(choice.tools),
+        marks=marks,
+        spelled=has_form,
+    )

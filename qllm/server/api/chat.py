@@ -1,0 +1,125 @@
+"""`POST /v1/chat/completions`."""
+
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from qllm.frontend.handle import Piece
+from qllm.server.api.answers import Shown, Writer, respond
+from qllm.server.api.calls import Reader, reader_of
+from qllm.server.api.protocol import ChatRequest
+from qllm.server.http.errors import RESPONSES
+from qllm.server.requests.ask import Ask, Sends, check_alone
+from qllm.server.requests.front import Front
+from qllm.server.requests.open_answer import Answer
+from qllm.server.tools.deltas import merged
+from qllm.types import FinishReason
+
+ENDPOINT = "/v1/chat/completions"
+
+
+class ChatWriter(Writer):
+    """The JSON of chat completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    has_prompts_in_choices = False
+
+    def __init__(self, front: Front, asked: ChatRequest) -> None:
+        super().__init__(front, "chatcmpl", asked)
+        self._asked = asked
+        self._readers: dict[int, Reader] = {}
+
+    def _reader(self, index: int) -> Reader:
+        """Who reads a choice."""
+        if index not in self._readers:
+            tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
+            self._readers[index] = reader_of(self._asked)(tokenizer, prompt)
+        return self._readers[index]
+
+    def usage(self, answer: Answer) -> dict[str, Any]:
+        thought = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        return {**answer.usage(), "completion_tokens_details": {"reasoning_tokens": thought}}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        tokens = zip(piece.token_ids, piece.logprobs, piece.added, strict=True)
+        content = [_entry(*self.alternatives(*x)) for x in tokens] if piece.logprobs else []
+        logprobs = {"content": content, "refusal": None} if content else None
+        delta = self._reader(index).push(piece.text, piece.token_ids, piece.ends)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        reader = self._reader(index)
+        delta, why = reader.finish(), reason.value
+        if reader.num_calls and reason is FinishReason.STOP and not reader.is_in_call:
+            why = "tool_calls"
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": why}
+
+    def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
+        parts = [x for p in pieces if p["logprobs"] for x in p["logprobs"]["content"]]
+        end = self.end(index, reason)
+        found = merged([*(p["delta"] for p in pieces), end["delta"]])
+        message = {"role": "assistant", "content": found.get("content", ""), "refusal": None}
+        if "reasoning_content" in found:
+            message["reasoning_content"] = found["reasoning_content"]
+        if calls := found.get("tool_calls"):
+            message["tool_calls"] = [{k: v for k, v in x.items() if k != "index"} for x in calls]
+            message["content"] = message["content"] or None
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": parts, "refusal": None} if parts else None,
+            "finish_reason": end["finish_reason"],
+        }
+
+
+def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
+    def one(x: Shown) -> dict[str, Any]:
+        return {"token": x.token, "logprob": x.logprob, "bytes": list(x.data)}
+
+    return {**one(chosen), "top_logprobs": [one(x) for x in top]}
+
+
+def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
+    """What the engine is asked for."""
+    return Ask(
+        answer_id=answer_id,
+        messages=body.messages,
+        template=body.template_options(),
+        reading=reader_of(body),
+        n=body.n,
+        sampling={**body.sampling(), "logprobs": body.num_logprobs()},
+        max_tokens=body.most_tokens(),
+        slo=None if body.slo is None else body.slo.slo(),
+        timeout_s=timeout_s,
+        special=body.add_special_tokens,
+        truncate=body.truncate_prompt_tokens,
+        cache_salt=body.cache_salt or "",
+        cache_ttl_s=body.cache_ttl_s,
+        num_bytes=body.num_bytes,
+    )
+
+
+def routes(front: Front, prompts: Sends) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["chat"])
+
+    @router.post(ENDPOINT, responses=RESPONSES)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        front.check_model(body.model)
+        writer = ChatWriter(front, body)
+        ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
+        if body.prompt_id is None:
+            return await respond(request, front, writer, body, ask)
+        check_alone(body)
+        caller = request.state.caller
+        with prompts.sending(caller, body.prompt_id, is_chat=True) as opened:
+            return await respond(request, front, writer, body, replace(ask, opened=opened))
+
+    return router

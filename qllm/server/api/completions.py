@@ -1,0 +1,184 @@
+"""`POST /v1/completions`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+
+from qllm.frontend.detokenizer import certain_text, decoded, token_texts
+from qllm.frontend.handle import Piece
+from qllm.server.api.answers import Writer, respond
+from qllm.server.api.protocol import CompletionRequest
+from qllm.server.http.errors import RESPONSES
+from qllm.server.requests.ask import TO_FIT, Ask, Sends, check_alone
+from qllm.server.requests.front import Front
+from qllm.types import FinishReason, Logprobs, PromptLogprobs
+
+ENDPOINT = "/v1/completions"
+
+
+class Position(NamedTuple):
+    """One token in the lists of `logprobs`."""
+
+    token: str
+    logprob: float | None
+    top: dict[str, float] | None
+    """Alternatives and the token itself, as its text is. Of those that read the same, the
+    likelier."""
+
+
+class CompletionWriter(Writer):
+    """The JSON of text completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, front: Front, asked: CompletionRequest) -> None:
+        super().__init__(front, "cmpl", asked)
+        self._asked = asked
+        self._offsets: dict[int, int] = {}
+
+    def _given(self, index: int) -> str | None:
+        """The prompt of a choice as text, if it came as text and whole."""
+        prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
+        is_cut = self._asked.truncate_prompt_tokens in (TO_FIT, len(ids))
+        return prompt if isinstance(prompt, str) and not is_cut else None
+
+    def _echo(self, index: int) -> str:
+        """What a choice's text begins with."""
+        if not self._asked.echo:
+            return ""
+        tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
+        if (given := self._given(index)) is not None or tokenizer is None:
+            return given or ""
+        if self._asked.max_tokens == 0:
+            return decoded(tokenizer, ids)
+        return certain_text(tokenizer, ids, special=True)[0]
+
+    def _texts_of_prompt(self, index: int) -> list[str]:
+        """What each token of the prompt adds to the echo, where its log-probabilities are shown."""
+        tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
+        if tokenizer is None:
+            return [self.shown(token_id, 0.0).token for token_id in ids]
+        find = partial(token_texts, tokenizer, ids, is_whole=self._asked.max_tokens == 0)
+        if (given := self._given(index)) is None:
+            return find(special=True)
+        found = find(special=False)
+        text = "".join(found)
+        if given.endswith(text):  # what stands before it is of the special tokens in front
+            return [given[: len(given) - len(text)] + found[0], *found[1:]]
+        whole = find(special=True)
+        return whole if "".join(whole) == given else found
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        text = "" if self._waits_for_prompt else self._echo(index)
+        return self._choice(index, text) if text else None
+
+    @property
+    def _waits_for_prompt(self) -> bool:
+        """Whether the echo has log-probabilities, which come with the first token."""
+        return bool(self._asked.echo) and self._asked.logprobs is not None
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        text, shown = piece.text, self._shown(piece)
+        if self._asked.max_tokens == 0:
+            text, shown = "", []
+        if piece.prompt is not None and self._waits_for_prompt:
+            texts, has_text = self._texts_of_prompt(index), self._front.engine.tokenizer is not None
+            text = ("".join(texts) if has_text else "") + text
+            shown = [*self._shown_prompt(index, texts, piece.prompt), *shown]
+        return self._choice(index, text, self._logprobs(index, shown) if shown else None)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        if self._asked.max_tokens == 0:
+            reason = FinishReason.LENGTH
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason.value}
+
+    def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
+        parts = [p["logprobs"] for p in pieces if p["logprobs"]]
+        logprobs = (
+            {key: [x for part in parts for x in part[key]] for key in parts[0]} if parts else None
+        )
+        text = "".join(p["text"] for p in pieces)
+        if not self._waits_for_prompt:
+            text = self._echo(index) + text
+        return {**self.end(index, reason), "text": text, "logprobs": logprobs}
+
+    def _shown(self, piece: Piece) -> list[Position]:
+        """Tokens of the answer with their log-probabilities, if asked for."""
+        if not piece.logprobs:
+            return []
+        texts = piece.added or [self.shown(i, 0.0).token for i in piece.token_ids]
+        both = zip(texts, piece.token_ids, piece.logprobs, strict=True)
+        return [self._position(*of_token) for of_token in both]
+
+    def _shown_prompt(
+        self, index: int, texts: Sequence[str], prompt: PromptLogprobs
+    ) -> list[Position]:
+        """The same for the tokens of the prompt; the first has no log-probability."""
+        both = zip(texts[1:], self.prompts[index][1:], prompt.tokens(), strict=True)
+        return [Position(texts[0], None, None), *(self._position(*of_token) for of_token in both)]
+
+    def _position(self, text: str, token_id: int, logprobs: Logprobs) -> Position:
+        """A token that adds a text, and the alternatives to it."""
+        chosen, top = self.alternatives(token_id, logprobs)
+        by_text = {text: chosen.logprob}
+        for (i, _), other in zip(logprobs.top, top, strict=True):
+            if i != token_id:
+                by_text[other.token] = max(other.logprob, by_text.get(other.token, other.logprob))
+        return Position(text, chosen.logprob, by_text)
+
+    def _logprobs(self, index: int, shown: list[Position]) -> dict[str, Any]:
+        start = self._offsets.get(index, 0)
+        ends = list(accumulate((len(x.token) for x in shown), initial=start))
+        self._offsets[index] = ends[-1]
+        return {
+            "tokens": [x.token for x in shown],
+            "token_logprobs": [x.logprob for x in shown],
+            "top_logprobs": [x.top for x in shown],
+            "text_offset": ends[:-1],
+        }
+
+
+def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> Ask:
+    """What the engine is asked for."""
+    return Ask(
+        answer_id=answer_id,
+        prompts=body.prompts(),
+        n=body.n,
+        sampling=body.sampling(),
+        max_tokens=body.most_tokens(),
+        slo=None if body.slo is None else body.slo.slo(),
+        timeout_s=timeout_s,
+        special=body.add_special_tokens,
+        truncate=body.truncate_prompt_tokens,
+        cache_salt=body.cache_salt or "",
+        cache_ttl_s=body.cache_ttl_s,
+        num_bytes=body.num_bytes,
+    )
+
+
+def routes(front: Front, prompts: Sends) -> APIRouter:
+    """The route."""
+    router = APIRouter(tags=["completions"])
+
+    @router.post(ENDPOINT, responses=RESPONSES)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
+        front.check_model(body.model)
+        writer = CompletionWriter(front, body)
+        ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
+        if body.prompt_id is None:
+            return await respond(request, front, writer, body, ask)
+        check_alone(body)
+        caller = request.state.caller
+        with prompts.sending(caller, body.prompt_id, is_chat=False) as opened:
+            return await respond(request, front, writer, body, replace(ask, opened=opened))
+
+    return router

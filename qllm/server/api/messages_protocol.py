@@ -1,0 +1,443 @@
+"""The bodies of `/v1/messages`, as Anthropic's API defines them, and the chat they come to."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+
+from qllm.grammar_schema import closed
+from qllm.server.api.protocol import ChatRequest, TextOr
+from qllm.server.http.errors import parse
+from qllm.server.http.fields import Asked, Body, Items, LeftOut, Open, SentBack, kind_of
+from qllm.types import Priority
+
+CacheControl = dict[str, Any] | None
+"""Accepted: the prefix cache keeps what it can."""
+
+
+class TextPart(SentBack):
+    """Text of anybody."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: Any = None
+
+    @field_validator("citations")
+    @classmethod
+    def _no_citations(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("citations are not supported; leave them out")
+        return value
+
+
+class ThinkingPart(SentBack):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUsePart(SentBack):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: Any = None
+
+
+class ToolReferencePart(SentBack):
+    """The name of a tool that a search for tools found; the model knows all of them."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return self.tool_name
+
+
+class DocumentSource(Open):
+    """What a document holds."""
+
+    type: Literal["text", "content"]
+    data: str = ""
+    content: TextOr[TextPart] = ""
+
+
+class DocumentPart(SentBack):
+    """A document that is text."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        source = self.source
+        said = source.data if source.type == "text" else _text(source.content)
+        return "\n".join(filter(None, (self.title, self.context, said)))
+
+
+class SearchResultPart(SentBack):
+    """A passage that the client found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Items[TextPart]
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return "\n".join((self.title, self.source, _text(self.content)))
+
+
+Readable = TextPart | ToolReferencePart | DocumentPart | SearchResultPart
+Texts = TextOr[Annotated[Readable, Field(discriminator="type")]]
+
+
+class ToolResultPart(SentBack):
+    """What a call came to."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return _text(self.content or "")
+
+
+class RedactedPart(SentBack):
+    """Reasoning that only Anthropic's servers can read."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["redacted_thinking"]
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name it by its type."""
+        yield self.type, "redacted_thinking cannot be read here; leave it out"
+
+
+class ServerUsePart(ToolUsePart):
+    """A call that a server answered by itself."""
+
+    type: str  # type: ignore[assignment]
+
+
+class ServerResultPart(SentBack):
+    """What such a call came to."""
+
+    type: str
+    tool_use_id: str
+    content: Any = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+    caller: Any = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads, without what only that server can."""
+        return json.dumps(_readable(self.content))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {k: _readable(x) for k, x in value.items() if not k.startswith("encrypted")}
+
+
+def _tag(value: Any) -> Any:
+    """Which of the blocks it is."""
+    kind = kind_of(value)
+    if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
+        return kind
+    return next((f"...{end}" for end in ("_tool_use", "_tool_result") if kind.endswith(end)), kind)
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")]
+    | Annotated[ThinkingPart, Tag("thinking")]
+    | Annotated[RedactedPart, Tag("redacted_thinking")]
+    | Annotated[DocumentPart, Tag("document")]
+    | Annotated[SearchResultPart, Tag("search_result")]
+    | Annotated[ToolUsePart, Tag("tool_use")]
+    | Annotated[ToolResultPart, Tag("tool_result")]
+    | Annotated[ServerUsePart, Tag("..._tool_use")]
+    | Annotated[ServerResultPart, Tag("..._tool_result")],
+    Discriminator(_tag),
+]
+_OF_ROLES = {
+    "user": (TextPart, DocumentPart, SearchResultPart, ToolResultPart),
+    "assistant": (TextPart, ThinkingPart, RedactedPart, ToolUsePart, ServerResultPart),
+    "system": (TextPart,),
+}
+"""The blocks that a message of each role may hold."""
+
+
+class Message(Open):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: TextOr[Part]
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> "Message":
+        parts = [] if isinstance(self.content, str) else self.content
+        wrong = next((part for part in parts if not isinstance(part, _OF_ROLES[self.role])), None)
+        if wrong is not None:
+            raise ValueError(f"a message of role {self.role!r} cannot hold a {wrong.type} block")
+        return self
+
+    def chat(self) -> Iterator[dict[str, Any]]:
+        """The messages of a chat that it comes to: every result of a tool is one."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        said: list[Part] = []
+        for part in self.content:
+            if not isinstance(part, ToolResultPart | ServerResultPart):
+                said.append(part)
+                continue
+            if said:
+                yield self._said(said)
+                said = []
+            yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": part.text}
+        if said or not self.content:
+            yield self._said(said)
+
+    def _said(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """One message of a chat."""
+        text = "\n".join(part.text for part in parts if isinstance(part, Readable))
+        made: dict[str, Any] = {"role": self.role, "content": text}
+        if thought := "\n".join(p.thinking for p in parts if isinstance(p, ThinkingPart)):
+            made["reasoning_content"] = thought
+        calls = [
+            {"id": p.id, "type": "function", "function": {"name": p.name, "arguments": p.input}}
+            for p in parts
+            if isinstance(p, ToolUsePart)
+        ]
+        return {**made, "tool_calls": calls} if calls else made
+
+
+def _text(content: str | Sequence[Readable]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class FunctionTool(Open):
+    """A function that may be called."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl = None
+    eager_input_streaming: bool | None = None
+    input_examples: Items[dict[str, Any]] | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """As a chat has it."""
+        schema = closed(self.input_schema) if self.strict else self.input_schema
+        function = {"name": self.name, "parameters": schema}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[LeftOut, Tag("left out")],
+    Discriminator(lambda tool: "function" if kind_of(tool) in (None, "custom") else "left out"),
+]
+
+
+class ToolChoice(Open):
+    """Whether a tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> "ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name must be given with type='tool', and only with it")
+        return self
+
+    def chat(self) -> Any:
+        """As a chat has it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Open):
+    """Whether the model reasons, and for how long."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _may_have_budget(self) -> "ThinkingConfig":
+        if self.type != "enabled" and self.budget_tokens is not None:
+            raise ValueError("budget_tokens goes with type='enabled' alone")
+        return self
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name what is shown all the same."""
+        if self.display == "omitted":
+            yield "display", "thinking.display='omitted' is not served; leave it out"
+
+
+class OutputFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Open):
+    """How the answer is made."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Conversation(Asked):
+    """What a message and its count of tokens have in common."""
+
+    packs = ("messages",)
+
+    model: str
+    messages: Items[Message] = Field(min_length=1)
+    system: TextOr[TextPart] | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
+    cache_control: CacheControl = None
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> "Conversation":
+        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.functions:
+            raise ValueError(f"tool_choice.type={self.tool_choice.type!r} needs tools")
+        return self
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that the model is told of."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    def chat(self) -> ChatRequest:
+        """As a chat.
+
+        Raises:
+            ApiError: A value is wrong.
+        """
+        messages = [] if self.system is None else [_system(_text(self.system))]
+        for message in self.messages:
+            for made in message.chat():
+                if made["role"] == "system" and len(messages) == 1 and messages[0] != made:
+                    made = _merged(messages, made)
+                messages.append(made)
+        body: dict[str, Any] = {"messages": messages, **self.options()}
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            body |= {"add_generation_prompt": False, "continue_final_message": True}
+        found: ChatRequest = parse(ChatRequest, body)
+        return found
+
+    def options(self) -> dict[str, Any]:
+        """Fields of the chat beside its messages."""
+        found: dict[str, Any] = {"model": self.model}
+        if self.functions:
+            found["tools"] = [tool.chat() for tool in self.functions]
+        if (choice := self.tool_choice) is not None:
+            found["tool_choice"] = choice.chat()
+            found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if (thinking := self.thinking) is not None:
+            found["thinking_token_budget"] = thinking.budget_tokens
+            found["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+        if (output := self.output_config) is not None:
+            found["reasoning_effort"] = output.effort
+        form = self.output_format or (output.format if output is not None else None)
+        if form is not None:
+            named = {"name": "answer", "strict": True, "schema": form.schema_}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
+        return found
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def _merged(messages: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+    """The two system messages that a conversation begins with as one: templates know one."""
+    first = messages.pop()
+    if first["role"] != "system":
+        messages.append(first)
+        return more
+    return _system(f"{first['content']}\n\n{more['content']}")
+
+
+class CountRequest(Conversation):
+    """`POST /v1/messages/count_tokens`."""
+
+
+class MessagesRequest(Conversation):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool | None = False
+    stop_sequences: Items[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    @model_validator(mode="after")
+    def _budget_fits(self) -> "MessagesRequest":
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise ValueError(
+                f"thinking.budget_tokens={budget} must be less than max_tokens={self.max_tokens}"
+            )
+        return self
+
+    def options(self) -> dict[str, Any]:
+        names = ("max_tokens", "temperature", "top_k", "top_p")
+        found = {name: getattr(self, name) for name in names}
+        return {**super().options(), **found, "stop": self.stop_sequences}
+
+    def asked_class(self) -> Priority | None:
+        """The class that the body asks for: it has no word for one."""
+        return None
+
+
+def input_of(arguments: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None if they are none, or one that no JSON can say."""
+    try:
+        found = json.loads(arguments or "{}")
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

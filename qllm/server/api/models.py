@@ -1,0 +1,128 @@
+"""The small routes: models, tokenize, detokenize."""
+
+import asyncio
+import time
+from typing import Any, Self
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, model_validator
+
+from qllm.server.api.answers import owner_of
+from qllm.server.http.errors import RESPONSES, ApiError
+from qllm.server.http.fields import Body, Items
+from qllm.server.prompts.routes import Templated
+from qllm.server.requests import texts
+from qllm.server.requests.apart import Given
+from qllm.server.requests.bodies import JSON
+from qllm.server.requests.front import Front
+
+
+class TokenizeRequest(Templated):
+    """`POST /tokenize`: a prompt or messages."""
+
+    of_chats = (*Templated.of_chats, "add_generation_prompt", "continue_final_message")
+    packs = ("messages",)
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokens are added that stand around every text; by default around a prompt."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _is_there(self) -> Self:
+        if self.prompt is None and self.messages is None:
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DeleteKvRequest(Body):
+    """`POST /delete_kv`."""
+
+    cache_salt: str | None = Field(None, max_length=256)
+    """Without it, every salt of the caller's key."""
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    ids = ("tokens",)
+
+    model: str | None = None
+    tokens: Items[int]
+
+
+def card(front: Front, name: str, started: int) -> dict[str, Any]:
+    """What is said of the model under one of its names.
+
+    Args:
+        front: Of the server.
+        name: What clients call it.
+        started: Unix time of the server's start.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "qllm",
+        "root": front.config.model,
+        "max_model_len": front.max_model_len,
+    }
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["tools"])
+    started = int(time.time())
+
+    @router.get("/v1/models", responses={401: RESPONSES[401]})
+    async def models() -> dict[str, Any]:
+        """The one model served, once per name."""
+        names = front.config.model_names
+        return {"object": "list", "data": [card(front, name, started) for name in names]}
+
+    @router.get("/v1/models/{name:path}", responses=RESPONSES)
+    async def one_model(name: str) -> dict[str, Any]:
+        """The model, if it is called so."""
+        front.check_model(name)
+        return card(front, name, started)
+
+    @router.post("/tokenize", responses=RESPONSES)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """The token ids of a prompt, or of messages in the chat template."""
+        front.check_model(body.model)
+        how = (body.template(), body.add_special_tokens, front.max_model_len)
+        what = (body.prompt, body.messages, Given.TOKENIZER, *how)
+        found = await front.best_effort(body.num_bytes, texts.tokenized, *what)
+        return Response(found, media_type=JSON)
+
+    @router.post("/detokenize", responses=RESPONSES)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """The text of token ids."""
+        front.check_model(body.model)
+        what = (body.tokens, Given.TOKENIZER)
+        found = await front.best_effort(body.num_bytes, texts.detokenized, *what)
+        return Response(found, media_type=JSON)
+
+    @router.post("/reset_prefix_cache", responses={n: RESPONSES[n] for n in (403, 503)})
+    async def reset_prefix_cache(request: Request) -> dict[str, str]:
+        """Forget all kept KV, as vLLM's route of this name does."""
+        if not request.state.is_admin:
+            text = "this deletes the kept KV of every API key, which only that of the setting "
+            text += "admin_api_key may; POST /delete_kv deletes that of yours"
+            raise ApiError(403, text, code="not_admin")
+        if (error := front.unavailable()) is not None:
+            raise error
+        await asyncio.to_thread(front.engine.reset_prefix_cache)
+        return {"status": "ok"}
+
+    @router.post("/delete_kv", responses=RESPONSES)
+    async def delete_kv(request: Request, body: DeleteKvRequest) -> dict[str, Any]:
+        """Delete kept KV of the caller's API key: of one `cache_salt`, or all of it."""
+        if (error := front.unavailable()) is not None:
+            raise error
+        owner = owner_of(request.state.caller)
+        count = await asyncio.to_thread(front.engine.delete_kv, body.cache_salt, owner)
+        return {"status": "ok", "deleted_pages": count}
+
+    return router

@@ -1,0 +1,487 @@
+"""The bodies of requests. A field that is not here is refused by name.
+
+Fields that OpenAI defines and that change nothing here are accepted; those that would change the
+answer and cannot be served are refused with the reason.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from qllm.errors import brief
+from qllm.grammar_schema import closed
+from qllm.server.http.errors import ApiError
+from qllm.server.http.fields import Asked, Body, Items, Numbers, Open, Seed
+from qllm.server.http.headers import name_of
+from qllm.server.requests.ask import TO_FIT
+from qllm.server.tools.tool_choice import Choice, allowed_of, choice_of, grammar
+from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
+
+MAX_LOGPROBS = 20
+
+ServiceTier = Literal["auto", "default", "priority", "flex"]
+
+_Item = TypeVar("_Item")
+TextOr = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Items[_Item], Tag("list")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
+]
+"""Text, or a list: an error in an item is told, not that a list is no text."""
+
+
+class StreamOptions(Open):
+    """What a stream says beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM: usage in every chunk."""
+    include_obfuscation: bool | None = None
+    """Accepted: nothing is padded here."""
+
+
+def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
+    if value not in allowed:
+        raise ValueError(why)
+    return value
+
+
+def _kept_tokens(value: int) -> int:
+    if value < 1 and value != TO_FIT:
+        raise ValueError(f"must be at least 1, or {TO_FIT} for as many as leave room to answer")
+    return value
+
+
+class Targets(Body):
+    """Latency targets of one request."""
+
+    ttft_ms: float | None = Field(None, gt=0, le=MAX_TIME_MS, allow_inf_nan=False)
+    tpot_ms: float | None = Field(None, gt=0, le=MAX_TIME_MS, allow_inf_nan=False)
+
+    def slo(self) -> Slo:
+        """As the engine has them."""
+        return Slo(self.ttft_ms, self.tpot_ms)
+
+
+class NamedSchema(Body):
+    """A JSON schema and what OpenAI says about it; the answer is always held to it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be given with type='json_schema', and only with it")
+        if self.json_schema is not None and self.json_schema.schema_ is None:
+            raise ValueError("json_schema.schema is missing")
+        return self
+
+    def form(self) -> dict[str, Any] | None:
+        """Keywords of StructuredOutputs; None for text."""
+        if self.json_schema is not None:
+            schema = self.json_schema.schema_
+            return {"json": closed(schema) if self.json_schema.strict else schema}
+        return {"json": {"type": "object"}} if self.type == "json_object" else None
+
+
+class Structured(Body):
+    """vLLM's `structured_outputs`."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+
+    def form(self) -> dict[str, Any]:
+        """Keywords of StructuredOutputs."""
+        found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
+        found |= {"choice": self.choice, "grammar": self.grammar}
+        found = {name: value for name, value in found.items() if value is not None}
+        if self.json_object:
+            if found:
+                raise ApiError(
+                    400,
+                    "structured_outputs: give json_object or another",
+                    param="structured_outputs",
+                )
+            return {"json": {"type": "object"}}
+        return found
+
+
+class Generation(Asked):
+    """What completions and chat have in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_there(cls, data: Any) -> Any:
+        """What came in pieces needs no prompt, and no messages."""
+        if not isinstance(data, dict) or data.get("prompt_id") is None:
+            return data
+        name, blank = cls._blank_prompt()
+        if name in data:
+            raise ValueError(f"prompt_id names the prompt; leave {name} out")
+        return {**data, name: blank}
+
+    @classmethod
+    def _blank_prompt(cls) -> tuple[str, Any]:
+        """The field that a prompt goes into, and what stands for one that came in pieces."""
+        raise NotImplementedError
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    seed: Seed = None
+    """-1 is none, as vLLM has it; other negative ones are seeds of their own, as OpenAI has it."""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    stop: str | Items[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Numbers | None = None
+    service_tier: ServiceTier | None = None
+    """"flex" is BE, the others are LS."""
+
+    top_k: int | None = None
+    """vLLM; 0 and -1 keep all."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Items[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    """vLLM; nothing ends the answer before so many tokens."""
+    thinking_token_budget: int | None = Field(None, ge=0)
+    """vLLM; reasoning ends after so many tokens."""
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: Annotated[int, AfterValidator(_kept_tokens)] | None = None
+    """vLLM; only so many of the last tokens of the prompt are kept. -1 leaves room to answer."""
+    return_token_ids: bool | None = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """vLLM; so many alternatives per token of the prompt. Not in a stream."""
+    request_id: Annotated[str, AfterValidator(name_of)] | None = Field(None, max_length=256)
+    """vLLM; the answer's id ends with it. ASCII without spaces: a header and the log have it."""
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    priority: int | None = None
+    """vLLM; 0 or less is LS, more is BE."""
+    cache_salt: str | None = Field(None, max_length=256)
+    """vLLM; kept KV is shared only between requests of one salt and one API key."""
+    cache_ttl_s: float | None = Field(None, gt=0, le=MAX_TIME_S, allow_inf_nan=False)
+    """Ours; kept KV of this request is not displaced for so many seconds, for the next turns."""
+    slo: Targets | None = None
+    """Ours; by default the engine's `ls_slo`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    """vLLM; so are its older names of the same:"""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+
+    metadata: dict[str, Any] | None = None
+    prompt_id: str | None = None
+    """Ours; the prompt was opened before (`/v1/prompts`), and is whole now."""
+    user: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    moderation: Any = None
+
+    @model_validator(mode="after")
+    def _prompt_not_streamed(self) -> "Generation":
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not streamed; use stream=false, or echo")
+        return self
+
+    @model_validator(mode="after")
+    def _one_class(self) -> "Generation":
+        if self.service_tier and self.priority is not None:
+            by_number = Priority.LS if self.priority <= 0 else Priority.BE
+            if by_number != class_of_tier(self.service_tier):
+                raise ValueError(
+                    f"service_tier={self.service_tier!r} and priority={self.priority} name "
+                    "different classes; give one of them"
+                )
+        return self
+
+    def most_tokens(self) -> int | None:
+        """What `max_tokens` comes to; None leaves it to the engine."""
+        raise NotImplementedError
+
+    def sampling(self) -> dict[str, Any]:
+        """Keywords of SamplingParams that the request sets.
+
+        Raises:
+            ApiError: A value is wrong.
+        """
+        names = (
+            "seed", "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
+            "repetition_penalty", "stop_token_ids", "top_k", "stop", "min_tokens", "bad_words",
+            "allowed_token_ids", "include_stop_str_in_output", "thinking_token_budget",
+            "prompt_logprobs",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        found = {name: value for name, value in given.items() if value is not None}
+        if found.get("top_k") == -1:
+            found["top_k"] = 0
+        if self.seed == -1:
+            del found["seed"]
+        elif self.seed is not None and -(2**63) <= self.seed < 0:
+            found["seed"] = self.seed % 2**63
+        if self.logit_bias:
+            found["logit_bias"] = _bias(self.logit_bias)
+        if (form := self.form()) is not None:
+            found["structured_outputs"] = form
+        return {**found, "ignore_eos": self.ignore_eos}
+
+    def form(self) -> StructuredOutputs | None:
+        """The form that the answer must have.
+
+        Raises:
+            ApiError: Two are asked for.
+        """
+        asked: dict[str, dict[str, Any]] = {}
+        if self.response_format is not None and (form := self.response_format.form()) is not None:
+            asked["response_format"] = form
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs.form()
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                asked[f"guided_{kind}"] = {kind: value}
+        if len(asked) > 1:
+            names = list(asked)
+            text = f"{names[0]} and {names[1]} are both given; give one of them"
+            raise ApiError(400, text, param=names[1])
+        return StructuredOutputs(**next(iter(asked.values()))) if asked else None
+
+    def asked_class(self) -> Priority | None:
+        """The class the body asks for; None if it says nothing."""
+        if self.priority is not None:
+            return Priority.LS if self.priority <= 0 else Priority.BE
+        return None if self.service_tier is None else class_of_tier(self.service_tier)
+
+
+def class_of_tier(tier: ServiceTier) -> Priority:
+    """The class that OpenAI's word means."""
+    return Priority.BE if tier == "flex" else Priority.LS
+
+
+def _bias(bias: dict[str, float]) -> dict[int, float]:
+    wrong = [key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 12)]
+    if wrong:
+        raise ApiError(
+            400, f"logit_bias key {wrong[0]!r:.40} must be a token id", param="logit_bias"
+        )
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_left_out(tool: Mapping[str, Any]) -> bool:
+    """Return whether a tool is one that a server would run."""
+    kind = tool.get("type", "function")
+    return isinstance(kind, str) and kind not in ("function", "custom") and "function" not in tool
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    model_config = ConfigDict(extra="forbid")
+    ids = ("prompt",)
+
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    add_special_tokens: bool = True
+    """vLLM; whether the tokens are added to a text that stand around every text (BOS)."""
+    skip_special_tokens: bool = True
+    """vLLM; whether special tokens of the answer have no text."""
+    max_tokens: int | None = Field(16, ge=0)
+    """0 only with echo."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Alternatives per token."""
+    echo: bool | None = False
+    """The answer begins with the prompt, and with its log-probabilities if any are asked for."""
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> str | None:
+        _only(value, (None, ""), "suffix is not supported; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _answers_something(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 needs echo=true; ask for at least one token without it")
+        return self
+
+    @model_validator(mode="after")
+    def _no_best_of(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of={self.best_of} is not supported; it must equal n={self.n}")
+        return self
+
+    @classmethod
+    def _blank_prompt(cls) -> tuple[str, Any]:
+        return "prompt", ""
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise ApiError(400, "prompt is an empty list; give one prompt or more", param="prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+    def sampling(self) -> dict[str, Any]:
+        found = {**super().sampling(), "logprobs": self.logprobs}
+        found["skip_special_tokens"] = self.skip_special_tokens
+        if self.echo and self.logprobs is not None:
+            if self.prompt_logprobs not in (None, self.logprobs):
+                text = "with echo, prompt_logprobs must equal logprobs; give one of them"
+                raise ApiError(400, text, param="prompt_logprobs")
+            found["prompt_logprobs"] = self.logprobs
+        return found
+
+    def most_tokens(self) -> int:
+        """What `max_tokens` comes to."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class ChatRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    packs = ("messages",)
+
+    messages: Items[dict[str, Any]] = Field(min_length=1)
+    add_special_tokens: bool = False
+    """vLLM; whether they are added to what the chat template makes."""
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Items[dict[str, Any]] | None = None
+    """Functions that may be called; the chat template gets them."""
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """vLLM; the answer goes on with the last message. Needs add_generation_prompt=false."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM: further variables of the chat template."""
+    modalities: Items[str] | None = None
+    audio: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    web_search_options: Any = None
+
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools without those that a server would run."""
+        return None if self.tools is None else [x for x in self.tools if not _is_left_out(x)]
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        for tool in self.tools or ():
+            if _is_left_out(tool):
+                kind = tool["type"]
+                yield f"tools.{kind}", f"tools of type {brief(kind)} are not run here; leave it out"
+
+    @field_validator("modalities")
+    @classmethod
+    def _no_audio(cls, value: list[str] | None) -> list[str] | None:
+        return value if value is None else list(_only(value, (["text"],), "only 'text' is served"))
+
+    @field_validator("audio", "functions", "function_call", "web_search_options")
+    @classmethod
+    def _not_served(cls, value: Any) -> Any:
+        allowed: tuple[Any, ...] = (None, [], "none")  # clients send these for "no functions"
+        return _only(value, allowed, "is not supported; leave it out (for functions use tools)")
+
+    @model_validator(mode="after")
+    def _logprobs_together(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ValueError(
+                f"max_tokens={both[0]} and max_completion_tokens={both[1]} differ; give one"
+            )
+        return self
+
+    @classmethod
+    def _blank_prompt(cls) -> tuple[str, Any]:
+        return "messages", [{"role": "user", "content": ""}]
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def most_tokens(self) -> int | None:
+        """What `max_tokens` comes to; None leaves it to the engine."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def choice(self) -> Choice:
+        """What may be called.
+
+        Raises:
+            ApiError: The tools, or the choice, are wrong.
+        """
+        tools, asked = allowed_of(self.callable_tools, self.tool_choice)
+        return choice_of(tools, asked, self.parallel_tool_calls)
+
+    def form(self) -> StructuredOutputs | None:
+        """The form of the answer: that of calls where one is forced or a schema leaves room."""
+        asked, choice = super().form(), self.choice()
+        if choice.forced and asked is not None:
+            text = "tool_choice forces a call, so the answer can have no other form; give one"
+            raise ApiError(400, text, param="tool_choice")
+        if choice.forced:
+            return StructuredOutputs(grammar=grammar(choice))
+        if choice.tools and asked is not None and isinstance(asked.json, Mapping):
+            return StructuredOutputs(grammar=grammar(choice, asked.json))
+        return asked
+
+    def template_options(self) -> dict[str, Any]:
+        """Keywords of the chat template."""
+        tools, asked = allowed_of(self.callable_tools, self.tool_choice)
+        tools = None if asked == "none" else tools
+        given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        if self.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                given.setdefault("enable_thinking", False)
+        if not self.add_generation_prompt:
+            given["add_generation_prompt"] = False
+        if self.continue_final_message:
+            given["continue_final_message"] = True
+        return given

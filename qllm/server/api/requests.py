@@ -1,0 +1,109 @@
+"""`/v1/requests`: what a caller has open, and how it is changed while it runs."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import model_validator
+
+from qllm.server.api.protocol import ServiceTier, class_of_tier
+from qllm.server.http.errors import RESPONSES, ApiError
+from qllm.server.http.fields import Body
+from qllm.server.requests.front import Front
+from qllm.server.requests.open_answer import Answer
+from qllm.types import Priority, RequestStatus
+
+
+class Change(Body):
+    """`PATCH /v1/requests/{id}`."""
+
+    priority: str | int | None = None
+    """"LS" or "BE"; or vLLM's number: 0 or less is LS, more is BE."""
+    service_tier: ServiceTier | None = None
+    """The same as OpenAI says it: "flex" is BE."""
+    paused: bool | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Change":
+        given = [self.priority, self.service_tier, self.paused]
+        if all(value is None for value in given):
+            raise ValueError("give priority, service_tier or paused")
+        if None not in given[:2]:
+            raise ValueError("priority and service_tier say the same; give one of them")
+        is_name = isinstance(self.priority, str)
+        if is_name and str(self.priority).upper() not in Priority.__members__:
+            raise ValueError(f"priority={self.priority!r:.40} must be 'LS', 'BE' or an integer")
+        return self
+
+    def asked_class(self) -> Priority | None:
+        """The class it asks for; None leaves it."""
+        if self.service_tier is not None:
+            return class_of_tier(self.service_tier)
+        if isinstance(self.priority, str):
+            return Priority[self.priority.upper()]
+        if self.priority is None:
+            return None
+        return Priority.LS if self.priority <= 0 else Priority.BE
+
+
+def _found(front: Front, caller: str, name: str) -> Answer:
+    """An open request of this caller. That of another is as if it were not there.
+
+    Raises:
+        ApiError: 404; or 409, where several are called so and none has it as its id.
+    """
+    called = [x for x in front.answers if x.caller == caller and name in x.names]
+    found = [x for x in called if x.answer_id == name] or called
+    if not found:
+        raise ApiError(404, f"no request {name!r:.80} of this API key is open", code="not_found")
+    if len(found) > 1:
+        ids = ", ".join(sorted(x.answer_id for x in found))
+        text = f"{len(found)} open requests are called {name!r:.80}; their ids are {ids:.500}"
+        raise ApiError(409, text, code="ambiguous_id")
+    return found[0]
+
+
+def _status(answer: Answer) -> str:
+    """Where it is; of several choices the one that is furthest."""
+    found = {handle.status for handle in answer.handles} - {RequestStatus.FINISHED}
+    order = ("RUNNING", "PARKED", "WAITING", "OPEN", "PAUSED")
+    known = (RequestStatus[name] for name in order)
+    return str(next((x for x in known if x in found), RequestStatus.FINISHED).value)
+
+
+async def _shown(answer: Answer) -> dict[str, Any]:
+    return {
+        "id": answer.answer_id,
+        "object": "request",
+        "status": await asyncio.to_thread(_status, answer),
+        "paused": answer.is_paused,
+        "priority": answer.served.priority.name,
+        "service_tier": answer.served.tier,
+        "usage": answer.usage(),
+    }
+
+
+def routes(front: Front) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["requests"])
+
+    @router.get("/v1/requests", responses=RESPONSES)
+    async def list_requests(request: Request) -> dict[str, Any]:
+        """What this API key has open."""
+        caller = request.state.caller
+        mine = [answer for answer in front.answers if answer.caller == caller]
+        return {"object": "list", "data": [await _shown(answer) for answer in mine]}
+
+    @router.get("/v1/requests/{name:path}", responses=RESPONSES)
+    async def one_request(name: str, request: Request) -> dict[str, Any]:
+        """An open request."""
+        return await _shown(_found(front, request.state.caller, name))
+
+    @router.patch("/v1/requests/{name:path}", responses=RESPONSES)
+    async def change_request(name: str, body: Change, request: Request) -> dict[str, Any]:
+        """Change the class of a request that waits or runs, pause it, or let it go on."""
+        answer = _found(front, request.state.caller, name)
+        front.change(answer, body.asked_class(), body.paused)
+        return await _shown(answer)
+
+    return router

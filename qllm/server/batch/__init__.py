@@ -1,0 +1,1 @@
+"""Batches: their lines, and the worker that has them answered."""

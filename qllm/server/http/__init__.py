@@ -1,0 +1,1 @@
+"""HTTP itself: connections, keys, limits, headers, and the form of errors."""

@@ -1,0 +1,160 @@
+"""The access log: one line per HTTP request, with the class, TTFT and tokens it was served with."""
+
+import asyncio
+import logging
+import re
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from starlette.types import Scope
+
+from qllm.frontend.handle import Result
+
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Answered every few seconds: a line only where the answer is an error."""
+
+ANYBODY = "anybody"
+"""The caller, where there are no keys."""
+LATER_S = 0.005
+"""How long a line waits, so that a client that was answered need not wait for it."""
+CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=None)
+"""The exchange that this task answers."""
+
+PLAIN = "-._~:/+=@%"
+"""With letters and digits of ASCII: what names and paths are made of in a line."""
+
+_is_plain = re.compile(f"[A-Za-z0-9{re.escape(PLAIN)}]*").fullmatch
+_log = logging.getLogger("qllm.server.http.access")
+
+
+def plain(text: str) -> str:
+    """A name that a caller gave: no blank, quote or line break of it can look like a field."""
+    return text if _is_plain(text) else quote(text, safe=PLAIN, errors="backslashreplace")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One HTTP request and its answer, or the line of a batch.
+
+    It is told when the response has ended, and when the engine is done with each answer that it
+    opened; the later of both writes the line.
+    """
+
+    caller: str
+    """Digest of the API key."""
+    log: "Log | None" = None
+    """Where its line goes; a line of a batch has none."""
+    line: str = ""
+    """Method and path."""
+    client: str = ""
+    request_id: str = ""
+    """What the answer's header says (`x-request-id`)."""
+    start_s: float = field(default_factory=time.monotonic)
+    status: int = 0
+    ended_s: float | None = None
+    num_open: int = 0
+    """Answers that the engine works on."""
+    answers: list[tuple[str, str, bool]] = field(default_factory=list)
+    """Id, class, and whether it was demoted, of each answer."""
+    results: list[Result] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, scope: Scope, caller: str, log: "Log | None") -> "Exchange":
+        """The exchange of a request that came over HTTP."""
+        path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
+        client = scope.get("client") or ("-", 0)
+        return cls(
+            caller=caller,
+            log=log,
+            line=f"{scope['method']} {plain(path.decode('latin-1')):.200}",
+            client=str(client[0]),
+        )
+
+    def opened(self, answer_id: str, class_name: str, demoted: bool) -> None:
+        """The engine has taken a request."""
+        self.num_open += 1
+        self.answers.append((plain(answer_id), class_name, demoted))
+
+    def settled(self, results: list[Result]) -> None:
+        """The engine is done with a request; one that failed has no result."""
+        self.num_open -= 1
+        self.results += results
+        self._tell()
+
+    def ended(self, status: int) -> None:
+        """The response has ended, or its client is gone."""
+        self.status, self.ended_s = status, time.monotonic()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.log is not None and self.ended_s is not None and not self.num_open:
+            self.log.add(self)
+
+    def write(self) -> None:
+        """Write the line, if there is to be one."""
+        is_told = self.status >= 400 or self.line.partition(" ")[2] not in PROBES
+        if not is_told or not _log.isEnabledFor(logging.INFO):
+            return
+        found = self.fields()
+        shown = " ".join(f"{k}={v}" for k, v in found.items() if k not in ("request", "status"))
+        values = (self.line, self.status, shown)
+        record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, '"%s" %s %s', values, None)
+        record.__dict__["fields"] = found
+        _log.handle(record)  # `info` would look for the line of code that calls it
+
+    def fields(self) -> dict[str, Any]:
+        """What the line says, by name."""
+        assert self.ended_s is not None
+        found: dict[str, Any] = {"request": self.line, "status": self.status}
+        found |= {"client": self.client, "ms": round(1e3 * (self.ended_s - self.start_s))}
+        if self.caller:
+            found["key"] = self.caller
+        asked = plain(self.request_id)
+        if asked and asked not in (answer[0] for answer in self.answers):
+            found["x_request_id"] = asked[:80]
+        if self.answers:
+            found["id"], found["class"], demoted = self.answers[0]
+            if demoted:
+                found["demoted"] = True
+            found |= _of_results(self.results)
+        return found
+
+
+class Log:
+    """The lines of a server, written a moment after their answers. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._due: list[Exchange] = []
+
+    def add(self, exchange: Exchange) -> None:
+        """Write the line of an exchange, soon."""
+        self._due.append(exchange)
+        if len(self._due) == 1:
+            asyncio.get_running_loop().call_later(LATER_S, self.write)
+
+    def write(self) -> None:
+        """Write what is due."""
+        due, self._due = self._due, []
+        for exchange in due:
+            exchange.write()
+
+
+def _of_results(results: list[Result]) -> dict[str, Any]:
+    """TTFT of the first token, and the tokens of all choices."""
+    metrics = [result.metrics for result in results]
+    ttfts = [m.ttft_ms for m in metrics if m.ttft_ms is not None]
+    found: dict[str, Any] = {} if not ttfts else {"ttft_ms": round(min(ttfts), 1)}
+    if metrics:
+        found["prompt_tokens"] = max(m.num_prompt_tokens for m in metrics)
+        found["output_tokens"] = sum(m.num_output_tokens for m in metrics)
+        found["preemptions"] = sum(m.preemptions for m in metrics)
+        found["finish"] = ",".join(sorted({result.finish_reason.value for result in results}))
+    return found
+
+
+def begin(caller: str) -> None:
+    """This task answers what no HTTP request waits for: the line of a batch, a response."""
+    CURRENT.set(Exchange("" if caller == ANYBODY else caller))

@@ -1,0 +1,202 @@
+"""What all bodies of requests have in common: which fields they may have, and what says nothing."""
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
+
+from qllm.errors import brief, check_text
+from qllm.server.http.unknown import Unserved, found
+
+NoOps = Mapping[str, tuple[Any, ...]]
+"""Fields that clients send although they ask for nothing, each with its values that do."""
+
+NO_OPS: NoOps = {
+    "best_of": (None, 1), "chat_template": (None,), "chat_template_content_format": (None, "auto"),
+    "detokenize": (None, True), "documents": (None, []), "echo": (None, False),
+    "ec_transfer_params": (None, {}), "enable_response_messages": (None, False),
+    "guided_decoding_backend": (None,), "guided_whitespace_pattern": (None,),
+    "include_reasoning": (None, True), "kv_transfer_params": (None, {}),
+    "length_penalty": (None, 1, 1.0), "logit_bias": (None, {}), "logits_processors": (None, []),
+    "logprob_token_ids": (None, []), "media_io_kwargs": (None, {}),
+    "mm_payload": (None, "tensors"), "mm_processor_kwargs": (None, {}),
+    "previous_input_messages": (None, []), "prompt_embeds": (None,),
+    "repetition_detection": (None,), "return_mm_kwargs": (None, False),
+    "return_prompt_text": (None, False), "return_token_offsets": (None, False),
+    "return_tokens_as_token_ids": (None, False), "routed_experts_prompt_start": (None, 0),
+    "session_id": (None,), "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True), "stop_token_ids": (None, []),
+    "stream_interval": (None, 1), "structural_tag": (None,), "structured_outputs": (None,),
+    "truncation_side": (None, "left"), "use_beam_search": (None, False),
+    "vllm_xargs": (None, {}), "watermarking": (None,), "include_stop_str_in_output": (None, False),
+    "cache_salt": (None, ""), "chat_template_kwargs": (None, {}),
+}  # fmt: skip
+"""Those of vLLM's clients. Where a field of this name is served, that counts."""
+
+
+_Item = TypeVar("_Item")
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+"""One wrong item says it all: a body may hold a million, and their errors hold all others up."""
+MOST_FIELDS = 200
+"""No object whose fields are known has more; each unknown one would be an error of its own."""
+
+
+def _all_of(kinds: type | tuple[type, ...], what: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        for name, x in value.items() if isinstance(value, dict) else ():
+            if not isinstance(x, kinds) or isinstance(x, bool):
+                raise ValueError(f"the value of {brief(name)} is {brief(x)}; it must be {what}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Texts = Annotated[dict[str, str], _all_of(str, "text")]
+Numbers = Annotated[dict[str, float], _all_of((int, float), "a number")]
+
+
+Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]
+
+
+class Body(BaseModel):
+    """A JSON body: no unknown fields, no conversion between types; null says nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    ids: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of token ids; see `bodies.packed`."""
+    packs: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of messages."""
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """What came of it, in bytes; 0 if it was read at once, which long ones are not."""
+        return self._num_bytes
+
+    @num_bytes.setter
+    def num_bytes(self, value: int) -> None:
+        self._num_bytes = value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data  # the wrong type: pydantic says so
+        if len(data) > MOST_FIELDS:
+            text = f"{len(data)} fields are more than any object here has; at most {MOST_FIELDS}"
+            raise ValueError(text)
+        if all(map(_is_plain, data)) and all(map(_is_plain, data.values())):
+            return data
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            check_text("the body", data)  # says where
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_says_nothing(cls, data: Any) -> Any:
+        """A field that has a default has it for null too."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        names = _with_defaults(cls)
+        return {name: x for name, x in data.items() if x is not None or name not in names}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this can hold no text but ASCII."""
+    return value.isascii() if isinstance(value, str) else not isinstance(value, dict | list)
+
+
+@cache
+def _with_defaults(model: type[BaseModel]) -> frozenset[str]:
+    """The fields that have a default which is not null, as bodies call them."""
+    return frozenset(
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if not field.is_required() and field.get_default(call_default_factory=True) is not None
+    )
+
+
+class Packed(NamedTuple):
+    """A list that is not opened in the server's process: a million objects would stop it."""
+
+    data: bytes
+    num: int
+    """How many items it has."""
+
+    def opened(self) -> list[Any]:
+        """Its items."""
+        found: list[Any] = pickle.loads(self.data)
+        return found
+
+
+class Open(Body):
+    """A part of a request that may have fields which are not ours: see `unknown`."""
+
+    model_config = ConfigDict(extra="allow")
+    shows_all: ClassVar[bool] = False
+    """Whether its further fields are shown to the model."""
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each field whose value changes nothing here, and what to do."""
+        yield from ()
+
+
+class LeftOut(Body):
+    """A tool that is run by nobody here: the model is not told of it."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Name it by its type."""
+        yield self.type, f"tools of type {brief(self.type)} are not run here; leave it out"
+
+
+def kind_of(value: Any) -> Any:
+    """Return the type that a part of a body names, whether it is read or not."""
+    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
+class Asked(Open):
+    """The body of a request for an answer."""
+
+    no_ops: ClassVar[NoOps] = NO_OPS
+    _unserved: list[Unserved] = PrivateAttr(default_factory=list)
+
+    @property
+    def all_unserved(self) -> list[Unserved]:
+        """All that is not served of it: whoever answers it refuses that or tells of it."""
+        return self._unserved
+
+    @model_validator(mode="after")
+    def _find_unserved(self) -> Self:
+        is_closed = self.model_config.get("extra") == "forbid"
+        self._unserved = [x._replace(is_refused=x.is_refused or is_closed) for x in found(self)]
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_ops(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        found = (cls.no_ops.keys() & data.keys()) - cls.model_fields.keys()
+        for name in found:
+            if data[name] not in cls.no_ops[name]:
+                raise ValueError(f"{name}={data[name]!r:.80} is not supported; leave it out")
+        return {name: x for name, x in data.items() if name not in found} if found else data
+
+
+class SentBack(Open):
+    """A part of an answer. Clients send back what they got, with fields of theirs."""

@@ -1,0 +1,307 @@
+"""In front of every route: API keys, rates, concurrency, and limits on bodies."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qllm.names import token_hex
+from qllm.server.config import ServerConfig
+from qllm.server.http import access
+from qllm.server.http.access import ANYBODY
+from qllm.server.http.errors import ANTHROPIC, ApiError, logged
+from qllm.server.http.headers import header, is_ndjson
+from qllm.server.metrics import Metrics
+
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/metrics", "/version", "/ui", "/docs", "/openapi.json"}
+)
+"""Served without a key: they show no request of anybody."""
+OPEN_FOLDERS = ("/ui/static/", "/docs/static/")
+CLIENT_GONE = 499
+"""nginx's status for an answer that never began; nobody reads it."""
+UPLOAD_PATH = "/v1/files"
+
+_log = logging.getLogger("qllm.server")
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one caller uses now."""
+
+    num_open: int = 0
+    tokens: float = 0.0
+    """Tokens in its token bucket at the time `at_s`."""
+    at_s: float = 0.0
+
+
+class Limits:
+    """Per caller: requests per minute (a token bucket of that size) and at once.
+
+    Args:
+        rate_per_minute: None is unlimited.
+        max_concurrent: None is unlimited.
+        now_s: A clock.
+    """
+
+    def __init__(
+        self,
+        rate_per_minute: int | None,
+        max_concurrent: int | None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rate = rate_per_minute
+        self._most = max_concurrent
+        self._now_s = now_s
+        self._uses: dict[str, _Use] = {}
+
+    def enter(self, caller: str) -> None:
+        """Count one request in; `leave` must follow.
+
+        Raises:
+            ApiError: 429; nothing was counted.
+        """
+        now = self._now_s()
+        use = self._uses.setdefault(caller, _Use(tokens=float(self._rate or 0), at_s=now))
+        if self._most is not None and use.num_open >= self._most:
+            raise ApiError(
+                429,
+                f"{use.num_open} requests of this API key are open (max_concurrent={self._most})",
+                code="concurrency_limit",
+                retry_after_s=1,
+            )
+        if self._rate is not None:
+            per_s = self._rate / 60
+            use.tokens = min(float(self._rate), use.tokens + (now - use.at_s) * per_s)
+            use.at_s = now
+            if use.tokens < 1:
+                raise ApiError(
+                    429,
+                    f"this API key made {self._rate} requests within a minute (rate_per_minute)",
+                    code="rate_limit_exceeded",
+                    retry_after_s=math.ceil((1 - use.tokens) / per_s),
+                )
+            use.tokens -= 1
+        use.num_open += 1
+
+    def headers(self, caller: str) -> dict[str, str]:
+        """What OpenAI's answers say of the limit, if there is one."""
+        use = self._uses.get(caller)
+        if self._rate is None or use is None:
+            return {}
+        return {
+            "x-ratelimit-limit-requests": str(self._rate),
+            "x-ratelimit-remaining-requests": str(int(use.tokens)),
+            "x-ratelimit-reset-requests": f"{(self._rate - use.tokens) * 60 / self._rate:.3f}s",
+        }
+
+    def leave(self, caller: str) -> None:
+        """The request has ended."""
+        self._uses[caller].num_open -= 1
+
+
+def digest(key: str) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Keys:
+    """The API keys; only their digests are kept.
+
+    Args:
+        keys: All of them; none means that everybody may call.
+        admin: That of them which may call what concerns all; empty if none is said to.
+    """
+
+    def __init__(self, keys: Iterable[str], admin: str = "") -> None:
+        self._digests = [*{digest(key): None for key in keys}]
+        self._admin = _name_of(digest(admin)) if admin else None
+
+    def caller(self, authorization: str) -> str:
+        """A name of the caller that is not the key. It takes the same time for every key.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._digests:
+            return ANYBODY
+        scheme, _, key = authorization.partition(" ")
+        given = digest(key.strip())
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401,
+                "no valid API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+        return _name_of(given)
+
+    def is_admin(self, caller: str) -> bool:
+        """Whether a caller may call what concerns all: by its key, or as there is no other."""
+        return len(self._digests) <= 1 if self._admin is None else caller == self._admin
+
+
+def _name_of(digested: bytes) -> str:
+    return digested.hex()[:16]
+
+
+class Guard:
+    """Middleware: refuses what may not pass, before any route sees it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        keys: Keys,
+        limits: Limits,
+        metrics: Metrics,
+        log: access.Log | None,
+    ) -> None:
+        self._app = app
+        self._config = config
+        self._keys = keys
+        self._limits = limits
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        known_as = header(scope, "x-request-id") or None
+        exchange = access.Exchange.of(scope, "", self._log)
+        access.CURRENT.set(exchange)
+        status, is_sent = CLIENT_GONE, False
+
+        async def noting(message: Message) -> None:
+            nonlocal status, is_sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status >= 400:
+                    self._metrics.refuse(status)
+                told = MutableHeaders(scope=message)
+                ours = told.get("x-request-id") or f"req-{token_hex(8)}"
+                exchange.request_id = known_as or ours
+                told["x-request-id"] = exchange.request_id
+                if scope["path"].startswith(ANTHROPIC):
+                    told.setdefault("request-id", ours)
+                told.update(self._limits.headers(exchange.caller or ANYBODY))
+            await send(message)
+            is_sent = message["type"] == "http.response.body" and not message.get("more_body")
+
+        try:
+            await self._guarded(scope, receive, noting, exchange)
+        except Exception as error:
+            if status != CLIENT_GONE and not is_sent:  # a part of the answer is sent
+                raise
+            answer = logged(error, exchange.line)
+            if not is_sent:
+                await answer.response(scope["path"])(scope, receive, noting)
+        finally:
+            if exchange.caller:
+                self._metrics.of_key(exchange.caller, status)
+            exchange.ended(status)
+
+    async def _guarded(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        exchange: access.Exchange,
+    ) -> None:
+        """Refuse the request, or let the routes answer it."""
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
+        caller = ANYBODY
+        counted = False
+        try:
+            self._check_headers(scope)
+            if not is_open:
+                caller = self._keys.caller(_authorization(scope))
+            exchange.caller = "" if caller == ANYBODY else caller
+            most = self._most_bytes(path)
+            self._check_length(header(scope, "content-length"), most)
+            _check_encoding(header(scope, "content-encoding"))
+            if scope["method"] in ("POST", "PUT"):
+                self._limits.enter(caller)
+                counted = True
+        except ApiError as error:
+            await error.response(path)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = caller
+        scope["state"]["is_admin"] = self._keys.is_admin(caller)
+        try:
+            await self._app(scope, self._limited(scope, receive, most), send)
+        finally:
+            if counted:
+                self._limits.leave(caller)
+
+    def _most_bytes(self, path: str) -> int:
+        return self._config.max_file_bytes if path == UPLOAD_PATH else self._config.max_body_bytes
+
+    def _check_headers(self, scope: Scope) -> None:
+        """The HTTP parser limits only what comes in pieces; this limits the rest."""
+        most = self._config.max_header_bytes
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
+            raise ApiError(431, f"the headers are larger than {most} bytes (max_header_bytes)")
+
+    def _check_length(self, text: str | None, most: int) -> None:
+        if text is not None and (not text.isascii() or not text.isdigit() or int(text[:20]) > most):
+            raise _too_large(most)
+
+    def _limited(self, scope: Scope, receive: Receive, most: int) -> Receive:
+        """Count the bytes of a body as they come, and do not wait for ever for more."""
+        seen, is_whole, streams = 0, False, is_ndjson(scope)
+        wait_s = self._config.prompt_idle_s if streams else self._config.body_timeout_s
+
+        async def limited() -> Message:
+            nonlocal seen, is_whole
+            if is_whole:  # what comes now is the disconnect
+                return await receive()
+            try:
+                if scope["state"].get("is_whole"):  # it is all there
+                    message = await receive()
+                else:
+                    async with asyncio.timeout(wait_s):
+                        message = await receive()
+            except TimeoutError:
+                if streams:
+                    self._metrics.abandoned.inc()
+                text = f"no more of the body came for {wait_s:g} s"
+                code = "prompt_abandoned" if streams else "body_timeout"
+                raise ApiError(408, text, code=code) from None
+            seen += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if seen > most:
+                raise _too_large(most)
+            return message
+
+        return limited
+
+
+def _check_encoding(text: str | None) -> None:
+    if text is not None and text.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"the header Content-Encoding is {text!r:.80}; send the body plain")
+
+
+def _authorization(scope: Scope) -> str:
+    """The header of this name, or what Anthropic's clients send instead."""
+    if given := header(scope, "authorization"):
+        return given
+    key = header(scope, "x-api-key")
+    return "" if key is None else f"Bearer {key}"
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {most} bytes (max_body_bytes, for files max_file_bytes)",
+        code="body_too_large",
+    )

@@ -1,0 +1,1 @@
+"""The page of the server, its feed, and its documentation."""

@@ -1,0 +1,361 @@
+"""Prompts that are still coming: who may have how many of them, and how each of them ends.
+
+    open -> change, change ... -> sending -> its answer has the seat
+      |          |                   `-----> open again, if that is refused
+      `----------'-> deleted, abandoned, given up, engine gone: the seat goes back, once
+
+A prompt that gets nothing for `prompt_idle_s` is abandoned: its KV and its seat are for others.
+"""
+
+import asyncio
+import secrets
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from qllm.errors import EngineClosedError, RequestFailedError
+from qllm.frontend.growing_prompt import GrowingPrompt, Piece
+from qllm.server.api.answers import owner_of
+from qllm.server.http.errors import ApiError
+from qllm.server.requests.ask import SHORT, Served
+from qllm.server.requests.front import Front
+from qllm.types import Priority
+
+KEPT_NAMES = 10_000
+"""Names of prompts that have ended, for what is said of them."""
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Opened:
+    """A prompt that is still coming."""
+
+    name: str
+    prompt: GrowingPrompt
+    served: Served
+    caller: str
+    is_chat: bool
+    num_other_bytes: int
+    """What it has beside what grows: the other messages of a chat."""
+    is_streamed: bool = False
+    """Its pieces are lines of one body, which has its own limit in time; nobody else sees it."""
+    has_seat: bool = True
+    """Its seat goes back when it ends; the answer has it once there is one."""
+    is_sending: bool = False
+    num_changing: int = 0
+    """Pieces that came, and are not in the prompt yet."""
+    timer: asyncio.TimerHandle | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it changes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What came of it, as UTF-8, or 4 per token id."""
+        return self.num_other_bytes + self.prompt.num_bytes
+
+    @property
+    def fate(self) -> str:
+        """Why it is open no more."""
+        if self.prompt.is_sent:
+            return "was sent"
+        try:
+            self.prompt.handle.raise_if_ended()
+        except RequestFailedError as error:
+            return f"has ended: {error}"
+        return "was given up"
+
+    def add(self, piece: Piece, keep: int | None, most_bytes: int) -> None:
+        """Append a piece, or let it follow the first `keep` tokens. It may take long.
+
+        Raises:
+            ApiError: The prompt would be too large.
+            QllmError: The piece is wrong, or the prompt has ended.
+        """
+        prompt, new = self.prompt, _num_bytes(piece)
+        if keep is None:
+            check_size(self.num_bytes + new, most_bytes)
+            prompt.append(piece)
+        else:
+            kept = self.num_other_bytes + prompt.num_bytes_before(keep)
+            check_size(kept + new, most_bytes)
+            prompt.replace(keep, piece)
+
+    def shown(self, idle_s: float) -> dict[str, Any]:
+        """What is said of it. It may take long: what came last is tokenised."""
+        return {
+            "id": self.name,
+            "object": "prompt",
+            "status": "open",
+            "num_tokens": self.prompt.num_tokens,
+            "num_bytes": self.num_bytes,
+            "priority": self.served.priority.name,
+            "service_tier": self.served.tier,
+            "idle_timeout_s": idle_s,
+        }
+
+
+class OpenPrompts:
+    """The open prompts of a server. Lives on its event loop.
+
+    All that takes a time which grows with a piece or a prompt is done on the threads of its class.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._config = front, front.config
+        self._open: dict[str, Opened] = {}
+        self._num_open: Counter[str] = Counter()
+        """By caller, those that are being opened included."""
+        self._ended: dict[str, tuple[str, str]] = {}
+        """Caller and fate of those that are open no more."""
+        self._order: deque[str] = deque()
+
+    async def open(
+        self,
+        caller: str,
+        wanted: Priority,
+        prompt: Any,
+        *,
+        cache_salt: str = "",
+        template: Mapping[str, Any] | None = None,
+        is_streamed: bool = False,
+    ) -> Opened:
+        """Open a prompt.
+
+        Args:
+            caller: Whose it is.
+            wanted: Its class; it may be demoted.
+            prompt: What is there: text, ids or messages.
+            cache_salt: As for `submit`.
+            template: Keywords of `render_chat`, for messages.
+            is_streamed: Its pieces are lines of one body.
+
+        Raises:
+            ApiError: It is refused.
+            QllmError: The engine refuses it.
+        """
+        mine, most = self._num_open[caller], self._config
+        if mine >= most.max_open_prompts:
+            raise ApiError(
+                429,
+                f"{mine} prompts of this API key are open (max_open_prompts="
+                f"{most.max_open_prompts}); send or delete one",
+                code="open_prompts_limit",
+                retry_after_s=1,
+            )
+        num_bytes = _num_bytes(prompt)
+        check_size(num_bytes, most.max_prompt_bytes)
+        front = self._front
+        served = front.admit(wanted)
+        self._num_open[caller] += 1
+        name = f"prompt-{secrets.token_hex(12)}"
+        make = partial(
+            front.engine.open,
+            served.priority,
+            prompt,
+            request_id=name,
+            cache_salt=cache_salt,
+            cache_owner=owner_of(caller),
+            template=template or {},
+        )
+        is_short = num_bytes < SHORT and not template
+        try:
+            made: GrowingPrompt = await front.text_of(served.priority).run(
+                make, is_short=is_short, abandon=GrowingPrompt.cancel
+            )
+        except BaseException as error:
+            front.release(served)
+            self._left(caller)
+            if isinstance(error, EngineClosedError):
+                raise front.unavailable() or error from error
+            raise
+        front.keep(made.handle)
+        is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
+        other = num_bytes - made.num_bytes if is_chat else 0
+        opened = Opened(name, made, served, caller, is_chat, other, is_streamed)
+        self._open[name] = opened
+        front.metrics.open_prompts.inc()
+        self._touch(opened)
+        return opened
+
+    def found(self, caller: str, name: str) -> Opened:
+        """An open prompt of this caller. That of another is as if it were not there.
+
+        Raises:
+            ApiError: 404; or 409 if it is open no more, or being sent.
+        """
+        opened = self._open.get(name)
+        if opened is not None and opened.caller == caller and not opened.is_streamed:
+            self._check_open(opened)
+            return opened
+        whose, fate = self._ended.get(name, ("", ""))
+        if not fate or whose != caller:
+            raise ApiError(404, f"no prompt {name!r:.80} of this API key", code="not_found")
+        raise _closed(name, fate)
+
+    def _check_open(self, opened: Opened) -> None:
+        """Return if it can be changed or sent.
+
+        Raises:
+            ApiError: 409.
+        """
+        name = opened.name
+        if opened.is_sending:
+            raise _busy(name, "sent")
+        if not opened.prompt.is_open:
+            self.end(opened, opened.fate)
+        if self._open.get(name) is not opened:
+            raise _closed(name, self._ended.get(name, ("", opened.fate))[1])
+
+    async def change(self, opened: Opened, do: Callable[[], _T], num_bytes: int) -> _T:
+        """Do what changes a prompt, on a thread: one after the other, as they came.
+
+        Args:
+            opened: The prompt.
+            do: Raises what is wrong.
+            num_bytes: About what it has to look at, beside the prompt.
+
+        Raises:
+            ApiError: The prompt is open no more, or is being sent.
+        """
+        self._check_open(opened)
+        self._hold(opened)
+        opened.num_changing += 1
+        try:
+            async with opened.lock:
+                return await self.look(opened, do, num_bytes)
+        except RequestFailedError:
+            self._check_open(opened)  # says what became of it meanwhile
+            raise
+        finally:
+            opened.num_changing -= 1
+            self._touch(opened)
+
+    async def look(self, opened: Opened, do: Callable[[], _T], num_bytes: int = 0) -> _T:
+        """Do what looks at a prompt, and at so many bytes beside it, on a thread."""
+        text = self._front.text_of(opened.served.priority)
+        is_short = num_bytes + opened.num_bytes < SHORT
+        done: _T = await text.run(do, is_short=is_short, abandon=_forget)
+        return done
+
+    @contextmanager
+    def sending(self, caller: str, name: str, *, is_chat: bool) -> Iterator[Opened]:
+        """Take a prompt to send it; it stays open if that is refused.
+
+        Raises:
+            ApiError: There is none; it is being changed or sent; it is of the other endpoint.
+        """
+        opened = self.found(caller, name)
+        if opened.num_changing:
+            raise _busy(name, "changed")
+        if opened.is_chat != is_chat:
+            was, use = ("messages", "chat/") if opened.is_chat else ("a prompt", "")
+            text = f"prompt {name} was opened with {was}; send it to /v1/{use}completions"
+            raise ApiError(400, text, param="prompt_id")
+        with self.sent(opened):
+            yield opened
+
+    @contextmanager
+    def sent(self, opened: Opened) -> Iterator[None]:
+        """A prompt is sent meanwhile, and nothing else is done with it."""
+        self._hold(opened)
+        opened.is_sending = True
+        try:
+            yield
+        finally:
+            opened.is_sending = False
+            if opened.prompt.is_open:
+                self._touch(opened)
+            else:
+                self.end(opened, opened.fate)
+
+    def _hold(self, opened: Opened) -> None:
+        if opened.timer is not None:
+            opened.timer.cancel()
+            opened.timer = None
+
+    def _touch(self, opened: Opened) -> None:
+        """Something came: it is abandoned `prompt_idle_s` from now."""
+        self._hold(opened)
+        after_s = self._config.prompt_idle_s
+        if opened.name in self._open and not (opened.is_streamed or opened.num_changing):
+            loop = asyncio.get_running_loop()
+            opened.timer = loop.call_later(after_s, self._abandon, opened)
+
+    def _abandon(self, opened: Opened) -> None:
+        self._front.metrics.abandoned.inc()
+        self.cancel(opened, f"was abandoned: nothing came for {self._config.prompt_idle_s:g} s")
+
+    def cancel(self, opened: Opened, fate: str) -> None:
+        """End a prompt that nobody will send."""
+        opened.prompt.cancel()
+        self.end(opened, fate)
+
+    def end(self, opened: Opened, fate: str) -> None:
+        """It is open no more, and a seat that no answer has is free. Twice is once."""
+        self._hold(opened)
+        if self._open.pop(opened.name, None) is None:
+            return
+        if opened.has_seat:
+            self._front.release(opened.served)
+        self._left(opened.caller)
+        self._front.metrics.open_prompts.dec()
+        self._ended[opened.name] = opened.caller, fate
+        self._order.append(opened.name)
+        if len(self._order) > KEPT_NAMES:
+            del self._ended[self._order.popleft()]
+
+    def _left(self, caller: str) -> None:
+        self._num_open[caller] -= 1
+        if not self._num_open[caller]:
+            del self._num_open[caller]
+
+    def of(self, caller: str) -> list[Opened]:
+        """Those of a caller that have a name for it, and are not about to end."""
+        mine = (x for x in self._open.values() if x.caller == caller and not x.is_streamed)
+        return [x for x in mine if x.prompt.is_open and not x.is_sending]
+
+    def close(self) -> None:
+        """Cancel all: the server ends."""
+        for opened in list(self._open.values()):
+            self.cancel(opened, "has ended: the server is shutting down")
+
+
+def _forget(_: object) -> None:
+    """What a change gives is nobody's any more."""
+
+
+def _busy(name: str, what: str) -> ApiError:
+    text = f"prompt {name} is being {what}"
+    return ApiError(409, text, code="prompt_busy", retry_after_s=1)
+
+
+def _closed(name: str, fate: str) -> ApiError:
+    return ApiError(409, f"prompt {name} {fate}; open another one", code="prompt_closed")
+
+
+def check_size(num_bytes: int, most: int) -> None:
+    """Return if a prompt may be so large.
+
+    Raises:
+        ApiError: 413.
+    """
+    if num_bytes > most:
+        raise ApiError(
+            413,
+            f"the prompt would be larger than {most} bytes (max_prompt_bytes)",
+            code="prompt_too_large",
+        )
+
+
+def _num_bytes(piece: Any) -> int:
+    """What a piece, or messages, come to: text as UTF-8, 4 per token id."""
+    if isinstance(piece, str):
+        return len(piece.encode("utf-8", "surrogatepass"))
+    if isinstance(piece, list) and piece and isinstance(piece[0], Mapping):
+        parts = (x.get("content", x.get("text")) for x in piece if isinstance(x, Mapping))
+        return sum(map(_num_bytes, parts))
+    return 4 * len(piece) if isinstance(piece, list | array) else 0

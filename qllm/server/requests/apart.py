@@ -1,0 +1,197 @@
+"""Work that grows with a body: done here if it is short, else in a process of its own.
+
+    a thread of the server --socket--> a process that waits --fork--> one that does this, and ends
+
+JSON, checks of fields, chat templates and lists of ids keep the interpreter's lock: on a thread of
+the server they would stop all streams. The process has bounds of CPU time and memory; one body
+that exceeds them, or ends its process, hurts no other. What comes back has to be compact: a text,
+an array, bytes, a body whose long lists are packed (`qllm.server.requests.bodies`).
+"""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from qllm.errors import ConfigError
+from qllm.server.http.errors import RETRY_AFTER_S, ApiError
+from qllm.server.requests.ask import SHORT
+
+LONG = 16_384
+"""Bytes from which on work is done in a process of its own: the worst of fewer takes some
+milliseconds, and a process takes two."""
+AT_ONCE = 4
+"""Bodies that are read at a time, of those that have no class yet."""
+STARTS = 5
+"""How often the process that waits is started for one work, if something ends it each time."""
+CPU_S = 10
+"""Seconds of CPU time that any work may take."""
+CPU_S_PER_MIB = 3
+"""And so many for each MiB that it looks at."""
+MEMORY_BYTES = 2 << 30
+"""Address space."""
+NICE, READING_NICE = 19, 10
+"""How far best-effort work stands back from the engine and the server, and the reading of a body,
+whose class is not known yet."""
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qllm.server.apart_process import main; main(int(sys.argv[2]))"
+)
+
+Work = tuple[int, int, Callable[..., Any], Sequence[Any]]
+"""Bound of CPU seconds, how far the process stands back, a function and its arguments."""
+
+_log = logging.getLogger("qllm.server")
+
+
+class Given(Enum):
+    """What a function is given in place of an argument."""
+
+    TOKENIZER = "the tokenizer of the model"
+
+
+class Apart:
+    """Calls functions with work that grows with a body. Safe to use from any thread.
+
+    Args:
+        tokenizer: Returns the tokenizer of the model, or None.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(AT_ONCE, "qllm-apart")
+        self._lock = threading.Lock()
+        """Held while the process that waits is started, or told of work."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def do(self, num_bytes: int, function: Callable[..., Any], *args: Any, nice: int = 0) -> Any:
+        """Call a function and return its result; for long work this waits for a process.
+
+        Args:
+            num_bytes: About what it looks at.
+            function: Of a module, since the process finds it by its name.
+            *args: Its arguments, compact ones. `Given.TOKENIZER` stands for the tokenizer.
+            nice: How far the process stands back.
+
+        Raises:
+            ApiError: The work takes too much time or memory; or the function raises it.
+        """
+        if num_bytes < LONG:
+            return function(*filled(args, self._tokenizer()))
+        cpu_s, begun = CPU_S + CPU_S_PER_MIB * (num_bytes >> 20), time.monotonic()
+        work = cpu_s, nice, function, args
+        reply = self._try(work)
+        if reply is None and time.monotonic() - begun < cpu_s:
+            _log.warning("a process that read a body was ended; another one reads it again")
+            reply = self._try(work)
+        if reply is None:
+            raise too_much(cpu_s)
+        is_done, result = reply
+        if not is_done:
+            raise result
+        return result
+
+    def _try(self, work: Work) -> tuple[bool, Any] | None:
+        """Give work to a process and wait; return its reply, or None if it ended without one."""
+        ours, theirs = socket.socketpair()
+        with ours, ours.makefile("rb") as file:
+            with theirs:
+                self._hand_over(theirs)
+            try:
+                ours.sendall(pickle.dumps(work, pickle.HIGHEST_PROTOCOL))
+                reply: tuple[bool, Any] = pickle.load(file)
+            except (EOFError, ConnectionError, pickle.UnpicklingError):
+                return None
+        return reply
+
+    async def run(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Do the same from the event loop, and on it if it takes less than a hand-over."""
+        if num_bytes < SHORT:
+            return self.do(num_bytes, function, *args)
+        do = partial(self.do, num_bytes, function, *args, nice=READING_NICE)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+
+    def start(self) -> None:
+        """Start the process that waits, if it is not there. It takes two seconds.
+
+        Raises:
+            ConfigError: The tokenizer cannot be given to it.
+        """
+        with self._lock:
+            self._start()
+
+    def _start(self) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._end()
+        try:
+            tokenizer = pickle.dumps(self._tokenizer())
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            text = f"the tokenizer cannot be given to the process that reads long bodies: {error}"
+            raise ConfigError(text) from error
+        ours, theirs = socket.socketpair()
+        with theirs:
+            paths = [path for path in sys.path if isinstance(path, str)]
+            command = [sys.executable, "-c", _BOOT, json.dumps(paths), str(theirs.fileno())]
+            env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], env=env
+            )
+        assert self._process.stdin is not None
+        self._control = ours  # closed if what follows fails
+        with self._process.stdin as pipe:
+            pipe.write(tokenizer)
+        return ours
+
+    def _hand_over(self, theirs: socket.socket) -> None:
+        """Give one end of a pair of sockets to a new process.
+
+        Raises:
+            ApiError: The process that waits was ended whenever it was started.
+        """
+        with self._lock:
+            for _ in range(STARTS):
+                try:
+                    socket.send_fds(self._start(), [b"."], [theirs.fileno()])
+                    return
+                except ConnectionError:  # it ended a moment ago
+                    self._end()
+        text = f"the process that reads long bodies was ended {STARTS} times; try again"
+        raise ApiError(503, text, code="body_not_read", retry_after_s=RETRY_AFTER_S)
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.wait()
+        self._control = self._process = None
+
+    def close(self) -> None:
+        """Begin nothing more, and end the process that waits."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._end()
+
+
+def filled(args: Sequence[Any], tokenizer: Any) -> list[Any]:
+    """The arguments of a function, with the tokenizer where it is asked for."""
+    return [tokenizer if arg is Given.TOKENIZER else arg for arg in args]
+
+
+def too_much(cpu_s: int) -> ApiError:
+    """Make the error of work that exceeds a bound, or ends every process that does it."""
+    text = f"to read the body takes more than {cpu_s} s of CPU time or {MEMORY_BYTES >> 30} GiB of "
+    text += "memory; make it shorter"
+    return ApiError(400, text, code="body_too_costly")

@@ -1,0 +1,430 @@
+"""The engine as the routes see it: admission, tokenising off the event loop, live answers."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from qllm.errors import (
+    EngineClosedError,
+    QllmError,
+    RequestFailedError,
+)
+from qllm.frontend.checks import FIT, longest
+from qllm.frontend.handle import Handle, Listener, Result
+from qllm.frontend.request_log import RequestLog
+from qllm.llm import QLLMEngine
+from qllm.server.config import ServerConfig
+from qllm.server.http import access
+from qllm.server.http.errors import ApiError, from_engine
+from qllm.server.http.unknown import Told
+from qllm.server.metrics import Metrics
+from qllm.server.requests import texts
+from qllm.server.requests.apart import LONG, NICE, Apart, Given
+from qllm.server.requests.ask import TO_FIT, Ask, Served
+from qllm.server.requests.at_once import AtOnce
+from qllm.server.requests.open_answer import Answer
+from qllm.server.requests.text_work import TextWork
+from qllm.types import Priority, SamplingParams
+
+_log = logging.getLogger("qllm.server")
+
+
+class Front:
+    """Hands requests to the engine and keeps track of them. Lives on one event loop.
+
+    One class because every way of a request in and out of the server counts in the same places.
+    """
+
+    def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
+        self.engine = engine
+        """Replaced by the supervisor when it has ended."""
+        self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
+        """Why each of its predecessors has failed."""
+        self.back_in_s: Callable[[], int] | None = None
+        """A guess how long until there is an engine; None if there will be none."""
+        self.gave_up: str | None = None
+        """Why the supervisor makes no further engine: the server ends."""
+        self.config = config
+        self.metrics = metrics
+        if (fleet := engine.fleet) is None:
+            self.log = RequestLog(config.max_replays, metrics.replayed.inc)
+        else:  # it never fails as a whole, and moves its requests by itself
+            self.log, self.back_in_s = fleet.log, lambda: fleet.back_in_s
+            self.log.on_replay = metrics.replayed.inc
+        self.answers: set[Answer] = set()
+        """Open ones: their client still waits."""
+        self.draining = asyncio.Event()
+        """Set when the server is about to end: nothing new is served."""
+        self.leaving = False
+        """The server will drain soon: /ready says so, and requests are still served."""
+        self._ids: set[tuple[str, str]] = set()
+        """Callers and ids of the requests that callers have open: none has two of one id."""
+        self._settling: set[asyncio.Task[None]] = set()
+        self._text = {priority: TextWork(priority.name) for priority in Priority}
+        """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
+        self._at_once = AtOnce()
+        self.apart = Apart(lambda: self.engine.tokenizer)
+        """Does what grows with a body."""
+        self._num_ls = 0
+        self.told = Told(_log, is_strict=config.unknown_fields == "refuse")
+        """What tells of all that is ignored in requests."""
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.model_name
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model than the one served.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in self.config.model_names:
+            names = ", ".join(map(repr, self.config.model_names))
+            raise ApiError(
+                404,
+                f"model {name!r:.200} is not served here; use {names}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def in_thread(self, priority: Priority, function: Callable[..., Any], *args: Any) -> Any:
+        """Run text work off the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._text[priority].pool, function, *args)
+
+    async def best_effort(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Do what nobody's answer waits for, on a thread of BE; see `Apart.do`."""
+        do = partial(self.apart.do, num_bytes, function, *args, nice=NICE)
+        return await self.in_thread(Priority.BE, do)
+
+    async def open(self, ask: Ask, wanted: Priority) -> Answer:
+        """Admit a request and submit its choices.
+
+        Raises:
+            ApiError: It is refused.
+        """
+        count = max(1, len(ask.prompts)) * ask.n
+        if count > self.config.max_choices:
+            raise ApiError(
+                400,
+                f"{count} choices (prompts times n) are asked for; at most "
+                f"{self.config.max_choices} are allowed",
+                param="n",
+            )
+        whose = (ask.caller, ask.answer_id)
+        if whose in self._ids:
+            raise ApiError(
+                409,
+                f"a request with the id {ask.answer_id!r:.280} is open; give another request_id",
+                param="request_id",
+                code="duplicate_request_id",
+            )
+        served = self._admit(wanted, count) if ask.opened is None else ask.opened.served
+        takes = count * (served.priority is Priority.LS and ask.opened is None)
+        self._num_ls += takes
+        engine = self.engine
+        submit = partial(self._submit, engine, ask, served.priority)
+        if ask.caller:
+            self._ids.add(whose)
+        try:
+            if AtOnce.takes(engine, ask):
+                handles = self._at_once.run(engine, submit)
+            else:
+                text = self._text[served.priority]
+                handles = await text.run(submit, is_short=ask.is_short, abandon=_cancel_all)
+        except BaseException as error:
+            self._num_ls -= takes
+            self._ids.discard(whose)
+            if ask.opened is not None and isinstance(error, asyncio.CancelledError):
+                ask.opened.prompt.cancel()  # it may be sent by now, and nobody waits for it
+            if isinstance(error, EngineClosedError):
+                raise self._explain(engine, error) from error
+            raise
+        explain = partial(self._failed, engine)
+        answer = Answer(
+            handles, ask.n, served, self._closed, explain, lambda: self.engine.num_waiting
+        )
+        answer.shows_tokens = ask.max_tokens != 0
+        answer.answer_id, answer.caller = ask.answer_id, ask.caller
+        answer.names, answer.silence_timeout_s = ask.names, ask.silence_timeout_s
+        self.answers.add(answer)
+        if ask.opened is not None:
+            ask.opened.has_seat = False
+        if answer.exchange is not None:
+            answer.exchange.opened(ask.answer_id, served.priority.name, served.demoted)
+        return answer
+
+    def change(self, answer: Answer, priority: Priority | None, paused: bool | None) -> None:
+        """Give an open request another class, pause it, or let it go on; None leaves as it is.
+
+        Raises:
+            ApiError: There is no seat among the LS requests.
+            QllmError: The engine does not take it.
+        """
+        count, before = len(answer.handles), answer.served.priority
+        is_raised = priority is Priority.LS and before is not Priority.LS
+        if is_raised and self._num_ls + count > self.config.max_ls:
+            raise self._full()
+        for handle in answer.handles:
+            handle.update(priority=priority, paused=paused)
+        if priority is not None:
+            self._num_ls += count * ((priority is Priority.LS) - (before is Priority.LS))
+            answer.served = Served(priority)
+        if paused is not None:
+            answer.is_paused = paused
+
+    def unavailable(self) -> ApiError | None:
+        """Why nothing is served now; None while the engine serves."""
+        try:
+            self.engine.raise_if_closed()
+        except EngineClosedError as error:
+            return self._explain(self.engine, error)
+        return None
+
+    def _explain(self, engine: QLLMEngine, error: QllmError) -> ApiError:
+        """An error of an engine as an answer: did one request fail, or all of it?"""
+        failure = engine.failure or self.ended.get(engine)
+        is_request = isinstance(error, RequestFailedError) and failure is None
+        if is_request or not isinstance(error, EngineClosedError | RequestFailedError):
+            return from_engine(error)
+        if self.back_in_s is None:
+            return ApiError(503, str(error), code="engine_closed")
+        text = f"{failure or error}; a new engine is on its way"
+        return ApiError(503, text, code="engine_restarting", retry_after_s=self.back_in_s())
+
+    def _failed(self, engine: QLLMEngine, handle: Handle, error: QllmError) -> ApiError:
+        """An error of an open request as an answer; `engine` is where it was submitted first."""
+        if self.gave_up is not None:
+            return ApiError(503, str(error), code="engine_closed")
+        return self._explain(engine, error) if handle.log is None else from_engine(error)
+
+    def _admit(self, wanted: Priority, count: int) -> Served:
+        if wanted is Priority.BE or self._num_ls + count <= self.config.max_ls:
+            return Served(wanted)
+        if self.config.ls_overflow == "demote":
+            self.metrics.demoted.inc()
+            return Served(Priority.BE, demoted=True)
+        raise self._full()
+
+    def admit(self, wanted: Priority) -> Served:
+        """Take a seat for a prompt that is still coming: its answer will have it, or `release`.
+
+        Raises:
+            ApiError: There is no seat among the LS requests.
+        """
+        served = self._admit(wanted, 1)
+        self._num_ls += served.priority is Priority.LS
+        return served
+
+    def release(self, served: Served) -> None:
+        """Give a seat back that no answer had."""
+        self._num_ls -= served.priority is Priority.LS
+
+    def keep(self, handle: Handle) -> None:
+        """Have a request go on with the next engine, if there will be one."""
+        if self.back_in_s is not None:
+            self.log.keep(handle)
+
+    def text_of(self, priority: Priority) -> TextWork:
+        """Where the text of a class is worked on."""
+        return self._text[priority]
+
+    def _full(self) -> ApiError:
+        return ApiError(
+            429,
+            f"{self._num_ls} LS requests are in flight (max_ls={self.config.max_ls}); try again "
+            "later, or use service_tier='flex'",
+            code="ls_limit",
+            retry_after_s=1,
+        )
+
+    def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
+        """Tokenise and submit; on a thread of the class."""
+        defaults = _defaults(engine)
+        handles: list[Handle] = []
+        ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
+        if ask.opened is not None:
+            return [self._send(engine, ask, ttl_s)]
+        try:
+            for prompt in self._prompts(ask, priority):
+                first: Any = prompt
+                for choice in range(ask.n):
+                    keywords = {**defaults, **ask.sampling}
+                    if choice and keywords.get("seed") is not None:
+                        keywords["seed"] = (keywords["seed"] + choice) % 2**63
+                    handles.append(
+                        engine.submit(
+                            first,
+                            priority,
+                            _most(ask),
+                            sampling=SamplingParams(**keywords),
+                            slo=ask.slo,
+                            timeout_s=ask.timeout_s,
+                            request_id=f"{ask.answer_id}-{len(handles)}",
+                            cache_salt=ask.cache_salt,
+                            cache_owner=ask.cache_owner,
+                            cache_ttl_s=ttl_s,
+                            reading=ask.reading,
+                        )
+                    )
+                    if ask.replay:
+                        self.keep(handles[-1])
+                    first = handles[-1].prompt_token_ids
+        except BaseException:
+            _cancel_all(handles)
+            raise
+        return handles
+
+    @staticmethod
+    def _send(engine: QLLMEngine, ask: Ask, ttl_s: float | None) -> Handle:
+        """Say that a prompt is whole; on a thread of the class."""
+        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        handle: Handle = ask.opened.prompt.send(
+            _most(ask),
+            sampling=params,
+            slo=ask.slo,
+            timeout_s=ask.timeout_s,
+            cache_ttl_s=ttl_s,
+            reading=ask.reading,
+        )
+        return handle
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return longest(self.engine.config, self.engine.client.info.shape)
+
+    def _prompts(self, ask: Ask, priority: Priority) -> list[Any]:
+        """The prompts of a request: token ids, or texts that are short."""
+        if ask.messages is not None:
+            return [self._cut(ask, self.render(ask, priority))]
+        return [self._cut(ask, self._encoded(ask, x, priority)) for x in ask.prompts]
+
+    def _encoded(self, ask: Ask, prompt: Any, priority: Priority) -> Any:
+        is_usual = ask.truncate is None and ask.special is not False
+        if not isinstance(prompt, str) or (is_usual and len(prompt) < LONG):
+            return prompt
+        vocab_size, nice = self.engine.vocabulary.vocab_size, _nice(priority)
+        how = (prompt, Given.TOKENIZER, vocab_size, self._most_of(ask), ask.special)
+        return self.apart.do(len(prompt), texts.encoded, *how, nice=nice)
+
+    def _most_of(self, ask: Ask) -> int | None:
+        """The most tokens of a text that is encoded; of one that is cut there may be more."""
+        return self.max_model_len if ask.truncate is None else None
+
+    def _cut(self, ask: Ask, prompt: Any) -> Any:
+        if ask.truncate is None:
+            return prompt
+        most = ask.truncate
+        if most == TO_FIT:
+            most = self.max_model_len - (ask.max_tokens or 1)
+            if most < 1:  # a ceiling, which no prompt leaves room for
+                most = self.max_model_len - 1
+        return prompt[-most:]
+
+    def check(self, ask: Ask) -> None:
+        """Refuse a chat that is to be asked later, where it can be told now.
+
+        Raises:
+            ApiError: A message is wrong.
+            InvalidRequestError: A setting is, or the chat template refuses the messages.
+        """
+        engine = self.engine
+        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        engine.check(self.render(ask, Priority.BE), _most(ask), params)
+
+    def render(self, ask: Ask, priority: Priority) -> Sequence[int]:
+        """The token ids of a chat; on a thread of its class.
+
+        Raises:
+            ApiError: A message is wrong.
+            InvalidRequestError: The chat template refuses them.
+        """
+        template, special = dict(ask.template), ask.special is True
+        how = (ask.messages, Given.TOKENIZER, template, self._most_of(ask), special)
+        nice = _nice(priority)
+        found: Sequence[int] = self.apart.do(ask.num_bytes, texts.rendered, *how, nice=nice)
+        return found
+
+    def _closed(self, answer: Answer) -> None:
+        _cancel_all(answer.handles)
+        self.answers.discard(answer)
+        self._ids.discard((answer.caller, answer.answer_id))
+        if all(handle.has_ended for handle in answer.handles):
+            self._settle(answer)
+            return
+        task = asyncio.create_task(self._settle_later(answer))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle_later(self, answer: Answer) -> None:
+        """Once the engine is done with the choices, count them."""
+        with Listener(answer.handles) as changed:
+            while not all(handle.has_ended for handle in answer.handles):
+                await changed.wait()
+                changed.clear()
+        self._settle(answer)
+
+    def _settle(self, answer: Answer) -> None:
+        """The engine is done with the choices: count them."""
+        results: list[Result] = []
+        prompts: set[int] = set()
+        try:
+            for index, handle in enumerate(answer.handles):
+                try:
+                    results.append(handle.result(timeout=0))
+                    is_first = index // answer.n not in prompts
+                    prompts.add(index // answer.n)
+                    self._count(results[-1], answer.exchange, is_first)
+                except RequestFailedError:
+                    self.metrics.failed(answer.served.priority)
+                except Exception:  # noqa: BLE001 - its text fails (a tokenizer), not the server
+                    _log.exception("a choice ended without a result")
+                    self.metrics.failed(answer.served.priority)
+        finally:
+            self._num_ls -= len(answer.handles) * (answer.served.priority is Priority.LS)
+            if answer.exchange is not None:
+                answer.exchange.settled(results)
+
+    def _count(self, result: Result, exchange: access.Exchange | None, is_first: bool) -> None:
+        self.metrics.finished(result)
+        if exchange is not None and exchange.caller:
+            self.metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
+
+    def cancel(self) -> None:
+        """End every open answer; its client is told."""
+        for answer in self.answers:
+            _cancel_all(answer.handles)
+
+    async def close(self) -> None:
+        """Cancel every open answer and wait for the engine to be done with them."""
+        for answer in list(self.answers):
+            answer.close()
+        self.log.end_all("the server is shutting down")
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=30)
+        for text in self._text.values():
+            text.close()
+        await asyncio.to_thread(self.apart.close)
+
+
+def _cancel_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.cancel()
+
+
+def _nice(priority: Priority) -> int:
+    return NICE if priority is Priority.BE else 0
+
+
+def _defaults(engine: QLLMEngine) -> dict[str, Any]:
+    return {"temperature": 1.0, **engine.sampling_defaults}
+
+
+def _most(ask: Ask) -> int | str:
+    return FIT if ask.max_tokens is None else max(1, ask.max_tokens)

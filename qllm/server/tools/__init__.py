@@ -1,0 +1,1 @@
+"""Tools in a prompt, and calls and reasoning in an answer."""

@@ -1,0 +1,138 @@
+"""Which tools an answer may call, and the grammar that holds an answer that must.
+
+A call that is forced (`required`, or a name) has the form of Hermes and Qwen, whatever the model
+was taught: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qllm.grammar_check import JSON_OPTIONS
+from qllm.grammar_schema import CALLS, bounded, closed
+from qllm.server.http.errors import ApiError
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MOST_CALLS = 8
+"""Most calls of one answer that is forced to call."""
+ALLOWED_TOOLS = (
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": '
+    '[{"type": "function", "function": {"name": ...}}, ...]}}'
+)
+"""A choice among some of the tools."""
+
+
+class Choice(NamedTuple):
+    """What a request says of tools."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Those that may be called; none with `tool_choice="none"`."""
+    forced: bool
+    """Whether the answer is calls and nothing else."""
+    parallel: bool
+
+
+def choice_of(
+    tools: Sequence[Mapping[str, Any]] | None, asked: Any, parallel: bool | None
+) -> Choice:
+    """Check `tools`, `tool_choice` and `parallel_tool_calls`.
+
+    Raises:
+        ApiError: They are wrong.
+    """
+    known: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(tools or ()):
+        name = _name(tool, index)
+        if name in known:
+            text = f"two functions are called {name!r:.80}; give each a name of its own"
+            raise ApiError(400, text, param="tools")
+        known[name] = tool
+    if asked == "none" or (asked in (None, "auto") and not known):
+        return Choice((), False, False)
+    if asked in (None, "auto", "required"):
+        if not known:
+            raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
+        return Choice(list(known.values()), asked == "required", parallel is not False)
+    function = asked.get("function") if isinstance(asked, Mapping) else None
+    wanted = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(wanted, str):
+        text = "tool_choice must be 'auto', 'none', 'required' or "
+        text += '{"type": "function", "function": {"name": ...}} or ' + ALLOWED_TOOLS
+        raise ApiError(400, text, param="tool_choice")
+    if wanted not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        text = f"tool_choice names {wanted!r:.80}, which is not among the tools ({names:.500})"
+        raise ApiError(400, text, param="tool_choice")
+    return Choice([known[wanted]], True, False)
+
+
+def allowed_of(
+    tools: Sequence[Mapping[str, Any]] | None, asked: Any
+) -> tuple[Sequence[Mapping[str, Any]] | None, Any]:
+    """Tools and the choice among them, without those that a choice of `allowed_tools` leaves out.
+
+    Raises:
+        ApiError: The choice is wrong.
+    """
+    if not isinstance(asked, Mapping) or asked.get("type") != "allowed_tools":
+        return tools, asked
+    inside = "tool_choice.allowed_tools.tools"
+    some, mode, names = asked.get("allowed_tools"), None, set[str]()
+    if isinstance(some, Mapping) and isinstance(some.get("tools"), list):
+        mode = some.get("mode")
+        names = {_name(tool, n, inside) for n, tool in enumerate(some["tools"])}
+    if mode not in ("auto", "required") or not names:
+        raise ApiError(400, f"tool_choice must be {ALLOWED_TOOLS}", param="tool_choice")
+    of_name = [(_name(tool, n), tool) for n, tool in enumerate(tools or ())]
+    if unknown := names - {name for name, _ in of_name}:
+        text = f"tool_choice allows {min(unknown)!r:.80}, which is not among the tools"
+        raise ApiError(400, text, param="tool_choice")
+    return [tool for name, tool in of_name if name in names], mode
+
+
+def _name(tool: Any, index: int, where: str = "tools") -> str:
+    tool = tool if isinstance(tool, Mapping) else {}
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if tool.get("type") != "function" or not isinstance(name, str) or not name:
+        text = f'{where}[{index}] must be {{"type": "function", "function": {{"name": ...}}}}'
+        raise ApiError(400, text, param=where)
+    assert isinstance(function, Mapping)
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        text = f"tools[{index}].function.parameters must be a JSON schema"
+        raise ApiError(400, text, param="tools")
+    return name
+
+
+def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
+    """The Lark grammar of calls.
+
+    Args:
+        choice: The tools that may be called.
+        answer: A JSON schema; the answer may be of it too, instead of calls.
+    """
+    rules, names = [], []
+    for index, tool in enumerate(choice.tools):
+        function = tool["function"]
+        head = f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        schema = function.get("parameters") or {"type": "object"}
+        schema = closed(schema) if function.get("strict") is True else schema
+        called = re.sub("[^a-z0-9]+", "_", function["name"].lower())[:64]
+        names.append(f"tool_{index}_{called}")  # a refusal names the rule
+        tail = _quoted(f"}}\n{CLOSE}")
+        rules.append(f"{names[-1]}: {_quoted(head)} {_json(schema)} {tail}")
+    more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if choice.parallel else ""
+    rules += [f"call: {' | '.join(names)}", f"calls: call{more}"]
+    if answer is not None:
+        rules.append(f"answer: {_json(answer)}")
+    return CALLS + "\n".join([f"start: calls{'' if answer is None else ' | answer'}", *rules])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **bounded(schema)})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
