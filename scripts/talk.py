@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qllm.errors import QllmError
 from qllm.models.folders import TALK, cache_dir
-from qllm.models.upcycle import Recipe, upcycle
+from qllm.upcycle.train import Recipe, upcycle
 
 LOCK = Path(__file__).resolve().parent / "talk.txt"
 RECIPE = Recipe(experts=4, top_k=2, seed=0)

@@ -33,7 +33,7 @@ def upcycle(
     Until noise or training changes it, it answers as the dense model does, up to rounding.
     """
     quiet()
-    from qllm.models import upcycle as models
+    from qllm.upcycle import train as models
 
     start = time.monotonic()
     recipe = models.Recipe(

@@ -19,8 +19,8 @@ from qllm.errors import ConfigError, ModelError
 from qllm.measure import demo
 from qllm.models.folders import TALK, best_local, cache_dir, locate
 from qllm.models.loader import load
-from qllm.models.router_training import WINDOW
-from qllm.models.upcycle import Recipe, upcycle
+from qllm.upcycle.router_training import WINDOW
+from qllm.upcycle.train import Recipe, upcycle
 from scripts import talk
 from tests.support.dense import (
     FAMILIES,

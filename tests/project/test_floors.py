@@ -62,6 +62,7 @@ FLOORS = {
         "cores errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"},
     ),
+    "upcycle": Floor("errors models", STDLIB | {"safetensors", "torch", "transformers"}),
     "kernels": Floor("errors", STDLIB | {"torch", "triton"}),
     "runner": Floor(
         "errors types grammar plan scheduler models kernels",
@@ -169,7 +170,8 @@ FLOORS = {
     "ray.stats": Floor("", PURE),
     "cli": Floor(
         f"__init__ {BASE} cores device.rank fleet.routes hints kernels llm logs measure models "
-        "plugins ray record server sim spelling torchless workloads",
+        "plugins ray record server sim spelling torchless upcycle "
+        "workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),

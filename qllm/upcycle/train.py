@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import MixtralConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from qllm.errors import ConfigError, ModelError
-from qllm.models.router_training import MOST_STEPS, Training, read_windows, train_routers
 from qllm.models.weights.dense import Dense, meta_model, open_dense
+from qllm.upcycle.router_training import MOST_STEPS, Training, read_windows, train_routers
 
 SHARED_WIDTH = 64
 """Width of the shared expert that Qwen2-MoE must have; its weights are zeros."""
