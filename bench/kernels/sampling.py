@@ -25,8 +25,8 @@ from bench.kernels.transformers_experts import SHAPES, make
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 from qllm.runner.choosing import TOKENS_AT_ONCE
-from qllm.runner.sampler import Sampler
-from qllm.runner.sampling import Choice, SampledRow, choose, choose_all
+from qllm.runner.sampling.definition import Choice, SampledRow, choose, choose_all
+from qllm.runner.sampling.sampler import Sampler
 
 VOCAB, ROWS, SEED = 151_936, 16, 1
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -39,7 +39,7 @@ from qllm.runner.layers.attention import Span
 from qllm.runner.protocol import Stop
 from qllm.runner.rope import switch_of
 from qllm.runner.runner import TorchRunner
-from qllm.runner.sampler import Unread
+from qllm.runner.sampling.sampler import Unread
 from qllm.runner.sweep import Swept
 from qllm.scheduler.blocks import BlockTables
 from qllm.scheduler.program import Index, OpKind, Program

@@ -20,7 +20,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Stop
-from qllm.runner.sampler import Sampler, Unread
+from qllm.runner.sampling.sampler import Sampler, Unread
 from qllm.runner.sweep import Swept
 from qllm.scheduler.blocks import BlockTables
 from qllm.scheduler.program import Index, Program

@@ -23,7 +23,7 @@ from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Stop
 from qllm.runner.runner import TorchRunner
-from qllm.runner.sampler import Unread
+from qllm.runner.sampling.sampler import Unread
 from qllm.runner.sweep import Sizes, Sweep, Swept
 from qllm.scheduler.blocks import BlockTables
 from qllm.scheduler.program import Index, Program

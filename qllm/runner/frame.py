@@ -26,8 +26,8 @@ from qllm.runner.layers.drivers import Rope, Routed
 from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
 from qllm.runner.rope_tables import NO_ROPES
-from qllm.runner.sampler import Unread
-from qllm.runner.scores import NO_SCORES, Score, Scores
+from qllm.runner.sampling.sampler import Unread
+from qllm.runner.sampling.scores import NO_SCORES, Score, Scores
 from qllm.scheduler.program import Index, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qllm.models.logits import LogitRule
 from qllm.runner.layers.linears import Head, HeadBlocks
-from qllm.runner.scores import NO_SCORES, Scores
+from qllm.runner.sampling.scores import NO_SCORES, Scores
 from qllm.types import Sampled
 
 

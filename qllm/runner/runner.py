@@ -35,7 +35,7 @@ from qllm.runner.layers.work import Work
 from qllm.runner.polling import let_poll
 from qllm.runner.protocol import Longest, Segments, Stop
 from qllm.runner.rope import Ropes
-from qllm.runner.sampler import Sampler
+from qllm.runner.sampling.sampler import Sampler
 from qllm.runner.sweep import Swept
 from qllm.scheduler.program import Index, Op, OpKind, Program
 from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams

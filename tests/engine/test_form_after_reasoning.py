@@ -10,7 +10,7 @@ import pytest
 
 from qllm.grammar import Vocabulary
 from qllm.llm import QLLMEngine
-from qllm.runner.thinking import Thinking
+from qllm.runner.sampling.thinking import Thinking
 from qllm.types import FinishReason, SamplingParams
 from tests.support.letters import Letters
 from tests.support.serving import serving, tiny_engine

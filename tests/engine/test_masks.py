@@ -12,8 +12,8 @@ from qllm.grammar import Vocabulary
 from qllm.kernels import cpu
 from qllm.kernels.cpu.masks import by_hand, keep_allowed
 from qllm.models.tokenizer import load_tokenizer
-from qllm.runner.sampler import Sampler
-from qllm.runner.sampling import draw, share_of, weights
+from qllm.runner.sampling.definition import draw, share_of, weights
+from qllm.runner.sampling.sampler import Sampler
 from qllm.types import SamplingParams, StructuredOutputs
 
 VOCAB, ENDS = 3072, frozenset({2, 0})

@@ -20,7 +20,7 @@ from qllm.plan import Plan, Row
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.linears import HEAD_BLOCK
 from qllm.runner.runner import TorchRunner
-from qllm.runner.scores import Score
+from qllm.runner.sampling.scores import Score
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, Logprobs, PromptLogprobs, Sampled, SamplingParams

@@ -9,7 +9,7 @@ import pytest
 from qllm.errors import InvalidRequestError
 from qllm.grammar import Vocabulary
 from qllm.llm import QLLMEngine
-from qllm.runner.thinking import Thinking
+from qllm.runner.sampling.thinking import Thinking
 from qllm.types import FinishReason, SamplingParams
 from tests.support.letters import Letters
 

@@ -15,8 +15,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from qllm.kernels import reference
 from qllm.kernels.triton import sampling
-from qllm.runner import sampling as definition
-from qllm.runner.sampler import Sampler
+from qllm.runner.sampling import definition as definition
+from qllm.runner.sampling.sampler import Sampler
 from qllm.types import SamplingParams
 from tests.support.interpret import DEVICES, unwritten
 from tests.support.triton_cases import DTYPES, FEW, Noise

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qllm.grammar import Vocabulary
-from qllm.runner.limits import Limits, Rules
+from qllm.runner.sampling.limits import Limits, Rules
 from qllm.types import SamplingParams
 
 SIZE, EOS, STOP = 8, 2, 6

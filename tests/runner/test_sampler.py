@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from qllm.errors import InvariantError
-from qllm.runner.sampler import Sampler
-from qllm.runner.sampling import draw, philox4x32, share_of, weights
+from qllm.runner.sampling.definition import draw, philox4x32, share_of, weights
+from qllm.runner.sampling.sampler import Sampler
 from qllm.types import Sampled, SamplingParams
 
 

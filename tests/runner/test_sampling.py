@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qllm.kernels import cpu
-from qllm.runner import sampling
-from qllm.runner.limits import NO_IDS, Ids, Rules
-from qllm.runner.sampling import Choice, SampledRow, choose, choose_all
+from qllm.runner.sampling import definition as sampling
+from qllm.runner.sampling.definition import Choice, SampledRow, choose, choose_all
+from qllm.runner.sampling.limits import NO_IDS, Ids, Rules
 from qllm.types import SamplingParams
 
 KINDS = [] if cpu.native is None else cpu.native.available()

@@ -13,7 +13,7 @@ import pytest
 
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.grammar import Vocabulary
-from qllm.runner.thinking import Thinking
+from qllm.runner.sampling.thinking import Thinking
 from qllm.server.api.calls import make_reader
 from qllm.server.tools.deltas import merged
 from qllm.server.tools.harmony import MARKS

@@ -200,7 +200,7 @@ struct Unit {
   int64_t expert, lo, hi;  // rows [lo, hi) of the sorted slots
 };
 
-// A row of logits of which a token is chosen, as qllm/runner/sampling.py defines it.
+// A row of logits of which a token is chosen, as qllm/runner/sampling/definition.py defines it.
 struct SampleRow {
   const void* logits;       // [num], bf16 or fp32
   int64_t num, is_half;

@@ -1,10 +1,10 @@
-"""Sampling on the device, with the random numbers of `qllm.runner.sampling`.
+"""Sampling on the device, with the random numbers of `qllm.runner.sampling.definition`.
 
-The order of operations is that of `qllm.runner.sampling`: temperature, min_p, top_k, top_p, then
-the inverse CDF in token-id order with the number that Philox-4x32-10 gives for (seed, position).
-Everything is summed in one fixed order and in fp64, so the same logits give the same token in any
-batch, eager or replayed. On the CPU weights are rounded to multiples of 2^-44 and added as whole
-numbers: a number within about 1e-9 of a boundary may go the other way there.
+The order of operations is that of `qllm.runner.sampling.definition`: temperature, min_p, top_k,
+top_p, then the inverse CDF in token-id order with the number that Philox-4x32-10 gives for (seed,
+position). Everything is summed in one fixed order and in fp64, so the same logits give the same
+token in any batch, eager or replayed. On the CPU weights are rounded to multiples of 2^-44 and
+added as whole numbers: a number within about 1e-9 of a boundary may go the other way there.
 
 A row is divided into chunks, and a chunk is a program, so that one row keeps the whole device busy:
 

@@ -7,7 +7,7 @@ The order of operations is that of vLLM:
     repetition_penalty      seen tokens, prompt included: x / r if x > 0 else x * r
     - frequency_penalty     times the occurrences in the output
     - presence_penalty      once for a token in the output
-    rules                   -inf for tokens that may not come (`runner/limits.py`)
+    rules                   -inf for tokens that may not come (`runner/sampling/limits.py`)
     argmax                  if greedy; the lowest id wins a tie
     weights                 exp((x - max x) / temperature), rounded to multiples of 2^-44
     min_p                   tokens that weigh less than this share of the likeliest have no weight
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from qllm.kernels.cpu import native
 from qllm.kernels.cpu import sampling as kernel
-from qllm.runner.limits import NO_IDS, Ids, Rules
+from qllm.runner.sampling.limits import NO_IDS, Ids, Rules
 from qllm.types import Logprobs, SamplingParams
 
 Floats32 = npt.NDArray[np.float32]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from qllm.models.discover import ModelParts
 from qllm.models.logits import LogitRule
-from qllm.runner.limits import Rules
-from qllm.runner.sampling import SampledRow, choose_all, readable
+from qllm.runner.sampling.definition import SampledRow, choose_all, readable
+from qllm.runner.sampling.limits import Rules
 from qllm.types import Logprobs, PromptLogprobs, Sampled, SamplingParams
 
 

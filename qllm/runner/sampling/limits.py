@@ -11,7 +11,7 @@ import torch
 from qllm.errors import InvariantError
 from qllm.grammar import Matcher, Vocabulary
 from qllm.kernels.cpu.masks import keep_allowed
-from qllm.runner.thinking import Thinking, starts_inside
+from qllm.runner.sampling.thinking import Thinking, starts_inside
 from qllm.types import SamplingParams
 
 Ids = npt.NDArray[np.int64]

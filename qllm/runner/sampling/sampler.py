@@ -1,7 +1,7 @@
 """Choose the next tokens: each row by its own logits, settings and random numbers.
 
-`runner/sampling.py` defines how. A row never meets another row and no state moves, so a seeded
-request gets the same tokens in any batch, in any order, and again after it was preempted.
+`runner/sampling/definition.py` defines how. A row never meets another row and no state moves, so a
+seeded request gets the same tokens in any batch, in any order, and again after it was preempted.
 """
 
 import math
@@ -16,8 +16,7 @@ import torch
 
 from qllm.errors import NO_TOKEN, InvariantError
 from qllm.grammar import Matcher, Vocabulary
-from qllm.runner.limits import NO_IDS, Ids, Limits
-from qllm.runner.sampling import (
+from qllm.runner.sampling.definition import (
     MAX_BIAS,
     Choice,
     Floats64,
@@ -26,6 +25,7 @@ from qllm.runner.sampling import (
     readable,
     share_of,
 )
+from qllm.runner.sampling.limits import NO_IDS, Ids, Limits
 from qllm.types import RequestId, Sampled, SamplingParams
 
 
