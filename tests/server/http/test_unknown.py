@@ -19,7 +19,7 @@ from qllm.server.http.unknown import CHANGES, HEADER
 from qllm.server.http.unknown import found as unserved
 from tests.support.serving import Serving, serving
 
-CODEX = json.loads((Path(__file__).parent / "codex-request.json").read_text())[0]
+CODEX = json.loads((Path(__file__).parents[1] / "codex-request.json").read_text())[0]
 TEXT = {"type": "text", "text": "a"}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOL = {"name": "f", "input_schema": SCHEMA}

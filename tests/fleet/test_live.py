@@ -27,7 +27,7 @@ REPLAYED = "qllm:requests_replayed_total"
 QUICK = Backoff(first_s=0.2, cap_s=0.2)
 FEW = [ASKS[0], ASKS[3], ASKS[5], ASKS[6]]
 """Greedy, with penalties and log-probabilities, two choices, and an expression. What else there is
-to ask is asked of one engine in tests/server/test_replay.py."""
+to ask is asked of one engine in tests/server/ops/test_replay.py."""
 ask_few, ask_few_until_they_run = (partial(ask, asks=FEW) for ask in (ask_all, ask_until_they_run))
 
 

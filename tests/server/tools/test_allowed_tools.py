@@ -1,4 +1,5 @@
-"""A choice among some of the tools of a chat; `tests/server/test_responses.py` asks a server."""
+"""A choice among some of the tools of a chat; `tests/server/api/test_responses.py` asks a
+server."""
 
 from typing import Any
 

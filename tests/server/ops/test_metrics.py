@@ -12,7 +12,7 @@ from qllm.server.metrics import Metrics
 from tests.support.serving import Serving
 from tests.support.waiting import wait_for
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana.json"
 ALERTS = DOCS / "alerts.yaml"
 NAMES = re.compile(r"(?:qllm:|qllm_engine_process_|process_)\w+")
