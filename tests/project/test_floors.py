@@ -93,7 +93,8 @@ FLOORS = {
     ),
     "engine.kv": Floor(f"{BASE} engine.costs engine.holding ingress scheduler", PURE),
     "engine.storage": Floor(
-        f"{BASE} engine.costs engine.holding engine.kv ingress kernels models runner scheduler",
+        f"{BASE} engine.costs engine.holding engine.kv ingress kernels models private runner "
+        "scheduler",
         STDLIB | {"numpy", "torch", "xxhash"},
     ),
     "engine.costs": Floor("policy scheduler.program", PURE),
@@ -139,13 +140,13 @@ FLOORS = {
         "errors types frontend llm server.config server.http server.metrics", WEB
     ),
     "server.tools": Floor("errors types frontend grammar_check grammar_schema server.http", WEB),
-    "server.state": Floor("errors server.http", WEB),
+    "server.state": Floor("errors private server.http", WEB),
     "server.api": Floor(
         "errors types frontend grammar_schema names server.http server.requests server.state "
         "server.tools",
         WEB,
     ),
-    "server.batch": Floor("errors server.api server.http server.requests server.state", WEB),
+    "server.batch": Floor("errors types server.api server.http server.requests server.state", WEB),
     "server.prompts": Floor("errors types frontend server.api server.http server.requests", WEB),
     "workloads": Floor("errors types frontend llm private record", STDLIB | {"aiohttp"}),
     "measure": Floor(

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 
 from qllm.server.api.answers import owner_of
+from qllm.server.api.protocol import Templated
 from qllm.server.http.errors import RESPONSES, ApiError
 from qllm.server.http.fields import Body, Items
-from qllm.server.prompts.routes import Templated
 from qllm.server.requests import texts
 from qllm.server.requests.apart import Given
 from qllm.server.requests.bodies import JSON

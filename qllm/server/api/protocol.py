@@ -5,7 +5,7 @@ answer and cannot be served are refused with the reason.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,7 @@ from qllm.server.http.errors import ApiError
 from qllm.server.http.fields import Asked, Body, Items, Numbers, Open, Seed
 from qllm.server.http.headers import name_of
 from qllm.server.requests.ask import TO_FIT
+from qllm.server.requests.texts import keywords_of
 from qllm.server.tools.tool_choice import Choice, allowed_of, choice_of, grammar
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
@@ -485,3 +486,34 @@ class ChatRequest(Generation):
         if self.continue_final_message:
             given["continue_final_message"] = True
         return given
+
+
+class Templated(Body):
+    """A prompt, or messages and what they ask of the chat template."""
+
+    of_chats: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs", "reasoning_effort")
+    """Fields of a chat that go with messages alone."""
+
+    model: str | None = None
+    prompt: Any = None
+    messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: Items[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.prompt is not None and self.messages is not None:
+            raise ValueError("give either prompt or messages")
+        given = [name for name in self.of_chats if name in self.model_fields_set]
+        if self.messages is None and any(getattr(self, name) is not None for name in given):
+            names = f"{', '.join(self.of_chats[:-1])} and {self.of_chats[-1]}"
+            raise ValueError(f"{names} go with messages")
+        return self
+
+    def template(self) -> dict[str, Any]:
+        """Keywords of `render_chat`."""
+        if self.messages is None:
+            return {}
+        given = {name: getattr(self, name) for name in self.of_chats}
+        return keywords_of(ChatRequest(messages=[{}], **given).template_options())

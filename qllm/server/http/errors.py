@@ -1,6 +1,8 @@
 """Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
 
+import errno
 import logging
+import sqlite3
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,7 +22,6 @@ from qllm.errors import (
     QueueFullError,
     brief,
 )
-from qllm.server.http.errors import is_unwritable
 
 ANTHROPIC = "/v1/messages"
 """The routes below have the errors of another API."""
@@ -30,8 +31,20 @@ RETRY_AFTER_S = 1
 """What a client is told to wait when a queue is full."""
 STORAGE_RETRY_S = 30
 """What a client is told to wait when nothing can be stored."""
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+FULL_DATABASE = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
+)
 
 _log = logging.getLogger("qllm.server")
+
+
+def is_unwritable(error: BaseException) -> bool:
+    """Return whether an error says that a disk stores nothing: it is full, read-only or failing."""
+    if isinstance(error, sqlite3.OperationalError):
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL)
+        return code & 0xFF in FULL_DATABASE
+    return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
 class ErrorDetail(BaseModel):

@@ -7,55 +7,23 @@ POST /v1/chat/completions                  {"prompt_id": ID, ...}: it is whole, 
 """
 
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from qllm.frontend.growing_prompt import Piece
 from qllm.server.api.answers import wanted_class
-from qllm.server.api.protocol import ChatRequest, ServiceTier, TextOr, class_of_tier
+from qllm.server.api.protocol import ServiceTier, Templated, TextOr, class_of_tier
 from qllm.server.http.errors import RESPONSES
 from qllm.server.http.fields import Body, Items
 from qllm.server.http.headers import header
 from qllm.server.prompts.open_prompts import Opened, OpenPrompts
 from qllm.server.requests.bodies import read, schema_of
 from qllm.server.requests.front import Front
-from qllm.server.requests.texts import keywords_of
 from qllm.types import Priority
 
 Text = TextOr[int]
-
-
-class Templated(Body):
-    """A prompt, or messages and what they ask of the chat template."""
-
-    of_chats: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs", "reasoning_effort")
-    """Fields of a chat that go with messages alone."""
-
-    model: str | None = None
-    prompt: Any = None
-    messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        if self.prompt is not None and self.messages is not None:
-            raise ValueError("give either prompt or messages")
-        given = [name for name in self.of_chats if name in self.model_fields_set]
-        if self.messages is None and any(getattr(self, name) is not None for name in given):
-            names = f"{', '.join(self.of_chats[:-1])} and {self.of_chats[-1]}"
-            raise ValueError(f"{names} go with messages")
-        return self
-
-    def template(self) -> dict[str, Any]:
-        """Keywords of `render_chat`."""
-        if self.messages is None:
-            return {}
-        given = {name: getattr(self, name) for name in self.of_chats}
-        return keywords_of(ChatRequest(messages=[{}], **given).template_options())
 
 
 class OpenRequest(Templated):

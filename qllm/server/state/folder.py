@@ -1,6 +1,5 @@
 """The state folder: its owner's alone, held by one server, with a database that is whole."""
 
-import errno
 import fcntl
 import logging
 import os
@@ -12,26 +11,14 @@ from pathlib import Path
 
 from qllm.errors import ConfigError
 from qllm.private import make_private_folder, private_fd
+from qllm.server.http.errors import is_unwritable
 
 DATABASE = "batch.db"
 OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
 """Names in the folder that are the server's, and the one that file systems put there."""
 MADE = b"made\n"
 """What the lock file says once there is a database: without it one is missing, not new."""
-FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-FULL_DATABASE = frozenset(
-    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
-)
-
 _log = logging.getLogger("qllm.server")
-
-
-def is_unwritable(error: BaseException) -> bool:
-    """Return whether an error says that a disk stores nothing: it is full, read-only or failing."""
-    if isinstance(error, sqlite3.OperationalError):
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL)
-        return code & 0xFF in FULL_DATABASE
-    return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
 def make_private(folder: Path) -> None:
