@@ -31,11 +31,9 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, ManyClient, close_collected
 from qllm.frontend.detokenizer import Detokenizer, MakeReading
-from qllm.frontend.growing_prompt import Opens
 from qllm.frontend.handle import Handle
 from qllm.frontend.kept import KeptKv
 from qllm.frontend.offline import Offline
-from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
 from qllm.frontend.prompts import (
     asked_sampling,
@@ -44,6 +42,8 @@ from qllm.frontend.prompts import (
     ids_that_fit,
     to_sampling,
 )
+from qllm.frontend.saved_request import Open
+from qllm.frontend.streaming_prompt import Opens
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
 from qllm.ingress import Submission

@@ -8,8 +8,8 @@ from typing import Any
 
 from bench.kv.parts import GREEDY, make_engine, make_ids, wait_until
 from qllm import QLLMEngine
-from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
+from qllm.frontend.saved_request import Open
 from qllm.ingress.remote.meeting import Address, Meeting
 
 NUM = 64

@@ -13,10 +13,10 @@ from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
 from qllm.engine.costs import Costs
+from qllm.engine.delayed import Inbox
 from qllm.engine.grammars import GrammarIngress
 from qllm.engine.handover.arrivals import HandedIngress
 from qllm.engine.handover.handover import HandOver, Pull, handover_of
-from qllm.engine.holding import Inbox
 from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop

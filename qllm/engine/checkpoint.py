@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 from qllm.engine import archive
-from qllm.engine.holding import Held, HoldingIngress
+from qllm.engine.delayed import Held, HoldingIngress
 from qllm.engine.live import Live
 from qllm.engine.loop import EngineLoop
 from qllm.errors import CheckpointError

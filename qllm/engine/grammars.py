@@ -3,7 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from qllm.engine.holding import HoldingIngress, Inbox
+from qllm.engine.delayed import HoldingIngress, Inbox
 from qllm.errors import InvalidRequestError
 from qllm.grammar import Matcher, Vocabulary
 from qllm.ingress import LOOK, Revision, Submission

@@ -14,8 +14,8 @@ from qllm.engine.costs import Costs
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.live import Live, request_of
+from qllm.engine.prompt_updates import Revising, why
 from qllm.engine.protocol import Deciding, Newcomers, Sink
-from qllm.engine.revising import Revising, why
 from qllm.errors import PolicyError, contained, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal

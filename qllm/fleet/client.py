@@ -32,10 +32,10 @@ from qllm.fleet.routes import Costs, Role, Route, load_route
 from qllm.fleet.stats import FleetStats, described
 from qllm.frontend.client import FarClient, ManyClient
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.process import ProcessClient
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.rings import RingClient
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Revision, Submission, Update
 from qllm.types import NS_PER_S, RequestId, RequestStatus
 

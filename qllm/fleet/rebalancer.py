@@ -13,8 +13,8 @@ from qllm.fleet.members import Member
 from qllm.fleet.rebalance import LOST_S, MoveCosts, Standing, choose_move
 from qllm.fleet.requests import SharedRouter
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.rings import RingClient
+from qllm.frontend.saved_request import Open
 
 _log = logging.getLogger("qllm.fleet")
 

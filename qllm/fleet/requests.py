@@ -12,9 +12,9 @@ from qllm.fleet.members import Member, is_full, none_serves, takes_requests
 from qllm.fleet.router import Entry, Router
 from qllm.fleet.routes import RequestView, Route
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission
 
 

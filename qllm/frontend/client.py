@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Revision, Submission, Update
 from qllm.ingress.messages import ModelInfo
 from qllm.record.trace import Trace

@@ -78,7 +78,7 @@ class Asked(NamedTuple):
 class Keeps(Protocol):
     """Keeps requests that go on at another engine; `qllm.frontend.request_log.RequestLog` does.
 
-    Its entries are `qllm.frontend.open.Open`, which know their handle.
+    Its entries are `qllm.frontend.saved_request.Open`, which know their handle.
     """
 
     def take(self, entry: Any, engine_ns: int, why: str) -> None:
@@ -195,7 +195,9 @@ class Handle:
             self._update, self._revise = update, revise
 
     def revise(self, item: Revision) -> None:
-        """Give the request another prompt (`qllm.frontend.growing`). The caller holds the lock.
+        """Give the request another prompt (`qllm.frontend.incremental_tokens`).
+
+        The caller holds the lock.
 
         Raises:
             RequestFailedError: It has ended.

@@ -25,8 +25,8 @@ from qllm.config import EngineConfig
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import MakeHandle
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.rings import CLOSE_S, RingClient
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment, available

@@ -18,8 +18,8 @@ from qllm.config import EngineConfig, engine_config
 from qllm.engine.remote import offer, peer_from
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import FarClient
-from qllm.frontend.open import Open
 from qllm.frontend.rings import CLOSE_S, RingClient
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.messages import ModelInfo

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import End, Open
+from qllm.frontend.saved_request import End, Open
 from qllm.ingress import Revision
 from qllm.types import FinishReason, RequestId, RequestStatus
 

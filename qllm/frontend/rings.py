@@ -12,8 +12,8 @@ from qllm.config import EngineConfig
 from qllm.errors import CRASHED, MOVED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
 from qllm.frontend.handle import Asked, Handle
-from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndPort

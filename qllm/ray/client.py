@@ -21,10 +21,10 @@ from qllm.fleet.members import card_of
 from qllm.fleet.stats import described
 from qllm.frontend.client import FarClient, ManyClient
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, encode_submission
 from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt

@@ -10,9 +10,9 @@ from typing import Any, cast
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import End, Open
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.rings import RingClient
+from qllm.frontend.saved_request import End, Open
 from qllm.frontend.waker import Waker
 from qllm.ingress.codec import (
     EngineMetrics,

@@ -24,8 +24,9 @@ from qllm.server.metrics import Metrics
 from qllm.server.ops import probes
 from qllm.server.ops.supervisor import Supervisor
 from qllm.server.page import docs, ui
-from qllm.server.prompts import open_prompts, streamed_body
+from qllm.server.prompts import ndjson as streamed_body
 from qllm.server.prompts import routes as prompt_routes
+from qllm.server.prompts import store as open_prompts
 from qllm.server.requests.front import Front
 from qllm.server.requests.shortcut import Shortcut
 from qllm.server.state.response_store import ResponseStore

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.cli.app import FAILED, INTERRUPTED
-from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.frontend.handle import Handle, Piece
+from qllm.frontend.streaming_prompt import GrowingPrompt
 from qllm.measure.random_moe import make_random_moe
 from qllm.plan import Row
 from qllm.record.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qllm.errors import QueueFullError
-from qllm.frontend.open import Open
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission, Update
 from qllm.ingress.front_end import UPDATE_BYTES
 from qllm.ingress.ring import record_bytes

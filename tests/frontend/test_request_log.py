@@ -9,7 +9,7 @@ import pytest
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import MOVED, ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
-from qllm.frontend.open import Open
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission, Update
 from qllm.ingress.codec import End
 from qllm.ingress.front_end import UPDATE_BYTES

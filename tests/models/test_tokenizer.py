@@ -7,7 +7,7 @@ import pytest
 
 from qllm import QLLMEngine
 from qllm.errors import ContextLengthError
-from qllm.frontend.growing import GrowingText
+from qllm.frontend.incremental_tokens import GrowingText
 from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.models.tokenizer import LONG_TEXT, ids_of, load_tokenizer, longest_token
 from tests.support.lock import longest_hold_s

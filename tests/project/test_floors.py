@@ -91,9 +91,9 @@ FLOORS = {
         "scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    "engine.kv": Floor(f"{BASE} engine.costs engine.holding ingress scheduler", PURE),
+    "engine.kv": Floor(f"{BASE} engine.costs engine.delayed ingress scheduler", PURE),
     "engine.storage": Floor(
-        f"{BASE} engine.costs engine.holding engine.kv ingress kernels models private runner "
+        f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
         "scheduler",
         STDLIB | {"numpy", "torch", "xxhash"},
     ),
@@ -101,20 +101,20 @@ FLOORS = {
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
     "engine.live": Floor("ingress scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
-    "engine.holding": Floor("types ingress", PURE),
+    "engine.delayed": Floor("types ingress", PURE),
     "engine.handover": Floor(
-        f"{BASE} engine.costs engine.holding engine.kv engine.live engine.loop engine.remote "
+        f"{BASE} engine.costs engine.delayed engine.kv engine.live engine.loop engine.remote "
         "engine.storage ingress models record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch"},
     ),
     "engine.effects": Floor(f"{BASE} engine.kv ingress record runner.protocol scheduler", PURE),
-    "engine.revising": Floor(
+    "engine.prompt_updates": Floor(
         f"{BASE} engine.effects engine.kv engine.protocol ingress record runner.protocol scheduler",
         PURE,
     ),
     "engine.loop": Floor(
         f"{BASE} engine.costs engine.effects engine.live engine.kv engine.protocol "
-        "engine.revising ingress record runner.protocol scheduler",
+        "engine.prompt_updates ingress record runner.protocol scheduler",
         PURE,
     ),
     "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
@@ -203,7 +203,7 @@ OWN_BENCHES = {
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not
     "kv.file": "frontend.request_log engine.kv",
-    "kv.handover": "frontend.open frontend.request_log",
+    "kv.handover": "frontend.saved_request frontend.request_log",
 }
 """Benches that import more than the others."""
 

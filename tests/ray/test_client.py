@@ -21,8 +21,8 @@ from qllm.config import EngineConfig
 from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.remote import RemoteHello
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission, Update
 from qllm.ingress.codec import EngineMetrics
 from qllm.ingress.messages import EngineCard, ModelInfo

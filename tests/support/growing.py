@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.frontend.handle import Result
+from qllm.frontend.streaming_prompt import GrowingPrompt
 from qllm.types import RequestStatus
 from tests.support.families import VOCAB
 from tests.support.inside import loop_of

@@ -7,9 +7,9 @@ from typing import Any
 from qllm import SamplingParams
 from qllm.config import EngineConfig
 from qllm.frontend.handle import Handle
-from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
+from qllm.frontend.saved_request import Open
 from qllm.ingress import Submission
 from qllm.ingress.front_end import CANCEL_BYTES, FrontEndRings
 from qllm.ingress.memory import FrontEndMemory

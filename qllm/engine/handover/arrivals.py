@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from qllm.engine.costs import Costs
+from qllm.engine.delayed import HoldingIngress, Inbox
 from qllm.engine.handover.handover import Brought, HandOver
-from qllm.engine.holding import HoldingIngress, Inbox
 from qllm.errors import ConfigError
 from qllm.ingress import LOOK, Submission
 from qllm.ingress.messages import Source

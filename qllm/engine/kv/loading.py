@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from qllm.engine.holding import HoldingIngress, Inbox
+from qllm.engine.delayed import HoldingIngress, Inbox
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.kv.users import Staged
 from qllm.ingress import Submission

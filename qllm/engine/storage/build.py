@@ -9,7 +9,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.engine.costs import Costs
-from qllm.engine.holding import Inbox
+from qllm.engine.delayed import Inbox
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.kv.states import KeptStates
 from qllm.engine.kv.tier import FileTier, Kept

@@ -12,13 +12,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from qllm.frontend.growing_prompt import Piece
+from qllm.frontend.streaming_prompt import Piece
 from qllm.server.api.answers import wanted_class
 from qllm.server.api.protocol import ServiceTier, Templated, TextOr, class_of_tier
 from qllm.server.http.errors import RESPONSES
 from qllm.server.http.fields import Body, Items
 from qllm.server.http.headers import header
-from qllm.server.prompts.open_prompts import Opened, OpenPrompts
+from qllm.server.prompts.store import Opened, OpenPrompts
 from qllm.server.requests.bodies import read, schema_of
 from qllm.server.requests.front import Front
 from qllm.types import Priority

@@ -24,7 +24,7 @@ from qllm.server.metrics import Metrics
 from qllm.server.requests import texts
 from qllm.server.requests.apart import LONG, NICE, Apart, Given
 from qllm.server.requests.ask import TO_FIT, Ask, Served
-from qllm.server.requests.at_once import AtOnce
+from qllm.server.requests.inline_submit import AtOnce
 from qllm.server.requests.open_answer import Answer
 from qllm.server.requests.text_work import TextWork
 from qllm.types import Priority, SamplingParams

@@ -16,8 +16,8 @@ from qllm.engine.handover.format import read_header, tensor
 from qllm.engine.handover.transfer import Puller
 from qllm.errors import CheckpointError, ConfigError, EngineClosedError, QllmError
 from qllm.frontend.handle import Handle, Result
-from qllm.frontend.open import Open
 from qllm.frontend.request_log import RequestLog
+from qllm.frontend.saved_request import Open
 from qllm.ingress.messages import Source
 from qllm.ingress.remote import meeting
 from qllm.ingress.remote.meeting import Address, Meeting, MeetingError

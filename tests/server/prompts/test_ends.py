@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from qllm.frontend.growing import GrowingText
-from qllm.frontend.growing_prompt import GrowingPrompt
+from qllm.frontend.incremental_tokens import GrowingText
+from qllm.frontend.streaming_prompt import GrowingPrompt
 from qllm.llm import QLLMEngine
-from qllm.server.prompts import streamed_body
-from qllm.server.prompts.open_prompts import Opened, OpenPrompts
-from qllm.server.prompts.streamed_body import blocks_of
+from qllm.server.prompts import ndjson as streamed_body
+from qllm.server.prompts.ndjson import blocks_of
+from qllm.server.prompts.store import Opened, OpenPrompts
 from qllm.server.requests import bodies
 from qllm.server.requests.ask import SHORT
 from qllm.server.requests.text_work import LONG_THREADS

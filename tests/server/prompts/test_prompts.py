@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from qllm.frontend.growing import GrowingText
+from qllm.frontend.incremental_tokens import GrowingText
 from qllm.llm import QLLMEngine
 from qllm.server.requests.ask import SHORT
 from qllm.types import SamplingParams

@@ -20,9 +20,9 @@ from qllm.errors import (
     QueueFullError,
     RequestFailedError,
 )
-from qllm.frontend.growing import HELD, SET_ASIDE, GrowingText
-from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt, common_prefix
 from qllm.frontend.handle import Result
+from qllm.frontend.incremental_tokens import HELD, SET_ASIDE, GrowingText
+from qllm.frontend.streaming_prompt import PIECE_TOKENS, GrowingPrompt, common_prefix
 from qllm.ingress import Revision
 from qllm.types import FinishReason, RequestStatus, StructuredOutputs
 from tests.support.families import VOCAB, make_model
@@ -419,7 +419,7 @@ def test_telling_the_engine_looks_at_no_token_that_cannot_have_changed(
         seen[0] += len(a)
         return common_prefix(a, b)
 
-    monkeypatch.setattr("qllm.frontend.growing_prompt.common_prefix", counted)
+    monkeypatch.setattr("qllm.frontend.streaming_prompt.common_prefix", counted)
     prompt = tiny.open("LS")
     append_all(prompt, WORDS * 60)
     assert seen[0] < 1000

@@ -17,7 +17,7 @@ from qllm.names import new_seed, token_hex
 from qllm.server.api.answers import respond
 from qllm.server.http.connection import Presence
 from qllm.server.requests.ask import EACH, SHORT, Ask, Served
-from qllm.server.requests.at_once import MOST_CHARS, MOST_HELD, AtOnce
+from qllm.server.requests.inline_submit import MOST_CHARS, MOST_HELD, AtOnce
 from qllm.types import Priority, SamplingParams
 from tests.support.serving import Serving
 from tests.support.shm_rig import Rig

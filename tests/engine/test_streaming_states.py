@@ -12,8 +12,8 @@ import pytest
 
 from bench.models import tiny_configs
 from qllm.errors import QueueFullError
-from qllm.frontend.growing_prompt import GrowingPrompt
 from qllm.frontend.handle import Handle
+from qllm.frontend.streaming_prompt import GrowingPrompt
 from tests.support.growing import GREEDY, Engine, equal
 from tests.support.growing import ids_of as ids_below
 from tests.support.waiting import wait_for

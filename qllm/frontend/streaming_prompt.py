@@ -31,8 +31,8 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client
 from qllm.frontend.detokenizer import Detokenizer, MakeReading
-from qllm.frontend.growing import Growing, GrowingIds, GrowingText, common_prefix
 from qllm.frontend.handle import Handle
+from qllm.frontend.incremental_tokens import Growing, GrowingIds, GrowingText, common_prefix
 from qllm.frontend.prompts import (
     asked_sampling,
     check_sampling,

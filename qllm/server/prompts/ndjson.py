@@ -26,8 +26,8 @@ from qllm.server.api.answers import CLIENT_GONE, Writer, respond, wanted_class
 from qllm.server.api.protocol import ChatRequest, CompletionRequest
 from qllm.server.http.errors import ApiError, from_validation
 from qllm.server.http.headers import is_ndjson
-from qllm.server.prompts.open_prompts import Opened, OpenPrompts
 from qllm.server.prompts.routes import AppendRequest, ReplaceRequest
+from qllm.server.prompts.store import Opened, OpenPrompts
 from qllm.server.requests.apart import Apart
 from qllm.server.requests.ask import Ask, check_alone
 from qllm.server.requests.bodies import loads, packed

@@ -12,7 +12,7 @@ import torch
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.engine import checkpoint
-from qllm.engine.holding import Held, HoldingIngress
+from qllm.engine.delayed import Held, HoldingIngress
 from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Cancel, Submission, Update
 from qllm.ingress.inproc import InprocIngress

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from qllm.errors import EngineClosedError, RequestFailedError
-from qllm.frontend.growing_prompt import GrowingPrompt, Piece
+from qllm.frontend.streaming_prompt import GrowingPrompt, Piece
 from qllm.server.api.answers import owner_of
 from qllm.server.http.errors import ApiError
 from qllm.server.requests.ask import SHORT, Served

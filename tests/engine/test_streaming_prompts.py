@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qllm import SamplingParams
-from qllm.frontend.growing_prompt import PIECE_TOKENS, GrowingPrompt
 from qllm.frontend.handle import Handle
+from qllm.frontend.streaming_prompt import PIECE_TOKENS, GrowingPrompt
 from qllm.kernels.cpu import course
 from qllm.record import trace
 from tests.support.families import FAMILIES, make_model
