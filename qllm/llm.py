@@ -42,7 +42,7 @@ from qllm.frontend.prompts import (
     ids_that_fit,
     to_sampling,
 )
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.frontend.streaming_prompt import Opens
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
@@ -343,7 +343,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
 
-    def replay(self, request: Open) -> None:
+    def replay(self, request: SavedRequest) -> None:
         """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
         self._client.replay(request)
 

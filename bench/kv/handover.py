@@ -9,7 +9,7 @@ from typing import Any
 from bench.kv.parts import GREEDY, make_engine, make_ids, wait_until
 from qllm import QLLMEngine
 from qllm.frontend.request_log import RequestLog
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress.remote.meeting import Address, Meeting
 
 NUM = 64
@@ -37,7 +37,7 @@ def _moved(
 
     left: list[int] = []
 
-    def go_on(entry: Open) -> None:
+    def go_on(entry: SavedRequest) -> None:
         left.append(len(entry.handle.token_ids))
         if not with_kv:
             entry.source = None

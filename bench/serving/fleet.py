@@ -40,7 +40,7 @@ from qllm import QLLMEngine, SamplingParams, Slo
 from qllm.config import EngineConfig
 from qllm.fleet.members import Backoff
 from qllm.fleet.router import Router
-from qllm.fleet.routes import Costs, load_route
+from qllm.fleet.routes import RouteCosts, load_route
 from qllm.record.summary import percentile, request_metrics
 from qllm.sim.fleet import costs_of, simulate_fleet
 from qllm.sim.presets import preset
@@ -332,7 +332,7 @@ def grown(route: str, engines: int, count: int, seed: int) -> Router:
     rng = random.Random(seed)
     made = Router(load_route(route))
     for number in range(engines):
-        costs = Costs(1e-4 * rng.uniform(0.5, 2))
+        costs = RouteCosts(1e-4 * rng.uniform(0.5, 2))
         made.up(f"engine-{number}", costs=costs, kept_tokens=65536)
     for number in range(count):
         priority = (Priority.LS, Priority.BE)[number % 2]

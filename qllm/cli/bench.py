@@ -85,14 +85,14 @@ def bench(
     from qllm.measure.bench import (
         OF_A_TRACE,
         OF_A_WORKLOAD,
-        Load,
+        BenchLoad,
         bench_engine,
         bench_server,
         table_rows,
     )
     from qllm.measure.variants import parse_variants
 
-    load = Load(
+    load = BenchLoad(
         name=workload,
         file=trace,
         scale=read_all(dict(map(parse_setting, scale or ())), OF_A_WORKLOAD | OF_A_TRACE),

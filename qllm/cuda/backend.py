@@ -20,7 +20,7 @@ from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
 from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages, Spare
-from qllm.cuda.stages import Body, Key, Part, Stages
+from qllm.cuda.stages import Body, Key, StagePart, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import DeviceError, ModelError
 from qllm.kernels.select import kernels
@@ -313,7 +313,7 @@ class CudaBackend:
         self._replay(runner, frame, part)
         return Swept(Index(part.end_op, 0), 0, 0, program.ops[at.op].kind, 0)
 
-    def _part(self, runner: Asking, frame: Frame, program: Program, op: int) -> Part | None:
+    def _part(self, runner: Asking, frame: Frame, program: Program, op: int) -> StagePart | None:
         if self.stages is None or runner.on_logits is not None:
             return None
         whole = frame.program  # `program` may end earlier
@@ -342,7 +342,7 @@ class CudaBackend:
             if row.request_id not in frame.dead
         )
 
-    def _replay(self, runner: Asking, frame: Frame, part: Part) -> None:
+    def _replay(self, runner: Asking, frame: Frame, part: StagePart) -> None:
         assert self.stages is not None
         key, program = part.key, frame.program
         lane = self.stages.lanes[key.whole]

@@ -22,7 +22,7 @@ from qllm.models.heard import is_heard
 from qllm.models.parts.known import router_kind
 from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts
 from qllm.models.weights.quantised_weights import DeviceWeights
-from qllm.runner.cuts import Costs
+from qllm.runner.cuts import CutCosts
 from qllm.runner.layers.work import Unit, Work
 
 
@@ -220,7 +220,7 @@ class DeviceWork(Work):
         self.done[start:stop] = b"\1" * (stop - start)
         return self.units[stop - 1].hi - self.units[start].lo
 
-    def end_of_range(self, start: int, costs: Costs) -> int:
+    def end_of_range(self, start: int, costs: CutCosts) -> int:
         return start + 1
 
     def bytes_read(self, start: int, stop: int) -> int:

@@ -45,7 +45,7 @@ class Key(NamedTuple):
         return f"layers {self.start}-{self.end - 1} ({more}{self.bucket.tokens} tokens, {kind})"
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """The ops of a program that one stage covers."""
 
     key: Key
@@ -165,7 +165,7 @@ class Stages:
         fitting = (b for b in self._buckets if b.tokens >= num_tokens and b.prefill == prefill)
         return next(fitting, None)
 
-    def part(self, program: Program, op: int, grain: Grain, can_sample: bool) -> Part | None:
+    def part(self, program: Program, op: int, grain: Grain, can_sample: bool) -> StagePart | None:
         """The stage whose first op this is, if a graph was captured for it.
 
         Args:
@@ -179,7 +179,7 @@ class Stages:
         # rows of a cohort leave a step in the middle: it goes by stages, and is not parked there
         return self._part(program, op, can_sample, False) if whole and part is None else part
 
-    def _part(self, program: Program, op: int, can_sample: bool, whole: bool) -> Part | None:
+    def _part(self, program: Program, op: int, can_sample: bool, whole: bool) -> StagePart | None:
         ops, k = program.ops, self.num_layers if whole else self.layers_per_stage
         found = _cover(ops, op, k, self.num_layers) if isinstance(ops, Ops) else None
         if found is None:
@@ -200,7 +200,7 @@ class Stages:
         key = Key(whole, start, end, bucket, embed, head)
         if key not in self.captured:
             return None
-        return Part(key, group, num, end_op + head)
+        return StagePart(key, group, num, end_op + head)
 
     def replay(self, key: Key) -> None:
         """Launch a stage on the data of its lane."""

@@ -12,7 +12,7 @@ from qllm.cores import memory_bytes
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import Inbox
 from qllm.engine.grammars import GrammarIngress
 from qllm.engine.handover.arrivals import HandedIngress
@@ -335,7 +335,7 @@ class EngineCore(LoadedRunner):
             _refuse_too_little_kv(config, shape)
             _refuse_too_much_kv(config, self.runner)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
-            costs = Costs(lambda: self.runner.backend.move_token_ns)
+            costs = StepCosts(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
             prefix = self.kept.prefix_cache(decider)
             self.handed = HandedIngress(self.grammars, costs)

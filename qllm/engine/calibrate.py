@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from qllm.engine.costs import COST_LEVELS, Costs
+from qllm.engine.costs import COST_LEVELS, StepCosts
 from qllm.ingress.inproc import StopWord
 from qllm.plan import ANY_ARRIVAL, ModelShape, Plan, Row
 from qllm.policy import CostTable
@@ -27,7 +27,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
         limits: As many requests, tokens and blocks are used as they allow.
         now_ns: The clock; when `runner.run` has returned, it must include the work of that run.
     """
-    costs, stop = Costs(), StopWord(now_ns)  # nobody lowers it
+    costs, stop = StepCosts(), StopWord(now_ns)  # nobody lowers it
     prompt = max(1, min(PROMPT, limits.max_step_tokens))
     sizes = [1 << level for level in range(COST_LEVELS) if 1 << level <= limits.max_num_seqs]
     room, each = limits.num_blocks, limits.block_size

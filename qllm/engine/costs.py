@@ -11,7 +11,7 @@ COST_LEVELS = 9
 """Decode costs are kept for 1, 2, 4, ... 256 rows."""
 
 
-class Costs:
+class StepCosts:
     """Fits the cost table of the view from measured runs.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.live import Live, request_of
@@ -60,7 +60,7 @@ class EngineLoop:
         fallback: Any = None,
         decided: Callable[[int, int], None] | None = None,
         prefix: PrefixCache | None = None,
-        costs: Costs | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         self.ingress = ingress
         self.scheduler = scheduler
@@ -78,7 +78,7 @@ class EngineLoop:
         self.metrics = MetricsBuilder()
         self.effects = Effects(runner, prefix, self._emit, now_ns)
         self.revising = Revising(scheduler, runner, self.effects, prefix, self._emit, now_ns)
-        self.costs = Costs() if costs is None else costs
+        self.costs = StepCosts() if costs is None else costs
         self.newcomers: Newcomers | None = None
         """Asked for the KV that a request brings from another engine."""
         self.live: dict[RequestId, Live] = {}

@@ -28,14 +28,14 @@ from qllm.fleet.rebalance import REBALANCE_S
 from qllm.fleet.rebalancer import Rebalancer
 from qllm.fleet.requests import FleetLog, SharedRouter
 from qllm.fleet.router import Entry
-from qllm.fleet.routes import Costs, Role, Route, load_route
+from qllm.fleet.routes import Role, Route, RouteCosts, load_route
 from qllm.fleet.stats import FleetStats, described
 from qllm.frontend.client import FarClient, ManyClient
 from qllm.frontend.handle import Handle
 from qllm.frontend.process import ProcessClient
 from qllm.frontend.remote import RemoteClient
 from qllm.frontend.rings import RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Revision, Submission, Update
 from qllm.types import NS_PER_S, RequestId, RequestStatus
 
@@ -256,7 +256,7 @@ class FleetClient(FarClient, ManyClient):
         with suppress(QllmError):
             told = client.costs_ns()
             if told is not None:
-                costs = Costs(*(ns / NS_PER_S for ns in told))
+                costs = RouteCosts(*(ns / NS_PER_S for ns in told))
                 with self._routing.lock:
                     self._routing.router.cost(member.name, costs)
 
@@ -317,7 +317,7 @@ class FleetClient(FarClient, ManyClient):
             handle.move(number, client.cancel, client.status, client.update, client.revise)
             client.submit(item, handle)
 
-    def replay(self, entry: Open) -> None:
+    def replay(self, entry: SavedRequest) -> None:
         handle, rest, moves = entry.handle, entry.rest(0), self._rebalancer
         wanted = None if moves is None else moves.target_of(handle)
         self._on_some_engine(handle, rest, lambda client: client.replay(entry), wanted)

@@ -14,7 +14,7 @@ from qllm.fleet.rebalance import LOST_S, MoveCosts, Standing, choose_move
 from qllm.fleet.requests import SharedRouter
 from qllm.frontend.handle import Handle
 from qllm.frontend.rings import RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 
 _log = logging.getLogger("qllm.fleet")
 
@@ -78,7 +78,7 @@ class Rebalancer:
             request, target = found
             self._begin(request, target.name, *standing[request.key])
 
-    def _seen(self, key: int, engine: str, entry: Open, still_s: float) -> Standing:
+    def _seen(self, key: int, engine: str, entry: SavedRequest, still_s: float) -> Standing:
         handle = entry.handle
         num_done = len(handle.token_ids)
         num_tokens = len(handle.prompt_token_ids) + num_done

@@ -14,7 +14,7 @@ from qllm.fleet.routes import RequestView, Route
 from qllm.frontend.handle import Handle
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission
 
 
@@ -26,21 +26,23 @@ class FleetLog(RequestLog):
         self._router = router
         self.num_taken = Counter[str]()
         """Requests that outlived each engine, or ended with it."""
-        self.replay: Callable[[Open], None] | None = None
+        self.replay: Callable[[SavedRequest], None] | None = None
         """Submits one to the engine of the route."""
         self.heard: Callable[[Handle], None] = lambda _: None
         """Told of each token and end."""
 
-    def take(self, entry: Open, engine_ns: int, why: str, *, had_it: bool = True) -> None:
+    def take(self, entry: SavedRequest, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         if (name := self._router.left(entry)) is not None:
             self.num_taken[name] += 1
         super().take(entry, engine_ns, why, had_it=had_it)
 
-    def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
+    def move_on(
+        self, entry: SavedRequest, engine_ns: int, back: Callable[[SavedRequest], None]
+    ) -> None:
         self._router.left(entry)
         super().move_on(entry, engine_ns, self.replay or back)
 
-    def heard_of(self, entry: Open) -> None:
+    def heard_of(self, entry: SavedRequest) -> None:
         self._router.heard(entry)
         self.heard(entry.handle)
         super().heard_of(entry)
@@ -125,7 +127,7 @@ class SharedRouter:
             return QueueFullError(f"all of {len(full)} engines have full queues; try again later")
         return EngineClosedError(none_serves(members))
 
-    def heard(self, entry: Open) -> None:
+    def heard(self, entry: SavedRequest) -> None:
         handle = entry.handle
         with self.lock:
             key = self._keys.get(handle)
@@ -137,7 +139,7 @@ class SharedRouter:
             else:
                 self.router.heard(key, len(entry.token_ns), entry.priority)
 
-    def left(self, entry: Open) -> str | None:
+    def left(self, entry: SavedRequest) -> str | None:
         with self.lock:
             key = self._keys.pop(entry.handle, None)
             return None if key is None else self.router.left(key)

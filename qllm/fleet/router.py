@@ -22,18 +22,18 @@ from qllm.fleet.routes import (
     WITHOUT_PAGES,
     WITHOUT_POOLS,
     Backlog,
-    Costs,
     EngineView,
     RequestView,
     Role,
     Route,
+    RouteCosts,
     is_short,
     page_names,
     pool_change,
 )
 from qllm.types import Priority
 
-UNKNOWN = Costs()
+UNKNOWN = RouteCosts()
 """What stands for the costs of an engine that has not told them."""
 PERIOD_S = 1.0
 """At most one engine changes its pool in this time."""
@@ -41,7 +41,7 @@ Entry = tuple[Any, ...]
 _log = logging.getLogger("qllm.router")
 
 
-class Kept(OrderedDict[int, None]):
+class CachedPrefixes(OrderedDict[int, None]):
     """Names of the pages that an engine had last, oldest first: what it probably keeps.
 
     Args:
@@ -108,7 +108,7 @@ class Router:
         name: str,
         *,
         role: Role = "both",
-        costs: Costs = UNKNOWN,
+        costs: RouteCosts = UNKNOWN,
         seats: int = 64,
         kept_tokens: int = 0,
         hands_over: bool = False,
@@ -130,7 +130,7 @@ class Router:
             is_short=2 * sum(e.is_short for e in self.engines) <= len(self.engines),
             costs=costs,
             seats=seats,
-            kept=Kept(kept_tokens // PAGE_TOKENS),
+            kept=CachedPrefixes(kept_tokens // PAGE_TOKENS),
             num_sent=min((e.num_sent for e in self.engines), default=0),
             hands_over=hands_over,
         )
@@ -150,7 +150,7 @@ class Router:
         self.engines = [engine for engine in self.engines if engine.name != name]
         self._sort()
 
-    def cost(self, name: str, costs: Costs) -> None:
+    def cost(self, name: str, costs: RouteCosts) -> None:
         """Note how fast an engine is now."""
         self._record(("cost", name, costs))
         for engine in self.engines:
@@ -231,7 +231,7 @@ class Router:
         left = max(1, request.num_prompt_tokens - engine.num_kept(request))
         sent = _Sent(engine, request.is_ls, left, request.max_tokens, num_done=num_done)
         if request.pages:
-            assert isinstance(engine.kept, Kept)
+            assert isinstance(engine.kept, CachedPrefixes)
             engine.kept.add(request.pages)
         self._open[key] = sent
         engine.num_sent += 1
@@ -267,7 +267,7 @@ class Router:
         """Note that engines have deleted what they kept."""
         self._record(("forget_kept",))
         for engine in self.engines:
-            assert isinstance(engine.kept, Kept)
+            assert isinstance(engine.kept, CachedPrefixes)
             engine.kept.clear()
 
     @property

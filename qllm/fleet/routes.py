@@ -33,7 +33,7 @@ SAMPLE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class RouteCosts:
     """How fast an engine is. Only their ratios count where all engines are alike."""
 
     token_s: float = 1 / 8000
@@ -94,7 +94,7 @@ class EngineView:
     role: Role = "both"
     is_short: bool = True
     """Whether it is in the pool for short prompts."""
-    costs: Costs = Costs()
+    costs: RouteCosts = RouteCosts()
     seats: int = 64
     """Most requests in one step."""
     ls: Backlog = field(default_factory=Backlog)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
 from qllm.frontend.request_log import RequestLog
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Revision, Submission, Update
 from qllm.ingress.messages import ModelInfo
 from qllm.record.trace import Trace
@@ -139,7 +139,7 @@ class Client(ABC):
             QueueFullError: There is no room for it now.
         """
 
-    def replay(self, entry: Open) -> None:
+    def replay(self, entry: SavedRequest) -> None:
         """Go on with a request that another engine has left unfinished.
 
         Raises:

@@ -63,7 +63,7 @@ class Result:
         return f"{self.text}\n\n{self.metrics}"
 
 
-class Asked(NamedTuple):
+class RequestedState(NamedTuple):
     """The class that `Handle.update` gave a request, and whether it is paused.
 
     Told to every engine that has the request. Each call makes one of its own, so that `is` says
@@ -75,7 +75,7 @@ class Asked(NamedTuple):
     paused: bool | None = None
 
 
-class Keeps(Protocol):
+class RequestKeeper(Protocol):
     """Keeps requests that go on at another engine; `qllm.frontend.request_log.RequestLog` does.
 
     Its entries are `qllm.frontend.saved_request.Open`, which know their handle.
@@ -124,9 +124,9 @@ class Handle:
         self.prompt_lock = threading.RLock()
         """Held while its prompt changes, and while another engine takes the request over. Taken
         before any other lock."""
-        self.asked = Asked()
+        self.asked = RequestedState()
         """What `update` asked for, all calls together."""
-        self.log: Keeps | None = None
+        self.log: RequestKeeper | None = None
         """Where the request goes when its engine dies; None ends it in `error` then."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -227,7 +227,7 @@ class Handle:
             self._detokenizer = detokenizer
             self._stop_on_text = detokenizer is not None and detokenizer.can_stop
 
-    def tell(self, told: Asked) -> None:
+    def tell(self, told: RequestedState) -> None:
         """Tell the engine that has the request what is asked of it, if it does not know.
 
         Calls may overlap with each other, with `update` and with `move`: the last thing that an
@@ -348,7 +348,7 @@ class Handle:
             if self._reason is not None:
                 return
             before = self.asked
-            self.asked = asked = Asked(
+            self.asked = asked = RequestedState(
                 before.priority if level is None else level,
                 before.paused if paused is None else paused,
             )

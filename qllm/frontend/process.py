@@ -26,7 +26,7 @@ from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import MakeHandle
 from qllm.frontend.handle import Handle
 from qllm.frontend.rings import CLOSE_S, RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission
 from qllm.ingress.front_end import FrontEnd
 from qllm.ingress.memory import ControlMemory, FrontEndMemory, Segment, available
@@ -269,7 +269,7 @@ class ProcessClient(RingClient):
         with suppress(OSError):  # it was closed meanwhile: nobody is there to wake
             self._front_end.release()
 
-    def _put(self, entry: Open, submission: Submission) -> None:
+    def _put(self, entry: SavedRequest, submission: Submission) -> None:
         super()._put(entry, submission)
         if self.hello.config.on_device:
             self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
@@ -332,7 +332,7 @@ class ProcessClient(RingClient):
                 handle = make(request.number, request.name, request.prompt, request.sampling)
                 for sampled in request.sampled:
                     handle.on_token(sampled)
-                self._open[request.number] = Open(handle, self.now_ns(), request.priority)
+                self._open[request.number] = SavedRequest(handle, self.now_ns(), request.priority)
                 self.handles[request.number] = handle
                 handles.append(handle)
         return handles

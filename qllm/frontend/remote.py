@@ -19,7 +19,7 @@ from qllm.engine.remote import offer, peer_from
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.client import FarClient
 from qllm.frontend.rings import CLOSE_S, RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.messages import ModelInfo
@@ -239,7 +239,7 @@ class RemoteClient(FarClient, RingClient):
     def failure(self) -> str | None:
         return None if self._closing else self._over
 
-    def _put(self, entry: Open, submission: Submission) -> None:
+    def _put(self, entry: SavedRequest, submission: Submission) -> None:
         super()._put(entry, submission)
         self._bell.ring()
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.frontend.handle import Handle
-from qllm.frontend.saved_request import End, Open
+from qllm.frontend.saved_request import End, SavedRequest
 from qllm.ingress import Revision
 from qllm.types import FinishReason, RequestId, RequestStatus
 
@@ -40,12 +40,12 @@ class RequestLog:
         self.max_replays, self.max_trials = max_replays, max_trials
         self.on_replay = on_replay
         self._lock = threading.RLock()
-        self._waiting: dict[RequestId, Open] = {}
+        self._waiting: dict[RequestId, SavedRequest] = {}
         """In the order in which they go on."""
         self._numbers = itertools.count()
-        self._replay: Callable[[Open], None] | None = None
+        self._replay: Callable[[SavedRequest], None] | None = None
         """Submits one to the engine that is there; None while there is none."""
-        self._trial: Open | None = None
+        self._trial: SavedRequest | None = None
         """Replayed, and not heard of since."""
         self._over: str | None = None
 
@@ -74,7 +74,7 @@ class RequestLog:
 
     # -- an engine has died
 
-    def take(self, entry: Open, engine_ns: int, why: str, *, had_it: bool = True) -> None:
+    def take(self, entry: SavedRequest, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         """Keep a request of an engine that is gone, or end it.
 
         Args:
@@ -102,11 +102,11 @@ class RequestLog:
         elif entry.handle.finish_reason is not None:  # cancelled before it was moved
             self.cancel(number)
 
-    def _move_here(self, number: RequestId, entry: Open) -> None:
+    def _move_here(self, number: RequestId, entry: SavedRequest) -> None:
         """Updates need no place here: the handle knows what it asked, and tells the next engine."""
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
-    def _hopeless(self, entry: Open, why: str, had_it: bool) -> End | None:
+    def _hopeless(self, entry: SavedRequest, why: str, had_it: bool) -> End | None:
         if self._over is not None or entry.submission is None:
             return FinishReason.ERROR, self._over or why
         too_often = entry.num_trials >= self.max_trials or entry.num_replays >= self.max_replays
@@ -117,7 +117,9 @@ class RequestLog:
 
     # -- an engine has handed a request over
 
-    def move_on(self, entry: Open, engine_ns: int, back: Callable[[Open], None]) -> None:
+    def move_on(
+        self, entry: SavedRequest, engine_ns: int, back: Callable[[SavedRequest], None]
+    ) -> None:
         """Let a request go on at another engine, at once: nothing is wrong with it.
 
         Args:
@@ -130,7 +132,7 @@ class RequestLog:
         self.heard_of(entry)
         threading.Thread(target=self._move, args=(entry, back), name="qllm-move").start()
 
-    def _move(self, entry: Open, back: Callable[[Open], None]) -> None:
+    def _move(self, entry: SavedRequest, back: Callable[[SavedRequest], None]) -> None:
         with self._lock:
             self._replay = replay = self._replay or back
             number = next(self._numbers)
@@ -148,7 +150,7 @@ class RequestLog:
 
     # -- a new one
 
-    def go_on(self, replay: Callable[[Open], None]) -> None:
+    def go_on(self, replay: Callable[[SavedRequest], None]) -> None:
         """Replay what waits, with `QLLMEngine.replay` of the new engine."""
         with self._lock:
             self._replay = replay
@@ -156,7 +158,7 @@ class RequestLog:
             self._waiting = dict(ranked)
         self._next()
 
-    def heard_of(self, entry: Open) -> None:
+    def heard_of(self, entry: SavedRequest) -> None:
         """A request that was replayed has a token, or has ended."""
         if self._trial is entry:
             with self._lock:
@@ -169,13 +171,13 @@ class RequestLog:
                 if not self._try(entry):
                     return
 
-    def _first(self) -> Open | None:
+    def _first(self) -> SavedRequest | None:
         with self._lock:
             if self._replay is None or self._trial is not None:
                 return None
             return next(iter(self._waiting.values()), None)
 
-    def _try(self, entry: Open) -> bool:
+    def _try(self, entry: SavedRequest) -> bool:
         """Replay the first that waits; whether to go on with the next."""
         with self._lock:
             if self._first() is not entry:
@@ -198,7 +200,7 @@ class RequestLog:
             self.on_replay()
         return True
 
-    def _put_back(self, number: RequestId, entry: Open) -> None:
+    def _put_back(self, number: RequestId, entry: SavedRequest) -> None:
         with self._lock:
             self._trial = None
             entry.num_replays -= 1
@@ -244,5 +246,5 @@ class RequestLog:
             entry.finish(number, (reason, error))
 
 
-def _status_of(entry: Open) -> Callable[[RequestId], RequestStatus]:
+def _status_of(entry: SavedRequest) -> Callable[[RequestId], RequestStatus]:
     return lambda _: RequestStatus.PAUSED if entry.is_paused else RequestStatus.WAITING

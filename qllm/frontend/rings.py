@@ -11,9 +11,9 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.errors import CRASHED, MOVED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
-from qllm.frontend.handle import Asked, Handle
+from qllm.frontend.handle import Handle, RequestedState
 from qllm.frontend.request_log import RequestLog
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, PromptPart
 from qllm.ingress.front_end import MAX_OPEN, FrontEndPort
@@ -46,7 +46,7 @@ class RingClient(Client):
         self._over: str | None = None
         """Why nothing more comes from the engine."""
         self.number_from(itertools.count())
-        self._open: dict[RequestId, Open] = {}
+        self._open: dict[RequestId, SavedRequest] = {}
 
     def number_from(self, counts: Iterator[int]) -> None:
         """Number requests by a count that several clients share, so that no two have one."""
@@ -66,7 +66,7 @@ class RingClient(Client):
             else:
                 self._on_token(item.sampled, item.at_ns)
 
-    def _entry(self, request_id: RequestId) -> Open | None:
+    def _entry(self, request_id: RequestId) -> SavedRequest | None:
         entry = self._open.get(request_id)
         if entry is None:
             with self.admission_lock:  # it may be one that `restore` is about to register
@@ -109,7 +109,7 @@ class RingClient(Client):
     def _left(self, number: RequestId) -> None:
         """An engine that ends has ended a request: `_end_all` follows when its connection ends."""
 
-    def _is_of_the_engine(self, end: End, entry: Open) -> bool:
+    def _is_of_the_engine(self, end: End, entry: SavedRequest) -> bool:
         """Whether a request ended because the engine does: nobody here cancelled it."""
         if end.error is not None:
             return end.error.startswith(CRASHED)
@@ -117,7 +117,7 @@ class RingClient(Client):
         ended_here = entry.ended is not None or entry.handle.finish_reason is not None
         return is_cancelled and not ended_here and not self._closing
 
-    def _moved(self, entry: Open, ticket: str) -> None:
+    def _moved(self, entry: SavedRequest, ticket: str) -> None:
         """The engine handed a request over: it goes on at the next, or here without its KV."""
         log = entry.handle.log or RequestLog(0, lambda: None)
         entry.source = Source(self.meets_at, ticket) if self.meets_at and ticket else None
@@ -183,9 +183,11 @@ class RingClient(Client):
     def submit(self, submission: Submission, handle: Handle) -> None:
         if self.draining:
             raise EngineClosedError("the engine drains: it takes no new requests")
-        self._put(Open(handle, submission.arrival_ns, submission.priority, submission), submission)
+        self._put(
+            SavedRequest(handle, submission.arrival_ns, submission.priority, submission), submission
+        )
 
-    def replay(self, entry: Open) -> None:
+    def replay(self, entry: SavedRequest) -> None:
         with self.admission_lock:
             number = self.new_number()
         self._announce(number, entry.source)
@@ -215,7 +217,7 @@ class RingClient(Client):
         """Whether requests can leave the engine, and come to it, with their KV."""
         return bool(self.config.handover_gib and self.meets_at)
 
-    def standing(self) -> Iterator[tuple[Open, float]]:
+    def standing(self) -> Iterator[tuple[SavedRequest, float]]:
         """Open BE requests that are to make progress, and seconds since each last did here."""
         now_ns = self.now_ns()
         for entry in list(self._open.values()):
@@ -235,7 +237,7 @@ class RingClient(Client):
         """
         return self._ask("give", request_id) is not None
 
-    def _hand_over(self, entry: Open, number: RequestId, asked: Asked) -> None:
+    def _hand_over(self, entry: SavedRequest, number: RequestId, asked: RequestedState) -> None:
         """Give the handle of a request that was put just now, or take the request back.
 
         Args:
@@ -256,7 +258,7 @@ class RingClient(Client):
         if asked.paused and handle.log is not None:
             handle.log.heard_of(entry)  # it may have been paused after it was put on trial
 
-    def _put(self, entry: Open, submission: Submission) -> None:
+    def _put(self, entry: SavedRequest, submission: Submission) -> None:
         if len(self._open) >= MAX_OPEN:
             raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
         request_id = submission.request_id

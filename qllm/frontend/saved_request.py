@@ -11,7 +11,7 @@ from qllm.types import FinishReason, RequestId
 End = tuple[FinishReason, str | None]
 
 
-class Open:
+class SavedRequest:
     """An open request: its handle, and what it takes to submit it again.
 
     Args:

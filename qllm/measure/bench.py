@@ -42,7 +42,7 @@ OF_A_TRACE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class BenchLoad:
     """What arrives, and for how long it is measured."""
 
     name: str | None = None
@@ -146,7 +146,7 @@ def corpus_of(tokenizer: Any) -> Sequence[int]:
 
 def bench_engine(
     model: str,
-    load: Load,
+    load: BenchLoad,
     policies: Sequence[Variant],
     *,
     device: str = "cpu",
@@ -204,7 +204,7 @@ def bench_engine(
 
 def bench_server(
     server: Server,
-    load: Load,
+    load: BenchLoad,
     *,
     capacity: Capacity | None = None,
     tokenizer: Any = None,

@@ -24,7 +24,7 @@ from qllm.frontend.handle import Handle
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Cancel, Revision, Submission, Update
 from qllm.ingress.codec import End, decode_finish, decode_prompt, decode_token, encode_submission
 from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
@@ -418,7 +418,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         self.log.keep(handle)
         super().submit(submission, handle)
 
-    def _put(self, entry: Open, submission: Submission) -> None:
+    def _put(self, entry: SavedRequest, submission: Submission) -> None:
         if self._over is not None:
             raise EngineClosedError(self._over)
         super()._put(entry, submission)

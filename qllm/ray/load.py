@@ -42,7 +42,7 @@ class _Open:
         return (now_ns - self.arrival_ns) / NS_PER_MS / self.ttft_ms
 
 
-class Load:
+class ReplicaLoad:
     """Counts the open requests of a replica, and how late its LS requests were. From any thread.
 
     Args:

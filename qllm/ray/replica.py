@@ -12,7 +12,7 @@ from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
 from qllm.frontend.remote import RemoteHello
 from qllm.frontend.rings import RingClient
-from qllm.frontend.saved_request import End, Open
+from qllm.frontend.saved_request import End, SavedRequest
 from qllm.frontend.waker import Waker
 from qllm.ingress.codec import (
     EngineMetrics,
@@ -24,7 +24,7 @@ from qllm.ingress.codec import (
 from qllm.ingress.layout import FINISH_KIND, PROMPT_KIND, REQUEST_KIND, TOKEN_KIND
 from qllm.ingress.messages import EngineCard
 from qllm.ingress.ring import Record
-from qllm.ray.load import Load, be_tokens, front_end_of
+from qllm.ray.load import ReplicaLoad, be_tokens, front_end_of
 from qllm.ray.scaling import BE_TOKENS, LATENESS
 from qllm.ray.wire import Ask, Lost, Placed, Refused, Said, Seen
 from qllm.server.config import ServerConfig
@@ -108,7 +108,7 @@ class Relay(Handle):
         self._push(Lost("the engine handed it over"))
 
 
-class Relayed(Open):
+class Relayed(SavedRequest):
     """An open request here whose end is passed on."""
 
     handle: Relay
@@ -137,7 +137,7 @@ class EngineReplica:
         self._engine = make_engine(config, takes_digest=True)
         self._load_s = time.monotonic() - begin
         self._client = cast(RingClient, self._engine.client)
-        self._load = Load(ttft_ms, window_s)
+        self._load = ReplicaLoad(ttft_ms, window_s)
         self._relays: dict[str, Relay] = {}
         self._drain_s = config.drain_s
         self._silent: dict[str, int] = {}

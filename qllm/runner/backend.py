@@ -13,7 +13,7 @@ from torch import Tensor
 from qllm.errors import DeviceError
 from qllm.plan import CutRule, Row
 from qllm.runner.compute import Compute
-from qllm.runner.cuts import Costs
+from qllm.runner.cuts import CutCosts
 from qllm.runner.frame import Frame, RequestState
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers.attention import Span, Step
@@ -52,7 +52,7 @@ class Backend(Protocol):
     """Products and the head; replaced while transformers' own modules compute."""
     cuts: CutRule
     """Where programs are cut."""
-    costs: Costs
+    costs: CutCosts
     """Nominal nanoseconds; they say how much of an op runs at once."""
 
     @property

@@ -56,7 +56,7 @@ FILL = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class CutCosts:
     """Nominal nanoseconds, and how many rows the memory of an op holds."""
 
     range_rows: int
@@ -195,7 +195,7 @@ def cut_rule(
     polls_inside: bool = False,
     stops_between_keys: bool = False,
     batch_invariant: bool = False,
-) -> tuple[CutRule, Costs]:
+) -> tuple[CutRule, CutCosts]:
     """Return the cuts of a model for a bound on its segments, and its nominal costs.
 
     Args:
@@ -220,7 +220,7 @@ def cut_rule(
     attn = _Attn(*map(max, zip(*all_ns, strict=True)))
     free = max(segment - attn.read, segment / 4)
     room = _room_of(parts, config, width)
-    costs = Costs(
+    costs = CutCosts(
         range_rows=room.rows(room.expert),
         read_ns=attn.read,
         attn_ns=free,
@@ -259,14 +259,14 @@ def cut_rule(
     return rule, costs
 
 
-def nominal_ms(rule: CutRule, costs: Costs) -> float:
+def nominal_ms(rule: CutRule, costs: CutCosts) -> float:
     """Return how long the longest attention or expert takes that a rule leaves whole."""
     attn = costs.read_ns + rule.max_cost * costs.project_ns
     expert = costs.unit_ns + rule.expert_block * costs.row_ns
     return max(attn, expert) / NS_PER_MS
 
 
-def _expert_block(costs: Costs) -> int:
+def _expert_block(costs: CutCosts) -> int:
     unit = costs.segment_ns - costs.range_ns  # a range ends with the unit that goes past `range_ns`
     free = max(unit - costs.unit_ns, costs.segment_ns / 4)
     row_ns = max(costs.row_ns, 1.0)
@@ -330,7 +330,7 @@ def _attn_room(attn: Any, config: Any, width: int) -> int:
     return width + sum(m.out_features for m in _linears(attn)) + 6 * heads * int(value)
 
 
-def _around_cuts(parts: ModelParts, costs: Costs) -> CutRule:
+def _around_cuts(parts: ModelParts, costs: CutCosts) -> CutRule:
     """Layers that are called as the model's forward does: blocks of queries, and experts."""
     rule = NO_CUTS._replace(expert_block=_expert_block(costs))
     assert parts.around is not None

@@ -18,7 +18,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import course
 from qllm.kernels.cpu.attention import Latents
 from qllm.runner.buffers import LayerBuffers, Storage
-from qllm.runner.cuts import Costs
+from qllm.runner.cuts import CutCosts
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.drivers import LayerDriver
@@ -110,7 +110,7 @@ class _Sweep(ctypes.Structure):
 class Sizes(NamedTuple):
     """How much is done at once."""
 
-    costs: Costs
+    costs: CutCosts
     """How large a range of expert units is."""
     unit_rows: int
     """Most rows of one expert unit."""

@@ -90,7 +90,7 @@ def refuse_busy() -> None:
         )
 
 
-class Load(NamedTuple):
+class SimLoad(NamedTuple):
     """Requests that arrive together: prefills, then decodes in one batch."""
 
     num_requests: int
@@ -100,20 +100,20 @@ class Load(NamedTuple):
 
 
 LOADS = (
-    Load(1, 16, 12),
-    Load(1, 1024, 12),
-    Load(2, 256, 12),
-    Load(4, 512, 12),
-    Load(8, 128, 12),
-    Load(16, 64, 12),
-    Load(16, 256, 12),
-    Load(1, 48, 1),
-    Load(1, 96, 1),
-    Load(1, 160, 1),
-    Load(1, 384, 1),
-    Load(1, 2048, 1),
-    Load(1, 2048, 1, chunk_tokens=256),
-    Load(1, 640, 1, chunk_tokens=64),
+    SimLoad(1, 16, 12),
+    SimLoad(1, 1024, 12),
+    SimLoad(2, 256, 12),
+    SimLoad(4, 512, 12),
+    SimLoad(8, 128, 12),
+    SimLoad(16, 64, 12),
+    SimLoad(16, 256, 12),
+    SimLoad(1, 48, 1),
+    SimLoad(1, 96, 1),
+    SimLoad(1, 160, 1),
+    SimLoad(1, 384, 1),
+    SimLoad(1, 2048, 1),
+    SimLoad(1, 2048, 1, chunk_tokens=256),
+    SimLoad(1, 640, 1, chunk_tokens=64),
 )
 """Decode batches of 1 to 16, contexts up to 2,048, prefills whole and in chunks."""
 
@@ -168,7 +168,7 @@ class _Probe:
         if error is not None:
             raise RuntimeError(f"calibration request {request_id} failed: {error}")
 
-    def serve(self, load: Load) -> Measured:
+    def serve(self, load: SimLoad) -> Measured:
         """Run a load to its end."""
         policy = load_policy("fcfs", {"chunk_tokens": load.chunk_tokens})
         record = Trace()
@@ -182,7 +182,7 @@ class _Probe:
             loop.step()
         return Measured(self._samples(), self._gaps([e for e in record if isinstance(e, Ran)]))
 
-    def _submission(self, load: Load) -> Submission:
+    def _submission(self, load: SimLoad) -> Submission:
         ids = self._rng.integers(0, self.runner.shape.vocab_size, load.prompt_tokens)
         return Submission(
             request_id=next(self._numbers),
@@ -359,9 +359,9 @@ def calibrate(
     *,
     threads: int | None = 1,
     rounds: int = 2,
-    loads: Sequence[Load] = LOADS,
+    loads: Sequence[SimLoad] = LOADS,
     config: EngineConfig | None = None,
-    on_load: Callable[[Load], None] | None = None,
+    on_load: Callable[[SimLoad], None] | None = None,
 ) -> CostFile:
     """Run the loads on this machine and fit the costs.
 

@@ -19,7 +19,7 @@ from qllm.cores import no_collections
 from qllm.errors import MOVED, ConfigError, without_ticket
 from qllm.fleet.rebalance import REBALANCE_S
 from qllm.fleet.router import Entry, Router
-from qllm.fleet.routes import Costs, RequestView, Route, load_route
+from qllm.fleet.routes import RequestView, Route, RouteCosts, load_route
 from qllm.ingress import Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
@@ -159,10 +159,10 @@ class _Engine(SimulatedEngine):
         super().on_finish(request_id, reason, error, metrics)
 
 
-def costs_of(costs: CostFile, config: EngineConfig) -> Costs:
+def costs_of(costs: CostFile, config: EngineConfig) -> RouteCosts:
     """What a router knows of a machine's speed."""
     capacity = costs.capacity(config)
-    return Costs(
+    return RouteCosts(
         token_s=1 / capacity.prefill_tokens_per_s,
         step_s=costs.step_ns(1, 0, PROBE_TOKENS) / NS_PER_S,
         output_s=1 / capacity.output_tokens_per_s,

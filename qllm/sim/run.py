@@ -12,7 +12,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.cores import no_collections
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.errors import ConfigError, PolicyError
@@ -115,7 +115,7 @@ class SimulatedEngine:
             self.clock,
             self.record,
             fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
-            costs=Costs(lambda: move_ns),
+            costs=StepCosts(lambda: move_ns),
         )
 
     def fits(self, spec: RequestSpec) -> bool:

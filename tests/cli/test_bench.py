@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from qllm.cli import app
 from qllm.cli.app import FAILED
 from qllm.errors import ConfigError
-from qllm.measure.bench import Load, corpus_of
+from qllm.measure.bench import BenchLoad, corpus_of
 from qllm.measure.random_moe import make_random_moe
 from qllm.types import Priority
 from qllm.workloads.capacity import Capacity
@@ -91,13 +91,13 @@ def test_what_is_wrong_is_one_line(arguments: list[str], message: str) -> None:
 
 
 def test_a_load_ends_before_its_drain_and_names_its_rates() -> None:
-    load = Load(name="S2", warmup_s=5.0, window_s=20.0, drain_s=10.0)
+    load = BenchLoad(name="S2", warmup_s=5.0, window_s=20.0, drain_s=10.0)
     requests, about = load.requests(CAPACITY)
     assert max(r.at_s for r in requests) < 25
     assert load.window.stop_s == 35
     assert about["nominal_per_s"].keys() == about["offered_per_s"].keys() == {"LS", "BE"}
     with pytest.raises(ConfigError, match="nothing arrives"):
-        Load(name="S2", window_s=0.01, warmup_s=0, scale={"load": 1e-9}).requests(
+        BenchLoad(name="S2", window_s=0.01, warmup_s=0, scale={"load": 1e-9}).requests(
             Capacity(prefill_tokens_per_s=1e-6, output_tokens_per_s=1e-6, max_num_seqs=0)
         )
 

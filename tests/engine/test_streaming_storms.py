@@ -14,7 +14,7 @@ from qllm.ingress import Revision, Submission
 from qllm.ingress.codec import decode_revision, encode_revision
 from qllm.ingress.layout import REVISE_KIND
 from qllm.ingress.ring import Record
-from qllm.measure.bench import Load
+from qllm.measure.bench import BenchLoad
 from qllm.plugins import load_policy
 from qllm.record import trace
 from qllm.sim.presets import preset
@@ -207,4 +207,4 @@ def test_a_live_client_says_that_it_sends_no_pieces() -> None:
     from qllm.workloads.capacity import REFERENCE
 
     with pytest.raises(ConfigError, match="come in pieces"):
-        Load(name="S13").requests(REFERENCE)
+        BenchLoad(name="S13").requests(REFERENCE)

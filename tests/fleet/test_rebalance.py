@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qllm.errors import ConfigError
 from qllm.fleet.rebalance import MoveCosts, Standing, choose_move
-from qllm.fleet.routes import Backlog, Costs, EngineView, by_class
+from qllm.fleet.routes import Backlog, EngineView, RouteCosts, by_class
 from qllm.frontend.handle import Handle
 from qllm.types import FinishReason
 from tests.support.fake_fleet import FakeClient, FakeFleet, answer
@@ -95,7 +95,7 @@ def test_who_has_stood_longest_goes_first_and_each_move_doubles_the_wait() -> No
 
 
 def test_a_move_that_costs_more_than_it_may_save_is_left() -> None:
-    there, costs = engine("there", costs=Costs(token_s=0.061)), MoveCosts()
+    there, costs = engine("there", costs=RouteCosts(token_s=0.061)), MoveCosts()
     assert chosen(standing(), OWN, there) is None, "computing 100 tokens takes 6.1 s"
     assert chosen(standing(num_tokens=90), OWN, there) == "there"
     for seconds in (9.0, 1.0, 1.0):

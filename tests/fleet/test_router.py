@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qllm.fleet import routes
-from qllm.fleet.router import PERIOD_S, Entry, Kept, Router, replayed
+from qllm.fleet.router import PERIOD_S, CachedPrefixes, Entry, Router, replayed
 from qllm.fleet.routes import (
     PAGE_TOKENS,
     ROUTES,
     Backlog,
-    Costs,
     EngineView,
     RequestView,
+    RouteCosts,
     by_class,
     by_length,
     by_prefix,
@@ -52,7 +52,9 @@ class Model:
         self.now_s += 0.3
         names = [engine.name for engine in self.router.engines]
         if what == "up" and f"e{a}" not in names:
-            self.router.up(f"e{a}", costs=Costs(0.001, 0.1), seats=4, kept_tokens=3 * PAGE_TOKENS)
+            self.router.up(
+                f"e{a}", costs=RouteCosts(0.001, 0.1), seats=4, kept_tokens=3 * PAGE_TOKENS
+            )
         elif what == "down" and f"e{a}" in names:
             self.router.down(f"e{a}")
             for key in [key for key, item in self.open.items() if item["engine"] == f"e{a}"]:
@@ -207,7 +209,7 @@ def test_only_routes_that_look_at_pages_have_them_named() -> None:
 
 @given(adds=st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=9), most=st.integers(0, 4))
 def test_kept_holds_the_last_pages_first_ones_longest(adds: list[list[int]], most: int) -> None:
-    kept = Kept(most)
+    kept = CachedPrefixes(most)
     order: list[int] = []
     for pages in adds:
         kept.add(pages)
@@ -264,7 +266,7 @@ def test_length_and_plug_ins_are_told_what_is_short_by_the_costs(route: Any) -> 
     entries: list[Entry] = []
     router = Router(route, entries.append)
     router.up("a")
-    router.cost("a", Costs(0.001, 0.1))
+    router.cost("a", RouteCosts(0.001, 0.1))
     for tokens in (100, 101):
         router.choose(router.view(0, [1] * tokens, 1), 0.0)
     chosen = [entry[1].is_short for entry in entries if entry[0] == "choose"]

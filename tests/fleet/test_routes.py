@@ -19,9 +19,9 @@ from qllm.fleet.routes import (
     PAGE_TOKENS,
     ROUTES,
     Backlog,
-    Costs,
     EngineView,
     RequestView,
+    RouteCosts,
     by_class,
     by_length,
     by_prefix,
@@ -48,7 +48,7 @@ PAGES = tuple(range(100, 104))
 @st.composite
 def fleets(draw: st.DrawFn) -> list[EngineView]:
     """Engines of one speed in any state."""
-    costs = Costs(draw(st.floats(1e-6, 1e-2)), draw(st.floats(1e-4, 1e-1)))
+    costs = RouteCosts(draw(st.floats(1e-6, 1e-2)), draw(st.floats(1e-4, 1e-1)))
     return [
         EngineView(
             name=f"engine-{i}",
@@ -125,7 +125,7 @@ def test_long_prompts_leave_their_pool_only_where_that_saves_more_than_they_take
 
 
 def test_a_long_prompt_waits_in_its_pool_as_long_as_it_takes_itself() -> None:
-    costs = Costs(token_s=0.001)
+    costs = RouteCosts(token_s=0.001)
     idle = EngineView("short", costs=costs)
     for waiting, name in ((900, "long"), (1100, "short")):
         busy = EngineView("long", is_short=False, costs=costs, ls=Backlog(1, 1, waiting, 10))
@@ -168,7 +168,7 @@ def test_a_kept_prefix_is_worth_a_first_token_that_comes_a_quarter_later(
     priority: Priority,
 ) -> None:
     """Costs are ratios of two, so that sums are exact and a tie is one."""
-    costs, request = Costs(token_s=1 / 8), RequestView(priority, 600, 1, pages=PAGES)
+    costs, request = RouteCosts(token_s=1 / 8), RequestView(priority, 600, 1, pages=PAGES)
     kept = frozenset(PAGES)
     what = "ls" if priority == Priority.LS else "be"
     for other, most in ((0, 750 - 88), (100, 875 - 88)):
@@ -195,7 +195,7 @@ def test_new_beginnings_go_to_idle_engines_in_turns() -> None:
     c.ls, c.be = Backlog(1), Backlog(1, 0, 0, 9)
     b.refresh(), c.refresh()
     assert by_prefix(ls, [c, b]) is b, "it has less to do"
-    fast = EngineView("fast", costs=Costs(token_s=1e-5), num_sent=1)
+    fast = EngineView("fast", costs=RouteCosts(token_s=1e-5), num_sent=1)
     assert by_prefix(ls, [fast, EngineView("slow")]).name == "slow", "an idle one is an idle one"
 
 
@@ -285,7 +285,7 @@ def test_equal_pages_have_names_of_their_place() -> None:
 
 
 def test_the_boundary_is_where_tokens_cost_as_much_as_the_weights() -> None:
-    fleet = [EngineView(f"e{i}", costs=Costs(0.001, 0.1 * i)) for i in (1, 2, 9)]
+    fleet = [EngineView(f"e{i}", costs=RouteCosts(0.001, 0.1 * i)) for i in (1, 2, 9)]
     assert fleet[0].costs.boundary == pytest.approx(100)
     assert routes.is_short(200, fleet)
     assert not routes.is_short(201, fleet)

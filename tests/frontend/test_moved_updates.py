@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qllm.errors import QueueFullError
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission, Update
 from qllm.ingress.front_end import UPDATE_BYTES
 from qllm.ingress.ring import record_bytes
@@ -34,19 +34,19 @@ class Heard(SilentClient):
         self.during("before it is looked at")
         return super().new_number()
 
-    def _put(self, entry: Open, submission: Submission) -> None:
+    def _put(self, entry: SavedRequest, submission: Submission) -> None:
         self.during("before it is put")
         self.told[submission.request_id] = [submission.priority]
         super()._put(entry, submission)
         self.during("after it is put")
 
-    def state(self, entry: Open) -> tuple[int, bool]:
+    def state(self, entry: SavedRequest) -> tuple[int, bool]:
         """Class and pause of a request, as its engine has them in the end."""
         priority, *pauses = self.told[entry.handle.number]
         return priority, bool(([False, *(x for x in pauses if x is not None)])[-1])
 
 
-def moved(entry: Open, act: Callable[[], None]) -> None:
+def moved(entry: SavedRequest, act: Callable[[], None]) -> None:
     """Have something done just before, or just after, the handle is moved."""
     move = entry.handle.move
 

@@ -9,7 +9,7 @@ import pytest
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import MOVED, ConfigError, EngineClosedError, InvalidRequestError, QueueFullError
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission, Update
 from qllm.ingress.codec import End
 from qllm.ingress.front_end import UPDATE_BYTES
@@ -59,7 +59,7 @@ def test_the_rest_of_a_request_is_what_is_not_delivered() -> None:
     )  # fmt: skip
 
 
-def ended(entry: Open) -> tuple[FinishReason | None, str | None]:
+def ended(entry: SavedRequest) -> tuple[FinishReason | None, str | None]:
     return entry.handle.finish_reason, entry.handle._error
 
 

@@ -22,7 +22,7 @@ from qllm.errors import EngineClosedError, InvalidRequestError, QueueFullError
 from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
 from qllm.frontend.remote import RemoteHello
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission, Update
 from qllm.ingress.codec import EngineMetrics
 from qllm.ingress.messages import EngineCard, ModelInfo
@@ -68,7 +68,7 @@ class Sums:
         self.info = ModelInfo("sums", shape, frozenset({3, 1}), {}, ("fast",), {}, None, "w", "s")
         self.trace_meta = {"policy": "Qllm2()"}
         self.is_full = False
-        self.open: dict[int, Open] = {}
+        self.open: dict[int, SavedRequest] = {}
         self.paused: set[int] = set()
         self.was_told: list[Update] = []
         self._numbers = numbers
@@ -80,7 +80,7 @@ class Sums:
     def close(self) -> None:
         self.open.clear()
 
-    def replay(self, entry: Open) -> None:
+    def replay(self, entry: SavedRequest) -> None:
         self.raise_if_closed()
         if self.is_full:
             raise QueueFullError("the ring is full")

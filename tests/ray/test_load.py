@@ -10,7 +10,7 @@ import pytest
 
 from qllm.errors import ConfigError
 from qllm.fleet.routes import Backlog
-from qllm.ray.load import Load, added, be_tokens, front_end_of
+from qllm.ray.load import ReplicaLoad, added, be_tokens, front_end_of
 from qllm.ray.scaling import BE_TOKENS, LATENESS, Scaling, wanted
 from qllm.ray.settings import RaySettings, config_of, default_target, settings_of
 from qllm.ray.stats import merged
@@ -21,12 +21,12 @@ MS = 1_000_000
 LS, BE = int(Priority.LS), int(Priority.BE)
 
 
-def opened(load: Load, key: str, priority: int = LS, at_ns: int = 0, **slo: float) -> None:
+def opened(load: ReplicaLoad, key: str, priority: int = LS, at_ns: int = 0, **slo: float) -> None:
     load.opened(key, priority, at_ns, Slo(**slo), 100, 10)
 
 
 def test_a_request_is_counted_from_its_arrival_to_its_end() -> None:
-    load = Load()
+    load = ReplicaLoad()
     opened(load, "a-1")
     opened(load, "a-2", BE)
     opened(load, "b-1", BE)
@@ -45,7 +45,7 @@ def test_a_request_is_counted_from_its_arrival_to_its_end() -> None:
 
 
 def test_what_is_unknown_changes_nothing() -> None:
-    load = Load()
+    load = ReplicaLoad()
     load.token("a-1", 1)
     load.changed("a-1", BE)
     load.closed("a-1")
@@ -53,7 +53,7 @@ def test_what_is_unknown_changes_nothing() -> None:
 
 
 def test_counts_stay_those_of_the_open_requests_whatever_happens() -> None:
-    rng, load, model = random.Random(0), Load(), {}
+    rng, load, model = random.Random(0), ReplicaLoad(), {}
     for number in range(2000):
         key = f"{rng.choice('xyz')}-{number}"
         opened(load, key, rng.choice((LS, BE)))
@@ -75,7 +75,7 @@ def test_counts_stay_those_of_the_open_requests_whatever_happens() -> None:
 
 
 def test_backlogs_are_added_without_those_of_some_front_ends() -> None:
-    load = Load()
+    load = ReplicaLoad()
     opened(load, "a-1")
     opened(load, "b-1", BE)
     opened(load, "c-2", BE)
@@ -89,7 +89,7 @@ def test_backlogs_are_added_without_those_of_some_front_ends() -> None:
 
 
 def test_lateness_is_the_90th_percentile_of_ls_over_target() -> None:
-    load = Load(ttft_ms=100.0)
+    load = ReplicaLoad(ttft_ms=100.0)
     for number in range(10):
         opened(load, f"a-{number}")
         load.token(f"a-{number}", (number + 1) * 20 * MS)
@@ -101,7 +101,7 @@ def test_lateness_is_the_90th_percentile_of_ls_over_target() -> None:
 
 
 def test_a_target_of_its_own_counts_and_without_one_nothing_does() -> None:
-    load = Load()
+    load = ReplicaLoad()
     opened(load, "a-1")
     load.token("a-1", 500 * MS)
     assert load.lateness(500 * MS) == 0.0
@@ -111,7 +111,7 @@ def test_a_target_of_its_own_counts_and_without_one_nothing_does() -> None:
 
 
 def test_first_tokens_are_forgotten_after_the_window() -> None:
-    load = Load(ttft_ms=100.0, window_s=1.0)
+    load = ReplicaLoad(ttft_ms=100.0, window_s=1.0)
     opened(load, "a-1")
     load.token("a-1", 300 * MS)
     assert load.lateness(1_300 * MS) == 3.0
@@ -119,7 +119,7 @@ def test_first_tokens_are_forgotten_after_the_window() -> None:
 
 
 def test_a_request_that_had_its_first_token_elsewhere_is_not_late() -> None:
-    load = Load(ttft_ms=100.0)
+    load = ReplicaLoad(ttft_ms=100.0)
     load.opened("a-1", LS, 0, Slo(), 100, 10, is_moved=True)
     assert load.lateness(900 * MS) == 0.0
     load.token("a-1", 900 * MS)
@@ -127,7 +127,7 @@ def test_a_request_that_had_its_first_token_elsewhere_is_not_late() -> None:
 
 
 def test_who_still_waits_counts_once_it_is_late() -> None:
-    load = Load(ttft_ms=100.0)
+    load = ReplicaLoad(ttft_ms=100.0)
     opened(load, "a-1")
     assert load.lateness(100 * MS) == 0.0
     assert load.lateness(400 * MS) == 4.0

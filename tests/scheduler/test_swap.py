@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qllm import SamplingParams
 from qllm.config import EngineConfig
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.errors import ConfigError, InvariantError
 from qllm.plan import Plan, Row
 from qllm.plugins import load_policy
@@ -224,7 +224,7 @@ def test_what_need_not_move_costs_nothing() -> None:
 
 def test_the_cost_of_moving_is_fitted_per_tier() -> None:
     memory_ns = 0
-    costs = Costs(lambda: memory_ns)
+    costs = StepCosts(lambda: memory_ns)
     assert costs.table().move_token_ns == (0,)
     for elapsed_ns, want in ((1000, (0, 100)), (5000, (0, 200))):
         costs.moved(Tier.FILE, 10, elapsed_ns)

@@ -19,7 +19,7 @@ from qllm.plan import ModelShape, Plan
 from qllm.policy import View
 from qllm.record.trace import Arrived, Finished, Trace
 from qllm.scheduler.program import OpKind
-from qllm.sim.calibrate import Load, Sample, calibrate, fit, nonnegative_fit
+from qllm.sim.calibrate import Sample, SimLoad, calibrate, fit, nonnegative_fit
 from qllm.sim.capacity import Question, harvest
 from qllm.sim.costs import CostFile
 from qllm.sim.outcome import Outcome
@@ -333,8 +333,8 @@ def test_a_fit_is_never_negative_and_no_worse_than_the_truth(true: list[float], 
 
 
 def test_a_calibration_of_the_small_model_gives_a_file_that_simulates(tmp_path: Path) -> None:
-    loads = [Load(1, 40, 4), Load(4, 60, 4), Load(1, 120, 1, chunk_tokens=32)]
-    seen: list[Load] = []
+    loads = [SimLoad(1, 40, 4), SimLoad(4, 60, 4), SimLoad(1, 120, 1, chunk_tokens=32)]
+    seen: list[SimLoad] = []
     found = calibrate("1m", loads=loads, rounds=1, on_load=seen.append)
     assert seen == loads
     assert found.shape.num_layers == 4

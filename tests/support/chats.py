@@ -13,12 +13,12 @@ from statistics import mean
 from typing import NamedTuple
 
 from qllm.fleet.router import Router
-from qllm.fleet.routes import Costs, Route
+from qllm.fleet.routes import Route, RouteCosts
 from qllm.scheduler.prefix import Chain, Name, PageStore
 from qllm.types import NS_PER_S, Priority
 
 PAGE = 64
-COSTS = Costs(token_s=1 / 8000)
+COSTS = RouteCosts(token_s=1 / 8000)
 FIRST, ASKED, ANSWERED, TURNS, LIVES = 400, 40, 24, 5, 3
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.kv import tier
 from qllm.engine.storage import file as kv_file
 from qllm.frontend.handle import Result
@@ -26,7 +26,7 @@ def no_load_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests rest on no clock: whatever is in the file is waited for."""
     monkeypatch.setattr(tier, "SLACK_NS", 10**15)
     monkeypatch.setattr(tier, "FIRST_NS_PER_BYTE", 0)
-    monkeypatch.setattr(Costs, "moved", lambda *_: None)
+    monkeypatch.setattr(StepCosts, "moved", lambda *_: None)
 
 
 def prompt_of(n: int, seed: int = 0) -> list[int]:

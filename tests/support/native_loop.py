@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from qllm.device import serving
 from qllm.device.server import NativeServer, attach
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.errors import PolicyError
 from qllm.ingress.layout import REASONS
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
@@ -104,7 +104,7 @@ class NativeLoop:
         self.control, self.doorbell = control, doorbell
         self.now_ns = now_ns
         self.broken = broken or _say
-        self.costs = Costs()
+        self.costs = StepCosts()
         bell = control.words[control.BELL : control.BELL + 1]
         self.stop = ServerStop(bell, server, now_ns)
         self.closing = False

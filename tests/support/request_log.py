@@ -9,7 +9,7 @@ from qllm.config import EngineConfig
 from qllm.frontend.handle import Handle
 from qllm.frontend.request_log import RequestLog
 from qllm.frontend.rings import RingClient
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress import Submission
 from qllm.ingress.front_end import CANCEL_BYTES, FrontEndRings
 from qllm.ingress.memory import FrontEndMemory
@@ -26,11 +26,11 @@ class Takes:
 
     def __init__(self, log: RequestLog) -> None:
         self.log = log
-        self.taken: list[Open] = []
+        self.taken: list[SavedRequest] = []
         self.raises: Exception | None = None
         self.before: Callable[[], None] = lambda: None
 
-    def replay(self, entry: Open) -> None:
+    def replay(self, entry: SavedRequest) -> None:
         self.before()
         if self.raises is not None:
             raise self.raises
@@ -51,7 +51,9 @@ class World:
     def count(self) -> None:
         self.num_replayed += 1
 
-    def entry(self, number: int, priority: int = LS, num_done: int = 2, **changes: Any) -> Open:
+    def entry(
+        self, number: int, priority: int = LS, num_done: int = 2, **changes: Any
+    ) -> SavedRequest:
         handle = Handle(
             number=number, request_id=f"r{number}", prompt_token_ids=(1, 2, 3), detokenizer=None,
             cancel=lambda _: None, status=lambda _: RequestStatus.RUNNING,
@@ -64,18 +66,18 @@ class World:
             "arrival_ns": number * NS_PER_MS, "deadline_ns": None,
         }  # fmt: skip
         item = Submission(**{**values, **changes})
-        entry = Open(handle, item.arrival_ns, priority, item)
+        entry = SavedRequest(handle, item.arrival_ns, priority, item)
         self.log.keep(handle)
         for n in range(num_done):
             self.token(entry, 60 + n)
         return entry
 
-    def token(self, entry: Open, token_id: int = 7) -> None:
+    def token(self, entry: SavedRequest, token_id: int = 7) -> None:
         entry.token_ns.append((10 + len(entry.token_ns)) * NS_PER_MS)
         entry.handle.on_token(Sampled(0, token_id))
         self.log.heard_of(entry)
 
-    def die(self, *entries: Open) -> None:
+    def die(self, *entries: SavedRequest) -> None:
         """The first engine dies."""
         for entry in entries:
             self.log.take(entry, time.monotonic_ns() - self.zero_ns, WHY)

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import HoldingIngress, Inbox
 from qllm.engine.handover.handover import Brought, HandOver
 from qllm.errors import ConfigError
@@ -38,7 +38,7 @@ class HandedIngress(HoldingIngress[Coming]):
         costs: What computing takes.
     """
 
-    def __init__(self, inner: Inbox, costs: Costs) -> None:
+    def __init__(self, inner: Inbox, costs: StepCosts) -> None:
         super().__init__(inner)
         self._costs = costs
         self.handover: HandOver | None = None

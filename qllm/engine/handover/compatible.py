@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from qllm.engine.handover.format import Header, Part
+from qllm.engine.handover.format import Header, TensorPart
 from qllm.engine.storage.file import Layout
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission
@@ -101,7 +101,7 @@ class Terms(NamedTuple):
             found.add("hidden")
         return found | (header.parts.keys() & {"last_hidden"})
 
-    def _check_shape(self, name: str, part: Part, carried: Carried) -> None:
+    def _check_shape(self, name: str, part: TensorPart, carried: Carried) -> None:
         kind = name.split(".")[0]
         rows = {"hidden": carried.hi - carried.committed, "last_hidden": carried.committed}
         if kind in rows:

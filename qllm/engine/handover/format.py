@@ -34,7 +34,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One tensor of a parcel."""
 
     name: str
@@ -59,7 +59,7 @@ class Header(NamedTuple):
     """What a parcel says of itself."""
 
     says: dict[str, Any]
-    parts: dict[str, Part]
+    parts: dict[str, TensorPart]
 
 
 def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mmap.mmap:
@@ -73,7 +73,7 @@ def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mm
     for name, pieces in tensors.items():
         first = pieces[0]
         shape = (sum(map(len, pieces)), *first.shape[1:]) if len(pieces) > 1 else first.shape
-        parts.append(Part(name, first.dtype, tuple(shape), at, 0))
+        parts.append(TensorPart(name, first.dtype, tuple(shape), at, 0))
         at = parts[-1].end
     start = len(_header(says, parts))
     memory = mmap.mmap(-1, start + at)
@@ -87,7 +87,7 @@ def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mm
     return memory
 
 
-def _fill(memory: mmap.mmap, part: Part, pieces: Sequence[Tensor]) -> None:
+def _fill(memory: mmap.mmap, part: TensorPart, pieces: Sequence[Tensor]) -> None:
     """Copy tensors into their place."""
     at = part.at
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def _fill(memory: mmap.mmap, part: Part, pieces: Sequence[Tensor]) -> None:
             at += piece.nbytes
 
 
-def _header(says: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
+def _header(says: Mapping[str, Any], parts: Sequence[TensorPart]) -> bytes:
     """The header; its length does not depend on the sums."""
     listed = [
         [p.name, str(p.dtype).removeprefix("torch."), p.shape, f"{p.checksum:016x}"] for p in parts
@@ -149,7 +149,7 @@ def read_header(memory: memoryview, num_bytes: int) -> Header:
             raise TypeError("it says nothing")
         parts, at = {}, start
         for name, dtype, shape, digits in listed:
-            part = Part(str(name), DTYPES[dtype], _shape(shape), at, int(digits, 16))
+            part = TensorPart(str(name), DTYPES[dtype], _shape(shape), at, int(digits, 16))
             parts[part.name], at = part, part.end
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the header of a parcel makes no sense: {error!r:.200}") from error
@@ -165,7 +165,7 @@ def _shape(listed: Any) -> tuple[int, ...]:
     return shape
 
 
-def tensor(memory: mmap.mmap, part: Part) -> Tensor:
+def tensor(memory: mmap.mmap, part: TensorPart) -> Tensor:
     """One tensor of a parcel that is there; it lies in `memory`.
 
     Raises:

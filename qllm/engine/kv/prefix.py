@@ -18,7 +18,7 @@ from typing import Any
 
 from qllm.engine.kv.page_source import Keeper
 from qllm.engine.kv.states import KeptStates
-from qllm.engine.kv.tier import FileTier, Load
+from qllm.engine.kv.tier import FileTier, PageLoad
 from qllm.engine.kv.users import Staged, User
 from qllm.errors import InvariantError
 from qllm.ingress import Submission
@@ -412,7 +412,7 @@ class PrefixCache:
         )
         return None if load is None else Staged(load, target)
 
-    def is_due(self, load: Load) -> bool:
+    def is_due(self, load: PageLoad) -> bool:
         """Whether a request waits for its load no longer."""
         assert self.tier is not None
         return load.is_over or not self.tier.is_open or self.now_ns() >= load.late_ns

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from qllm.engine.costs import SAMPLES_PER_COST, Costs
+from qllm.engine.costs import SAMPLES_PER_COST, StepCosts
 from qllm.errors import InvariantError
 from qllm.policy import Tier
 from qllm.scheduler.prefix import Name, PageStore, Tag
@@ -34,7 +34,7 @@ LATE = 3
 """A load is late once it takes so many times its estimate."""
 
 
-class Kept(NamedTuple):
+class StoredPage(NamedTuple):
     """A page in the file: its place, and the sum of its bytes."""
 
     slot: int
@@ -56,17 +56,17 @@ class Written(NamedTuple):
     """A page that went out."""
 
     name: Name
-    kept: Kept
+    kept: StoredPage
 
 
 @dataclass(slots=True)
-class Load:
+class PageLoad:
     """The first pages of a request that waits for them, on their way into its KV.
 
     One thread reads them in order and stops at the first that is not there whole.
     """
 
-    pages: Sequence[tuple[Name, Kept | Any]]
+    pages: Sequence[tuple[Name, StoredPage | Any]]
     """Each where it lies in the file, or the page itself if it is in RAM."""
     into: Callable[[int, Any], None]
     """Puts a page, by its number, into the KV that the request will have."""
@@ -101,7 +101,7 @@ class Disk(Protocol):
         """Write a page, soon."""
         ...
 
-    def read(self, load: Load) -> None:
+    def read(self, load: PageLoad) -> None:
         """Read pages, soon: LS first, before what is to be written."""
         ...
 
@@ -151,11 +151,11 @@ class FileTier:
     def __init__(
         self,
         disk: Disk,
-        index: PageStore[Kept],
+        index: PageStore[StoredPage],
         free: Iterable[int],
         page_bytes: int,
         page_size: int,
-        costs: Costs,
+        costs: StepCosts,
     ) -> None:
         self.disk, self.index, self.page_bytes = disk, index, page_bytes
         self._page_size, self._costs = page_size, costs
@@ -169,12 +169,12 @@ class FileTier:
         """Pages in RAM that are not in the file, LS and others, oldest first."""
         self._writing: dict[Name, Write | None] = {}
         """On their way; None of one that was deleted meanwhile."""
-        self._loads: list[Load] = []
+        self._loads: list[PageLoad] = []
         """Asked for and not over."""
         self._lent: set[Name] = set()
         """Pages that RAM has no room for and keeps until they are written."""
 
-    def _freed(self, kept: Kept) -> None:
+    def _freed(self, kept: StoredPage) -> None:
         self._free.append(kept.slot)
 
     @property
@@ -259,13 +259,13 @@ class FileTier:
         is_ls: bool,
         tag: Tag,
         now_ns: int,
-    ) -> Load | None:
+    ) -> PageLoad | None:
         """Start to load the first pages of a request; None if it need not wait for any.
 
         Args:
             names: The pages of its prefix that it can use.
             ram: Pages that need not be read.
-            into: See `Load`.
+            into: See `PageLoad`.
             is_ls: Its class.
             tag: Whose it is.
             now_ns: The engine's clock.
@@ -295,7 +295,7 @@ class FileTier:
             return None
         latest_ns = LATE * int(first_ns + self._read_ns(num_then) * paced)
         late_ns = now_ns + max(SLACK_NS, latest_ns)
-        load = Load(pages, into, is_ls, tag, late_ns)
+        load = PageLoad(pages, into, is_ls, tag, late_ns)
         self._loads.append(load)
         self.disk.read(load)
         return load
@@ -335,7 +335,7 @@ class FileTier:
             ram.unpin(list(self._lent))
             self._lent.clear()
 
-    def _loaded(self, load: Load) -> None:
+    def _loaded(self, load: PageLoad) -> None:
         self.counts.loaded += load.num_read
         if load.num_read and load.elapsed_ns:
             self._costs.moved(Tier.FILE, load.num_read * self._page_size, load.elapsed_ns)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qllm.engine.kv.page_source import LoadTarget
-from qllm.engine.kv.tier import Load
+from qllm.engine.kv.tier import PageLoad
 from qllm.ingress import Submission
 from qllm.scheduler.prefix import Chain, Name
 from qllm.scheduler.request import Request
@@ -15,7 +15,7 @@ from qllm.types import NS_PER_S
 class Staged(NamedTuple):
     """A request that has not arrived yet, and its KV so far."""
 
-    load: Load
+    load: PageLoad
     target: LoadTarget
 
 

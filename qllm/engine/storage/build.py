@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import Inbox
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.kv.states import KeptStates
-from qllm.engine.kv.tier import FileTier, Kept
+from qllm.engine.kv.tier import StoredPage, FileTier
 from qllm.engine.storage.file import KvFile, Layout, Lock, num_slots_in, open_file
 from qllm.engine.storage.identity import layout_of, software
 from qllm.engine.storage.mover import CLOSE_S, Mover
@@ -48,7 +48,7 @@ class KeptPages:
         weights: str,
         ingress: Inbox,
         now_ns: Callable[[], int],
-        costs: Costs,
+        costs: StepCosts,
     ) -> None:
         self._config, self._runner, self._now_ns = config, runner, now_ns
         self._weights, self._ingress, self._costs = weights, ingress, costs
@@ -125,13 +125,13 @@ class KeptPages:
                 f"kv_dir={str(folder)!r} cannot be used: {error}; give a folder on a disk with "
                 f"{config.kv_dir_gib} GiB of room (kv_dir_gib)"
             ) from error
-        index = PageStore[Kept](num_slots, keep_ls_ns)
+        index = PageStore[StoredPage](num_slots, keep_ls_ns)
         wall, now = time.time(), self._now_ns()
         for entry in entries:
             used_ns = now - max(0, int((wall - entry.used_s) * NS_PER_S))
             until_ns = now + int((entry.until_s - wall) * NS_PER_S)
             priority = Priority.LS if entry.is_ls else Priority.BE
-            kept = Kept(entry.slot, entry.checksum)
+            kept = StoredPage(entry.slot, entry.checksum)
             index.add(entry.name, kept, priority, used_ns, entry.tag, max(0, until_ns))
         free = sorted(set(range(num_slots)) - {entry.slot for entry in entries}, reverse=True)
         self.mover = Mover(self._file, self._wake, self._now_ns)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qllm.engine.kv.tier import GENTLE_SHARE, Kept, Load, Write, Written
+from qllm.engine.kv.tier import GENTLE_SHARE, StoredPage, PageLoad, Write, Written
 from qllm.engine.storage.file import KvFile
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.scheduler.prefix import Name
@@ -42,7 +42,7 @@ class Mover:
         self.failure: str | None = None
         self._file, self._wake, self._now_ns = file, wake, now_ns
         self._lock = threading.Condition()
-        self._reads: tuple[deque[Load], ...] = (deque(), deque())
+        self._reads: tuple[deque[PageLoad], ...] = (deque(), deque())
         """LS and others."""
         self._is_resting = False
         """Whether the thread that reads leaves the machine to LS."""
@@ -68,7 +68,7 @@ class Mover:
             self._writes.append(job)
             self._lock.notify_all()
 
-    def read(self, load: Load) -> None:
+    def read(self, load: PageLoad) -> None:
         """Read pages, soon: LS first, before what is to be written."""
         with self._lock:
             self._reads[not load.is_ls].append(load)
@@ -153,7 +153,7 @@ class Mover:
         """Whether the thread that reads need not rest: LS waits for pages, or is not there."""
         return self._closing or not self._is_gentle or bool(self._reads[0])
 
-    def _next_read(self) -> Load | None:
+    def _next_read(self) -> PageLoad | None:
         """The request whose next page is read now: the oldest, LS first."""
         with self._lock:
             for queue in self._reads:
@@ -164,11 +164,11 @@ class Mover:
                 self._lock.wait()
             return None if self._closing else (self._reads[0] or self._reads[1])[0]
 
-    def _read_one(self, load: Load) -> None:
+    def _read_one(self, load: PageLoad) -> None:
         """Read the next page of a load, or end it."""
         if load.num_ready < len(load.pages) and not load.is_given_up:
             name, page = load.pages[load.num_ready]
-            if isinstance(page, Kept):
+            if isinstance(page, StoredPage):
                 start_ns, busy_ns = time.monotonic_ns(), time.thread_time_ns()
                 self._put(load, self._file.read(page.slot, name, page.checksum), name)
                 load.elapsed_ns += time.monotonic_ns() - start_ns
@@ -179,7 +179,7 @@ class Mover:
         is_whole = load.num_ready == len(load.pages)
         load.is_over = is_whole or load.is_given_up or load.damaged is not None
 
-    def _put(self, load: Load, page: Any, name: Name) -> None:
+    def _put(self, load: PageLoad, page: Any, name: Name) -> None:
         if page is None:
             load.damaged = name
             return
@@ -224,7 +224,7 @@ class Mover:
         left_ns = job.until_ns - self._now_ns()
         until_s = time.time() + left_ns / NS_PER_S if left_ns > 0 else 0.0
         checksum = self._file.write(job.slot, job.name, job.page, job.tag, job.is_ls, until_s)
-        self._done.append(Written(job.name, Kept(job.slot, checksum)))
+        self._done.append(Written(job.name, StoredPage(job.slot, checksum)))
 
     def _rest(self, busy_s: float) -> None:
         """Leave the machine to others for a while."""

@@ -31,13 +31,13 @@ class Draw:
 
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
-        self._made: list[tuple[nn.Module, Kept]] = []
+        self._made: list[tuple[nn.Module, ShadowState]] = []
         """Shadows whose weights were drawn, and what they kept when they were made."""
         self._generator = torch.Generator().manual_seed(seed)
 
     def watch(self, made: nn.Module) -> None:
         """Remember what a new shadow keeps."""
-        self._made.append((made, Kept(made)))
+        self._made.append((made, ShadowState(made)))
 
     def kept_more(self) -> str:
         """Say which of the shadows kept something of a call for the next."""
@@ -213,7 +213,7 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "meta" and value.numel() <= SMALL
 
 
-class Kept:
+class ShadowState:
     """What a shadow and those inside it kept at one time: attributes, and values of buffers."""
 
     def __init__(self, made: nn.Module) -> None:

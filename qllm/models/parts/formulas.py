@@ -178,7 +178,7 @@ class Seen(NamedTuple):
     out: Tensor
 
 
-class Asked(NamedTuple):
+class AttentionCall(NamedTuple):
     """What an attention is given."""
 
     x_1TD: Tensor
@@ -234,7 +234,7 @@ def _attend(
     return (shares @ v).transpose(1, 2).flatten(2).to(q.dtype)
 
 
-def attention(kind: str, m: Any, asked: Asked) -> Seen:
+def attention(kind: str, m: Any, asked: AttentionCall) -> Seen:
     """Attention over keys and values, of a kind of `fingerprints.ATTENTION`."""
     x, width, base = asked.x_1TD, m.head_dim, kind.removeprefix("part_")
     q, k, v = m.q_proj(x), m.k_proj(x), m.v_proj(x)
@@ -265,7 +265,7 @@ def expand(m: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((keys, turned.expand(-1, keys.shape[1], -1, -1)), -1), values
 
 
-def latents(rotation: str, m: Any, asked: Asked) -> Seen:
+def latents(rotation: str, m: Any, asked: AttentionCall) -> Seen:
     """Multi-head latent attention that rotates in a way of ROTATIONS."""
     x, cos, sin = asked.x_1TD, asked.cos.unsqueeze(1), asked.sin.unsqueeze(1)
     q = m.q_proj(x) if m.q_lora_rank is None else m.q_b_proj(m.q_a_layernorm(m.q_a_proj(x)))

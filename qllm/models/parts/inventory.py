@@ -12,7 +12,7 @@ from qllm.models.parts.fingerprints import FAMILIES
 from qllm.models.parts.known import SOURCE, TRIAL, Known
 
 
-class Part(NamedTuple):
+class KnownPart(NamedTuple):
     """A part of a model's layers, and what is known of it."""
 
     role: str
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """Layers that have it."""
 
 
-def parts_of(model: Any) -> list[Part]:
+def parts_of(model: Any) -> list[KnownPart]:
     """Every kind of part in the layers of a model, in the order of a layer.
 
     Args:
@@ -39,16 +39,18 @@ def parts_of(model: Any) -> list[Part]:
     return inventory(layer_parts(base_model(model)))
 
 
-def inventory(layers: Iterable[LayerParts]) -> list[Part]:
+def inventory(layers: Iterable[LayerParts]) -> list[KnownPart]:
     """Every kind of part in some layers, in the order of a layer."""
     with known.one_look():
         looked = [list(_of_layer(parts)) for parts in layers]
-    found: dict[tuple[str, str, Known], Part] = {}
+    found: dict[tuple[str, str, Known], KnownPart] = {}
     for of_layer in looked:
         modules = {(role, type(module).__name__, what): module for role, module, what in of_layer}
         for key, module in modules.items():
             role, name, what = key
-            part = found.get(key) or Part(role, f"{name}.forward", fingerprint(module), what, 0)
+            part = found.get(key) or KnownPart(
+                role, f"{name}.forward", fingerprint(module), what, 0
+            )
             found[key] = part._replace(num_layers=part.num_layers + 1)
     return list(found.values())
 
@@ -78,7 +80,7 @@ def _attention(parts: LayerParts, attn: nn.Module) -> Known:
     return known.latents(attn) if hasattr(attn, "kv_lora_rank") else known.attention(attn)
 
 
-def described(parts: Iterable[Part]) -> str:
+def described(parts: Iterable[KnownPart]) -> str:
     """Say how every part is known, or why its own module runs."""
     by_how: dict[str, list[str]] = {SOURCE: [], TRIAL: []}
     rest = []
@@ -92,7 +94,7 @@ def described(parts: Iterable[Part]) -> str:
     return "; ".join([*said, *dict.fromkeys(rest)])
 
 
-def changed(model: Any) -> list[Part]:
+def changed(model: Any) -> list[KnownPart]:
     """Parts that are not known though the model is of a family of which all are."""
     if getattr(model.config, "model_type", None) not in FAMILIES:
         return []

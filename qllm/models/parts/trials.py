@@ -27,7 +27,7 @@ from qllm.models.parts.formulas import (
     GATES,
     NORMS,
     ROUTERS,
-    Asked,
+    AttentionCall,
     Choice,
     Seen,
     attention,
@@ -287,7 +287,7 @@ AttentionInterface.register(PROBE, _probe)
 def _meet(
     module: Any,
     draw: Draw,
-    formula: Callable[[Any, Asked], Seen],
+    formula: Callable[[Any, AttentionCall], Seen],
     num_turned: int,
     how: str,
     is_long: bool,
@@ -316,7 +316,7 @@ def _meet(
         hidden = keys[None, :] > keys[past:, None]
         mask = torch.zeros(hidden.shape, dtype=draw.dtype)
         mask = mask.masked_fill(hidden, torch.finfo(draw.dtype).min)[None, None]
-        asked = Asked(x, *tables, (first_kept, second_kept), mask)
+        asked = AttentionCall(x, *tables, (first_kept, second_kept), mask)
         expected, cache = formula(made, asked), Cache(asked.past, module.layer_idx)
         out = made(
             hidden_states=x,

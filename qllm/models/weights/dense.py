@@ -122,7 +122,7 @@ class DenseGguf:
         return {name: part.shape for name, part in self._parts.items()}
 
     @cached_property
-    def _parts(self) -> dict[str, gguf_file.Part]:
+    def _parts(self) -> dict[str, gguf_file.GgufPart]:
         """Every stored tensor by transformers' name."""
         return gguf_file.parts_of(self._file, meta_model(self.config))
 

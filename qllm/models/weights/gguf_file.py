@@ -54,7 +54,7 @@ class GgufFile(NamedTuple):
     """How answers are sampled where a request does not say, as a generation config says it."""
 
 
-class Part(NamedTuple):
+class GgufPart(NamedTuple):
     """Where a weight of a checkpoint of safetensors lies in a file."""
 
     tensor: Any
@@ -207,7 +207,7 @@ def _is_of_experts(name: str) -> bool:
     return name.endswith("_exps.weight") or _ONE_OF_STACK.fullmatch(name) is not None
 
 
-def parts_of(file: GgufFile, model: Any) -> dict[str, Part]:
+def parts_of(file: GgufFile, model: Any) -> dict[str, GgufPart]:
     """The weights of a file by their names in safetensors.
 
     Args:
@@ -218,7 +218,7 @@ def parts_of(file: GgufFile, model: Any) -> dict[str, Part]:
         ModelError: A tensor has no place in the model, or another shape, or is missing.
     """
     places = _places(file, model)
-    found: dict[str, Part] = {}
+    found: dict[str, GgufPart] = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS and gguf_config.architecture_of(file.said).pairs:
             continue  # the config has it
@@ -232,7 +232,7 @@ def parts_of(file: GgufFile, model: Any) -> dict[str, Part]:
         rows = _rows(file, model.config, name)
         for weight in weights:
             number = _EXPERT.search(weight) if is_stack else None
-            found[weight] = Part(tensor, number and int(number[1]), shape, rows)
+            found[weight] = GgufPart(tensor, number and int(number[1]), shape, rows)
     for name, weights in places.items():
         if missing := sorted(weights.keys() - found.keys()):
             raise ModelError(
@@ -305,7 +305,7 @@ def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _read(file: RawFile, part: Part) -> Weight:
+def _read(file: RawFile, part: GgufPart) -> Weight:
     """One weight, its rows in the order of transformers, and a vector in the model's shape."""
     tensor, kind = part.tensor, part.tensor.tensor_type.name
     data = tensor.data if part.expert is None else tensor.data[part.expert]

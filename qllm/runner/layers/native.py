@@ -30,7 +30,7 @@ from qllm.models.parts.known import (
     router_kind,
 )
 from qllm.models.weights.quantised_linears import is_read, linear_in, values_of, weight_of
-from qllm.runner.cuts import Costs
+from qllm.runner.cuts import CutCosts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.deltas import DeltaMixer
 from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, RouterExtras
@@ -417,7 +417,7 @@ def attend_some(
     step: Step,
     pos: int,
     begun: Begun | None,
-    costs: Costs,
+    costs: CutCosts,
 ) -> tuple[Tensor | None, Begun | None, int]:
     """`driver.attend`; where our kernels attend, over as many keys as a segment may take.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qllm.errors import InvariantError
-from qllm.runner.cuts import Costs
+from qllm.runner.cuts import CutCosts
 
 
 class Unit(NamedTuple):
@@ -98,7 +98,7 @@ class Work:
         experts = {unit.expert for unit in self.units[start:stop]}
         return len(experts - known) * self.bank.unit_bytes
 
-    def end_of_range(self, start: int, costs: Costs) -> int:
+    def end_of_range(self, start: int, costs: CutCosts) -> int:
         """The end of the range of units that begins at `start`: as long as `costs` allow."""
         stop, ns = start, 0.0
         while stop < len(self.units) and ns < costs.range_ns:

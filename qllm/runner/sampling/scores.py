@@ -31,7 +31,7 @@ class Head(Protocol):
     def __call__(self, x_BD: Tensor, block: int) -> Tensor: ...
 
 
-class Costs(Protocol):
+class ScoreCosts(Protocol):
     """How much fits into a segment (`runner.cuts.Costs`)."""
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int: ...
@@ -70,7 +70,7 @@ class Score:
         per_block = self._num_blocks + self._rows
         self.num_units = full * per_block + (self._num_blocks + rest) * (rest > 0)
 
-    def run(self, head: Head, parts: ModelParts, costs: Costs, unit: int) -> int:
+    def run(self, head: Head, parts: ModelParts, costs: ScoreCosts, unit: int) -> int:
         """Do some units from `unit` on; return the first one not done."""
         block, at = divmod(unit, self._num_blocks + self._rows)
         first = block * self._rows
@@ -158,7 +158,7 @@ class Scores:
         self,
         head: Head,
         parts: ModelParts,
-        costs: Costs,
+        costs: ScoreCosts,
         unit: int,
         dead: Container[int],
     ) -> int:

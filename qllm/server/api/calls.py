@@ -17,7 +17,7 @@ from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_toke
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.tools import harmony
 from qllm.server.tools.deltas import Delta, Value, call_of, is_name, with_call
-from qllm.server.tools.harmony import Harmony, Part
+from qllm.server.tools.harmony import Harmony, HarmonyPart
 from qllm.server.tools.hermes import TAG_OF, HermesReader, ends_with, marks_of
 from qllm.server.tools.tool_choice import Choice
 from qllm.types import THINK
@@ -206,7 +206,7 @@ class HarmonyReader:
     def __init__(self, parts: Harmony) -> None:
         self.num_calls = self.num_reasoning_tokens = 0
         self._parts = parts
-        self._due: deque[Part] = deque()
+        self._due: deque[HarmonyPart] = deque()
         """Not shown yet."""
         self._num_shown = 0
         """Characters that may be shown: a stop string has cut the others off, or may."""

@@ -30,7 +30,7 @@ FUNCTIONS = "functions."
 Kind = Literal["head", "reasoning_content", "content", "call", "arguments"]
 
 
-class Part(NamedTuple):
+class HarmonyPart(NamedTuple):
     """Some of an answer."""
 
     kind: Kind
@@ -83,7 +83,7 @@ class Harmony:
         """The kind of what comes now."""
         return "head" if self._is_head else self._kind
 
-    def push(self, token_id: int) -> list[Part]:
+    def push(self, token_id: int) -> list[HarmonyPart]:
         """Take a token; return what is certain."""
         mark = self._marks.get(token_id)
         if mark is None:
@@ -99,29 +99,29 @@ class Harmony:
         self._unseen.append((mark, ""))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[HarmonyPart]:
         """The answer has ended."""
         return [*self._said(self._text.finish(), 0), *self._no_head()]
 
-    def _said(self, text: str, num_tokens: int) -> list[Part]:
+    def _said(self, text: str, num_tokens: int) -> list[HarmonyPart]:
         if not self._is_head:
-            return [Part(self._kind, text, num_tokens)]
+            return [HarmonyPart(self._kind, text, num_tokens)]
         self._head += text
         mark, said = self._unseen[-1]
         self._unseen[-1] = mark, said + text
         return []
 
-    def _no_head(self) -> list[Part]:
+    def _no_head(self) -> list[HarmonyPart]:
         """What seemed to be a head has ended without a message."""
         text, self._unseen, self._kind = "".join(x for _, x in self._unseen), [("", "")], "content"
-        return [Part("content", text)] if text else []
+        return [HarmonyPart("content", text)] if text else []
 
-    def _begin(self) -> list[Part]:
+    def _begin(self) -> list[HarmonyPart]:
         """A head is whole: its message begins."""
-        parts: list[Part] = []
+        parts: list[HarmonyPart] = []
         for mark, text in self._unseen:
             is_known = _HEADS.get(mark, _ROLE).fullmatch(text)
-            parts.append(Part("head" if is_known else "content", text))
+            parts.append(HarmonyPart("head" if is_known else "content", text))
         self._unseen, self._is_head = [("", "")], False
         channel = re.search(r"<\|channel\|> (\w+)", self._head)
         recipient = _TO.search(self._head)
@@ -129,7 +129,7 @@ class Harmony:
         name = None if recipient is None else recipient[1].removeprefix(FUNCTIONS)
         if recipient is not None and name and (name != recipient[1] or name in self._names):
             self._kind = "arguments"
-            parts.append(Part("call", name))
+            parts.append(HarmonyPart("call", name))
         elif recipient is not None or (channel is not None and channel[1] == "analysis"):
             self._kind = "reasoning_content"
         return parts

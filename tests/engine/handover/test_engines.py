@@ -17,7 +17,7 @@ from qllm.engine.handover.transfer import Puller
 from qllm.errors import CheckpointError, ConfigError, EngineClosedError, QllmError
 from qllm.frontend.handle import Handle, Result
 from qllm.frontend.request_log import RequestLog
-from qllm.frontend.saved_request import Open
+from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress.messages import Source
 from qllm.ingress.remote import meeting
 from qllm.ingress.remote.meeting import Address, Meeting, MeetingError
@@ -107,7 +107,7 @@ class Pair:
         self.a, self.b = a, b
         self.log = RequestLog(3, lambda: None)
 
-    def go_to(self, replay: Callable[[Open], None]) -> None:
+    def go_to(self, replay: Callable[[SavedRequest], None]) -> None:
         """Replay every request by a function."""
         self.log.go_on(replay)
 
@@ -245,7 +245,7 @@ def test_either_side_dies_before_the_kv_is_there(
     a, b = (pid_of(engine.owner) for engine in (pair.a, pair.b))
     before, announced = pair.b.moved["missed"], threading.Event()
 
-    def replay(entry: Open) -> None:
+    def replay(entry: SavedRequest) -> None:
         assert entry.source is not None
         freeze(a)  # it gives nothing
         pair.b.far.replay(entry)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.engine.costs import Costs
+from qllm.engine.costs import StepCosts
 from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.kv.prefix import PrefixCache
-from qllm.engine.kv.tier import GENTLE_SHARE, LATE, FileTier, Kept, Load, Write, Written
+from qllm.engine.kv.tier import GENTLE_SHARE, LATE, StoredPage, FileTier, PageLoad, Write, Written
 from qllm.engine.storage import mover
 from qllm.engine.storage.mover import SHARE, Mover, rest_s
 from qllm.ingress import Update
@@ -72,9 +72,9 @@ def moving(file: FakeFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mover]:
     assert not any(thread.is_alive() for thread in made._threads)
 
 
-def load_of(slots: list[int], is_ls: bool) -> Load:
-    pages = [(str(slot).encode(), Kept(slot, 0)) for slot in slots]
-    return Load(pages, lambda *_: None, is_ls, b"")
+def load_of(slots: list[int], is_ls: bool) -> PageLoad:
+    pages = [(str(slot).encode(), StoredPage(slot, 0)) for slot in slots]
+    return PageLoad(pages, lambda *_: None, is_ls, b"")
 
 
 def test_loads_of_ls_never_rest_and_go_before_others(moving: Mover, file: FakeFile) -> None:
@@ -163,12 +163,12 @@ class StillDisk:
     failure = None
 
     def __init__(self) -> None:
-        self.loads: list[Load] = []
+        self.loads: list[PageLoad] = []
 
     def write(self, job: Any) -> None:
         pass
 
-    def read(self, load: Load) -> None:
+    def read(self, load: PageLoad) -> None:
         self.loads.append(load)
 
     def erase(self, slots: Any) -> None:
@@ -186,11 +186,11 @@ PAGE_NS, NUM = 10 * NS_PER_MS, 8
 
 def tier_of(*, busy: float, prefill_ns: int = 0) -> FileTier:
     """A tier that has learned that a page of 4 tokens takes `PAGE_NS`, a part of it computing."""
-    costs = Costs()
+    costs = StepCosts()
     costs._prefill_token_ns = prefill_ns
-    index = PageStore[Kept](NUM)
+    index = PageStore[StoredPage](NUM)
     for slot in range(NUM):
-        index.add(bytes([slot]), Kept(slot, 0), BE, 0)
+        index.add(bytes([slot]), StoredPage(slot, 0), BE, 0)
     made = FileTier(StillDisk(), index, [], 100, 4, costs)
     made._busy = busy
     load = ask(made, True)
@@ -202,7 +202,7 @@ def tier_of(*, busy: float, prefill_ns: int = 0) -> FileTier:
     return made
 
 
-def ask(files: FileTier, is_ls: bool) -> Load | None:
+def ask(files: FileTier, is_ls: bool) -> PageLoad | None:
     names = [bytes([slot]) for slot in range(NUM)]
     return files.load(names, PageStore[Any](0), lambda *_: None, is_ls, b"", 0)
 
@@ -282,7 +282,7 @@ class VirtualDisk(StillDisk):
                 load.is_over = load.num_ready == len(load.pages) or load.is_given_up
         if self._jobs and self._took(1):
             job = self._jobs.pop(0)
-            return [Written(job.name, Kept(job.slot, 0))]
+            return [Written(job.name, StoredPage(job.slot, 0))]
         return []
 
 
@@ -323,7 +323,7 @@ class Keeper:
 def attach(world: World) -> tuple[Keeper, VirtualDisk, PrefixCache]:
     """A prefix cache with a file, of which two pages may be copied at once."""
     keeper, disk = Keeper(world), VirtualDisk(world.clock, 2 * NS_PER_MS)
-    files = FileTier(disk, PageStore[Kept](100), range(40, 100), 1, 16, Costs())
+    files = FileTier(disk, PageStore[StoredPage](100), range(40, 100), 1, 16, StepCosts())
     found, clock = world.scheduler.found, world.clock
     prefix = PrefixCache(keeper, "", PageStore(50), 16, found, clock, 2, files)
     prefix._page_bytes = 1
@@ -357,7 +357,7 @@ def test_bounds_hold_while_the_mover_is_busy(name: str, bound_ms: int) -> None:
     most = prefix._copy_bytes
     longest = max(world.submitted.values(), key=lambda item: item.num_prompt_tokens)
     for slot, key in enumerate(prefix.chain(longest, longest.token_ids).upto(400)):
-        prefix.tier.index.add(key, Kept(slot, 0), BE, 0)  # type: ignore[union-attr]
+        prefix.tier.index.add(key, StoredPage(slot, 0), BE, 0)  # type: ignore[union-attr]
     turn, copied = prefix.turn, []
 
     def looked() -> None:

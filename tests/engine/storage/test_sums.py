@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qllm.engine.costs import Costs
-from qllm.engine.kv.tier import FileTier, Kept, Load, Write, Written
+from qllm.engine.costs import StepCosts
+from qllm.engine.kv.tier import StoredPage, FileTier, PageLoad, Write, Written
 from qllm.scheduler.prefix import Chain, PageStore
 from qllm.types import NS_PER_S, Priority
 
@@ -20,14 +20,14 @@ class FakeDisk:
         self.failure: str | None = None
         self.slots: dict[int, tuple[bytes, Any]] = {}
         self.asked: list[Write | tuple[int, ...]] = []
-        self.loads: list[Load] = []
+        self.loads: list[PageLoad] = []
         self._written: list[Written] = []
         self._rng = rng
 
     def write(self, job: Write) -> None:
         self.asked.append(job)
 
-    def read(self, load: Load) -> None:
+    def read(self, load: PageLoad) -> None:
         self.loads.append(load)
 
     def erase(self, slots: Any) -> None:
@@ -46,18 +46,18 @@ class FakeDisk:
             job = self.asked.pop(0)
             if isinstance(job, Write):
                 self.slots[job.slot] = job.name, job.page
-                self._written.append(Written(job.name, Kept(job.slot, 0)))
+                self._written.append(Written(job.name, StoredPage(job.slot, 0)))
                 continue
             for slot in job:
                 self.slots.pop(slot, None)
         for _ in range(self._rng.randint(0, len(self.loads))):
             self._load(self.loads.pop(0))
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: PageLoad) -> None:
         for i, (name, page) in enumerate(load.pages):
             if load.is_given_up:
                 break
-            if isinstance(page, Kept):
+            if isinstance(page, StoredPage):
                 there, page = self.slots.get(page.slot, (b"", None))
                 if there != name:
                     load.damaged = name
@@ -75,8 +75,8 @@ class World:
         self.disk = FakeDisk(rng)
         self.ram = PageStore[Any](rng.randint(1, 5))
         slots = rng.randint(1, 6)
-        index = PageStore[Kept](slots)
-        self.files = FileTier(self.disk, index, range(slots), 1 << 23, 1, Costs())
+        index = PageStore[StoredPage](slots)
+        self.files = FileTier(self.disk, index, range(slots), 1 << 23, 1, StepCosts())
 
     def step(self) -> None:
         self.now += self.rng.randint(0, 3) * NS_PER_S
