@@ -12,7 +12,7 @@ from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import Inbox
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.kv.states import KeptStates
-from qllm.engine.kv.tier import StoredPage, FileTier
+from qllm.engine.kv.tier import FileTier, StoredPage
 from qllm.engine.storage.file import KvFile, Layout, Lock, num_slots_in, open_file
 from qllm.engine.storage.identity import layout_of, software
 from qllm.engine.storage.mover import CLOSE_S, Mover

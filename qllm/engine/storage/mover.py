@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qllm.engine.kv.tier import GENTLE_SHARE, StoredPage, PageLoad, Write, Written
+from qllm.engine.kv.tier import GENTLE_SHARE, PageLoad, StoredPage, Write, Written
 from qllm.engine.storage.file import KvFile
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.scheduler.prefix import Name

@@ -11,7 +11,7 @@ import torch
 from qllm.engine.costs import StepCosts
 from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.kv.prefix import PrefixCache
-from qllm.engine.kv.tier import GENTLE_SHARE, LATE, StoredPage, FileTier, PageLoad, Write, Written
+from qllm.engine.kv.tier import GENTLE_SHARE, LATE, FileTier, PageLoad, StoredPage, Write, Written
 from qllm.engine.storage import mover
 from qllm.engine.storage.mover import SHARE, Mover, rest_s
 from qllm.ingress import Update

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qllm.engine.costs import StepCosts
-from qllm.engine.kv.tier import StoredPage, FileTier, PageLoad, Write, Written
+from qllm.engine.kv.tier import FileTier, PageLoad, StoredPage, Write, Written
 from qllm.scheduler.prefix import Chain, PageStore
 from qllm.types import NS_PER_S, Priority
 
