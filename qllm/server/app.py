@@ -137,4 +137,16 @@ def create_app(
             expose_headers=["*"],
         )
     app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
+    _make_routes(app)
     return app
+
+
+def _make_routes(app: FastAPI) -> None:
+    """Match a path that no route has, so that FastAPI makes the routes of every router now.
+
+    It makes them when a router is first asked for a match, which takes up to 20 ms: a stream must
+    not wait for that.
+    """
+    scope = {"type": "http", "method": "GET", "path": "", "root_path": "", "headers": []}
+    for route in app.router.routes:
+        route.matches(scope)
