@@ -9,7 +9,7 @@ several prompts, the oldest first.
 
 from dataclasses import dataclass
 
-from policies.fcfs import Fcfs
+from .fcfs import Fcfs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ the seat of a BE request as well as its KV.
 
 from dataclasses import dataclass
 
-from policies.ls_first import LsFirst
+from .ls_first import LsFirst
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,11 @@ first of them would miss its TPOT target, and in turn with prefills when targets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.parts import check_at_least, fill
 from qllm.plan import ANY_ARRIVAL, Plan, Row
 from qllm.policy import FrameView, RequestView, StepReport, View
 from qllm.types import NS_PER_MS, Cap, Grain, Priority
+
+from .parts import check_at_least, fill
 
 
 @dataclass(kw_only=True)

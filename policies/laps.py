@@ -15,10 +15,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.parts import age, check_at_least, fill
 from qllm.plan import Plan
 from qllm.policy import RequestView, StepReport, View
 from qllm.types import NS_PER_MS, Cap
+
+from .parts import age, check_at_least, fill
 
 
 class Kind(enum.Enum):

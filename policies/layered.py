@@ -12,8 +12,9 @@ cohort never loses its KV to an equal (there, decodes are evicted first).
 
 from dataclasses import dataclass
 
-from policies.fcfs import Fcfs
 from qllm.policy import Groups
+
+from .fcfs import Fcfs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ KV (the released code takes the cost of the tokens that the other request adds).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.qllm2 import Qllm2
+from .qllm2 import Qllm2
 
 
 @dataclass(frozen=True, kw_only=True)

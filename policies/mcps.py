@@ -8,8 +8,9 @@ Source: MCPS of Stream2LLM, arXiv:2604.16395. Differs as `lcas` does.
 
 from dataclasses import dataclass
 
-from policies.qllm2 import Qllm2
 from qllm.policy import Reads
+
+from .qllm2 import Qllm2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.parts import behind_all, check_at_least, fill, rotate
 from qllm.plan import Plan
 from qllm.policy import RequestView, StepReport, View
 from qllm.types import NS_PER_MS, Cap, Evict, RequestId
+
+from .parts import behind_all, check_at_least, fill, rotate
 
 
 class Entry(NamedTuple):

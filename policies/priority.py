@@ -5,8 +5,9 @@ The ablation of the one mechanism: a program that has begun runs to its end.
 
 from dataclasses import dataclass, field
 
-from policies.qllm2 import Qllm2
 from qllm.types import Grain
+
+from .qllm2 import Qllm2
 
 
 @dataclass(frozen=True, kw_only=True)

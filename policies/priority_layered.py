@@ -12,8 +12,9 @@ parking and the bound are ours.
 
 from dataclasses import dataclass
 
-from policies.ls_first import LsFirst
 from qllm.policy import Groups
+
+from .ls_first import LsFirst
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,12 @@ takes it from the smallest lag, to be recomputed.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from policies.parts import behind_all, check_at_least, fill, rotate
 from qllm.errors import ConfigError
 from qllm.plan import Plan
 from qllm.policy import RequestView, StepReport, View, next_row
 from qllm.types import NS_PER_MS, Cap, Evict, RequestId
+
+from .parts import behind_all, check_at_least, fill, rotate
 
 
 def grace_ns(share: float, target_ms: float | None, default_ms: int) -> float:

@@ -1,6 +1,7 @@
 """Who may import whom: the floors of the design, held by a search through the syntax trees."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -254,6 +255,13 @@ def breaches(path: str, source: str) -> list[str]:
 
 
 EVERYWHERE = python_files("qllm", "policies", "bench", "tests", "scripts")
+
+
+def test_no_module_imports_the_folder_of_policies_by_its_name() -> None:
+    """It is installed as `qllm_policies`: its modules import each other relatively."""
+    texts = {path: (ROOT / path).read_text() for path in EVERYWHERE}
+    absolute = re.compile(r"^\s*(from|import) policies\b", re.MULTILINE)
+    assert [path for path, text in texts.items() if absolute.search(text)] == []
 
 
 def test_a_module_imports_only_what_its_floor_may() -> None:

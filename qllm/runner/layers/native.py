@@ -195,10 +195,14 @@ class NativeDriver(FastDriver):
         return (
             kind is not None
             and not is_heard(router)
-            and is_usable(router.weight, DTYPES)
+            and is_usable(router.weight, DTYPES if self._is_in_bf16() else (torch.bfloat16,))
             and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
             and _is_norm(self._post_norm)
         )
+
+    def _is_in_bf16(self) -> bool:
+        """Return whether the layer computes in bf16, whatever its router's weight is in."""
+        return any(x.dtype is torch.bfloat16 for x in self._parts.layer.parameters())
 
     def _knows_mlp(self, mlp: Any, gate: Any) -> bool:
         return (
