@@ -169,7 +169,7 @@ def emit_header() -> str:
     lines = [
         "// Made from qllm/device/serving.py by `python -m qllm.device.serving`; do not edit.",
         "#pragma once",
-        '#include "records.h"',
+        '#include "../../ingress/csrc/records.h"',
         "namespace qllm {",
         *(f"const i32 k{name} = {value};" for name, value in _NUMBERS.items()),
         *c_enums(ENUMS),

@@ -152,7 +152,7 @@ def test_each_work_has_a_process_and_short_work_has_none(shared: Apart) -> None:
 
 def test_an_error_is_raised_as_it_was(shared: Apart) -> None:
     with pytest.raises(ContextLengthError, match="at most"):
-        shared.do(LONG, encoded, "a" * LONG, Given.TOKENIZER, 1 << 20, 1)
+        shared.do(LONG, encoded, "a" * LONG, Given.TOKENIZER, 1 << 20, 1, None)
     with pytest.raises(KeyError, match="a bug") as caught:
         shared.do(LONG, fail)
     assert "in fail" in caught.value.__notes__[0]
@@ -171,7 +171,11 @@ def test_the_process_that_waits_is_started_again(shared: Apart) -> None:
     assert process is not None
     process.kill()
     wait_for(lambda: process.poll() is not None)
-    assert list(shared.do(LONG, encoded, "abc", Given.TOKENIZER, 1 << 20, None)) == [97, 98, 99]
+    assert list(shared.do(LONG, encoded, "abc", Given.TOKENIZER, 1 << 20, None, None)) == [
+        97,
+        98,
+        99,
+    ]
 
 
 MANY = {
