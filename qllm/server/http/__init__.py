@@ -1,1 +1,1 @@
-"""HTTP itself: connections, keys, limits, headers, and the form of errors."""
+"""HTTP itself: connections, API keys, limits, headers, and the shape of errors."""

@@ -1,4 +1,4 @@
-"""The access log: one line per HTTP request, with the class, TTFT and tokens it was served with."""
+"""The access log: a line per HTTP request, with its class, TTFT and tokens."""
 
 import asyncio
 import logging
@@ -14,56 +14,56 @@ from starlette.types import Scope
 from qllm.frontend.handle import Result
 
 PROBES = frozenset({"/health", "/ready", "/metrics"})
-"""Answered every few seconds: a line only where the answer is an error."""
+"""Paths that are polled every few seconds; only their errors are logged."""
 
 ANYBODY = "anybody"
-"""The caller, where there are no keys."""
+"""Name of the caller if no API keys are configured."""
 LATER_S = 0.005
-"""How long a line waits, so that a client that was answered need not wait for it."""
+"""Seconds until a line is written, so that writing does not delay the answer."""
 CURRENT: ContextVar["Exchange | None"] = ContextVar("qllm_exchange", default=None)
 """The exchange that this task answers."""
 
 PLAIN = "-._~:/+=@%"
-"""With letters and digits of ASCII: what names and paths are made of in a line."""
+"""Characters, in addition to ASCII letters and digits, that a line shows unescaped."""
 
 _is_plain = re.compile(f"[A-Za-z0-9{re.escape(PLAIN)}]*").fullmatch
 _log = logging.getLogger("qllm.server.http.access")
 
 
 def plain(text: str) -> str:
-    """A name that a caller gave: no blank, quote or line break of it can look like a field."""
+    """Return a client's text escaped: no blank, quote or line break in it can imitate a field."""
     return text if _is_plain(text) else quote(text, safe=PLAIN, errors="backslashreplace")
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One HTTP request and its answer, or the line of a batch.
+    """An HTTP request and its answer, or the line of a batch.
 
-    It is told when the response has ended, and when the engine is done with each answer that it
-    opened; the later of both writes the line.
+    Its line is written when the response has ended and the engine has finished every answer that it
+    opened.
     """
 
     caller: str
     """Digest of the API key."""
     log: "Log | None" = None
-    """Where its line goes; a line of a batch has none."""
+    """Log that its line goes to; None for the line of a batch."""
     line: str = ""
     """Method and path."""
     client: str = ""
     request_id: str = ""
-    """What the answer's header says (`x-request-id`)."""
+    """Value of the answer's `x-request-id` header."""
     start_s: float = field(default_factory=time.monotonic)
     status: int = 0
     ended_s: float | None = None
     num_open: int = 0
-    """Answers that the engine works on."""
+    """Number of answers that the engine works on."""
     answers: list[tuple[str, str, bool]] = field(default_factory=list)
-    """Id, class, and whether it was demoted, of each answer."""
+    """Id, class, and True if it was demoted, of each answer."""
     results: list[Result] = field(default_factory=list)
 
     @classmethod
     def of(cls, scope: Scope, caller: str, log: "Log | None") -> "Exchange":
-        """The exchange of a request that came over HTTP."""
+        """Return the exchange of a request over HTTP."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
         client = scope.get("client") or ("-", 0)
         return cls(
@@ -74,18 +74,18 @@ class Exchange:
         )
 
     def opened(self, answer_id: str, class_name: str, demoted: bool) -> None:
-        """The engine has taken a request."""
+        """Count an answer that the engine has started to work on."""
         self.num_open += 1
         self.answers.append((plain(answer_id), class_name, demoted))
 
     def settled(self, results: list[Result]) -> None:
-        """The engine is done with a request; one that failed has no result."""
+        """Count an answer that the engine has finished; a failed one has no result."""
         self.num_open -= 1
         self.results += results
         self._tell()
 
     def ended(self, status: int) -> None:
-        """The response has ended, or its client is gone."""
+        """Record the end of the response, or of its client's connection."""
         self.status, self.ended_s = status, time.monotonic()
         self._tell()
 
@@ -94,7 +94,7 @@ class Exchange:
             self.log.add(self)
 
     def write(self) -> None:
-        """Write the line, if there is to be one."""
+        """Write the line, unless it is that of a successful probe."""
         is_told = self.status >= 400 or self.line.partition(" ")[2] not in PROBES
         if not is_told or not _log.isEnabledFor(logging.INFO):
             return
@@ -103,10 +103,10 @@ class Exchange:
         values = (self.line, self.status, shown)
         record = logging.LogRecord(_log.name, logging.INFO, __file__, 0, '"%s" %s %s', values, None)
         record.__dict__["fields"] = found
-        _log.handle(record)  # `info` would look for the line of code that calls it
+        _log.handle(record)  # `info` would search the stack for the calling line
 
     def fields(self) -> dict[str, Any]:
-        """What the line says, by name."""
+        """Return the fields of the line."""
         assert self.ended_s is not None
         found: dict[str, Any] = {"request": self.line, "status": self.status}
         found |= {"client": self.client, "ms": round(1e3 * (self.ended_s - self.start_s))}
@@ -124,26 +124,26 @@ class Exchange:
 
 
 class Log:
-    """The lines of a server, written a moment after their answers. Lives on one event loop."""
+    """The log lines of a server, written shortly after their answers. Lives on one event loop."""
 
     def __init__(self) -> None:
         self._due: list[Exchange] = []
 
     def add(self, exchange: Exchange) -> None:
-        """Write the line of an exchange, soon."""
+        """Write the line of an exchange after `LATER_S`."""
         self._due.append(exchange)
         if len(self._due) == 1:
             asyncio.get_running_loop().call_later(LATER_S, self.write)
 
     def write(self) -> None:
-        """Write what is due."""
+        """Write the lines that are due."""
         due, self._due = self._due, []
         for exchange in due:
             exchange.write()
 
 
 def _of_results(results: list[Result]) -> dict[str, Any]:
-    """TTFT of the first token, and the tokens of all choices."""
+    """Return the fields of results: TTFT of the first token, and tokens of all choices."""
     metrics = [result.metrics for result in results]
     ttfts = [m.ttft_ms for m in metrics if m.ttft_ms is not None]
     found: dict[str, Any] = {} if not ttfts else {"ttft_ms": round(min(ttfts), 1)}
@@ -156,5 +156,5 @@ def _of_results(results: list[Result]) -> dict[str, Any]:
 
 
 def begin(caller: str) -> None:
-    """This task answers what no HTTP request waits for: the line of a batch, a response."""
+    """Start an exchange without an HTTP request: for a batch line or a background response."""
     CURRENT.set(Exchange("" if caller == ANYBODY else caller))

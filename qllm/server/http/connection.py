@@ -1,14 +1,14 @@
-"""HTTP/1.1 on a connection: uvicorn's protocols, within limits of ours.
+"""HTTP/1.1 on a connection: uvicorn's protocols, with time and size limits added.
 
-httptools parses, at a third of h11's cost. It has no limit on a head that does not end, so what it
-has to show for the bytes it took is watched here. It also takes what follows the head of a request
-that offers another protocol for that protocol, its body too (`Upgrade: h2c`, which Java's and
-.NET's clients send): such a connection goes to h11, which reads the body.
+httptools parses at a third of h11's cost, but it has no limit on an endless head. So this module
+counts the bytes that it takes without any event. If a request offers another protocol (such as
+`Upgrade: h2c` from Java's and .NET's clients), httptools also takes the request's body for that
+protocol. Such a connection is passed to h11, which reads the body.
 
 A client that has ended its side of a connection (`nc -N`, `shutdown`) may still read, or may be
-gone: both look the same. So its answer goes on, and what it must skip is written now and then: a
-client that is gone answers with a reset, which ends its requests. TLS has no half of a connection,
-and HTTP/1.0 nothing that may be written before an answer: there its end is that of the client.
+gone: both look the same. So its answer continues, and the server sometimes writes bytes that a
+client must skip. A client that is gone replies with a reset, which ends its requests. TLS cannot
+end only one side, and HTTP/1.0 allows no bytes before an answer: there, the end is a disconnect.
 """
 
 import asyncio
@@ -20,20 +20,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HELD = 1 << 14
-"""Bytes from which on an answer is sent at once."""
+"""Bytes of an answer that are sent without waiting for more."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""May come before an answer, any number of times; clients skip it."""
+"""An interim response. Any number may precede an answer; clients skip them."""
 COMMENT = b"9\r\n: alive\n\n\r\n"
-"""A chunk that a reader of events skips."""
+"""A chunk with an SSE comment, which clients skip."""
 FIRST_PROBE_S, MOST_PROBE_S = 0.1, 10.0
-"""Between two looks whether a client that has ended its side is there; doubled each time."""
+"""First and longest seconds between two probes of a half-closed connection; each doubles."""
 
 
 class Together:
-    """A transport that sends at once what is written in one turn of the event loop.
+    """A transport that joins all writes of one event loop iteration.
 
-    An answer is a head and a body: one call of the system instead of two, and its client wakes
-    once.
+    An answer's head and body then need one system call instead of two, and wake the client once.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,7 +44,7 @@ class Together:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send it, soon."""
+        """Send the data at the end of this event loop iteration, or at once if much is held."""
         if not self._held:
             self._loop.call_soon(self.flush)
         self._held.append(data)
@@ -54,26 +53,26 @@ class Together:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is held."""
+        """Send the held data."""
         if self._held:
             held, self._held, self._num_held = b"".join(self._held), [], 0
             self._transport.write(held)
 
     def close(self) -> None:
-        """Send what is held, then close."""
+        """Send the held data, then close."""
         self.flush()
         self._transport.close()
 
 
 class Presence:
-    """Whether the client of a request is there: what a route would learn by receiving."""
+    """The presence of a request's client, for routes that do not call `receive`."""
 
     def __init__(self) -> None:
         self._is_gone = False
         self._told: Callable[[], None] | None = None
 
     def tell_when_gone(self, gone: Callable[[], None]) -> Callable[[], None]:
-        """Call `gone` when its client goes, or now; returns what ends that."""
+        """Call `gone` when the client goes, at once if it is gone; return a function to undo it."""
         self._told = gone
         if self._is_gone:
             gone()
@@ -83,14 +82,14 @@ class Presence:
         self._told = None
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Record that the client is gone, and report it."""
         self._is_gone = True
         if self._told is not None:
             self._told()
 
 
 class Limited:
-    """What both protocols of uvicorn lack: time for a head, and clients that end their side."""
+    """Limits that uvicorn's two protocols lack: time for a head, and half-closed connections."""
 
     header_timeout_s: float
     loop: asyncio.AbstractEventLoop
@@ -98,11 +97,10 @@ class Limited:
     scheme: Literal["http", "https"] | None
     cycle: Any
     _deadline: asyncio.TimerHandle | None = None
-    """Ends a connection whose head has not come whole."""
+    """Timer that closes a connection whose head is not complete in time."""
     _probe: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See uvicorn."""
         self._head_came()
         if self._probe is not None:
             self._probe.cancel()
@@ -122,16 +120,16 @@ class Limited:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _end_after_answer(self) -> None:
-        """Answer what has come whole, and close then."""
+        """Answer the requests that have arrived whole, then close."""
         self.cycle.keep_alive = False
 
     @property
     def _answered(self) -> Any:
-        """The cycle whose answer is next or under way."""
+        """The cycle whose answer is next or in progress."""
         return self.cycle
 
     def eof_received(self) -> Any:
-        """Whether to keep the connection: its client sends no more, but may read."""
+        """Return True to keep the connection: its client sends no more, but may read."""
         if self.scheme == "https" or not self._is_answering or self.cycle.more_body:
             return False
         if self.cycle.scope["http_version"] == "1.0":
@@ -154,13 +152,11 @@ class AfterOffer(Limited, H11Protocol):
     """A connection whose client has offered another protocol."""
 
     def data_received(self, data: bytes) -> None:
-        """See uvicorn."""
         super().data_received(data)
         if not self._is_answering and self.conn.trailing_data[0]:
             self._expect_head()
 
     def handle_events(self) -> None:
-        """See uvicorn."""
         super().handle_events()
         if self._is_answering:
             self._head_came()
@@ -175,7 +171,7 @@ class Protocol(Limited, HttpToolsProtocol):
         super().connection_made(Together(transport, self.loop))  # type: ignore[arg-type]
         self._plain = transport
         self._num_unused = 0
-        """Bytes that came since a head ended, or a part of a body or its end came."""
+        """Bytes since the last complete head, piece of a body, or end of a body."""
         self._takes_more = True
         self._active: Any = None
         self._presence: Presence | None = None
@@ -223,12 +219,12 @@ class Protocol(Limited, HttpToolsProtocol):
             self.send_400_response(msg)
 
     def _end_after_answer(self) -> None:
-        """Answer what has come whole. What follows is dropped: its client asks again."""
+        """Answer the requests that have arrived whole, and drop later bytes; the client retries."""
         super()._end_after_answer()
         self._takes_more = False
 
     def _to_h11(self, rest: bytes) -> None:
-        """Let h11 go on, from the head just read on; `rest` is what came behind it."""
+        """Pass the connection to h11, from the head just read. `rest` holds the bytes after it."""
         if self._is_answering:
             self._end_after_answer()
             return
@@ -268,11 +264,11 @@ class Protocol(Limited, HttpToolsProtocol):
 
 
 def make_protocol(header_timeout_s: float, max_header_bytes: int) -> type[Protocol]:
-    """The protocol of a server.
+    """Return the protocol class of a server.
 
     Args:
-        header_timeout_s: A connection that sends no whole head in this time is closed.
-        max_header_bytes: So much may come without any use: as a head that does not end, or
+        header_timeout_s: Seconds within which a whole head must arrive; else the connection closes.
+        max_header_bytes: Bytes that may arrive without an event: in a head that does not end, or
             between the parts of a body.
     """
     limits = {"header_timeout_s": header_timeout_s, "max_header_bytes": max_header_bytes}

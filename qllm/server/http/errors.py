@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
 
 import errno
 import logging
@@ -24,13 +24,13 @@ from qllm.errors import (
 )
 
 ANTHROPIC = "/v1/messages"
-"""The routes below have the errors of another API."""
+"""Path prefix of the routes whose errors have Anthropic's shape."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
-"""Methods of HTTP that routes have."""
+"""HTTP methods that routes have."""
 RETRY_AFTER_S = 1
-"""What a client is told to wait when a queue is full."""
+"""Retry-After, in seconds, when a queue is full."""
 STORAGE_RETRY_S = 30
-"""What a client is told to wait when nothing can be stored."""
+"""Retry-After, in seconds, when nothing can be stored."""
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 FULL_DATABASE = frozenset(
     {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
@@ -40,7 +40,7 @@ _log = logging.getLogger("qllm.server")
 
 
 def is_unwritable(error: BaseException) -> bool:
-    """Return whether an error says that a disk stores nothing: it is full, read-only or failing."""
+    """Return True if the error means that a disk stores nothing: full, read-only or failing."""
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL)
         return code & 0xFF in FULL_DATABASE
@@ -48,7 +48,7 @@ def is_unwritable(error: BaseException) -> bool:
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -80,18 +80,18 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         507: "The disk has no room for what is to be kept; see Retry-After",
     }.items()
 }
-"""For the OpenAPI schema of a route."""
+"""Error responses in the OpenAPI schema of a route."""
 
 
 class AnthropicErrorDetail(BaseModel):
-    """What went wrong, as Anthropic's API says it."""
+    """Details of an error in Anthropic's shape."""
 
     type: str
     message: str
 
 
 class AnthropicErrorBody(BaseModel):
-    """The body of every answer below `ANTHROPIC` that is not 2xx."""
+    """The body of every answer at a path under `ANTHROPIC` that is not 2xx."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -103,7 +103,7 @@ ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def _sendable(text: str) -> str:
-    """Half of a surrogate pair, which no UTF-8 has, as an escape."""
+    """Return the text with half surrogate pairs escaped: UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -111,10 +111,10 @@ class ApiError(HTTPException):
     """An answer that is not 2xx.
 
     Args:
-        status: Of HTTP.
-        message: What is wrong, what is allowed.
-        param: The field of the request that is wrong.
-        code: For programs.
+        status: HTTP status.
+        message: Text that says what is wrong and what is allowed.
+        param: Field of the request that is wrong.
+        code: Short name of the error for programs.
         retry_after_s: Seconds after which it makes sense to try again.
     """
 
@@ -137,14 +137,14 @@ class ApiError(HTTPException):
 
     @property
     def type(self) -> str:
-        """OpenAI's kind of error for this status."""
+        """OpenAI's name for the kind of error, by status."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         if self.status_code >= 500:
             return "server_error"
         return kinds.get(self.status_code, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON of the answer."""
         detail = {
             "message": self.message,
             "type": self.type,
@@ -154,7 +154,7 @@ class ApiError(HTTPException):
         return {"error": detail}
 
     def anthropic(self) -> dict[str, Any]:
-        """The same as Anthropic's API says it."""
+        """Return the JSON of the answer in Anthropic's shape."""
         kinds = {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
         kinds |= {503: "overloaded_error"}
         kind = kinds.get(self.status_code, self.type)
@@ -162,13 +162,13 @@ class ApiError(HTTPException):
         return {"type": "error", "error": detail}
 
     def response(self, path: str = "") -> JSONResponse:
-        """The answer, as clients of the path expect it."""
+        """Return the answer in the shape that clients of the path expect."""
         body = self.anthropic() if path.startswith(ANTHROPIC) else self.body()
         return JSONResponse(body, self.status_code, self.headers)
 
 
 def from_engine(error: QllmError) -> ApiError:
-    """An error of the engine as an answer."""
+    """Return the answer to an error of the engine."""
     if isinstance(error, InvalidRequestError):
         message = str(error).removesuffix("; change it in SamplingParams")
         name = message.partition("=")[0]
@@ -184,19 +184,19 @@ def from_engine(error: QllmError) -> ApiError:
 
 
 def unexpected(error: Exception) -> ApiError:
-    """A failure that nobody foresaw as an answer. Whoever makes one logs the traceback."""
+    """Return the answer to an unforeseen failure. The caller must log the traceback."""
     text = f"the server failed: {type(error).__name__}; its log has the traceback"
     return ApiError(500, text, code="internal_error")
 
 
 def storage_full(why: str) -> ApiError:
-    """That what a request wants kept cannot be stored."""
+    """Return the answer to a request whose data cannot be stored."""
     text = f"nothing of this request is kept: {why}; try again when the server has room"
     return ApiError(507, text, code="storage_full", retry_after_s=STORAGE_RETRY_S)
 
 
 def answer_to(error: Exception) -> ApiError:
-    """Any error as an answer."""
+    """Return the answer to any error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QllmError):
@@ -205,11 +205,11 @@ def answer_to(error: Exception) -> ApiError:
 
 
 def logged(error: Exception, what: str) -> ApiError:
-    """Any error as an answer; the log has a line of it, and a traceback if nobody foresaw it.
+    """Return the answer to any error, and log the error; an unforeseen one with its traceback.
 
     Args:
-        error: What was raised.
-        what: It was raised in.
+        error: Exception that was raised.
+        what: Name of the failed work, for the log.
     """
     answer = answer_to(error)
     is_unforeseen = answer.code == "internal_error"
@@ -224,11 +224,11 @@ def logged(error: Exception, what: str) -> ApiError:
 
 
 def from_validation(errors: Any, data: Any = None) -> ApiError:
-    """What pydantic found as an answer: the first wrong field, its value, what is allowed.
+    """Return an answer to pydantic's errors: the first wrong field, its value, what is allowed.
 
     Args:
-        errors: As pydantic lists them.
-        data: What it was given, in which the place is looked for.
+        errors: Errors in pydantic's list.
+        data: Data that pydantic checked, in which the wrong field is searched.
     """
     first = errors[0]
     where = _place(first["loc"], data, is_missing=first["type"] == "missing")
@@ -246,12 +246,12 @@ def from_validation(errors: Any, data: Any = None) -> ApiError:
 
 
 def _place(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str:
-    """Where in a body something is wrong: `messages[0].content`.
+    """Return the path of a wrong field in a body, such as `messages[0].content`.
 
     Args:
-        loc: As pydantic has it: with the names of members of unions between.
+        loc: Location from pydantic, which also contains names of members of unions.
         data: The body.
-        is_missing: Whether a field is missing there.
+        is_missing: True if a field is missing there.
     """
     for end in range(len(loc), 0, -1):  # a member of a union may be last
         if (found := _path(loc[:end], data, is_missing=is_missing)) is not None:
@@ -260,7 +260,7 @@ def _place(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str:
 
 
 def _path(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str | None:
-    """The path to the last of `loc`, past what is not in the data; None if that is not there."""
+    """Return the path to the last of `loc`, without names that the data lacks; None if missing."""
     name, rest = loc[0], loc[1:]
     step: str | None = None
     if isinstance(name, int):
@@ -277,7 +277,7 @@ def _path(loc: Sequence[int | str], data: Any, *, is_missing: bool) -> str | Non
 
 
 def _no_json(kind: str | None, error: RequestValidationError) -> ApiError | None:
-    """Why a body is no JSON: where it goes wrong, or that it is not called so."""
+    """Return the error if a body is not JSON, or its content type is not; else None."""
     first = error.errors()[0]
     if first["type"] == "missing" and tuple(first["loc"]) == ("body",):
         return ApiError(400, "the body is missing; send JSON")
@@ -293,7 +293,7 @@ def _no_json(kind: str | None, error: RequestValidationError) -> ApiError | None
 
 
 def _wrong_method(request: Request) -> ApiError:
-    """That a path has no such method, with all that it has: its routes know only of their own."""
+    """Return a 405 that lists all methods of the path; each single route knows only its own."""
     asked = [{**request.scope, "method": method} for method in METHODS]
     here = {
         scope["method"]
@@ -309,11 +309,11 @@ def _wrong_method(request: Request) -> ApiError:
 
 
 def from_request(kind: str | None, error: RequestValidationError) -> ApiError:
-    """Make an answer of what FastAPI, or `bodies.read`, found wrong with a request.
+    """Return the answer to an error that FastAPI, or `bodies.read`, found in a request.
 
     Args:
-        kind: What the request calls its body.
-        error: What was found.
+        kind: Content type of the request's body.
+        error: Error that was found.
     """
     first = error.errors()[0]
     inside = {**first, "loc": first["loc"][1:]}  # without "body" or "query"
@@ -321,7 +321,7 @@ def from_request(kind: str | None, error: RequestValidationError) -> ApiError:
 
 
 def parse(model: type[BaseModel], data: object) -> Any:
-    """Check a body against a model.
+    """Return the body as a model.
 
     Raises:
         ApiError: 400, naming the wrong field.
@@ -333,12 +333,12 @@ def parse(model: type[BaseModel], data: object) -> Any:
 
 
 def _from_http(request: Request, error: StarletteHTTPException) -> ApiError:
-    """Make an answer of a refusal of FastAPI or Starlette."""
+    """Return the answer to an error of FastAPI or Starlette."""
     text, path, cause = str(error.detail), request.url.path, error.__cause__
-    if isinstance(cause, OSError):  # an upload is written aside before a route has it
+    if isinstance(cause, OSError):  # Starlette writes an upload to a file before the route runs
         return logged(cause, f"the body of {request.method} {path}")
     if isinstance(cause, ValueError | RecursionError):
-        text = f"the body cannot be read: {cause}"  # a number too long, too deep, no text
+        text = f"the body cannot be read: {cause}"  # too long a number, too deep, no text
     if error.status_code == 404:
         text = f"there is no {request.method} {path}; see /openapi.json"
         if path.startswith(("/v1/files", "/v1/batches", "/v1/responses")):
@@ -351,7 +351,7 @@ def _from_http(request: Request, error: StarletteHTTPException) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the app an OpenAI error."""
+    """Make the app answer every error in the API's shape."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)

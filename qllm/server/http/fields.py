@@ -1,4 +1,4 @@
-"""What all bodies of requests have in common: which fields they may have, and what says nothing."""
+"""Base classes of request bodies: which fields a body may have, and which values are no-ops."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ from qllm.errors import brief, check_text
 from qllm.server.http.unknown import Unserved, found
 
 NoOps = Mapping[str, tuple[Any, ...]]
-"""Fields that clients send although they ask for nothing, each with its values that do."""
+"""Fields that clients send without effect, each with the values that are no-ops."""
 
 NO_OPS: NoOps = {
     "best_of": (None, 1), "chat_template": (None,), "chat_template_content_format": (None, "auto"),
@@ -41,14 +41,17 @@ NO_OPS: NoOps = {
     "vllm_xargs": (None, {}), "watermarking": (None,), "include_stop_str_in_output": (None, False),
     "cache_salt": (None, ""), "chat_template_kwargs": (None, {}),
 }  # fmt: skip
-"""Those of vLLM's clients. Where a field of this name is served, that counts."""
+"""No-op fields of vLLM's clients. A field of this name in the body's model takes precedence."""
 
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
-"""One wrong item says it all: a body may hold a million, and their errors hold all others up."""
+"""A list whose check stops at the first wrong item.
+
+A body may hold a million items, and listing a million errors would stall other requests.
+"""
 MOST_FIELDS = 200
-"""No object whose fields are known has more; each unknown one would be an error of its own."""
+"""Most fields of one object; more are refused at once, as each unknown one is its own error."""
 
 
 def _all_of(kinds: type | tuple[type, ...], what: str) -> BeforeValidator:
@@ -69,7 +72,7 @@ Seed = Annotated[int | None, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """A JSON body: no unknown fields, no conversion between types; null says nothing."""
+    """A JSON body: no unknown fields, no conversion between types; null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     ids: ClassVar[tuple[str, ...]] = ()
@@ -80,7 +83,7 @@ class Body(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """What came of it, in bytes; 0 if it was read at once, which long ones are not."""
+        """Size of the body in bytes; 0 for a short body, which is read at once."""
         return self._num_bytes
 
     @num_bytes.setter
@@ -91,7 +94,7 @@ class Body(BaseModel):
     @classmethod
     def _is_text(cls, data: Any) -> Any:
         if not isinstance(data, dict):
-            return data  # the wrong type: pydantic says so
+            return data  # the wrong type: pydantic reports it
         if len(data) > MOST_FIELDS:
             text = f"{len(data)} fields are more than any object here has; at most {MOST_FIELDS}"
             raise ValueError(text)
@@ -100,13 +103,13 @@ class Body(BaseModel):
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            check_text("the body", data)  # says where
+            check_text("the body", data)  # reports the place
         return data
 
     @model_validator(mode="before")
     @classmethod
     def _null_says_nothing(cls, data: Any) -> Any:
-        """A field that has a default has it for null too."""
+        """Replace null by the default, for fields whose default is not null."""
         if not isinstance(data, dict) or None not in data.values():
             return data
         names = _with_defaults(cls)
@@ -114,13 +117,13 @@ class Body(BaseModel):
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this can hold no text but ASCII."""
+    """Return True if the value can hold only ASCII text."""
     return value.isascii() if isinstance(value, str) else not isinstance(value, dict | list)
 
 
 @cache
 def _with_defaults(model: type[BaseModel]) -> frozenset[str]:
-    """The fields that have a default which is not null, as bodies call them."""
+    """Return the names, as in bodies, of the fields with a default that is not null."""
     return frozenset(
         field.alias or name
         for name, field in model.model_fields.items()
@@ -129,43 +132,43 @@ def _with_defaults(model: type[BaseModel]) -> frozenset[str]:
 
 
 class Packed(NamedTuple):
-    """A list that is not opened in the server's process: a million objects would stop it."""
+    """A list that stays pickled in the server's process: unpickling a million objects stalls it."""
 
     data: bytes
     num: int
-    """How many items it has."""
+    """Number of items."""
 
     def opened(self) -> list[Any]:
-        """Its items."""
+        """Return the items, unpickled."""
         found: list[Any] = pickle.loads(self.data)
         return found
 
 
 class Open(Body):
-    """A part of a request that may have fields which are not ours: see `unknown`."""
+    """A part of a request that may have unknown fields; see `unknown`."""
 
     model_config = ConfigDict(extra="allow")
     shows_all: ClassVar[bool] = False
-    """Whether its further fields are shown to the model."""
+    """True if the model sees the unknown fields."""
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each field whose value changes nothing here, and what to do."""
+        """Yield the name of each field whose value has no effect, and what to do about it."""
         yield from ()
 
 
 class LeftOut(Body):
-    """A tool that is run by nobody here: the model is not told of it."""
+    """A tool that this server does not run. The model does not see it."""
 
     model_config = ConfigDict(extra="ignore")
     type: str
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name it by its type."""
+        """Yield the tool's type and what to do about it."""
         yield self.type, f"tools of type {brief(self.type)} are not run here; leave it out"
 
 
 def kind_of(value: Any) -> Any:
-    """Return the type that a part of a body names, whether it is read or not."""
+    """Return the `type` of a part of a body, parsed or not."""
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
@@ -177,7 +180,7 @@ class Asked(Open):
 
     @property
     def all_unserved(self) -> list[Unserved]:
-        """All that is not served of it: whoever answers it refuses that or tells of it."""
+        """All unserved parts of the request. The route refuses or reports each."""
         return self._unserved
 
     @model_validator(mode="after")
@@ -199,4 +202,4 @@ class Asked(Open):
 
 
 class SentBack(Open):
-    """A part of an answer. Clients send back what they got, with fields of theirs."""
+    """A part of an answer that a client sends back, possibly with unknown fields."""

@@ -1,4 +1,4 @@
-"""In front of every route: API keys, rates, concurrency, and limits on bodies."""
+"""The middleware in front of every route: API keys, rates, concurrency, limits on bodies."""
 
 import asyncio
 import hashlib
@@ -23,10 +23,10 @@ from qllm.server.metrics import Metrics
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/metrics", "/version", "/ui", "/docs", "/openapi.json"}
 )
-"""Served without a key: they show no request of anybody."""
+"""Paths served without a key: they show no data of a request."""
 OPEN_FOLDERS = ("/ui/static/", "/docs/static/")
 CLIENT_GONE = 499
-"""nginx's status for an answer that never began; nobody reads it."""
+"""nginx's status for a client that left before its answer began; only logs and metrics see it."""
 UPLOAD_PATH = "/v1/files"
 
 _log = logging.getLogger("qllm.server")
@@ -34,21 +34,21 @@ _log = logging.getLogger("qllm.server")
 
 @dataclass(slots=True)
 class _Use:
-    """What one caller uses now."""
+    """Current use of the server by one caller."""
 
     num_open: int = 0
     tokens: float = 0.0
-    """Tokens in its token bucket at the time `at_s`."""
+    """Tokens in the caller's token bucket at the time `at_s`."""
     at_s: float = 0.0
 
 
 class Limits:
-    """Per caller: requests per minute (a token bucket of that size) and at once.
+    """Limits of each caller: requests per minute (a token bucket of that size) and at once.
 
     Args:
-        rate_per_minute: None is unlimited.
-        max_concurrent: None is unlimited.
-        now_s: A clock.
+        rate_per_minute: Requests per minute; None is unlimited.
+        max_concurrent: Requests at once; None is unlimited.
+        now_s: A clock, in seconds.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Limits:
         self._uses: dict[str, _Use] = {}
 
     def enter(self, caller: str) -> None:
-        """Count one request in; `leave` must follow.
+        """Count one request as open; `leave` must follow.
 
         Raises:
             ApiError: 429; nothing was counted.
@@ -92,7 +92,7 @@ class Limits:
         use.num_open += 1
 
     def headers(self, caller: str) -> dict[str, str]:
-        """What OpenAI's answers say of the limit, if there is one."""
+        """Return OpenAI's headers about the rate limit; empty without a limit."""
         use = self._uses.get(caller)
         if self._rate is None or use is None:
             return {}
@@ -103,21 +103,21 @@ class Limits:
         }
 
     def leave(self, caller: str) -> None:
-        """The request has ended."""
+        """Count one request as ended."""
         self._uses[caller].num_open -= 1
 
 
 def digest(key: str) -> bytes:
-    """What is kept of a key."""
+    """Return the digest under which a key is stored."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class Keys:
-    """The API keys; only their digests are kept.
+    """The API keys, stored only as digests.
 
     Args:
-        keys: All of them; none means that everybody may call.
-        admin: That of them which may call what concerns all; empty if none is said to.
+        keys: All keys; with none, every caller is allowed.
+        admin: The key for admin endpoints, one of `keys`; empty if none is configured.
     """
 
     def __init__(self, keys: Iterable[str], admin: str = "") -> None:
@@ -125,7 +125,7 @@ class Keys:
         self._admin = _name_of(digest(admin)) if admin else None
 
     def caller(self, authorization: str) -> str:
-        """A name of the caller that is not the key. It takes the same time for every key.
+        """Return a name of the caller that is not its key. Takes the same time for every key.
 
         Raises:
             ApiError: 401.
@@ -144,7 +144,10 @@ class Keys:
         return _name_of(given)
 
     def is_admin(self, caller: str) -> bool:
-        """Whether a caller may call what concerns all: by its key, or as there is no other."""
+        """Return True if the caller may use admin endpoints: its key is the admin key.
+
+        Without an admin key, every caller may if at most one key is configured.
+        """
         return len(self._digests) <= 1 if self._admin is None else caller == self._admin
 
 
@@ -153,7 +156,7 @@ def _name_of(digested: bytes) -> str:
 
 
 class Guard:
-    """Middleware: refuses what may not pass, before any route sees it."""
+    """Middleware that refuses forbidden requests before any route sees them."""
 
     def __init__(
         self,
@@ -247,7 +250,7 @@ class Guard:
         return self._config.max_file_bytes if path == UPLOAD_PATH else self._config.max_body_bytes
 
     def _check_headers(self, scope: Scope) -> None:
-        """The HTTP parser limits only what comes in pieces; this limits the rest."""
+        """Check the size of the headers: the parser limits only heads that arrive in pieces."""
         most = self._config.max_header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > most:
             raise ApiError(431, f"the headers are larger than {most} bytes (max_header_bytes)")
@@ -257,16 +260,16 @@ class Guard:
             raise _too_large(most)
 
     def _limited(self, scope: Scope, receive: Receive, most: int) -> Receive:
-        """Count the bytes of a body as they come, and do not wait for ever for more."""
+        """Count the bytes of a body as they arrive, and limit the time between two pieces."""
         seen, is_whole, streams = 0, False, is_ndjson(scope)
         wait_s = self._config.prompt_idle_s if streams else self._config.body_timeout_s
 
         async def limited() -> Message:
             nonlocal seen, is_whole
-            if is_whole:  # what comes now is the disconnect
+            if is_whole:  # the next message is the disconnect
                 return await receive()
             try:
-                if scope["state"].get("is_whole"):  # it is all there
+                if scope["state"].get("is_whole"):  # the whole body is here
                     message = await receive()
                 else:
                     async with asyncio.timeout(wait_s):
@@ -292,7 +295,7 @@ def _check_encoding(text: str | None) -> None:
 
 
 def _authorization(scope: Scope) -> str:
-    """The header of this name, or what Anthropic's clients send instead."""
+    """Return the Authorization header, or Anthropic's `x-api-key` in that form."""
     if given := header(scope, "authorization"):
         return given
     key = header(scope, "x-api-key")

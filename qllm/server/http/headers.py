@@ -5,11 +5,11 @@ import re
 from starlette.types import Scope
 
 NDJSON = ("application/x-ndjson", "application/ndjson", "application/jsonl")
-"""Kinds of a body that is lines of JSON."""
+"""Content types of a body that is lines of JSON."""
 
 
 def header(scope: Scope, name: str) -> str | None:
-    """The value of a header by its name in lower case, of several the first; None without it."""
+    """Return a header's value by its name in lower case: the first of several, None without one."""
     found: dict[bytes, bytes] | None = scope.get("qllm.headers")
     if found is None:
         found = scope["qllm.headers"] = dict(reversed(scope["headers"]))
@@ -18,17 +18,17 @@ def header(scope: Scope, name: str) -> str | None:
 
 
 def kind_of_body(scope: Scope) -> str:
-    """What a request calls its body; empty if it does not say."""
+    """Return the content type of a request's body; empty if the header is missing."""
     return (header(scope, "content-type") or "").partition(";")[0]
 
 
 def is_ndjson(scope: Scope) -> bool:
-    """Whether the body of a request is lines of JSON."""
+    """Return True if the body of a request is lines of JSON."""
     return kind_of_body(scope).strip().lower() in NDJSON
 
 
 def name_of(value: str) -> str:
-    """Return what a client calls its request: a header and a line of the log must hold it.
+    """Return a client's name for its request, if a header and a line of the log can hold it.
 
     Raises:
         ValueError: They cannot.

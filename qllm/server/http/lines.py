@@ -1,15 +1,15 @@
-"""JSON that is one line, whoever reads the lines.
+"""JSON on a single line for every kind of reader.
 
-Readers differ in what ends a line. `str.splitlines` of Python, with which clients read events and
-files, takes U+0085, U+2028 and U+2029 for an end, which JSON may have in its strings as they are.
+Readers disagree on which characters end a line. Python's `str.splitlines`, with which clients read
+events and files, splits at U+0085, U+2028 and U+2029. JSON strings may contain them unescaped.
 """
 
 _ESCAPES = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""The ends of lines that `json.dumps` leaves as they are: it escapes control characters itself."""
+"""Line ends that `json.dumps` leaves unescaped; it escapes control characters itself."""
 
 
 def on_one_line(text: str) -> str:
-    """Return JSON without an end of a line, from JSON that `json.dumps` has made."""
+    """Return the JSON text with all line ends escaped; `json.dumps` has made the text."""
     for end, escape in _ESCAPES.items():
         text = text.replace(end, escape)
     return text

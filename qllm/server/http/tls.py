@@ -10,7 +10,7 @@ NEED_A_CERTIFICATE = ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
 
 
 def ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What TLS is spoken with; None for plain HTTP.
+    """Return the TLS context of the server; None for plain HTTP.
 
     Raises:
         ConfigError: A file is missing, or is no certificate or key.
@@ -32,7 +32,7 @@ def ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(
             config.ssl_certfile,
             config.ssl_keyfile,
-            "" if secret is None else secret.get_secret_value(),  # it asks the terminal for None
+            "" if secret is None else secret.get_secret_value(),  # None asks the terminal
         )
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)

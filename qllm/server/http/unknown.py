@@ -1,8 +1,8 @@
-"""Fields of a request that are not served: which are ignored and told, and which are refused.
+"""Unserved fields of a request: some are ignored and reported, others are refused.
 
 Clients add fields every month. A field that cannot change the text is ignored: the answer names it
-in a header, and the log once. A field that asks for another text is refused by its name, and so is
-one that is almost the name of a field that is served.
+in a header, and the log once. A field is refused by name if it asks for a different text, or if its
+name is almost that of a served field.
 """
 
 import logging
@@ -18,15 +18,15 @@ from qllm.server.http.errors import ApiError
 
 HEADER = "x-qllm-ignored"
 MOST = 200
-"""Most names of one request that may be ignored."""
+"""Most ignored names in one request."""
 MOST_LOGGED = 10_000
-"""Names that the log was told: no client fills the memory with further ones."""
+"""Most names that are logged, so that clients cannot fill the memory with new names."""
 SHOWN_CHARS = 2000
 """Most characters of the header."""
 LONGEST_NAME = 64
-"""Characters of a name that may be a misspelt one."""
+"""Longest name, in characters, that is checked for a misspelling."""
 ALIKE = 0.86
-"""How alike two names are of which one is the other, misspelt."""
+"""Least similarity (0 to 1) of two names that counts as a misspelling."""
 
 _TEMPLATE, _FORM = "chat_template_kwargs", "structured_outputs"
 CHANGES = {
@@ -49,30 +49,30 @@ CHANGES = {
     "stop": "stop_sequences", "system": "", "template": "", "text": "", "tfs_z": "",
     "thinking": _TEMPLATE, "top_a": "", "transforms": "", "typical_p": "", "xtc_probability": "",
 }  # fmt: skip
-"""Fields of other servers and routes that ask for another text, each with what to use instead."""
+"""Fields of other servers and routes that ask for a different text, with their replacements."""
 
 
 class Unserved(NamedTuple):
     """A part of a request that is not served."""
 
     name: str
-    """What the header and the log call it: its path without numbers."""
+    """Path without indices, for the header and the log."""
     place: str
-    """Where it stands."""
+    """Path in the body."""
     why: str
-    """What a refusal says of it."""
+    """Reason and advice, for a refusal."""
     is_refused: bool
-    """Whether no setting takes it."""
+    """True if the part is refused under every setting."""
 
 
 def says_nothing(value: Any) -> bool:
-    """Return whether a value asks for nothing: null, and what is empty."""
+    """Return True if a value asks for nothing: it is null or empty."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 @lru_cache(maxsize=4096)
 def _reason(model: type[BaseModel], name: str) -> str:
-    """Say why a field that a model does not have is refused; empty if it may be ignored."""
+    """Return why an unknown field is refused; empty if it may be ignored."""
     known = [field.alias or own for own, field in model.model_fields.items()]
     if name in CHANGES:
         instead = CHANGES[name]
@@ -91,10 +91,10 @@ def _bare(name: str) -> str:
 
 
 def found(body: BaseModel) -> list[Unserved]:
-    """Return what is not served of a request: each name once, refused if it is so at any place.
+    """Return the unserved parts of a request, each name once: a refused one before an ignored one.
 
     Raises:
-        ValueError: There is more of it than may be ignored.
+        ValueError: There are more than `MOST`.
     """
     seen: dict[str, Unserved] = {}
     for one in _walk(body, "", ""):
@@ -133,11 +133,11 @@ def _join(path: str, name: str) -> str:
 
 
 class Told:
-    """Decides what is ignored, and tells of it.
+    """The rule that ignores or refuses unserved parts, and reports the ignored ones.
 
     Args:
-        log: Told of each name once.
-        is_strict: Whether everything that is not served is refused.
+        log: Logger for the ignored names, each once.
+        is_strict: True to refuse every unserved part.
     """
 
     def __init__(self, log: logging.Logger, *, is_strict: bool) -> None:
@@ -145,10 +145,10 @@ class Told:
         self._known: set[str] = set()
 
     def headers(self, unserved: Iterable[Unserved]) -> dict[str, str]:
-        """The header that names what is ignored.
+        """Return the header that names the ignored parts.
 
         Raises:
-            ApiError: Something is refused.
+            ApiError: A part is refused.
         """
         names = []
         for one in unserved:
