@@ -1,7 +1,7 @@
-"""The process that waits for work which grows with a body, and those that do it.
+"""The waiting process for work whose cost grows with a body, and its children that do the work.
 
-It forks for each work: what the work needs, the tokenizer too, is there already, and nothing that
-a body does to a process outlives it.
+It forks a child for each work. A child has the imports and the tokenizer from the start, and
+whatever a body does to the child ends with it.
 """
 
 import gc
@@ -23,15 +23,15 @@ _log = logging.getLogger("qllm.server")
 
 
 def main(fd: int) -> None:
-    """Wait for work in a process of its own, and fork for each, until the server is gone.
+    """Wait for work in a separate process and fork for each, until the server has gone.
 
     Args:
-        fd: A socket, over which sockets come.
+        fd: Socket over which other sockets arrive, one for each work.
     """
     tokenizer = pickle.load(sys.stdin.buffer)
     if tokenizer is not None:
         prepare(tokenizer)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.disable()
     gc.collect()
@@ -46,13 +46,13 @@ def main(fd: int) -> None:
                     control.close()
                     _serve(fds[0], tokenizer)
                     os._exit(0)
-            except OSError:  # no process to be had: its socket closes
+            except OSError:  # no process available: its socket closes
                 _log.exception("work cannot be done in a process of its own")
             os.close(fds[0])
 
 
 def _serve(fd: int, tokenizer: Any) -> None:
-    """Do one work and reply; who ends before that used too much CPU time, or was ended."""
+    """Do one work and reply. Ends without a reply if it exceeds its CPU time or is killed."""
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as file:
         cpu_s, nice, function, args = pickle.load(file)
         os.nice(nice)

@@ -1,1 +1,1 @@
-"""The engine as routes see it: what a route asks, and the answer while it grows."""
+"""The engine as routes see it: the request to the engine, and the answer in progress."""

@@ -1,11 +1,11 @@
-"""Work that grows with a body: done here if it is short, else in a process of its own.
+"""Work whose cost grows with a body: short work runs here, long work in its own process.
 
-    a thread of the server --socket--> a process that waits --fork--> one that does this, and ends
+    a thread of the server --socket--> a waiting process --fork--> a process for one work
 
-JSON, checks of fields, chat templates and lists of ids keep the interpreter's lock: on a thread of
-the server they would stop all streams. The process has bounds of CPU time and memory; one body
-that exceeds them, or ends its process, hurts no other. What comes back has to be compact: a text,
-an array, bytes, a body whose long lists are packed (`qllm.server.requests.bodies`).
+JSON, checks of fields, chat templates and lists of ids keep the interpreter's lock. On a thread of
+the server they would stall all streams. The process has limits of CPU time and memory, so a body
+that exceeds them, or crashes its process, affects no other. Results must be compact: a text, an
+array, bytes, or a body whose long lists are packed (`qllm.server.requests.bodies`).
 """
 
 import asyncio
@@ -29,64 +29,65 @@ from qllm.server.http.errors import RETRY_AFTER_S, ApiError
 from qllm.server.requests.ask import SHORT
 
 LONG = 16_384
-"""Bytes from which on work is done in a process of its own: the worst of fewer takes some
-milliseconds, and a process takes two."""
+"""Bytes from which on work runs in its own process.
+
+The slowest shorter work takes some milliseconds, and a process takes two.
+"""
 AT_ONCE = 4
-"""Bodies that are read at a time, of those that have no class yet."""
+"""Bodies read at once before their class is known."""
 STARTS = 5
-"""How often the process that waits is started for one work, if something ends it each time."""
+"""Most starts of the waiting process for one work, if it is killed each time."""
 CPU_S = 10
 """Seconds of CPU time that any work may take."""
 CPU_S_PER_MIB = 3
-"""And so many for each MiB that it looks at."""
+"""Additional seconds of CPU time for each MiB of input."""
 MEMORY_BYTES = 2 << 30
-"""Address space."""
+"""Limit of the process's address space, in bytes."""
 NICE, READING_NICE = 19, 10
-"""How far best-effort work stands back from the engine and the server, and the reading of a body,
-whose class is not known yet."""
+"""Niceness of best-effort work, and of reading a body whose class is not known yet."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from qllm.server.apart_process import main; main(int(sys.argv[2]))"
 )
 
 Work = tuple[int, int, Callable[..., Any], Sequence[Any]]
-"""Bound of CPU seconds, how far the process stands back, a function and its arguments."""
+"""Limit of CPU seconds, niceness, a function, and its arguments."""
 
 _log = logging.getLogger("qllm.server")
 
 
 class Given(Enum):
-    """What a function is given in place of an argument."""
+    """A placeholder for an argument that the process already has."""
 
     TOKENIZER = "the tokenizer of the model"
 
 
 class Apart:
-    """Calls functions with work that grows with a body. Safe to use from any thread.
+    """Runs functions whose cost grows with a body. Safe to use from any thread.
 
     Args:
-        tokenizer: Returns the tokenizer of the model, or None.
+        tokenizer: Function that returns the tokenizer of the model, or None.
     """
 
     def __init__(self, tokenizer: Callable[[], Any]) -> None:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(AT_ONCE, "qllm-apart")
         self._lock = threading.Lock()
-        """Held while the process that waits is started, or told of work."""
+        """Held while the waiting process is started, or receives work."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def do(self, num_bytes: int, function: Callable[..., Any], *args: Any, nice: int = 0) -> Any:
-        """Call a function and return its result; for long work this waits for a process.
+        """Call a function and return its result; long work waits for a process.
 
         Args:
-            num_bytes: About what it looks at.
-            function: Of a module, since the process finds it by its name.
-            *args: Its arguments, compact ones. `Given.TOKENIZER` stands for the tokenizer.
-            nice: How far the process stands back.
+            num_bytes: Size of the input, approximately.
+            function: Function of a module, since the process finds it by its name.
+            *args: Compact arguments. `Given.TOKENIZER` stands for the tokenizer.
+            nice: Niceness of the process.
 
         Raises:
-            ApiError: The work takes too much time or memory; or the function raises it.
+            ApiError: The work takes too much time or memory, or the function raises it.
         """
         if num_bytes < LONG:
             return function(*filled(args, self._tokenizer()))
@@ -104,7 +105,7 @@ class Apart:
         return result
 
     def _try(self, work: Work) -> tuple[bool, Any] | None:
-        """Give work to a process and wait; return its reply, or None if it ended without one."""
+        """Send work to a process and return its reply, or None if it ended without one."""
         ours, theirs = socket.socketpair()
         with ours, ours.makefile("rb") as file:
             with theirs:
@@ -117,17 +118,17 @@ class Apart:
         return reply
 
     async def run(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Do the same from the event loop, and on it if it takes less than a hand-over."""
+        """Call `do` from the event loop: directly if short, else on a thread."""
         if num_bytes < SHORT:
             return self.do(num_bytes, function, *args)
         do = partial(self.do, num_bytes, function, *args, nice=READING_NICE)
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def start(self) -> None:
-        """Start the process that waits, if it is not there. It takes two seconds.
+        """Start the waiting process if it does not run. Takes about two seconds.
 
         Raises:
-            ConfigError: The tokenizer cannot be given to it.
+            ConfigError: The tokenizer cannot be pickled for the process.
         """
         with self._lock:
             self._start()
@@ -150,7 +151,7 @@ class Apart:
                 command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], env=env
             )
         assert self._process.stdin is not None
-        self._control = ours  # closed if what follows fails
+        self._control = ours  # so that `_end` closes it if the write fails
         with self._process.stdin as pipe:
             pipe.write(tokenizer)
         return ours
@@ -159,7 +160,7 @@ class Apart:
         """Give one end of a pair of sockets to a new process.
 
         Raises:
-            ApiError: The process that waits was ended whenever it was started.
+            ApiError: The waiting process was killed after each start.
         """
         with self._lock:
             for _ in range(STARTS):
@@ -179,19 +180,19 @@ class Apart:
         self._control = self._process = None
 
     def close(self) -> None:
-        """Begin nothing more, and end the process that waits."""
+        """Cancel waiting work, and end the waiting process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._end()
 
 
 def filled(args: Sequence[Any], tokenizer: Any) -> list[Any]:
-    """The arguments of a function, with the tokenizer where it is asked for."""
+    """Return the arguments, with the tokenizer in place of `Given.TOKENIZER`."""
     return [tokenizer if arg is Given.TOKENIZER else arg for arg in args]
 
 
 def too_much(cpu_s: int) -> ApiError:
-    """Make the error of work that exceeds a bound, or ends every process that does it."""
+    """Return the error for work that exceeds a limit, or crashes every process that does it."""
     text = f"to read the body takes more than {cpu_s} s of CPU time or {MEMORY_BYTES >> 30} GiB of "
     text += "memory; make it shorter"
     return ApiError(400, text, code="body_too_costly")

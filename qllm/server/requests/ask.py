@@ -1,4 +1,4 @@
-"""What a route asks of the engine, and the class that it is served with."""
+"""A route's request to the engine, and the class with which it is served."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from qllm.server.http.fields import Packed
 from qllm.types import Priority, Slo
 
 SHORT = 2048
-"""Characters, or ids, from which on a text is not short."""
+"""Length, in characters or ids, from which a text is not short."""
 EACH = 32
-"""Characters that a prompt or message counts for beside its own."""
+"""Extra characters that each prompt or message counts for."""
 TO_FIT = -1
-"""`truncate_prompt_tokens`: as many as leave room for the answer."""
+"""Value of `truncate_prompt_tokens` that leaves just enough room for the answer."""
 _SLOW = frozenset({"structured_outputs", "bad_words"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What one HTTP request or batch line wants of the engine."""
+    """The engine request that one HTTP request or batch line makes."""
 
     answer_id: str
     prompts: Sequence[str | list[int]] = ()
@@ -31,48 +31,48 @@ class Ask:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template, `tools` among them."""
     reading: MakeReading | None = None
-    """Makes what knows the tags of the answers to a chat."""
+    """Factory of the parser for the tags in the answers to a chat."""
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of SamplingParams; the model's own defaults fill the rest."""
     max_tokens: int | None = None
-    """0 asks the engine for one token, which is not shown: for what is said of the prompt."""
+    """Most tokens of the answer. For 0 the engine makes one token, and the answer hides it."""
     slo: Slo | None = None
     timeout_s: float | None = None
     silence_timeout_s: float | None = None
-    """Ends it when no token came for so long."""
+    """Longest seconds without a token; then the answer ends with an error."""
     special: bool | None = None
-    """Whether the tokens are added that stand around every text; None adds them to prompts."""
+    """True to add the special tokens around each text; None adds them to prompts only."""
     truncate: int | None = None
-    """Keep so many of the last tokens of each prompt; `TO_FIT` is as many as leave room."""
+    """Number of last tokens to keep of each prompt; `TO_FIT` keeps as many as leave room."""
     cache_salt: str = ""
-    """Kept KV is shared between requests of one salt and one owner."""
+    """Salt of the cached KV: only requests of one salt and one owner share it."""
     cache_owner: str = ""
     cache_ttl_s: float | None = None
-    """Keep its KV so long for the turns that follow."""
+    """Seconds that its KV stays cached for later turns."""
     caller: str = ""
-    """Who may see and change it while it is open; nobody by default."""
+    """Caller that may see and change it while it is open; empty for none."""
     other_id: str | None = None
-    """What the caller calls it beside `answer_id`."""
+    """Another id, in addition to `answer_id`, that the caller uses."""
     opened: Any = None
-    """A prompt that came in pieces, instead of prompts: `open_prompts.Opened`. It has its class."""
+    """A prompt that came in pieces (`prompts.store`), instead of prompts. It has its class."""
     replay: bool = True
-    """Whether it goes on with a new engine when its engine has ended."""
+    """True to resubmit it to a new engine when its engine fails."""
     num_bytes: int = 0
-    """How long the body is that it came in, and the conversation before it; 0 if they are short."""
+    """Bytes of its body and of the conversation before it; 0 if they are short."""
 
     @property
     def names(self) -> frozenset[str | None]:
-        """What its caller may call it."""
+        """Ids by which the caller may refer to it."""
         own = self.answer_id.partition("-")[2]
         return frozenset({self.answer_id, own, self.other_id} - {""})
 
     @property
     def size(self) -> float:
-        """How much work its text is: characters, or ids, and some for each prompt or message.
+        """Amount of text work: characters or ids, plus some for each prompt or message.
 
-        A form of the answer is built from a schema or words first, which takes its time. A prompt
-        that came in pieces is tokenised whole when it is sent.
+        Infinite with a grammar or `bad_words`, which take long to build. A streaming prompt counts
+        as a whole, because it is tokenised when it is sent.
         """
         if self.num_bytes or self.template or not _SLOW.isdisjoint(self.sampling):
             return math.inf
@@ -84,51 +84,51 @@ class Ask:
 
     @property
     def is_short(self) -> bool:
-        """Whether making tokens of its text takes about as long as to hand it to a thread."""
+        """True if tokenising its text takes no longer than passing it to a thread."""
         return self.size < SHORT
 
     def ttl_s(self, priority: Priority, tool_ttl_s: float) -> float | None:
-        """How long its KV is kept for the turns that follow; None if nothing says so.
+        """Return the seconds that its KV stays cached for later turns; None if unspecified.
 
         Args:
-            priority: The class that it has.
-            tool_ttl_s: For an LS conversation with tools, which a call's result goes on with.
+            priority: Class of the request.
+            tool_ttl_s: Seconds for an LS conversation with tools, until a tool's result arrives.
         """
         has_tools = priority is Priority.LS and bool(self.template.get("tools"))
         return self.cache_ttl_s or (tool_ttl_s if has_tools else 0) or None
 
 
 class Sends(Protocol):
-    """Has prompts that came in pieces; `open_prompts.OpenPrompts` does."""
+    """A store of streaming prompts; implemented in `prompts.store`."""
 
     def sending(self, caller: str, name: str, *, is_chat: bool) -> AbstractContextManager[Any]:
-        """Take one to send it; it stays open if that is refused."""
+        """Take a prompt in order to send it; it stays open if sending is refused."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The class a request was given."""
+    """The class that a request was given."""
 
     priority: Priority
     demoted: bool = False
 
     @property
     def tier(self) -> str:
-        """OpenAI's word for it."""
+        """OpenAI's name for the class."""
         return "flex" if self.priority == Priority.BE else "default"
 
     def headers(self) -> dict[str, str]:
-        """Say it in the answer's header too."""
+        """Return the headers that report the class."""
         found = {"x-qllm-priority": self.priority.name}
         return {**found, "x-qllm-demoted": "1"} if self.demoted else found
 
 
 def check_alone(body: Any) -> None:
-    """Refuse what makes no sense of a prompt that came in pieces.
+    """Refuse fields that cannot apply to a prompt that came in pieces.
 
     Raises:
-        InvalidRequestError: Says which field.
+        InvalidRequestError: A field has another value than its default.
     """
     known = type(body).model_fields
     for name in ("n", "truncate_prompt_tokens", "echo", "add_special_tokens"):

@@ -1,7 +1,8 @@
-"""JSON bodies: how large they may be in every way, and how long ones are read.
+"""JSON bodies: their limits, and how long bodies are read.
 
-A short body is read where it comes. A long one is read by `qllm.server.requests.apart` in a process
-of its own: its bytes are counted before they are parsed, and its long lists come back packed.
+A short body is read in place. A long one is read by `qllm.server.requests.apart` in its own
+process. Its bytes are checked against the limits before they are parsed, and its long lists come
+back packed.
 """
 
 import json
@@ -19,31 +20,31 @@ from qllm.server.http.fields import Body, Packed
 from qllm.server.requests.apart import LONG
 
 JSON = "application/json"
-"""What a body is called."""
+"""Content type of a body."""
 MOST_VALUES = 1_000_000
-"""Values of a body: token ids, texts, fields."""
+"""Most values in a body: token ids, texts, fields."""
 MOST_CONTAINERS = 200_000
-"""Lists and objects of a body: messages, their parts, calls, tools."""
+"""Most lists and objects in a body: messages, their parts, calls, tools."""
 MOST_DEPTH = 200
-"""Lists and objects inside each other."""
+"""Most levels of nested lists and objects."""
 MOST_DIGITS = 400
-"""Digits of a number; the largest of 64-bit floating point has 309."""
+"""Most digits of a number; the largest 64-bit floating point number has 309."""
 MOST_UNPACKED = 50_000
-"""Values of a body beside what is packed: they are objects of the server's process."""
+"""Most unpacked values in a long body: they become objects in the server's process."""
 FEW = 1_000
 """Values up to which a list is not worth packing."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A text; one that is not closed goes on to the end, so that no byte is looked at twice."""
+"""A text. An unclosed text reaches to the end, so that no byte is matched twice."""
 _TOO_LONG = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 _Some = TypeVar("_Some", bound=Body)
 
 
 def check_bounds(raw: bytes) -> None:
-    """Return if a body can be parsed at a cost that is known. It counts what is outside of texts.
+    """Check that a body can be parsed at a bounded cost. Counts only what is outside texts.
 
     Raises:
-        ApiError: It has too much of something; says of what.
+        ApiError: A limit is exceeded; the message names it.
     """
     bare = _TEXT.sub(b"", raw)
     containers = bare.count(b"[") + bare.count(b"{")
@@ -63,7 +64,7 @@ def _refuse_more(what: str, count: int, most: int) -> None:
 
 
 def _depth(bare: bytes) -> int:
-    """Count the lists and objects that are inside each other."""
+    """Return the depth of nested lists and objects."""
     depth = deepest = 0
     for byte in bare:
         if byte in b"[{":
@@ -75,12 +76,12 @@ def _depth(bare: bytes) -> int:
 
 
 def loads(raw: bytes) -> Any:
-    """The JSON of a body, or of a line of one, within bounds.
+    """Return the JSON of a body, or of a line of one, within the limits.
 
     Raises:
-        ApiError: It has too much of something.
-        ValueError: It is no JSON.
-        RecursionError: It is too deep.
+        ApiError: A limit is exceeded.
+        ValueError: The body is not JSON.
+        RecursionError: The JSON is nested too deep.
     """
     if len(raw) >= LONG:
         check_bounds(raw)
@@ -88,17 +89,17 @@ def loads(raw: bytes) -> Any:
 
 
 def read(raw: bytes, kind: str | None, model: type[_Some], *, packs: bool = True) -> _Some:
-    """A body as a model has it.
+    """Return a body as a model.
 
     Args:
         raw: The body.
-        kind: What the request calls it.
-        model: Its fields.
-        packs: Whether lists of messages may come packed.
+        kind: Content type of the request.
+        model: Model of the body.
+        packs: True if lists of messages may come back packed.
 
     Raises:
-        ApiError: The body is missing, is no JSON or not called so, has too much of something or a
-            wrong field.
+        ApiError: The body is missing, has another content type than JSON, is not JSON, exceeds a
+            limit, or has a wrong field.
     """
     try:
         return packed(_read(raw, kind, model), len(raw), messages=packs)
@@ -122,7 +123,7 @@ def _read(raw: bytes, kind: str | None, model: type[_Some]) -> _Some:
     except json.JSONDecodeError as error:
         where = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}
         raise _wrong({**where, "ctx": {"error": error.msg}}, error.doc) from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, or too deep
+    except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deep
         where = {"type": "json_invalid", "loc": ("body", 0), "msg": "JSON decode error"}
         raise _wrong({**where, "ctx": {"error": str(error)}}, "") from error
 
@@ -132,15 +133,15 @@ def _wrong(what: dict[str, Any], body: Any) -> RequestValidationError:
 
 
 def packed(body: _Some, num_bytes: int, *, messages: bool = True) -> _Some:
-    """A body whose lists are compact where they are long: ids as arrays, messages as bytes.
+    """Return a body with its long lists compact: ids as arrays, messages as bytes.
 
     Args:
-        body: It is checked already.
-        num_bytes: What came.
-        messages: Whether messages may be packed.
+        body: Body that is already checked.
+        num_bytes: Size of the body, in bytes.
+        messages: True if messages may be packed.
 
     Raises:
-        ApiError: There is too much beside them.
+        ApiError: There are too many unpacked values.
     """
     found: dict[str, Any] = {}
     for name in body.ids if num_bytes >= LONG else ():
@@ -159,17 +160,17 @@ def packed(body: _Some, num_bytes: int, *, messages: bool = True) -> _Some:
 
 
 def opened(body: _Some) -> _Some:
-    """The same body with its messages; in a process of its own, if they are many."""
+    """Return the body with its messages unpacked; run in a separate process if they are many."""
     found = {x: v.opened() for x in body.packs if isinstance(v := getattr(body, x), Packed)}
     return body.model_copy(update=found) if found else body
 
 
 def chat_of(body: Any, before: Sequence[str] = ()) -> Any:
-    """The chat that a body comes to, packed.
+    """Return the chat that a body stands for, packed.
 
     Args:
-        body: Of `/v1/messages` or `/v1/responses`.
-        before: The JSON of the lists of items that it goes on with.
+        body: Body of `/v1/messages` or `/v1/responses`.
+        before: JSON lists of the earlier items in the conversation.
 
     Raises:
         ApiError: A value is wrong.
@@ -181,13 +182,13 @@ def chat_of(body: Any, before: Sequence[str] = ()) -> Any:
 
 
 def kept_of(body: Any) -> tuple[str, str]:
-    """Return what is kept of a response's body, as JSON: its fields, and its input items."""
+    """Return the stored parts of a response's body, as JSON: its fields, and its input items."""
     fields, items = opened(body).kept()
     return json.dumps(fields), json.dumps(items)
 
 
 def _as_arrays(name: str, value: Any) -> Any:
-    """A list of ids, or of lists of ids, as arrays; anything else as it is."""
+    """Return a list of ids, or of lists of ids, as arrays; anything else unchanged."""
     if not isinstance(value, list) or not value:
         return value
     try:
@@ -201,7 +202,7 @@ def _as_arrays(name: str, value: Any) -> Any:
 
 
 def num_values(value: Any) -> int:
-    """Values inside a value, itself included; those of an array or of what is packed are one."""
+    """Return the number of values in a value, itself included; an array or packed list is one."""
     count, left = 0, [value]
     while left:
         one = left.pop()
@@ -217,6 +218,6 @@ def num_values(value: Any) -> int:
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What OpenAPI says of a body that the endpoint reads itself."""
+    """Return the OpenAPI description of a body that the endpoint reads itself."""
     content = {"application/json": {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}

@@ -33,52 +33,52 @@ _log = logging.getLogger("qllm.server")
 
 
 class Front:
-    """Hands requests to the engine and keeps track of them. Lives on one event loop.
+    """The server's access to the engine: submits requests and tracks them. Lives on one event loop.
 
-    One class because every way of a request in and out of the server counts in the same places.
+    One class because all ways of a request into and out of the server share the same counts.
     """
 
     def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
         self.engine = engine
-        """Replaced by the supervisor when it has ended."""
+        """The current engine; the supervisor replaces one that has ended."""
         self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
-        """Why each of its predecessors has failed."""
+        """Reason of failure of each earlier engine."""
         self.back_in_s: Callable[[], int] | None = None
-        """A guess how long until there is an engine; None if there will be none."""
+        """Estimate of the seconds until there is an engine; None if there will be none."""
         self.gave_up: str | None = None
-        """Why the supervisor makes no further engine: the server ends."""
+        """Reason why the supervisor starts no further engine: the server ends."""
         self.config = config
         self.metrics = metrics
         if (fleet := engine.fleet) is None:
             self.log = RequestLog(config.max_replays, metrics.replayed.inc)
-        else:  # it never fails as a whole, and moves its requests by itself
+        else:  # it never fails as a whole, and migrates its requests by itself
             self.log, self.back_in_s = fleet.log, lambda: fleet.back_in_s
             self.log.on_replay = metrics.replayed.inc
         self.answers: set[Answer] = set()
-        """Open ones: their client still waits."""
+        """Open answers, whose clients still wait."""
         self.draining = asyncio.Event()
-        """Set when the server is about to end: nothing new is served."""
+        """Set when the server is about to end and accepts no new request."""
         self.leaving = False
-        """The server will drain soon: /ready says so, and requests are still served."""
+        """True if the server will drain soon: /ready reports it, and requests are still served."""
         self._ids: set[tuple[str, str]] = set()
-        """Callers and ids of the requests that callers have open: none has two of one id."""
+        """Caller and id of each open request that a caller named; ids are unique per caller."""
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
-        """Per class, so that no LS prompt waits behind the tokenising of BE prompts."""
+        """Text work of each class, so that no LS prompt waits for the tokenising of BE prompts."""
         self._at_once = AtOnce()
         self.apart = Apart(lambda: self.engine.tokenizer)
-        """Does what grows with a body."""
+        """Work whose cost grows with the body."""
         self._num_ls = 0
         self.told = Told(_log, is_strict=config.unknown_fields == "refuse")
-        """What tells of all that is ignored in requests."""
+        """Report of the ignored parts of requests."""
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         return self.config.model_name
 
     def check_model(self, name: str | None) -> None:
-        """Refuse another model than the one served.
+        """Refuse a model name that this server does not serve.
 
         Raises:
             ApiError: 404.
@@ -93,20 +93,20 @@ class Front:
             )
 
     async def in_thread(self, priority: Priority, function: Callable[..., Any], *args: Any) -> Any:
-        """Run text work off the event loop."""
+        """Run text work on a thread of the class, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._text[priority].pool, function, *args)
 
     async def best_effort(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Do what nobody's answer waits for, on a thread of BE; see `Apart.do`."""
+        """Run work that no answer waits for, on a BE thread; return its result. See `Apart.do`."""
         do = partial(self.apart.do, num_bytes, function, *args, nice=NICE)
         return await self.in_thread(Priority.BE, do)
 
     async def open(self, ask: Ask, wanted: Priority) -> Answer:
-        """Admit a request and submit its choices.
+        """Admit a request, submit its choices, and return its answer.
 
         Raises:
-            ApiError: It is refused.
+            ApiError: The request is refused.
         """
         count = max(1, len(ask.prompts)) * ask.n
         if count > self.config.max_choices:
@@ -141,7 +141,7 @@ class Front:
             self._num_ls -= takes
             self._ids.discard(whose)
             if ask.opened is not None and isinstance(error, asyncio.CancelledError):
-                ask.opened.prompt.cancel()  # it may be sent by now, and nobody waits for it
+                ask.opened.prompt.cancel()  # it may be sent by now, and no client waits for it
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
@@ -160,11 +160,11 @@ class Front:
         return answer
 
     def change(self, answer: Answer, priority: Priority | None, paused: bool | None) -> None:
-        """Give an open request another class, pause it, or let it go on; None leaves as it is.
+        """Change the class of an open request, or pause or resume it; None leaves it as it is.
 
         Raises:
-            ApiError: There is no seat among the LS requests.
-            QllmError: The engine does not take it.
+            ApiError: The limit of LS requests is reached.
+            QllmError: The engine refuses the change.
         """
         count, before = len(answer.handles), answer.served.priority
         is_raised = priority is Priority.LS and before is not Priority.LS
@@ -179,7 +179,7 @@ class Front:
             answer.is_paused = paused
 
     def unavailable(self) -> ApiError | None:
-        """Why nothing is served now; None while the engine serves."""
+        """Return the error while the engine serves nothing; None while it serves."""
         try:
             self.engine.raise_if_closed()
         except EngineClosedError as error:
@@ -187,7 +187,7 @@ class Front:
         return None
 
     def _explain(self, engine: QLLMEngine, error: QllmError) -> ApiError:
-        """An error of an engine as an answer: did one request fail, or all of it?"""
+        """Return the answer to an engine's error: of a single request, or of the whole engine."""
         failure = engine.failure or self.ended.get(engine)
         is_request = isinstance(error, RequestFailedError) and failure is None
         if is_request or not isinstance(error, EngineClosedError | RequestFailedError):
@@ -198,7 +198,7 @@ class Front:
         return ApiError(503, text, code="engine_restarting", retry_after_s=self.back_in_s())
 
     def _failed(self, engine: QLLMEngine, handle: Handle, error: QllmError) -> ApiError:
-        """An error of an open request as an answer; `engine` is where it was submitted first."""
+        """Return the answer to an error of a request that was first submitted to `engine`."""
         if self.gave_up is not None:
             return ApiError(503, str(error), code="engine_closed")
         return self._explain(engine, error) if handle.log is None else from_engine(error)
@@ -212,26 +212,26 @@ class Front:
         raise self._full()
 
     def admit(self, wanted: Priority) -> Served:
-        """Take a seat for a prompt that is still coming: its answer will have it, or `release`.
+        """Reserve a seat for a streaming prompt: for its answer, or until `release`.
 
         Raises:
-            ApiError: There is no seat among the LS requests.
+            ApiError: The limit of LS requests is reached.
         """
         served = self._admit(wanted, 1)
         self._num_ls += served.priority is Priority.LS
         return served
 
     def release(self, served: Served) -> None:
-        """Give a seat back that no answer had."""
+        """Release a reserved seat that no answer used."""
         self._num_ls -= served.priority is Priority.LS
 
     def keep(self, handle: Handle) -> None:
-        """Have a request go on with the next engine, if there will be one."""
+        """Resubmit the request to the next engine if this one fails and another will be started."""
         if self.back_in_s is not None:
             self.log.keep(handle)
 
     def text_of(self, priority: Priority) -> TextWork:
-        """Where the text of a class is worked on."""
+        """Return the threads for text work of a class."""
         return self._text[priority]
 
     def _full(self) -> ApiError:
@@ -244,7 +244,7 @@ class Front:
         )
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
-        """Tokenise and submit; on a thread of the class."""
+        """Tokenise and submit a request; called on a thread of its class."""
         defaults = _defaults(engine)
         handles: list[Handle] = []
         ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
@@ -282,7 +282,7 @@ class Front:
 
     @staticmethod
     def _send(engine: QLLMEngine, ask: Ask, ttl_s: float | None) -> Handle:
-        """Say that a prompt is whole; on a thread of the class."""
+        """Send a streaming prompt, which is now whole; called on a thread of its class."""
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
         handle: Handle = ask.opened.prompt.send(
             _most(ask),
@@ -296,11 +296,11 @@ class Front:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its answer."""
+        """Most tokens of a prompt and its answer together."""
         return longest(self.engine.config, self.engine.client.info.shape)
 
     def _prompts(self, ask: Ask, priority: Priority) -> list[Any]:
-        """The prompts of a request: token ids, or texts that are short."""
+        """Return the prompts of a request, each as token ids or a short text."""
         if ask.messages is not None:
             return [self._cut(ask, self.render(ask, priority))]
         return [self._cut(ask, self._encoded(ask, x, priority)) for x in ask.prompts]
@@ -314,7 +314,7 @@ class Front:
         return self.apart.do(len(prompt), texts.encoded, *how, nice=nice)
 
     def _most_of(self, ask: Ask) -> int | None:
-        """The most tokens of a text that is encoded; of one that is cut there may be more."""
+        """Return the most tokens of an encoded text; None if it will be truncated."""
         return self.max_model_len if ask.truncate is None else None
 
     def _cut(self, ask: Ask, prompt: Any) -> Any:
@@ -323,23 +323,23 @@ class Front:
         most = ask.truncate
         if most == TO_FIT:
             most = self.max_model_len - (ask.max_tokens or 1)
-            if most < 1:  # a ceiling, which no prompt leaves room for
+            if most < 1:  # a limit that leaves no room for the prompt
                 most = self.max_model_len - 1
         return prompt[-most:]
 
     def check(self, ask: Ask) -> None:
-        """Refuse a chat that is to be asked later, where it can be told now.
+        """Refuse a chat that will be submitted later, if it can be known now that it is wrong.
 
         Raises:
             ApiError: A message is wrong.
-            InvalidRequestError: A setting is, or the chat template refuses the messages.
+            InvalidRequestError: A setting is wrong, or the chat template refuses the messages.
         """
         engine = self.engine
         params = SamplingParams(**{**_defaults(engine), **ask.sampling})
         engine.check(self.render(ask, Priority.BE), _most(ask), params)
 
     def render(self, ask: Ask, priority: Priority) -> Sequence[int]:
-        """The token ids of a chat; on a thread of its class.
+        """Return the token ids of a chat; called on a thread of its class.
 
         Raises:
             ApiError: A message is wrong.
@@ -363,7 +363,7 @@ class Front:
         task.add_done_callback(self._settling.discard)
 
     async def _settle_later(self, answer: Answer) -> None:
-        """Once the engine is done with the choices, count them."""
+        """Count the choices once the engine has finished them."""
         with Listener(answer.handles) as changed:
             while not all(handle.has_ended for handle in answer.handles):
                 await changed.wait()
@@ -371,7 +371,7 @@ class Front:
         self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:
-        """The engine is done with the choices: count them."""
+        """Count the choices, which the engine has finished."""
         results: list[Result] = []
         prompts: set[int] = set()
         try:
@@ -397,12 +397,12 @@ class Front:
             self.metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
 
     def cancel(self) -> None:
-        """End every open answer; its client is told."""
+        """Cancel every open answer, so that its client gets an error."""
         for answer in self.answers:
             _cancel_all(answer.handles)
 
     async def close(self) -> None:
-        """Cancel every open answer and wait for the engine to be done with them."""
+        """Cancel every open answer and wait until the engine has finished them."""
         for answer in list(self.answers):
             answer.close()
         self.log.end_all("the server is shutting down")

@@ -1,4 +1,4 @@
-"""Submitting on the event loop what takes less time than a hand-over to a thread."""
+"""Submission on the event loop, for requests that are cheaper than waking a thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,18 +8,18 @@ from qllm.llm import QLLMEngine
 from qllm.server.requests.ask import Ask
 
 MOST_CHARS = 256
-"""Characters, or ids, of a prompt that is made into tokens on the event loop: about 0.1 ms."""
+"""Most characters, or ids, of a prompt tokenised on the event loop: about 0.1 ms."""
 MOST_HELD = 32
-"""Requests after which the engine is told, whatever else comes in this turn of the loop."""
+"""Requests after which the engine is notified, even before the loop's iteration ends."""
 
 _T = TypeVar("_T")
 
 
 class AtOnce:
-    """Submits small prompts in the turn of the event loop that they came in.
+    """Submits small prompts in the same event loop iteration in which they arrive.
 
-    The engine is told at the end of the turn, so that many of one moment wake it once and share
-    its step. Lives on one event loop.
+    The engine is notified at the end of the iteration, so that several requests wake it once and
+    share its step. Lives on one event loop.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class AtOnce:
 
     @staticmethod
     def takes(engine: QLLMEngine, ask: Ask) -> bool:
-        """Whether a request is so small, and submitting it waits for nobody."""
+        """Return True if the request is small, and submitting it never blocks."""
         return engine.client.can_hold and ask.opened is None and ask.size <= MOST_CHARS
 
     def run(self, engine: QLLMEngine, submit: Callable[[], _T]) -> _T:
-        """Submit to an engine, and tell it soon."""
+        """Submit to an engine, and notify it before the loop's iteration ends."""
         if self._held is not engine:
             self.release()
             self._held = engine
@@ -46,7 +46,7 @@ class AtOnce:
                 self.release()
 
     def release(self) -> None:
-        """Tell the engine what was submitted."""
+        """Notify the engine of the submitted requests."""
         if self._held is not None:
             held, self._held, self._num_held = self._held, None, 0
             held.client.release()

@@ -1,4 +1,4 @@
-"""One answer while it is made: the choices of a request, as they come."""
+"""An answer in progress: the choices of a request, as their tokens arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,17 +13,17 @@ from qllm.types import FinishReason, RequestStatus
 
 PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
-"""For which a comment waits for the engine to say where a request is."""
+"""Seconds that a comment waits for the engine's report of a request's state."""
 
 
 class Comment(NamedTuple):
-    """Said in a silence: where the request is."""
+    """A comment that reports the request's state while no tokens arrive."""
 
     text: str
 
 
 class Answer:
-    """The choices of one request while they are made. Close it, whatever happened."""
+    """The choices of one request in progress. The owner must close it in every case."""
 
     def __init__(
         self,
@@ -39,25 +39,28 @@ class Answer:
         """Choices per prompt."""
         self.served = served
         self.num_tokens = [0] * len(handles)
-        """Produced so far, per choice."""
+        """Tokens produced so far, per choice."""
         self.shows_tokens = True
-        """Whether the tokens that the engine makes count; not those for max_tokens=0."""
+        """True if usage counts the engine's tokens; False for max_tokens=0."""
         self.exchange = access.CURRENT.get()
-        """The HTTP request, or batch line, that asked."""
+        """HTTP request, or batch line, that is answered."""
         self._on_close, self._explain = on_close, explain
         self._num_waiting = num_waiting
         self._is_closed = False
         self.answer_id = self.caller = ""
         self.names: frozenset[str | None] = frozenset()
-        """What its caller may call it."""
+        """Ids by which the caller may refer to it."""
         self.is_paused = False
         self.silence_timeout_s: float | None = None
-        """It ends when no token came for so long, the first or a further one."""
+        """Longest seconds without a token; then the answer ends with an error."""
 
     async def pieces(
         self, silence_s: float | None = None
     ) -> AsyncIterator[tuple[int, Piece | FinishReason | Comment]]:
-        """Yield (choice, piece) as they come, and (choice, reason) at the end of each.
+        """Yield (choice, piece) as pieces arrive, and (choice, reason) at the end of each choice.
+
+        Args:
+            silence_s: Seconds without a piece after which a comment is yielded; None yields none.
 
         Args:
             silence_s: After so long without any of them a comment is yielded; None yields none.
@@ -79,8 +82,8 @@ class Answer:
                     yield index, item
                     if is_first:
                         is_first = False
-                        await asyncio.sleep(0)  # its bytes go before what follows is made
-                    heard_s = clock()  # a client that takes no bytes is no silence
+                        await asyncio.sleep(0)  # lets its bytes go before the next piece is made
+                    heard_s = clock()  # the time in which a client takes no bytes is no silence
                 if not reached:
                     return
                 try:
@@ -95,7 +98,7 @@ class Answer:
                     yield 0, Comment(said)
 
     def _wait_s(self, silence_s: float | None, silent_s: float) -> float | None:
-        """Return how long to wait for news: until a comment is due, or the end of a silence."""
+        """Return the seconds to wait for news: until a comment is due, or a silence is too long."""
         most_s = self.silence_timeout_s
         left_s = None if most_s is None else max(0.0, most_s - silent_s)
         return min((x for x in (silence_s, left_s) if x is not None), default=None)
@@ -107,7 +110,7 @@ class Answer:
             raise ApiError(504, text + "(silence_timeout_s)", code="timeout")
 
     def _news(self, reached: dict[int, int]) -> Iterator[tuple[int, Piece | FinishReason]]:
-        """What is new of the open choices: pieces behind those in `reached`, and ends."""
+        """Yield news of the open choices: pieces after those counted in `reached`, and ends."""
         for index in list(reached):
             handle = self.handles[index]
             try:
@@ -122,7 +125,7 @@ class Answer:
                 yield index, _refuse_unfinished(item)
 
     async def _state(self) -> str:
-        """Where the open choices are; of several the one that is furthest."""
+        """Return the state of the choice that is furthest."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._read_state), STATUS_S)
         except (TimeoutError, QllmError):  # a long pass, or between two engines
@@ -139,7 +142,7 @@ class Answer:
         return PAUSED if RequestStatus.PAUSED in found else "running"
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once however many choices it has."""
+        """Return the tokens so far; a prompt counts once, however many choices it has."""
         cached = sum(h.num_cached_tokens for h in self.handles[:: self.n])
         prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
         completion = sum(self.num_tokens) * self.shows_tokens
@@ -151,7 +154,7 @@ class Answer:
         }
 
     def close(self) -> None:
-        """Cancel what still runs. Twice is once."""
+        """Cancel the choices that still run. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._on_close(self)

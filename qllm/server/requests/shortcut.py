@@ -1,4 +1,4 @@
-"""Past FastAPI's layers: the routes where nothing but their body is read."""
+"""A way past FastAPI's layers for routes that need only their body."""
 
 import json
 from collections.abc import Iterable
@@ -19,18 +19,18 @@ from qllm.server.requests.bodies import JSON, read
 
 
 class Shortcut:
-    """Middleware: calls an endpoint itself if the body is what it takes.
+    """Middleware that calls an endpoint directly if the body is valid.
 
-    Every other request goes the whole way, with the same body: FastAPI says what is wrong with it,
-    but for long bodies, which are read in a process of their own. So does every short request
-    while FastAPI makes spans of them, which are named by its routes. FastAPI reads the bodies of
-    all other routes on the event loop, so a long one is refused there.
+    FastAPI handles every other request, with the same body, and reports what is wrong with it. Only
+    long bodies are read in a separate process. With telemetry, FastAPI also handles every short
+    request, since spans are named by its routes. FastAPI reads the bodies of all other routes on
+    the event loop, so a long one is refused there.
 
     Args:
-        app: The whole way.
-        apart: Reads long bodies.
-        routers: Of their routes those are called that take a `body` and the `request` alone and
-            return a response.
+        app: App with all of FastAPI's layers.
+        apart: Reader of long bodies.
+        routers: Routers of the endpoints. Called directly are those that take only a `body` and the
+            `request`, and return a response.
     """
 
     def __init__(self, app: ASGIApp, apart: Apart, routers: Iterable[APIRouter]) -> None:
@@ -76,14 +76,14 @@ class Shortcut:
         await response(scope, receive, send)
 
     def _reads_at_once(self, scope: Scope) -> bool:
-        """Return whether FastAPI reads the body of a request."""
+        """Return True if FastAPI reads the body of a request."""
         if scope["type"] != "http":
             return False
         return any(route.matches(scope)[0] is Match.FULL for route in self._short)
 
     @staticmethod
     def _limited(receive: Receive) -> Receive:
-        """Receive a body that must be short."""
+        """Return a `receive` that refuses a body of `LONG` bytes or more."""
         seen = 0
 
         async def limited() -> Message:
@@ -99,7 +99,7 @@ class Shortcut:
 
 
 async def _body(receive: Receive) -> list[Message]:
-    """What comes up to the end of the body, or to the end of the connection."""
+    """Receive messages up to the end of the body or of the connection."""
     messages = [await receive()]
     while messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -107,7 +107,7 @@ async def _body(receive: Receive) -> list[Message]:
 
 
 def _parsed(request: Request, raw: bytes, model: type[BaseModel]) -> Any:
-    """The body, if it is JSON, called so, and as the model has it; else None."""
+    """Return the body as the model; None if it is invalid or its content type is not JSON."""
     if kind_of_body(request.scope) != JSON:
         return None
     try:
@@ -117,7 +117,7 @@ def _parsed(request: Request, raw: bytes, model: type[BaseModel]) -> Any:
 
 
 def _again(messages: list[Message], receive: Receive) -> Receive:
-    """Receive what was received, then what comes."""
+    """Return a `receive` that repeats the received messages, then continues."""
     left = iter(messages)
 
     async def again() -> Message:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from qllm.frontend.waker import Waker
 
 LONG_THREADS = 2
-"""So that one long prompt does not wait for another."""
+"""Threads for long jobs, so that one long prompt does not wait for another."""
 
 
 class _Job(NamedTuple):
@@ -21,10 +21,10 @@ class _Job(NamedTuple):
 
 
 class TextWork:
-    """Threads of one class.
+    """Threads for the text work of one class.
 
-    Short jobs have one thread and go through it in order: one hand-over between threads serves
-    all that come while it works. A long one has a thread of its own.
+    Short jobs share one thread and run in order: waking it once serves all jobs that arrive while
+    it works. Long jobs have threads of their own.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,15 +40,15 @@ class TextWork:
         """Call a function on a thread and return its result.
 
         Args:
-            function: What to do.
-            is_short: Whether it takes about as long as a hand-over between threads.
-            abandon: Gets the result if nobody waits any more.
+            function: Job to run.
+            is_short: True if the job takes no longer than waking a thread.
+            abandon: Function that gets the result if its caller no longer waits.
         """
         job = _Job(function, asyncio.get_running_loop().create_future(), Waker.here(), abandon)
         if not is_short:
             self.pool.submit(self._do, job)
         else:
-            self._jobs.append(job)  # before the look: who clears the mark then finds it
+            self._jobs.append(job)  # before the check: `_do_all` first clears the mark
             if not self._is_working:
                 self._is_working = True
                 self._short.submit(self._do_all)
@@ -75,7 +75,7 @@ class TextWork:
             job.waker.call(partial(_tell, job, result, None))
 
     def close(self) -> None:
-        """Begin nothing more; who still waits is cancelled. On the event loop."""
+        """Cancel all waiting jobs and start no more. Must run on the event loop."""
         for future in list(self._awaited):
             future.cancel()
         for pool in (self.pool, self._short):
@@ -83,7 +83,7 @@ class TextWork:
 
 
 def _tell(job: _Job, result: Any, error: BaseException | None) -> None:
-    """On the event loop."""
+    """Give the result to the waiting task; runs on the event loop."""
     if job.future.done():  # its task was cancelled
         if error is None:
             job.abandon(result)

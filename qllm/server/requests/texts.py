@@ -1,6 +1,6 @@
-"""From texts and chats to token ids and back, as `qllm.server.requests.apart` calls it.
+"""Conversions between texts, chats and token ids, for `qllm.server.requests.apart`.
 
-What is returned is compact: arrays, and the JSON of an answer.
+The results are compact: arrays, and the JSON of an answer.
 """
 
 import json
@@ -20,7 +20,7 @@ MAX_TOKEN_ID = 2**31
 def encoded(
     text: str, tokenizer: Any, vocab_size: int, most_tokens: int | None, special: bool | None
 ) -> "array[int]":
-    """The token ids of a text; see `to_token_ids`."""
+    """Return the token ids of a text; see `to_token_ids`."""
     return array("q", to_token_ids(text, tokenizer, vocab_size, most_tokens, special=special))
 
 
@@ -31,14 +31,14 @@ def rendered(
     most_tokens: int | None,
     special: bool,
 ) -> "array[int]":
-    """The token ids of a chat.
+    """Return the token ids of a chat.
 
     Args:
-        messages: Of the chat.
-        tokenizer: Of the model.
-        template: Variables of the chat template, and how it is rendered.
-        most_tokens: See `to_token_ids`.
-        special: See `render_chat`.
+        messages: Messages of the chat.
+        tokenizer: The model's tokenizer.
+        template: Variables of the chat template, and options of rendering.
+        most_tokens: Limit of `to_token_ids`.
+        special: Option of `render_chat`.
 
     Raises:
         ApiError: A message is wrong.
@@ -54,7 +54,7 @@ def rendered(
 
 
 def keywords_of(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `render_chat` for variables of a template and how it is rendered."""
+    """Return the keywords of `render_chat`: its options, and the template's variables."""
     variables = dict(template)
     names = ("tools", "add_generation_prompt", "continue_final_message")
     how = {name: variables.pop(name) for name in names if name in variables}
@@ -69,14 +69,14 @@ def tokenized(
     special: bool | None,
     max_model_len: int,
 ) -> bytes:
-    """The answer of `/tokenize`: the ids of a text, or of messages in the chat template.
+    """Return the answer of `/tokenize`: the ids of a text, or of a rendered chat.
 
     Args:
         prompt: The text; None with messages.
-        messages: Of a chat.
-        tokenizer: Of the model.
+        messages: Messages of a chat.
+        tokenizer: The model's tokenizer.
         template: Keywords of `render_chat`.
-        special: See `to_token_ids`.
+        special: Option of `to_token_ids`.
         max_model_len: Most tokens of a prompt and its answer.
     """
     if messages is None:
@@ -88,7 +88,7 @@ def tokenized(
 
 
 def detokenized(tokens: Sequence[int], tokenizer: Any) -> bytes:
-    """The answer of `/detokenize`: the text of ids.
+    """Return the answer of `/detokenize`: the text of ids.
 
     Raises:
         InvalidRequestError: The model has no tokenizer, or an id is not in its vocabulary.
