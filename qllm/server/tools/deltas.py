@@ -1,4 +1,4 @@
-"""What readers of an answer have in common: fields of a message that grow."""
+"""Parts that readers of an answer share: the growing fields of a message."""
 
 import json
 import re
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 Delta = dict[str, Any]
-"""Fields of an assistant's message that grow."""
+"""Additions to the fields of an assistant's message."""
 
 
 class Value:
-    """Finds the end of a JSON object that comes in pieces."""
+    """A scanner that finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -19,11 +19,11 @@ class Value:
 
     @property
     def in_string(self) -> bool:
-        """Whether what comes next is inside a string."""
+        """True if the next character is inside a string."""
         return self._in_string
 
     def length(self, text: str) -> tuple[int, bool]:
-        """Return how many characters of `text` belong to the object, and whether it ends there."""
+        """Return the number of characters of `text` in the object, and True if it ends there."""
         for at, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -40,7 +40,7 @@ class Value:
 
 
 def call_of(index: int, name: str, arguments: Any) -> dict[str, Any]:
-    """A call; arguments that are no text become JSON, with half a surrogate pair as an escape."""
+    """Return a call; arguments that are no text become JSON, with half surrogate pairs escaped."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode()
     function = {"name": name, "arguments": text}
@@ -49,12 +49,12 @@ def call_of(index: int, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def is_name(name: Any) -> bool:
-    """Whether a call may have a name: a text that is not empty, without half a surrogate pair."""
+    """Return True if the name is a non-empty text without half a surrogate pair."""
     return isinstance(name, str) and bool(name) and not re.search("[\ud800-\udfff]", name)
 
 
 def with_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Calls with another one, or with more of the last one."""
+    """Return the calls with a new call added, or with the last one extended."""
     if not calls or calls[-1]["index"] != part["index"]:
         return [*calls, part]
     last, more = calls[-1], part["function"]["arguments"]
@@ -63,7 +63,7 @@ def with_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> list[dict[st
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
-    """The fields of a whole message from its deltas."""
+    """Return the fields of a whole message, joined from its deltas."""
     whole: Delta = {}
     for delta in deltas:
         for name, value in delta.items():

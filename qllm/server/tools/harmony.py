@@ -1,11 +1,11 @@
-"""GPT-OSS's form of an answer, read from its tokens.
+"""A reader of GPT-OSS's Harmony format, from the tokens of an answer.
 
     <|channel|>analysis<|message|>reasoning<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>content<|return|>
 
-OpenAI's library of this form fetches a vocabulary of its own; the marks are special tokens of the
-model's tokenizer, which is here.
+OpenAI's library for this format fetches its own vocabulary. This reader finds the marks as special
+tokens of the model's tokenizer instead.
 """
 
 import re
@@ -23,24 +23,24 @@ _HEADS = {
     "<|constrain|>": re.compile(r"\s*\w*\s*"),
 }
 _ROLE = re.compile(r"\s*(assistant)?(\s*to=\S+)?\s*")
-"""What a head says behind its marks, and before or behind `START`. Anything else is content."""
+"""Texts of a head after each mark, and before or after `START`. Any other text is content."""
 FUNCTIONS = "functions."
-"""Begins the recipient of a call of one of the request's functions."""
+"""Prefix of the recipient in a call of one of the request's functions."""
 
 Kind = Literal["head", "reasoning_content", "content", "call", "arguments"]
 
 
 class HarmonyPart(NamedTuple):
-    """Some of an answer."""
+    """A piece of an answer."""
 
     kind: Kind
-    """"head" is not shown; "call" is the name of a function, "arguments" are those of the last."""
+    """"head" is not shown; "call" is a function's name, "arguments" belong to the last call."""
     text: str
     num_tokens: int = 0
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
-    """The marks by token id; empty if the model's answers have another form."""
+    """Return the marks by token id; empty if the model's answers have another format."""
     if CHANNEL not in str(getattr(tokenizer, "chat_template", None) or ""):
         return {}
     found = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS}
@@ -49,13 +49,13 @@ def marks_of(tokenizer: Any) -> dict[int, str]:
 
 
 class Harmony:
-    """Cuts an answer into its parts, token by token.
+    """A parser that splits an answer into its parts, token by token.
 
     Args:
-        tokenizer: Of the model.
-        marks: See `marks_of`.
-        prompt: Token ids of the prompt, whose last message the answer goes on with.
-        names: The functions that the model was told of: it may leave "functions." out.
+        tokenizer: The model's tokenizer.
+        marks: Marks by token id, from `marks_of`.
+        prompt: Token ids of the prompt; the answer continues its last message.
+        names: Functions that the model sees: it may omit their prefix "functions.".
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Harmony:
         self._is_head = False
         self._head = ""
         self._unseen = [("", "")]
-        """Marks of a head, and what it has said behind each; without a message it is no head."""
+        """Marks of a head, each with the text after it. Without a message they are content."""
         self._kind: Kind = "content"
         starts = [at for at, token_id in enumerate(prompt) if marks.get(token_id) == START]
         at = starts[-1] if starts else len(prompt)
@@ -80,11 +80,11 @@ class Harmony:
 
     @property
     def kind(self) -> Kind:
-        """The kind of what comes now."""
+        """The kind of the next text."""
         return "head" if self._is_head else self._kind
 
     def push(self, token_id: int) -> list[HarmonyPart]:
-        """Take a token; return what is certain."""
+        """Take a token, and return the parts that are certain."""
         mark = self._marks.get(token_id)
         if mark is None:
             text, _ = self._text.push([token_id])
@@ -100,7 +100,7 @@ class Harmony:
         return parts
 
     def finish(self) -> list[HarmonyPart]:
-        """The answer has ended."""
+        """Return the remaining parts at the end of the answer."""
         return [*self._said(self._text.finish(), 0), *self._no_head()]
 
     def _said(self, text: str, num_tokens: int) -> list[HarmonyPart]:
@@ -112,12 +112,12 @@ class Harmony:
         return []
 
     def _no_head(self) -> list[HarmonyPart]:
-        """What seemed to be a head has ended without a message."""
+        """Return the text of a supposed head that ended without a message, as content."""
         text, self._unseen, self._kind = "".join(x for _, x in self._unseen), [("", "")], "content"
         return [HarmonyPart("content", text)] if text else []
 
     def _begin(self) -> list[HarmonyPart]:
-        """A head is whole: its message begins."""
+        """Return the parts of a complete head, and begin its message."""
         parts: list[HarmonyPart] = []
         for mark, text in self._unseen:
             is_known = _HEADS.get(mark, _ROLE).fullmatch(text)

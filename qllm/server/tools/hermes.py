@@ -1,10 +1,10 @@
-"""Reasoning and calls as Hermes, Qwen and their kin write them, read while they come.
+"""A reader of reasoning and tool calls in the format of Hermes, Qwen and related models.
 
     <think>reasoning</think>content<tool_call>{"name": "f", "arguments": {...}}</tool_call>
 
-Every character of an answer is in one place: reasoning, content, the arguments of a call, or a tag.
-White space beside a tag, and the JSON around arguments, count as the tag. What looks like a call
-and is none is content, as it is.
+It reads the answer as it grows. Every character belongs to one place: reasoning, content, the
+arguments of a call, or a tag. White space next to a tag, and the JSON around arguments, count as
+the tag. Text that looks like a call but is not valid stays content, unchanged.
 """
 
 import json
@@ -19,56 +19,57 @@ from qllm.types import THINK, THOUGHT
 
 TAGS = (THINK, THOUGHT, OPEN, CLOSE)
 MARK_OF = {tag: chr(0xD800 + n) for n, tag in enumerate(TAGS)}
-"""What a text has for a tag that is a token of its own (see `qllm.frontend.detokenizer`)."""
+"""Mark, in a text, of each tag that is a single token (see `qllm.frontend.detokenizer`)."""
 TAG_OF = {mark: tag for tag, mark in MARK_OF.items()}
 _SHOWN = str.maketrans(TAG_OF)
 WINDOW = 16
-"""Tokens in which a tag lies, however a tokenizer has split it."""
+"""Number of tokens that always contain a tag, however a tokenizer has split it."""
 _SAID = "said"
-"""Inside a call, behind its arguments."""
+"""State inside a call whose name was reported."""
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
     re.DOTALL,
 )
-"""A call up to its arguments."""
+"""Start of a call, up to its arguments."""
 _TAIL = re.compile(
     r'(?:\s*,\s*"(?:id|type)"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[0-9]+|null))*[\s}]*', re.DOTALL
 )
-"""What may stand behind the arguments of a call and says nothing."""
+"""Text after the arguments of a call that has no meaning."""
 _KEY = r'\s*("(?:[^"\\]|\\.)*")\s*:\s*'
 _FIRST, _NEXT = re.compile(r"\s*\{" + _KEY, re.DOTALL), re.compile(r"\s*," + _KEY, re.DOTALL)
-"""The key of a field of an object, with what stands before its value."""
+"""Key of a field of an object, with the characters before its value."""
 _NO_JSON = "<" + MARK_OF[CLOSE]
-"""No JSON has these outside its strings: a tag ends it there."""
+"""Characters that JSON has only inside strings: outside, a tag ends it."""
 _JSON = json.JSONDecoder()
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
-    """The marks of the tags that are tokens of their own, by token id.
+    """Return the marks of the tags that are single tokens, by token id.
 
-    Of a tag that the tokenizer never splits (an added token) a spelled one is not meant as a tag.
+    If the tokenizer has a tag as an added token, it never splits it, so the same characters spelled
+    with other tokens are not a tag.
     """
     added = added_tokens(tokenizer)
     return {i: MARK_OF[x.content] for i, x in added.items() if x.content in MARK_OF}
 
 
 def ends_with(tokenizer: Any, prompt: Sequence[int], tag: str) -> bool:
-    """Return whether a prompt ends with a tag, and white space."""
+    """Return True if a prompt ends with a tag, ignoring white space at its end."""
     return decoded(tokenizer, prompt[-WINDOW:]).rstrip().endswith(tag)
 
 
 class HermesReader:
-    """Reads tags as they come, and a call's arguments too once its name is known.
+    """A reader of tags in a growing answer, and of a call's arguments once its name is known.
 
-    `<think>` is a tag only where nothing but white space was said since the answer began, or since
-    another tag: elsewhere the answer speaks of it.
+    `<think>` counts as a tag only after nothing but white space, since the answer began or since
+    another tag. Elsewhere it is content that mentions the tag.
 
     Args:
-        thinks: Whether the model reasons: `<think>` is looked for.
-        is_thinking: Whether the prompt has begun to.
-        calls: Whether calls are looked for.
-        marks: See `marks_of`.
-        spelled: Whether a tag that has a mark may be spelled too: a grammar has made it.
+        thinks: True if the model reasons, so that `<think>` is a tag.
+        is_thinking: True if the prompt already ends inside reasoning.
+        calls: True if `<tool_call>` is a tag.
+        marks: Marks by token id, from `marks_of`.
+        spelled: True if a tag that has a mark may also be spelled, since a grammar made it.
     """
 
     def __init__(
@@ -88,38 +89,37 @@ class HermesReader:
             for tag, mark in MARK_OF.items()
         }
         self._left = ""
-        """Read, but may begin a tag; or a call whose arguments have not begun."""
+        """Text that was read but may begin a tag, or a call whose arguments have not begun."""
         self._inside = THINK if is_thinking else ""
         self._value: Value | None = None
-        """Inside a call: finds the end of its JSON, or once its name is said that of its arguments.
-        """
+        """Scanner for the end of a call's JSON, or of its arguments once its name was reported."""
         self._num_valued = 0
-        """Characters of `_left` that `_value` has read, of a call whose name is not said."""
+        """Characters of `_left` that `_value` has read, in a call whose name was not reported."""
         self._tags = {"": [THINK] * thinks + [OPEN] * calls, THINK: [THOUGHT]}
         self._is_bare = is_thinking
-        """Nothing but white space since the last tag: it is left out."""
+        """True if only white space followed the last tag: it is dropped."""
         self._may_think = True
-        """Nothing but white space since the answer began, or since the last tag."""
+        """True if only white space followed the start of the answer, or the last tag."""
         self._delta: Delta = {}
         self._undecided = ""
-        """What `split` has not told yet."""
+        """Text that `split` has not yet yielded."""
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the arguments of a call have begun and not ended."""
+        """True if the arguments of a call have begun and not ended."""
         return self._inside == _SAID and self._value is not None
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the answer reasons now."""
+        """True if the answer reasons now."""
         return self._inside == THINK
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
-        """Take what was added to the answer; return what is certain."""
+        """Take an addition to the answer, and return the delta that is certain."""
         self._left += text
         thinks, was = self.is_thinking, len(token_ids)
         while self._step():
-            if thinks and not self.is_thinking:  # tokens may come together: those up to the tag
+            if thinks and not self.is_thinking:  # tokens may arrive together: count up to the tag
                 thinks, said = False, len(text) - len(self._left)
                 was = sum(end < said for end in ends[: was - 1]) + 1 if ends else was
                 self.num_reasoning_tokens += was
@@ -128,7 +128,7 @@ class HermesReader:
         return self._taken()
 
     def finish(self) -> Delta:
-        """Return what was held back: the answer has ended."""
+        """Return the text that was held back, at the end of the answer."""
         while self._inside == OPEN:
             self._refuse()
             while self._step():
@@ -142,7 +142,7 @@ class HermesReader:
         return self._taken()
 
     def split(self, text: str, token_id: int) -> Iterable[tuple[str, bool]]:
-        """Cut text into reasoning, with its tags, and what is none; see `Reading`."""
+        """Split text into reasoning, with its tags, and other text; see `Reading`."""
         for character in text:
             was_thinking = self.is_thinking
             self.push(character, ())
@@ -161,11 +161,11 @@ class HermesReader:
         return delta
 
     def _may_begin(self, tag: str) -> bool:
-        """Return whether what is held back may be the beginning of a tag."""
+        """Return True if the text held back may be the beginning of a tag."""
         is_open = tag in self._tags.get(self._inside, ()) and (tag != THINK or self._may_think)
         return is_open and any(_overlap(self._left, form) for form in self._forms[tag])
 
-    # -- steps: each reads up to the next thing that is certain; False if it is not there yet
+    # -- steps: each reads up to the next certain thing; False if it has not arrived
 
     def _step(self) -> bool:
         if self._inside == OPEN:
@@ -190,12 +190,12 @@ class HermesReader:
         return True
 
     def _cut(self, num: int) -> str:
-        """Take so many characters of what is left."""
+        """Remove and return the first characters of `_left`."""
         part, self._left = self._left[:num], self._left[num:]
         return part
 
     def _find(self, tag: str) -> tuple[int, str, str] | None:
-        """Find a tag: its place and its form."""
+        """Return the place of a tag, its spelling and the tag; None if it is not there."""
         found = [(at, form) for form in self._forms[tag] if (at := self._left.find(form)) >= 0]
         if not found:
             return None
@@ -204,7 +204,7 @@ class HermesReader:
         return None if is_said else (at, form, tag)
 
     def _step_call(self) -> bool:
-        """Read a call up to its arguments, or whole if its parts have another order."""
+        """Read a call up to its arguments, or to its end if its fields have another order."""
         if (head := _HEAD.match(self._left)) is not None:
             return self._begin_call(head)
         body = self._left.lstrip()
@@ -229,16 +229,16 @@ class HermesReader:
         return True
 
     def _refuse(self) -> bool:
-        """Treat a tag as content, with all that follows: no call is behind it."""
+        """Treat a tag as content, with all that follows, because no call follows it."""
         self._inside, self._is_bare = "", False
         self._say(OPEN)
         return True
 
     def _begin_call(self, head: re.Match[str]) -> bool:
-        """The name is there and the arguments begin: from here on it is a call."""
+        """Begin a call, whose name is known and whose arguments begin now."""
         try:
             name = json.loads(head[1].translate(_SHOWN))
-        except (ValueError, RecursionError):  # an escape that is none
+        except (ValueError, RecursionError):  # an invalid escape
             return self._refuse()
         if not is_name(name):
             return self._refuse()
@@ -259,7 +259,7 @@ class HermesReader:
         return has_ended
 
     def _step_behind(self) -> bool:
-        """Read from the end of the arguments to the tag. What else is there is content."""
+        """Read from the end of the arguments to the tag. Other text there is content."""
         tail = _TAIL.match(self._left)
         assert tail is not None
         for form in self._forms[CLOSE]:
@@ -273,13 +273,13 @@ class HermesReader:
                 self._inside, self._is_bare = "", False
                 self._say(self._cut(close[0]))
                 self._cut(len(close[1]))
-            else:  # the tag was left out
+            else:  # the tag is missing
                 self._cut(tail.end())
         self._inside, self._is_bare, self._may_think = "", True, True
         return True
 
     def _only_ends(self, text: str) -> bool:
-        """Return whether a text that ends here only ends a call."""
+        """Return True if all the text, up to its end, may belong to the end of a call."""
         behind = text[_TAIL.match(text).end() :]  # type: ignore[union-attr]
         return any(form.startswith(behind) for form in self._forms[CLOSE])
 
@@ -294,12 +294,12 @@ class HermesReader:
             self._delta[name] = self._delta.get(name, "") + text.translate(_SHOWN)
 
     def _add(self, call: dict[str, Any]) -> None:
-        """Add a call, or what was added to the last one."""
+        """Add a call, or an addition to the last one."""
         self._delta["tool_calls"] = with_call(self._delta.get("tool_calls", []), call)
 
 
 def _parsed(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of a call; None if something in it is not understood."""
+    """Return the name and arguments of a call; None if a part is not understood."""
     fields = _fields(text)
     if fields is None:
         return None
@@ -318,7 +318,7 @@ def _parsed(text: str) -> tuple[str, str] | None:
 
 
 def _fields(text: str) -> dict[str, tuple[Any, str]] | None:
-    """The fields of a JSON object: the value of each, and how it is written; None if it is none."""
+    """Return the fields of a JSON object, each value with its source text; None if invalid."""
     found: dict[str, tuple[Any, str]] = {}
     at, before = 0, _FIRST
     try:
@@ -334,6 +334,6 @@ def _fields(text: str) -> dict[str, tuple[Any, str]] | None:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that begins `tag`."""
+    """Return the length of the longest end of `text` that begins `tag`."""
     longest = min(len(text), len(tag) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

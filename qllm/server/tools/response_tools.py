@@ -1,7 +1,7 @@
-"""Tools as `/v1/responses` has them, and the functions that the model is told of.
+"""Tools of `/v1/responses`, and the functions that stand for them in a chat.
 
-A function of a namespace and a tool whose input is plain text become functions of a chat; a call
-of one is shown as its client expects it. Tools that a server would run are left out.
+A function of a namespace, and a tool whose input is plain text, become functions of a chat. Their
+calls are converted back for the client. Tools that a server would run are left out.
 """
 
 import json
@@ -15,7 +15,7 @@ from qllm.grammar_schema import closed
 from qllm.server.http.fields import Items, LeftOut, Open, kind_of
 
 INPUT = "input"
-"""The argument of the function that stands for a tool whose input is plain text."""
+"""Argument of the function that stands for a tool whose input is plain text."""
 
 
 class FunctionTool(Open):
@@ -28,7 +28,7 @@ class FunctionTool(Open):
     strict: bool | None = None
 
     def function(self) -> dict[str, Any]:
-        """Return the function as a chat has it, but for its name."""
+        """Return the function in a chat's shape, without its name."""
         parameters = closed(self.parameters) if self.strict else self.parameters
         given = {"description": self.description, "parameters": parameters}
         return {name: x for name, x in given.items() if x is not None}
@@ -37,8 +37,8 @@ class FunctionTool(Open):
 class CustomTool(Open):
     """A tool of the client whose input is plain text.
 
-    A call that is forced holds its input to a grammar that is a regular expression. The input
-    stands in JSON, whose escapes a grammar of Lark's syntax does not have.
+    A forced call constrains its input only by a grammar that is a regular expression. The input is
+    inside JSON, and grammars in Lark's syntax have no escapes for it.
     """
 
     type: Literal["custom"]
@@ -49,10 +49,10 @@ class CustomTool(Open):
     _is_forced: bool = PrivateAttr(False)
 
     def force(self) -> None:
-        """Take it that the answer must call a tool.
+        """Record that the answer must call a tool.
 
         Raises:
-            ValueError: The tool has a grammar that cannot hold its input.
+            ValueError: The tool has a grammar that cannot constrain its input.
         """
         self._is_forced = True
         if self._has_grammar and self._pattern is None:
@@ -68,13 +68,13 @@ class CustomTool(Open):
 
     @property
     def _pattern(self) -> str | None:
-        """The regular expression of its input; None if it has none."""
+        """The regular expression for its input; None without one."""
         grammar = self.format or {}
         wanted, text = grammar.get("syntax") == "regex", grammar.get("definition")
         return f"^(?:{text})$" if wanted and isinstance(text, str) else None
 
     def function(self) -> dict[str, Any]:
-        """Return the tool as a function of one text."""
+        """Return the tool as a function with one text argument."""
         grammar = (self.format or {}).get("definition")
         said = [self.description, grammar and f"The input is of this grammar:\n{grammar}"]
         pattern = {} if self._pattern is None else {"pattern": self._pattern}
@@ -87,14 +87,14 @@ class CustomTool(Open):
         return {"description": "\n\n".join(filter(None, said)), "parameters": parameters}
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name the grammar where the model is told of it, and not held to it."""
+        """Yield the grammar if it is only described to the model, not enforced."""
         if self._has_grammar and not self._is_forced:
             text = "the input of a custom tool is held to a grammar only where a call is forced; "
             yield "format", text + "leave format out"
 
 
 def _either(kinds: Mapping[str, str]) -> Discriminator:
-    """Tell the kinds of tools apart; one of any other type is left out."""
+    """Return a discriminator of the kinds of tools; any other type counts as left out."""
     return Discriminator(lambda value: kinds.get(str(kind_of(value)), "left out"))
 
 
@@ -132,11 +132,11 @@ class Callee(NamedTuple):
     namespace: str | None
 
     def chat(self, name: str) -> dict[str, Any]:
-        """Return it as a chat has it, under the name that the model knows."""
+        """Return the tool in a chat's shape, under the name that the model sees."""
         return {"type": "function", "function": {"name": name, **self.tool.function()}}
 
     def call(self, call_id: str, arguments: str, *, is_done: bool) -> dict[str, Any]:
-        """A call of it as an output item."""
+        """Return a call of the tool as an output item."""
         where = {} if self.namespace is None else {"namespace": self.namespace}
         item = {"call_id": call_id, "name": self.tool.name, **where}
         if isinstance(self.tool, FunctionTool):
@@ -146,7 +146,7 @@ class Callee(NamedTuple):
 
 
 def plain_input(arguments: str) -> str:
-    """The text of a call of a custom tool; of one that has something else, all that it has."""
+    """Return the input of a custom tool's call; all arguments if they have another shape."""
     try:
         found = json.loads(arguments)
         text = found[INPUT] if isinstance(found, dict) and len(found) == 1 else None
@@ -159,12 +159,12 @@ def plain_input(arguments: str) -> str:
 
 
 def callees(tools: Sequence[Any]) -> dict[str, Callee]:
-    """The tools that may be called, by the name that the model knows.
+    """Return the tools that may be called, by the name that the model sees.
 
-    That is their own, or, where several have it, with the namespace in front.
+    A name that several tools have gets its namespace as a prefix.
 
     Raises:
-        ValueError: Two tools are called the same.
+        ValueError: Two tools have the same name.
     """
     found = []
     for tool in tools:
@@ -186,7 +186,7 @@ def callees(tools: Sequence[Any]) -> dict[str, Callee]:
 
 
 class NamedTool(Open):
-    """The name of a tool."""
+    """A reference to a tool by its name."""
 
     type: Literal["function", "custom"]
     name: str
@@ -194,7 +194,7 @@ class NamedTool(Open):
 
 
 class AllowedTools(Open):
-    """Some of the tools."""
+    """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -208,21 +208,21 @@ ToolChoice = (
 
 
 class Names:
-    """The names that the model knows tools by.
+    """The names under which the model sees tools.
 
     Args:
-        named: The tools.
+        named: Tools by these names.
     """
 
     def __init__(self, named: Mapping[str, Callee]) -> None:
         self._known = {(x.namespace, x.tool.name): name for name, x in named.items()}
 
     def of(self, name: str, namespace: str | None) -> str:
-        """The name of a tool, known or not."""
+        """Return the model's name for a tool, known or not."""
         return self._known.get((namespace, name), name)
 
     def forced(self, asked: Any) -> list[str]:
-        """The names of the tools of which a choice forces a call."""
+        """Return the names of the tools that a choice forces the answer to call."""
         if not isinstance(asked, NamedTool | AllowedTools):
             return list(self._known.values()) if asked == "required" else []
         some = [asked] if isinstance(asked, NamedTool) else asked.tools
@@ -230,7 +230,7 @@ class Names:
         return [] if is_free else [self.of(tool.name, tool.namespace) for tool in some]
 
     def choice(self, asked: Any) -> Any:
-        """A choice among the tools, as a chat has it."""
+        """Return a choice among the tools in a chat's shape."""
         if isinstance(asked, NamedTool):
             name = self.of(asked.name, asked.namespace)
             return {"type": "function", "function": {"name": name}}

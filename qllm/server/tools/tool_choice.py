@@ -1,7 +1,7 @@
-"""Which tools an answer may call, and the grammar that holds an answer that must.
+"""The tools that an answer may call, and the grammar of an answer that must call one.
 
-A call that is forced (`required`, or a name) has the form of Hermes and Qwen, whatever the model
-was taught: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
+A forced call (`required`, or a name) has the format of Hermes and Qwen for every model:
+`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
 """
 
 import json
@@ -15,31 +15,31 @@ from qllm.server.http.errors import ApiError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_CALLS = 8
-"""Most calls of one answer that is forced to call."""
+"""Most calls in an answer that must call a tool."""
 ALLOWED_TOOLS = (
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": '
     '[{"type": "function", "function": {"name": ...}}, ...]}}'
 )
-"""A choice among some of the tools."""
+"""Shape of a choice among some of the tools, for messages."""
 
 
 class Choice(NamedTuple):
-    """What a request says of tools."""
+    """A request's choice of tools."""
 
     tools: Sequence[Mapping[str, Any]]
-    """Those that may be called; none with `tool_choice="none"`."""
+    """Tools that may be called; none with `tool_choice="none"`."""
     forced: bool
-    """Whether the answer is calls and nothing else."""
+    """True if the answer must consist of calls."""
     parallel: bool
 
 
 def choice_of(
     tools: Sequence[Mapping[str, Any]] | None, asked: Any, parallel: bool | None
 ) -> Choice:
-    """Check `tools`, `tool_choice` and `parallel_tool_calls`.
+    """Return the choice from `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        ApiError: They are wrong.
+        ApiError: One of them is wrong.
     """
     known: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools or ()):
@@ -70,7 +70,7 @@ def choice_of(
 def allowed_of(
     tools: Sequence[Mapping[str, Any]] | None, asked: Any
 ) -> tuple[Sequence[Mapping[str, Any]] | None, Any]:
-    """Tools and the choice among them, without those that a choice of `allowed_tools` leaves out.
+    """Return the tools that `allowed_tools` allows, and the choice among them.
 
     Raises:
         ApiError: The choice is wrong.
@@ -107,11 +107,11 @@ def _name(tool: Any, index: int, where: str = "tools") -> str:
 
 
 def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
-    """The Lark grammar of calls.
+    """Return the Lark grammar of calls.
 
     Args:
-        choice: The tools that may be called.
-        answer: A JSON schema; the answer may be of it too, instead of calls.
+        choice: Tools that may be called.
+        answer: JSON schema of an answer that is allowed instead of calls; None allows only calls.
     """
     rules, names = [], []
     for index, tool in enumerate(choice.tools):
