@@ -1,1 +1,1 @@
-"""What the server must not forget: files, batches, responses."""
+"""The state that outlives the server: files, batches, responses."""

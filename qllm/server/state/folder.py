@@ -1,4 +1,4 @@
-"""The state folder: its owner's alone, held by one server, with a database that is whole."""
+"""The state folder: private to its owner, held by one server, with an intact database."""
 
 import fcntl
 import logging
@@ -15,17 +15,17 @@ from qllm.server.http.errors import is_unwritable
 
 DATABASE = "batch.db"
 OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
-"""Names in the folder that are the server's, and the one that file systems put there."""
+"""Names in the folder that belong to the server, and one that file systems create."""
 MADE = b"made\n"
-"""What the lock file says once there is a database: without it one is missing, not new."""
+"""Content of the lock file once a database was made: later, a missing one is an error."""
 _log = logging.getLogger("qllm.server")
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder and `files` in it, and close to others what was open to them.
+    """Make the folder and `files` in it, and close both to other users.
 
     Raises:
-        ConfigError: It is open to others and cannot be closed, or holds what is not the server's.
+        ConfigError: The folder is open to others and cannot be closed, or holds foreign files.
     """
     files = folder / "files"
     make_private_folder(folder)
@@ -53,7 +53,7 @@ def make_private(folder: Path) -> None:
 
 
 def _refuse_shared(folder: Path) -> None:
-    """Refuse to close a folder that others may need, such as /tmp."""
+    """Refuse to close a folder that other users may need, such as /tmp."""
     foreign = sorted(path.name for path in folder.iterdir() if not OURS.fullmatch(path.name))
     if foreign or folder.stat().st_mode & stat.S_ISVTX:
         also = f" and holds {foreign[0]!r}, which is not the server's" if foreign else ""
@@ -64,7 +64,7 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def _entries(folder: Path, files: Path) -> Iterator[Path]:
-    """The folder and all that is the server's in it; a link leads elsewhere and is left alone."""
+    """Yield the folder and the server's entries in it, except links, which lead elsewhere."""
     yield folder
     for path in (*folder.iterdir(), *files.iterdir()):
         is_ours = OURS.fullmatch(path.name) and path.name != "lost+found"
@@ -81,10 +81,10 @@ def _mode(path: Path) -> int:
 
 
 def hold(folder: Path) -> int:
-    """Take the folder for this process; return the open lock file.
+    """Lock the folder for this process, and return the open lock file.
 
     Raises:
-        ConfigError: Another server has it.
+        ConfigError: Another server holds it.
     """
     fd = private_fd(folder / "lock", os.O_RDWR)
     try:
@@ -96,12 +96,12 @@ def hold(folder: Path) -> int:
 
 
 def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Connection:
-    """Open the database, see that it is whole, and bring it up to date.
+    """Open the database, check that it is intact, and bring it up to date.
 
     Args:
-        folder: Where it is.
-        lock: From `hold`.
-        tables: What each version adds to the one before.
+        folder: Folder of the database.
+        lock: Descriptor from `hold`.
+        tables: SQL that each version adds to the one before.
 
     Raises:
         ConfigError: It is missing, damaged, of a later version, or cannot be written.
@@ -131,13 +131,13 @@ def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Con
     if not is_made or not os.pread(lock, 1, 0):
         try:
             os.pwrite(lock, MADE, 0)
-        except OSError as error:  # a full disk: the next start does it
+        except OSError as error:  # a full disk: the next start writes it
             _log.warning("state_dir=%r: %s", str(folder), error)
     return db
 
 
 def _has_whole_pages(path: Path) -> bool:
-    """Return whether a database has whole pages, or a log that its last page may come from."""
+    """Return True if the file has whole pages, or a log that may complete the last one."""
     log = path.with_name(f"{DATABASE}-wal")
     if not path.is_file() or (log.is_file() and log.stat().st_size):
         return True
@@ -149,7 +149,7 @@ def _has_whole_pages(path: Path) -> bool:
 def _bring_up(db: sqlite3.Connection, folder: Path, tables: Sequence[str]) -> None:
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives the power
+    db.execute("PRAGMA synchronous = FULL")  # acknowledged data survives a power failure
     (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise sqlite3.DatabaseError(found)

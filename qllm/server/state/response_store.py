@@ -1,4 +1,4 @@
-"""Responses that are kept, and the conversations that they go on with."""
+"""Stored responses, and the conversations that they continue."""
 
 import json
 import sqlite3
@@ -11,9 +11,9 @@ from qllm.server.state.store import Row, Store
 
 UNFINISHED = ("queued", "in_progress")
 KEPT_S = 30 * 24 * 3600
-"""For which a response is kept, as OpenAI does."""
+"""Seconds for which a response is stored, the same as in OpenAI's API."""
 BUSY_S = 10
-"""After which one with too many unfinished responses may try again."""
+"""Retry-After, in seconds, when an owner has too many unfinished responses."""
 EVENTS_AT_ONCE = 256
 _CHAIN = """
 WITH RECURSIVE chain(id, previous, status, input, output, depth) AS (
@@ -30,7 +30,7 @@ class ResponseStore:
     """The responses in the state folder. Safe to use from any thread; calls block.
 
     Args:
-        store: Of the folder.
+        store: Store of the folder.
     """
 
     def __init__(self, store: Store) -> None:
@@ -47,19 +47,19 @@ class ResponseStore:
         most_unfinished: int | None = None,
         now_s: int | None = None,
     ) -> None:
-        """Keep a response, and forget those that are too old.
+        """Store a response, and delete those that are too old.
 
         Args:
-            owner: Whose it is.
-            asked: The body of its request, as JSON.
-            items: Its own input, without that of the responses before it, as JSON.
-            response: As the API shows it.
-            events: The first of its stream, if it is one.
-            most_unfinished: That this owner may have with this one.
+            owner: Caller that it belongs to.
+            asked: Body of its request, as JSON.
+            items: Its own input, without that of earlier responses, as JSON.
+            response: The response in the API's shape.
+            events: First events of its stream, if it is streamed.
+            most_unfinished: Most unfinished responses of the owner; None is unlimited.
             now_s: Seconds since 1970.
 
         Raises:
-            ApiError: 429, the owner has too many that are not finished.
+            ApiError: 429, the owner has too many unfinished responses.
         """
         at = int(time.time()) if now_s is None else now_s
         values = (
@@ -77,15 +77,15 @@ class ResponseStore:
             _append(db, response["id"], events)
 
     def get(self, response_id: str, owner: str) -> Row:
-        """One response as the API shows it.
+        """Return a response in the API's shape.
 
         Raises:
-            ApiError: 404, also if it is of another owner.
+            ApiError: 404, also if it belongs to another owner.
         """
         return dict(json.loads(self._row(response_id, owner)["response"]))
 
     def items(self, response_id: str, owner: str) -> str:
-        """The input of a response, as JSON.
+        """Return the input of a response, as JSON.
 
         Raises:
             ApiError: 404.
@@ -100,12 +100,12 @@ class ResponseStore:
         return rows[0]
 
     def conversation(self, response_id: str, owner: str) -> list[str]:
-        """The input and output items of a response and of all before it, oldest first.
+        """Return the input and output items of a response and all before it, oldest first.
 
-        Each is a list of items as JSON.
+        Each element is a JSON list of items.
 
         Raises:
-            ApiError: It is not there, has not ended well, or one before it was deleted.
+            ApiError: The response is missing or did not end well, or an earlier one was deleted.
         """
         field, code = "previous_response_id", "previous_response_not_found"
         rows = self._store.rows(_CHAIN, response_id, owner, owner)
@@ -123,7 +123,7 @@ class ResponseStore:
         return [text for row in rows for text in (row["input"], row["output"])]
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
             ApiError: 404.
@@ -136,20 +136,20 @@ class ResponseStore:
     # -- in the background
 
     def unfinished(self) -> list[str]:
-        """Ids of the responses that a server has to go on with, oldest first."""
+        """Return ids of the responses that a new server must continue, oldest first."""
         sql = "SELECT id FROM responses WHERE status IN (?, ?) ORDER BY rowid"
         return [row["id"] for row in self._store.rows(sql, *UNFINISHED)]
 
     def work(self, response_id: str) -> Row | None:
-        """The row of an unfinished response, whose it may be; None if it has ended."""
+        """Return the row of an unfinished response of any owner; None if it has ended."""
         sql = "SELECT * FROM responses WHERE id = ? AND status IN (?, ?)"
         rows = self._store.rows(sql, response_id, *UNFINISHED)
         return rows[0] if rows else None
 
     def change(self, response_id: str, response: dict[str, Any], *events: str) -> bool:
-        """Replace what the API shows of an unfinished response, and add to its events.
+        """Replace an unfinished response, and add to its events.
 
-        False if it has ended: then nothing is changed.
+        Returns False if it has already ended: then nothing changes.
         """
         with self._store.change() as db:
             done = db.execute(
@@ -163,7 +163,7 @@ class ResponseStore:
     # -- events of a stream
 
     def add_event(self, response_id: str, event: str) -> bool:
-        """Add an event to an unfinished response; False if it has ended."""
+        """Add an event to an unfinished response; return False if it has ended."""
         with self._store.change() as db:
             sql = "SELECT 1 FROM responses WHERE id = ? AND status IN (?, ?)"
             is_open = db.execute(sql, (response_id, *UNFINISHED)).fetchone() is not None
@@ -172,13 +172,13 @@ class ResponseStore:
             return is_open
 
     def num_events(self, response_id: str) -> int:
-        """How many it has; they are numbered from 0."""
+        """Return the number of events of a response; they are numbered from 0."""
         sql = "SELECT COUNT(*) AS n FROM response_events WHERE response_id = ?"
         return int(self._store.rows(sql, response_id)[0]["n"])
 
     def events(self, response_id: str, after: int) -> tuple[list[str], bool]:
-        """Events behind a number, the first few hundred, and whether there will be no more."""
-        is_over = self.work(response_id) is None  # first: the last event comes with the end
+        """Return the next events after a number, and True if no more will follow."""
+        is_over = self.work(response_id) is None  # first: the last event is stored with the end
         sql = (
             "SELECT event FROM response_events WHERE response_id = ? AND number > ? "
             "ORDER BY number LIMIT ?"

@@ -1,12 +1,12 @@
-"""What the server must not forget: files, batches, every line answered so far, and responses.
+"""The state that the server keeps on disk: files, batches, answered lines, and responses.
 
     STATE_DIR/lock       held while a server runs
               batch.db   SQLite (WAL): one row per file, batch, answered line and response
-              files/ID   what was uploaded and what was made; written whole, then named
+              files/ID   an uploaded or generated file; written completely, then renamed
 
 A line's answer is one row, written in one transaction. So after a crash a line is either answered
-or not; the output file is made from the rows when the batch has ended. All of it is for the eyes
-of its owner alone.
+or not. The output file is made from the rows when the batch has ended. Only the folder's owner can
+read it.
 """
 
 import json
@@ -57,7 +57,7 @@ CREATE TABLE responses (
 );
 CREATE INDEX responses_by_age ON responses (created_at);
 """
-"""Came with version 2."""
+"""Tables added in version 2."""
 EVENTS = """
 CREATE TABLE response_events (
     response_id TEXT NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL,
@@ -66,7 +66,7 @@ CREATE TABLE response_events (
 CREATE INDEX responses_unfinished ON responses (owner)
     WHERE status IN ('queued', 'in_progress');
 """
-"""Came with version 3."""
+"""Tables added in version 3."""
 KEPT_BYTES = """
 ALTER TABLE files ADD COLUMN digest BLOB;
 CREATE TABLE batch_inputs (batch_id TEXT PRIMARY KEY, digests BLOB NOT NULL) WITHOUT ROWID;
@@ -96,9 +96,9 @@ CREATE TRIGGER response_gone AFTER DELETE ON responses BEGIN
     WHERE owner = OLD.owner;
 END;
 """
-"""Came with version 4: digests of files and of the lines of a batch, and the bytes of each key."""
+"""Version 4: digests of files and of the lines of a batch, and the bytes of each key."""
 VERSIONS = (TABLES, RESPONSES, EVENTS, KEPT_BYTES)
-"""What each version adds. A database of a later version is refused."""
+"""SQL that each version adds. A database of a later version is refused."""
 Row = dict[str, Any]
 
 
@@ -106,23 +106,23 @@ _log = logging.getLogger("qllm.server")
 
 
 def now() -> int:
-    """Seconds since 1970: what the API's times are in."""
+    """Return the seconds since 1970, the unit of the API's times."""
     return int(time.time())
 
 
 class Store:
-    """The state of the batch API. Safe to use from any thread; calls block.
+    """The files, batches and answers in the state folder. Safe to use from any thread; calls block.
 
-    It has many methods because each is one statement of SQL.
+    It has many methods because each is one SQL statement.
 
     Args:
-        folder: Made if it is not there.
-        most_bytes: Of files and responses that one key may have here.
-        reserve_bytes: Of the disk that no upload may use, at most a tenth of it: answers need them.
+        folder: State folder; created if missing.
+        most_bytes: Most bytes of files and responses per key.
+        reserve_bytes: Bytes of the disk that uploads leave for answers, at most a tenth of it.
 
     Raises:
-        ConfigError: Another server uses the folder, it is of another version, damaged, or cannot
-            be written.
+        ConfigError: Another server uses the folder; or it is of another version, is damaged, or
+            cannot be written.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Store:
             raise ConfigError(f"state_dir={str(folder)!r} cannot be used: {error}") from error
 
     def _sweep(self) -> None:
-        """Remove what a server that was killed left behind: files that no row names."""
+        """Remove files without a row, which a killed server left behind."""
         named = {row["id"] for row in self.rows("SELECT id FROM files")}
         left = [path for path in self._files.iterdir() if path.name not in named]
         for path in left:
@@ -160,13 +160,13 @@ class Store:
             _log.warning(text, len(whole))
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the database and release the folder."""
         self._db.close()
         os.close(self._held)
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
-        """One transaction."""
+        """Run one transaction: commit at the end, roll back after an error."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -178,7 +178,7 @@ class Store:
                 raise
 
     def rows(self, sql: str, *values: Any) -> list[Row]:
-        """What a query finds."""
+        """Return the rows that a query finds."""
         with self._lock:
             return [dict(row) for row in self._db.execute(sql, values).fetchall()]
 
@@ -191,7 +191,7 @@ class Store:
         newest_first: bool = True,
         purpose: str | None = None,
     ) -> list[Row]:
-        """Rows of an owner, at most `limit`, behind the row `after`."""
+        """Return at most `limit` rows of an owner, after the row `after`."""
         sign, order = ("<", "DESC") if newest_first else (">", "ASC")
         where, values = "owner = ?", [owner]
         if after is not None:
@@ -206,11 +206,11 @@ class Store:
     # -- files
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file is."""
+        """Return the path of a file's content."""
         return self._files / file_id
 
     def write(self, file_id: str, chunks: Iterable[bytes]) -> tuple[int, bytes]:
-        """Write a file whole or not at all; return its bytes and its digest."""
+        """Write a file completely or not at all; return its size in bytes and its digest."""
         part, size, sums = self._files / f"{file_id}.part", 0, blake2b()
         try:
             with open(private_fd(part, os.O_WRONLY | os.O_TRUNC), "wb") as out:
@@ -229,16 +229,16 @@ class Store:
         return size, sums.digest()
 
     def add_file(self, owner: str, filename: str, source: IO[bytes], num_bytes: int = 0) -> Row:
-        """Keep an upload.
+        """Store an upload.
 
         Args:
-            owner: Whose it is.
-            filename: As its owner calls it.
-            source: What is in it.
-            num_bytes: Of the source.
+            owner: Caller that it belongs to.
+            filename: Name from its owner.
+            source: Content of the file.
+            num_bytes: Size of the source in bytes.
 
         Raises:
-            ApiError: The owner has too much already, or the disk.
+            ApiError: The owner's quota is exceeded, or the disk is full.
         """
         file_id = f"file-{secrets.token_hex(12)}"
         with self._room(owner, num_bytes):
@@ -255,7 +255,7 @@ class Store:
 
     @contextmanager
     def _room(self, owner: str, num_bytes: int) -> Iterator[None]:
-        """Hold room for an upload while it is written."""
+        """Reserve disk space for an upload while it is written."""
         with self._coming_lock:
             self.refuse_more(owner, self._coming[owner] + num_bytes)
             disk = os.statvfs(self._files)
@@ -271,10 +271,10 @@ class Store:
                 self._coming[owner] -= num_bytes
 
     def refuse_more(self, owner: str, num_bytes: int = 0) -> None:
-        """Return if a key may keep so many bytes more.
+        """Refuse more bytes than a key's quota allows.
 
         Raises:
-            ApiError: 413, it may not.
+            ApiError: 413, the key would exceed it.
         """
         rows = self.rows("SELECT bytes FROM used WHERE owner = ?", owner)
         used = rows[0]["bytes"] if rows else 0
@@ -286,7 +286,7 @@ class Store:
             raise ApiError(413, text, code="storage_quota")
 
     def is_whole(self, row: Row) -> bool:
-        """Return whether a file is as it was written; one of an older release has no digest."""
+        """Return True if a file is unchanged; without a digest (older release) compare its size."""
         try:
             with open(self.path(row["id"]), "rb") as file:
                 if row["digest"] is None:
@@ -299,12 +299,12 @@ class Store:
         return bool(sums.digest() == row["digest"])
 
     def file(self, file_id: str, owner: str) -> Row | None:
-        """A file, if it is the owner's."""
+        """Return a file's row; None if it is missing or another owner's."""
         rows = self.rows("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
         return rows[0] if rows else None
 
     def delete_file(self, file_id: str, owner: str) -> bool:
-        """Delete a file; False if an unfinished batch reads it."""
+        """Delete a file, and return True; return False if an unfinished batch reads it."""
         marks = ",".join("?" * len(UNFINISHED))
         with self.change() as db:
             used = db.execute(
@@ -322,7 +322,7 @@ class Store:
     def add_batch(
         self, owner: str, endpoint: str, file_id: str, metadata: Mapping[str, Any], seconds: int
     ) -> Row:
-        """Keep a new batch, to be answered within `seconds`."""
+        """Store a new batch, to be answered within `seconds`."""
         batch_id, at = f"batch_{secrets.token_hex(12)}", now()
         with self.change() as db:
             db.execute(
@@ -333,16 +333,16 @@ class Store:
         return self.batch(batch_id)
 
     def batch(self, batch_id: str) -> Row:
-        """A batch that exists."""
+        """Return the row of a batch that exists."""
         return self.rows("SELECT * FROM batches WHERE id = ?", batch_id)[0]
 
     def owned_batch(self, batch_id: str, owner: str) -> Row | None:
-        """A batch, if it is the owner's."""
+        """Return a batch's row; None if it is missing or another owner's."""
         rows = self.rows("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
         return rows[0] if rows else None
 
     def unfinished(self) -> list[str]:
-        """Ids of the batches that a server has to go on with, oldest first."""
+        """Return ids of the batches that a new server must continue, oldest first."""
         marks = ",".join("?" * len(UNFINISHED))
         sql = f"SELECT id FROM batches WHERE status IN ({marks}) ORDER BY rowid"
         return [row["id"] for row in self.rows(sql, *UNFINISHED)]
@@ -350,7 +350,7 @@ class Store:
     def move(
         self, batch_id: str, status: str, *, only_from: tuple[str, ...], **fields: Any
     ) -> bool:
-        """Change the status, note when, and set further columns; False from another status."""
+        """Change the status, its time, and further columns; return False from another status."""
         columns = {"status": status, f"{status}_at": now(), **fields}
         sets = ", ".join(f"{name} = ?" for name in columns)
         marks = ",".join("?" * len(only_from))
@@ -362,7 +362,7 @@ class Store:
             return done.rowcount == 1
 
     def accept(self, batch_id: str, digests: bytes, total: int) -> None:
-        """Begin a batch that was validated, and keep the digests of its lines."""
+        """Begin a validated batch, and store the digests of its lines."""
         with self.change() as db:
             done = db.execute(
                 "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
@@ -373,22 +373,22 @@ class Store:
                 db.execute("INSERT INTO batch_inputs VALUES (?, ?)", (batch_id, digests))
 
     def digests(self, batch_id: str) -> bytes | None:
-        """Digests of a batch's lines; None if a release without them validated it."""
+        """Return the digests of a batch's lines; None if an older release validated it."""
         rows = self.rows("SELECT digests FROM batch_inputs WHERE batch_id = ?", batch_id)
         return bytes(rows[0]["digests"]) if rows else None
 
     # -- lines
 
     def answered(self, batch_id: str) -> set[int]:
-        """Numbers of the lines that have their answer."""
+        """Return the numbers of the answered lines."""
         rows = self.rows("SELECT line FROM answers WHERE batch_id = ?", batch_id)
         return {row["line"] for row in rows}
 
     def answer(self, batch_id: str, line: int, is_ok: bool, record: Mapping[str, Any]) -> None:
-        """Keep the answer of a line.
+        """Store the answer of a line.
 
         Raises:
-            sqlite3.IntegrityError: It has one already.
+            sqlite3.IntegrityError: The line already has an answer.
         """
         column = "num_ok" if is_ok else "num_failed"
         text = json.dumps(record, ensure_ascii=False)
@@ -397,7 +397,7 @@ class Store:
             db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch_id,))
 
     def finish(self, batch_id: str, status: str) -> None:
-        """Make the output and error files from the answers, and end the batch. Repeats safely."""
+        """Make the output and error files from the answers, and end the batch. Idempotent."""
         with self._finishing:
             batch = self.batch(batch_id)
             if batch["status"] in UNFINISHED:
