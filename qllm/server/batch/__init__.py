@@ -1,1 +1,1 @@
-"""Batches: their lines, and the worker that has them answered."""
+"""Batches, and the worker that answers their lines."""

@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI has them."""
+"""The routes `/v1/files` and `/v1/batches`, in OpenAI's shape."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ Order = Literal["asc", "desc"]
 
 
 class BatchRequest(Body):
-    """`POST /v1/batches`."""
+    """The body of `POST /v1/batches`."""
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
@@ -47,7 +47,7 @@ class BatchRequest(Body):
 
 
 def file_object(row: Row) -> dict[str, Any]:
-    """A file as the API shows it."""
+    """Return a file in the API's shape."""
     names = ("id", "bytes", "created_at", "filename", "purpose")
     return {
         "object": "file",
@@ -58,7 +58,7 @@ def file_object(row: Row) -> dict[str, Any]:
 
 
 def batch_object(row: Row) -> dict[str, Any]:
-    """A batch as the API shows it."""
+    """Return a batch in the API's shape."""
     hidden = ("owner", "total", "num_ok", "num_failed")
     counts = {"total": row["total"], "completed": row["num_ok"], "failed": row["num_failed"]}
     return {
@@ -72,7 +72,7 @@ def batch_object(row: Row) -> dict[str, Any]:
 
 
 def _page(rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A list as the API shows it; `rows` has one more than asked for if there are more."""
+    """Return a list in the API's shape; `rows` has one more than `limit` if there are more."""
     data = rows[:limit]
     return {
         "object": "list",
@@ -94,7 +94,7 @@ def _caller(request: Request) -> str:
 
 
 def file_routes(store: Store) -> APIRouter:
-    """The routes of files."""
+    """Return the routes of files."""
     router = APIRouter(tags=["files"])
 
     @router.post("/v1/files", responses=RESPONSES)
@@ -118,7 +118,7 @@ def file_routes(store: Store) -> APIRouter:
         order: Order = "desc",
         purpose: str | None = None,
     ) -> dict[str, Any]:
-        """The caller's files."""
+        """List the caller's files."""
         rows = await asyncio.to_thread(
             store.page, "files", _caller(request), after, limit + 1, order == "desc", purpose
         )
@@ -126,13 +126,13 @@ def file_routes(store: Store) -> APIRouter:
 
     @router.get("/v1/files/{file_id}", responses=RESPONSES)
     async def get_file(request: Request, file_id: str) -> dict[str, Any]:
-        """One file."""
+        """Return one file's description."""
         row = await asyncio.to_thread(store.file, file_id, _caller(request))
         return file_object(_found(row, "file", file_id))
 
     @router.get("/v1/files/{file_id}/content", responses=RESPONSES)
     async def get_content(request: Request, file_id: str) -> FileResponse:
-        """What is in a file."""
+        """Return the content of a file."""
         row = _found(
             await asyncio.to_thread(store.file, file_id, _caller(request)), "file", file_id
         )
@@ -155,12 +155,12 @@ def file_routes(store: Store) -> APIRouter:
 
 
 def batch_routes(store: Store, worker: Worker) -> APIRouter:
-    """The routes of batches."""
+    """Return the routes of batches."""
     router = APIRouter(tags=["batches"])
 
     @router.post("/v1/batches", responses=RESPONSES)
     async def create_batch(request: Request, body: BatchRequest) -> dict[str, Any]:
-        """Answer the lines of a file, as BE."""
+        """Start a batch: the lines of a file are answered as BE."""
         caller = _caller(request)
         file = await asyncio.to_thread(store.file, body.input_file_id, caller)
         _found(file, "file", body.input_file_id)
@@ -176,19 +176,19 @@ def batch_routes(store: Store, worker: Worker) -> APIRouter:
     async def list_batches(
         request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
     ) -> dict[str, Any]:
-        """The caller's batches, newest first."""
+        """List the caller's batches, newest first."""
         rows = await asyncio.to_thread(store.page, "batches", _caller(request), after, limit + 1)
         return _page([batch_object(row) for row in rows], limit)
 
     @router.get("/v1/batches/{batch_id}", responses=RESPONSES)
     async def get_batch(request: Request, batch_id: str) -> dict[str, Any]:
-        """One batch."""
+        """Return one batch."""
         row = await asyncio.to_thread(store.owned_batch, batch_id, _caller(request))
         return batch_object(_found(row, "batch", batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel", responses=RESPONSES)
     async def cancel_batch(request: Request, batch_id: str) -> dict[str, Any]:
-        """Stop a batch; the lines answered so far stay."""
+        """Cancel a batch; the lines answered so far stay."""
         row = await asyncio.to_thread(store.owned_batch, batch_id, _caller(request))
         _found(row, "batch", batch_id)
         moved = await asyncio.to_thread(

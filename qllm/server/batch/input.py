@@ -1,7 +1,7 @@
-"""The lines of a batch's input, held to what they were when the batch was validated.
+"""The lines of a batch's input, checked against the digests made at validation.
 
-What was validated once is not trusted for ever: a disk may lose or change it. Every line has a
-digest of its own, so that those which are as they were get their answers, and the others an error.
+A disk may lose or change a file after its validation. Each line has its own digest, so that intact
+lines still get answers, and damaged ones an error.
 """
 
 import errno
@@ -15,20 +15,20 @@ DIGEST_BYTES = 16
 GONE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EIO}
 )
-"""Errors of a file that is not there, or cannot be read: waiting does not help."""
+"""Errors of a missing or unreadable file, for which waiting does not help."""
 
 
 class Digested:
-    """Lines that pass, and what is remembered of them.
+    """An iterator over lines that collects their digests.
 
     Args:
-        lines: Of a file.
+        lines: Lines of a file.
     """
 
     def __init__(self, lines: Iterable[bytes]) -> None:
         self._lines, self._whole = lines, blake2b()
         self.of_lines = bytearray()
-        """A digest of each line, one behind the other."""
+        """Digests of all lines, concatenated."""
 
     def __iter__(self) -> Iterator[bytes]:
         for line in self._lines:
@@ -38,7 +38,7 @@ class Digested:
 
     @property
     def of_file(self) -> bytes:
-        """A digest of all lines, as `Store.write` makes one of a file."""
+        """The digest of all lines together, equal to that of `Store.write` for the file."""
         return self._whole.digest()
 
 
@@ -46,13 +46,13 @@ def checked(path: Path, total: int, digests: bytes | None) -> Iterator[tuple[int
     """Yield the number of each line, from 0, with its text; None if it is damaged or missing.
 
     Args:
-        path: Of the input file, which may be damaged or missing.
-        total: Lines that it had.
-        digests: From `Digested`; None if the batch is of an older release: then a line is taken
-            to be as it was if it has the parts of one.
+        path: Path of the input file, which may be damaged or missing.
+        total: Number of lines at validation.
+        digests: Digests from `Digested`. None in a batch of an older release: then each line with
+            the necessary fields counts as intact.
 
     Raises:
-        OSError: It cannot be read now, but may be later.
+        OSError: The file cannot be read now, but may be later.
     """
     for number, text in zip(range(total), chain(_lines(path), repeat(None)), strict=False):
         yield number, text if text is not None and _is_same(text, number, digests) else None

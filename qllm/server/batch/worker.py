@@ -1,4 +1,4 @@
-"""Runs batches: every line is one BE request. What it has not finished, the next server does.
+"""The worker of batches: every line is one BE request. The next server continues unfinished ones.
 
 validating -> in_progress -> finalizing -> completed
     |              |  (time over)     `--> expired
@@ -38,11 +38,11 @@ from qllm.types import Priority
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
-"""Most errors of a wrong file that are told."""
+"""Most reported errors of a wrong file."""
 BYTES_AT_ONCE = 65_536
-"""Read from a file at a time, and the rest of the last line."""
+"""Bytes read from a file at a time; a block also includes the rest of its last line."""
 STORAGE_RETRY_S = 5.0
-"""Until a batch is tried again whose answers or files could not be written."""
+"""Seconds until a batch is retried after a failed write to disk."""
 
 DAMAGED_FILE = "the input file is damaged or missing on the server's disk; upload it again"
 
@@ -50,7 +50,7 @@ _log = logging.getLogger("qllm.server.batch")
 
 
 class Line(Body):
-    """One line of an input file."""
+    """A line of an input file."""
 
     custom_id: str = Field(min_length=1, max_length=512)
     method: str
@@ -59,7 +59,7 @@ class Line(Body):
 
 
 class Problem(NamedTuple):
-    """Why a file cannot be a batch."""
+    """A reason why a file cannot be a batch."""
 
     code: str
     message: str
@@ -68,12 +68,12 @@ class Problem(NamedTuple):
 
 
 def problems(lines: Iterator[bytes], endpoint: str, most_bytes: int) -> tuple[int, list[Problem]]:
-    """The number of lines of a file, and what is wrong with them.
+    """Return the number of lines in a file, and what is wrong with them.
 
     Args:
-        lines: Of the file.
-        endpoint: Which all of them have to name.
-        most_bytes: Of one line, as of the body of any other request.
+        lines: Lines of the file.
+        endpoint: Endpoint that every line must name.
+        most_bytes: Most bytes of a line, equal to the limit of any other body.
     """
     found: list[Problem] = []
     seen: set[str] = set()
@@ -119,7 +119,7 @@ def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> Problem
 def problems_of(
     path: Path, endpoint: str, most_bytes: int
 ) -> tuple[int, list[Problem], bytes, bytes]:
-    """Find the same for the file at a path, with the digests of its lines and of the file."""
+    """Return `problems` of the file at a path, with the digests of its lines and of the file."""
     with open(path, "rb") as file:
         lines = Digested(file)
         total, found = problems(iter(lines), endpoint, most_bytes)
@@ -127,12 +127,12 @@ def problems_of(
 
 
 def custom_id_of(text: bytes) -> str:
-    """Return the name of a line's answer."""
+    """Return the `custom_id` of a line."""
     return str(loads(text)["custom_id"])
 
 
 def line_of(text: bytes, endpoint: str) -> tuple[str, Any]:
-    """Return the name of a line's answer and its body, or the `ApiError` that refuses it."""
+    """Return a line's `custom_id`, and its body or the `ApiError` that refuses it."""
     line = loads(text)
     try:
         return line["custom_id"], _body_of(line["body"], endpoint, len(text))
@@ -154,10 +154,10 @@ def _body_of(body: dict[str, Any], endpoint: str, num_bytes: int) -> Any:
 
 
 async def prepare(front: Front, body: Any) -> tuple[Ask, Renderer]:
-    """A line's body as work for the engine.
+    """Return the engine request for a line's body, and the writer of its answer.
 
     Raises:
-        ApiError: It is wrong.
+        ApiError: The body is wrong.
     """
     front.check_model(body.model)
     front.told.headers(body.all_unserved)
@@ -181,11 +181,11 @@ async def _prepare_response(front: Front, body: ResponsesRequest) -> tuple[Ask, 
 
 
 class Worker:
-    """Answers the lines of all unfinished batches. Lives on one event loop.
+    """The worker for the lines of all unfinished batches. Lives on one event loop.
 
-    Lines without an answer outlive the engine: they wait for the next one, and what is left when
-    the server ends stays for the next server. Those that an engine died under are asked one by
-    one, without other lines; one that ends an engine again has failed.
+    Unanswered lines outlive the engine: they wait for the next one, and at the server's end for the
+    next server. After an engine died, its lines are retried one by one, without other lines. A line
+    that ends an engine again has failed.
     """
 
     def __init__(self, front: Front, store: Store, best_effort: BestEffort) -> None:
@@ -196,7 +196,7 @@ class Worker:
         self._stopper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Go on with what the server before this one has not finished."""
+        """Continue the batches that the previous server left unfinished."""
         self._stopper = asyncio.create_task(self._stop_at_drain())
         for batch_id in await asyncio.to_thread(self._store.unfinished):
             self.begin(batch_id)
@@ -207,21 +207,21 @@ class Worker:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop at once. Lines without an answer stay for the next server."""
+        """Stop at once. Unanswered lines stay for the next server."""
         tasks = [*self._batches.values(), *([self._stopper] if self._stopper else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def begin(self, batch_id: str) -> None:
-        """Work on a batch."""
+        """Start to work on a batch."""
         if not self._front.draining.is_set():
             task = asyncio.create_task(self._run(batch_id))
             self._batches[batch_id] = task
             task.add_done_callback(lambda _: self._batches.pop(batch_id, None))
 
     def cancel(self, batch_id: str) -> None:
-        """The batch is `cancelling`: stop its lines and end it."""
+        """Stop the lines of a batch in status `cancelling`, and end it."""
         task = self._batches.get(batch_id)
         if task is None:
             self.begin(batch_id)
@@ -236,7 +236,7 @@ class Worker:
                     return await self._advance(batch_id)
                 except EngineGoneError:
                     _log.warning("batch %s waits for an engine", batch_id)
-                except (OSError, sqlite3.Error) as error:  # a full disk, for now
+                except (OSError, sqlite3.Error) as error:  # for example a full disk
                     _log.warning("batch %s waits for its storage: %s", batch_id, error)
                     await asyncio.sleep(STORAGE_RETRY_S)
                 await self._best_effort.engine()
@@ -244,7 +244,7 @@ class Worker:
             _log.exception("batch %s stopped; the next server goes on with it", batch_id)
 
     async def _advance(self, batch_id: str) -> None:
-        """From whatever status to the end."""
+        """Advance a batch from its status to the end."""
         store = self._store
         batch = await asyncio.to_thread(store.batch, batch_id)
         if batch["status"] == "validating":
@@ -276,7 +276,7 @@ class Worker:
             except ApiError as error:
                 _refuse_outage(error)
                 found = [Problem(str(error.code), error.message)]
-            if not found and file["digest"] not in (None, of_file):  # since it was looked at
+            if not found and file["digest"] not in (None, of_file):  # changed since it was checked
                 found = [Problem("input_damaged", DAMAGED_FILE)]
         if found:
             errors = json.dumps({"object": "list", "data": [p._asdict() for p in found]})
@@ -285,7 +285,7 @@ class Worker:
             self._store.accept(batch["id"], of_lines, total)
 
     async def _answer_all(self, batch: Row) -> None:
-        """Answer the lines that have none, until the batch's time is over."""
+        """Answer the unanswered lines, until the batch's time is over."""
         done = await asyncio.to_thread(self._store.answered, batch["id"])
         lines = await asyncio.to_thread(self._lines, batch, done)
         running: set[asyncio.Task[None]] = set()
@@ -306,13 +306,13 @@ class Worker:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _lines(self, batch: Row, done: set[int]) -> Iterator[tuple[int, bytes | None]]:
-        """The lines that have no answer; None is the text of one that is damaged or missing."""
+        """Yield the unanswered lines; the text of a damaged or missing one is None."""
         path, digests = self._store.path(batch["input_file_id"]), self._store.digests(batch["id"])
         found = checked(path, batch["total"], digests)
         return ((number, text) for number, text in found if number not in done)
 
     def _lost(self, batch: Row, number: int) -> None:
-        """Give a line an error: what it asked for is lost."""
+        """Answer a damaged or missing line with an error."""
         what = f"line {number + 1} of the input is damaged or missing on the server's disk"
         _log.warning("batch %s: %s", batch["id"], what)
         error = {"code": "input_damaged", "message": f"{what}; ask it again", "line": number + 1}
@@ -344,7 +344,7 @@ class Worker:
         do = self._front.best_effort
         try:
             custom_id, given = await do(len(text), line_of, *what)
-        except ApiError as error:  # it takes too much
+        except ApiError as error:  # the line is too costly to read
             _refuse_outage(error)
             custom_id, given = await self._front.in_thread(Priority.BE, self._name_of, text), error
         request_id = f"batch_req_{secrets.token_hex(12)}"
@@ -381,7 +381,7 @@ class Worker:
         return await self._best_effort.answer(place, ask, writer)
 
     def _expire(self, batch: Row) -> None:
-        """Every line without an answer gets an error."""
+        """Answer every unanswered line with an error."""
         done = self._store.answered(batch["id"])
         error = {"code": "batch_expired", "message": "the batch's completion window is over"}
         for number, text in self._lines(batch, done):
@@ -391,7 +391,7 @@ class Worker:
                 self._end_line(batch, number, self._name_of(text), error)
 
     def _name_of(self, text: bytes) -> str | None:
-        """Return the name of a line's answer; None if even that takes too much."""
+        """Return the `custom_id` of a line; None if it is too costly to read."""
         try:
             found: str = self._front.apart.do(len(text), custom_id_of, text, nice=NICE)
         except ApiError:
@@ -400,17 +400,17 @@ class Worker:
 
 
 def _refuse_outage(error: ApiError) -> None:
-    """Return if an error is the fault of a line or a file.
+    """Return if the error is the fault of a line or a file.
 
     Raises:
-        EngineGoneError: It is not, and what is asked has to be tried again.
+        EngineGoneError: It is not, so the work must be retried.
     """
     if error.status_code == 503:
         raise EngineGoneError from error
 
 
 def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]]:
-    """Take the next lines, of about BYTES_AT_ONCE; empty after the last."""
+    """Return the next lines, about `BYTES_AT_ONCE` bytes; empty after the last."""
     found, num_bytes = [], 0
     for number, text in lines:
         found.append((number, text))
@@ -421,7 +421,7 @@ def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | 
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for `work` even when cancelled: what comes next must find its effect."""
+    """Finish `work` even when cancelled: later steps must find its effect."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -431,7 +431,7 @@ async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _all(tasks: set[asyncio.Task[None]]) -> None:
-    """Wait for all; the first failure is raised at once."""
+    """Wait for all tasks; raise the first failure at once."""
     if tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
