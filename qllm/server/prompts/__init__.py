@@ -1,1 +1,1 @@
-"""Prompts that arrive in pieces."""
+"""Prompts that arrive in pieces: streaming prompts."""

@@ -1,12 +1,12 @@
-"""One request whose body streams: lines of JSON, answered when the body ends.
+"""Requests with a streamed body: lines of JSON, answered when the body ends.
 
     POST /v1/completions              Content-Type: application/x-ndjson
     {"model": "...", "max_tokens": 200, "prompt": "Answer from these pages: "}
     {"append": "first page ..."}
     {"replace": "a better first page ...", "from": 8}
 
-The first line is the usual body. The engine computes what came while the next line is made. Who
-hangs up cancels.
+The first line is the usual body. The engine computes each part while the client makes the next
+line. Closing the connection cancels the request.
 """
 
 from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
 
 class StreamedRoute(Route):
-    """A route for bodies of this kind alone."""
+    """A route that matches only requests with a body of JSON lines."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         if scope["type"] == "http" and is_ndjson(scope):
@@ -48,7 +48,7 @@ class StreamedRoute(Route):
 
 
 async def blocks_of(request: Request) -> AsyncIterator[tuple[int, bytes]]:
-    """Lines as they come: those that came together, and the number of the first.
+    """Yield the lines that arrived together as one block, with the number of the first.
 
     Raises:
         ClientDisconnect: The client is gone.
@@ -79,10 +79,10 @@ def _json(number: int, line: bytes) -> Any:
 
 
 def change_of(number: int, raw: bytes) -> AppendRequest | ReplaceRequest:
-    """What a line asks for.
+    """Return the change that a line asks for.
 
     Raises:
-        ApiError: It is neither of the two.
+        ApiError: The line is neither kind of change, or is wrong.
     """
     line = _json(number, raw)
     if not isinstance(line, dict) or not line.keys() & {"append", "replace"}:
@@ -103,11 +103,11 @@ def _at(number: int, error: ApiError) -> ApiError:
 
 
 def _add_lines(opened: Opened, apart: Apart, number: int, block: bytes, most_bytes: int) -> None:
-    """Do what lines ask for, up to the first that is wrong; on a thread.
+    """Apply the changes of a block's lines, up to the first wrong one; called on a thread.
 
     Raises:
-        ApiError: A line is wrong; says which.
-        QllmError: The same.
+        ApiError: A line is wrong; the message has its number.
+        QllmError: The engine refuses a line; the message has its number.
     """
     for at, line in enumerate(block.split(b"\n"), number):
         if not line.strip():
@@ -123,17 +123,17 @@ def _add_lines(opened: Opened, apart: Apart, number: int, block: bytes, most_byt
 
 
 class _Streamed:
-    """Serves bodies that stream."""
+    """The handlers of streamed bodies."""
 
     def __init__(self, front: Front, prompts: OpenPrompts) -> None:
         self._front, self._prompts = front, prompts
 
     async def completion(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
+        """Answer `POST /v1/completions`."""
         return await self._serve(request, CompletionRequest)
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
+        """Answer `POST /v1/chat/completions`."""
         return await self._serve(request, ChatRequest)
 
     async def _serve(self, request: Request, model: type[_Body]) -> Response:
@@ -192,7 +192,7 @@ class _Streamed:
 
 
 def routes(front: Front, prompts: OpenPrompts) -> list[Route]:
-    """The routes. They come before those of whole bodies."""
+    """Return the routes, which must come before those of whole bodies."""
     streamed = _Streamed(front, prompts)
     return [
         StreamedRoute(completions.ENDPOINT, streamed.completion, methods=["POST"]),
@@ -201,10 +201,10 @@ def routes(front: Front, prompts: OpenPrompts) -> list[Route]:
 
 
 def first_of(number: int, line: bytes, model: type[_Body]) -> _Body:
-    """The first line, which is the usual body.
+    """Return the first line as the usual body.
 
     Raises:
-        ApiError: It is wrong.
+        ApiError: The line is wrong.
     """
     first = _json(number, line)
     if isinstance(first, dict) and model is CompletionRequest:
@@ -223,10 +223,10 @@ def first_of(number: int, line: bytes, model: type[_Body]) -> _Body:
 async def _first(
     blocks: AsyncIterator[tuple[int, bytes]], apart: Apart, model: type[_Body]
 ) -> tuple[_Body, tuple[int, bytes]]:
-    """The usual body, and what came behind its line.
+    """Return the usual body, and the received bytes after its line.
 
     Raises:
-        ApiError: It is missing, or wrong.
+        ApiError: The body is missing or wrong.
     """
     async for number, block in blocks:
         left = block.lstrip()

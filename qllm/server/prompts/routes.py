@@ -1,6 +1,6 @@
-"""`/v1/prompts`: a prompt that comes in several requests.
+"""The routes `/v1/prompts`, for a prompt that arrives in several requests.
 
-POST /v1/prompts            -> id          what is there already, class, salt
+POST /v1/prompts            -> id          the first part, class, salt
 POST /v1/prompts/ID/append                 {"append": "..."}
 PUT  /v1/prompts/ID                        {"replace": "...", "from": tokens that stay}
 POST /v1/chat/completions                  {"prompt_id": ID, ...}: it is whole, answer it
@@ -27,7 +27,7 @@ Text = TextOr[int]
 
 
 class OpenRequest(Templated):
-    """`POST /v1/prompts`: a prompt or messages, of which the last one grows."""
+    """The body of `POST /v1/prompts`: a prompt, or messages of which the last one grows."""
 
     ids = ("prompt",)
 
@@ -37,51 +37,51 @@ class OpenRequest(Templated):
     cache_salt: str | None = Field(None, max_length=256)
 
     def asked_class(self) -> Priority | None:
-        """The class it asks for; None leaves it."""
+        """Return the requested class; None if the body names none."""
         if self.priority is not None:
             return Priority.LS if self.priority <= 0 else Priority.BE
         return None if self.service_tier is None else class_of_tier(self.service_tier)
 
 
 class AppendRequest(Body):
-    """A piece that comes at the end."""
+    """The body that adds a piece at the end."""
 
     ids = ("append",)
 
     append: Text
 
     def piece(self) -> tuple[Piece, int | None]:
-        """What comes, and how many tokens stay; None for all."""
+        """Return the piece, and the number of tokens that stay; None for all."""
         return self.append, None
 
 
 class ReplaceRequest(Body):
-    """A piece that follows the first tokens, in place of all that did."""
+    """The body that puts a piece after the first tokens, and drops the tokens after them."""
 
     ids = ("replace",)
 
     replace: Text
     from_: int = Field(alias="from", ge=0)
-    """How many tokens stay."""
+    """Number of tokens that stay."""
 
     def piece(self) -> tuple[Piece, int | None]:
-        """What comes, and how many tokens stay; None for all."""
+        """Return the piece, and the number of tokens that stay; None for all."""
         return self.replace, self.from_
 
 
 class _Routes:
-    """What the routes do."""
+    """The work of the routes."""
 
     def __init__(self, front: Front, prompts: OpenPrompts) -> None:
         self._front, self._prompts = front, prompts
 
     async def seen(self, opened: Opened) -> dict[str, Any]:
-        """What is said of a prompt."""
+        """Return a prompt in the API's shape."""
         show = partial(opened.shown, self._front.config.prompt_idle_s)
         return await self._prompts.look(opened, show)
 
     async def open(self, request: Request) -> dict[str, Any]:
-        """Open a prompt."""
+        """Open the prompt of a request's body."""
         raw, front = await request.body(), self._front
         how = (raw, header(request.scope, "content-type"), OpenRequest)
         body: OpenRequest = await front.apart.run(len(raw), read, *how)
@@ -95,13 +95,13 @@ class _Routes:
         return await self.seen(opened)
 
     async def all_of(self, caller: str) -> list[dict[str, Any]]:
-        """What is said of the prompts of a caller."""
+        """Return the prompts of a caller in the API's shape."""
         return [await self.seen(opened) for opened in self._prompts.of(caller)]
 
     async def grow(
         self, name: str, request: Request, model: type[AppendRequest] | type[ReplaceRequest]
     ) -> dict[str, Any]:
-        """Give a prompt the piece that is in a body; the body is read on its thread, or apart."""
+        """Add the piece in a request's body to a prompt. The body is read off the event loop."""
         prompts, config = self._prompts, self._front.config
         opened = prompts.found(request.state.caller, name)
         raw, apart = await request.body(), self._front.apart
@@ -116,22 +116,22 @@ class _Routes:
 
 
 def routes(front: Front, prompts: OpenPrompts) -> APIRouter:
-    """The routes."""
+    """Return the routes of streaming prompts."""
     router, do = APIRouter(tags=["prompts"]), _Routes(front, prompts)
 
     @router.post("/v1/prompts", responses=RESPONSES, openapi_extra=schema_of(OpenRequest))
     async def open_prompt(request: Request) -> dict[str, Any]:
-        """Open a prompt that comes in pieces; it is computed meanwhile."""
+        """Open a prompt that comes in pieces. The engine computes each piece as it arrives."""
         return await do.open(request)
 
     @router.get("/v1/prompts", responses=RESPONSES)
     async def list_prompts(request: Request) -> dict[str, Any]:
-        """The open prompts of this API key."""
+        """List the open prompts of this API key."""
         return {"object": "list", "data": await do.all_of(request.state.caller)}
 
     @router.get("/v1/prompts/{name}", responses=RESPONSES)
     async def one_prompt(name: str, request: Request) -> dict[str, Any]:
-        """An open prompt: how many tokens it has so far."""
+        """Return an open prompt, with its number of tokens so far."""
         return await do.seen(prompts.found(request.state.caller, name))
 
     @router.post(
@@ -143,12 +143,12 @@ def routes(front: Front, prompts: OpenPrompts) -> APIRouter:
 
     @router.put("/v1/prompts/{name}", responses=RESPONSES, openapi_extra=schema_of(ReplaceRequest))
     async def replace(name: str, request: Request) -> dict[str, Any]:
-        """Let other text, or token ids, follow the first tokens."""
+        """Replace everything after the first tokens by other text, or token ids."""
         return await do.grow(name, request, ReplaceRequest)
 
     @router.delete("/v1/prompts/{name}", responses=RESPONSES)
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        """Give an open prompt up."""
+        """Cancel an open prompt."""
         prompts.cancel(prompts.found(request.state.caller, name), "was deleted")
         return {"id": name, "object": "prompt", "deleted": True}
 

@@ -1,10 +1,10 @@
-"""Prompts that are still coming: who may have how many of them, and how each of them ends.
+"""The streaming prompts: their limits per caller, and how each of them ends.
 
     open -> change, change ... -> sending -> its answer has the seat
       |          |                   `-----> open again, if that is refused
-      `----------'-> deleted, abandoned, given up, engine gone: the seat goes back, once
+      `----------'-> deleted, abandoned, cancelled, engine gone: the seat is released once
 
-A prompt that gets nothing for `prompt_idle_s` is abandoned: its KV and its seat are for others.
+A prompt that gets nothing for `prompt_idle_s` is abandoned: its KV and its seat become free.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from qllm.server.requests.front import Front
 from qllm.types import Priority
 
 KEPT_NAMES = 10_000
-"""Names of prompts that have ended, for what is said of them."""
+"""Most names of ended prompts that are remembered, to report how they ended."""
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class Opened:
-    """A prompt that is still coming."""
+    """A streaming prompt."""
 
     name: str
     prompt: GrowingPrompt
@@ -40,26 +40,26 @@ class Opened:
     caller: str
     is_chat: bool
     num_other_bytes: int
-    """What it has beside what grows: the other messages of a chat."""
+    """Bytes of its fixed part: the other messages of a chat."""
     is_streamed: bool = False
-    """Its pieces are lines of one body, which has its own limit in time; nobody else sees it."""
+    """True if its pieces are lines of one body, which has its own time limit. It is not listed."""
     has_seat: bool = True
-    """Its seat goes back when it ends; the answer has it once there is one."""
+    """True until its answer takes over the seat; the end of the prompt releases it."""
     is_sending: bool = False
     num_changing: int = 0
-    """Pieces that came, and are not in the prompt yet."""
+    """Pieces that have arrived but are not in the prompt yet."""
     timer: asyncio.TimerHandle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it changes."""
+    """Held during a change."""
 
     @property
     def num_bytes(self) -> int:
-        """What came of it, as UTF-8, or 4 per token id."""
+        """Bytes received so far: UTF-8, or 4 per token id."""
         return self.num_other_bytes + self.prompt.num_bytes
 
     @property
     def fate(self) -> str:
-        """Why it is open no more."""
+        """The way in which the prompt ended, for messages."""
         if self.prompt.is_sent:
             return "was sent"
         try:
@@ -69,7 +69,7 @@ class Opened:
         return "was given up"
 
     def add(self, piece: Piece, keep: int | None, most_bytes: int) -> None:
-        """Append a piece, or let it follow the first `keep` tokens. It may take long.
+        """Append a piece, or put it after the first `keep` tokens. May take long.
 
         Raises:
             ApiError: The prompt would be too large.
@@ -85,7 +85,7 @@ class Opened:
             prompt.replace(keep, piece)
 
     def shown(self, idle_s: float) -> dict[str, Any]:
-        """What is said of it. It may take long: what came last is tokenised."""
+        """Return the prompt in the API's shape. May take long: it tokenises the last piece."""
         return {
             "id": self.name,
             "object": "prompt",
@@ -99,18 +99,18 @@ class Opened:
 
 
 class OpenPrompts:
-    """The open prompts of a server. Lives on its event loop.
+    """The streaming prompts of a server. Lives on its event loop.
 
-    All that takes a time which grows with a piece or a prompt is done on the threads of its class.
+    Work whose time grows with a piece or a prompt runs on the threads of its class.
     """
 
     def __init__(self, front: Front) -> None:
         self._front, self._config = front, front.config
         self._open: dict[str, Opened] = {}
         self._num_open: Counter[str] = Counter()
-        """By caller, those that are being opened included."""
+        """Number of prompts by caller, including those being opened."""
         self._ended: dict[str, tuple[str, str]] = {}
-        """Caller and fate of those that are open no more."""
+        """Caller and fate of ended prompts, by name."""
         self._order: deque[str] = deque()
 
     async def open(
@@ -126,15 +126,15 @@ class OpenPrompts:
         """Open a prompt.
 
         Args:
-            caller: Whose it is.
-            wanted: Its class; it may be demoted.
-            prompt: What is there: text, ids or messages.
-            cache_salt: As for `submit`.
+            caller: Caller that owns it.
+            wanted: Class of the request; it may be demoted.
+            prompt: First part of the prompt: text, ids or messages.
+            cache_salt: Salt of the cached KV, the same as in `submit`.
             template: Keywords of `render_chat`, for messages.
-            is_streamed: Its pieces are lines of one body.
+            is_streamed: True if its pieces are lines of one body.
 
         Raises:
-            ApiError: It is refused.
+            ApiError: The server refuses it.
             QllmError: The engine refuses it.
         """
         mine, most = self._num_open[caller], self._config
@@ -182,10 +182,10 @@ class OpenPrompts:
         return opened
 
     def found(self, caller: str, name: str) -> Opened:
-        """An open prompt of this caller. That of another is as if it were not there.
+        """Return an open prompt of this caller; prompts of others count as missing.
 
         Raises:
-            ApiError: 404; or 409 if it is open no more, or being sent.
+            ApiError: 404 if missing; 409 if it has ended or is being sent.
         """
         opened = self._open.get(name)
         if opened is not None and opened.caller == caller and not opened.is_streamed:
@@ -197,10 +197,10 @@ class OpenPrompts:
         raise _closed(name, fate)
 
     def _check_open(self, opened: Opened) -> None:
-        """Return if it can be changed or sent.
+        """Return if the prompt can be changed or sent.
 
         Raises:
-            ApiError: 409.
+            ApiError: 409, it cannot.
         """
         name = opened.name
         if opened.is_sending:
@@ -211,15 +211,15 @@ class OpenPrompts:
             raise _closed(name, self._ended.get(name, ("", opened.fate))[1])
 
     async def change(self, opened: Opened, do: Callable[[], _T], num_bytes: int) -> _T:
-        """Do what changes a prompt, on a thread: one after the other, as they came.
+        """Run a change of a prompt on a thread; changes run one after another, in order.
 
         Args:
             opened: The prompt.
-            do: Raises what is wrong.
-            num_bytes: About what it has to look at, beside the prompt.
+            do: Function that makes the change, and raises what is wrong.
+            num_bytes: Size of its input, in addition to the prompt; approximate.
 
         Raises:
-            ApiError: The prompt is open no more, or is being sent.
+            ApiError: The prompt has ended, or is being sent.
         """
         self._check_open(opened)
         self._hold(opened)
@@ -228,14 +228,14 @@ class OpenPrompts:
             async with opened.lock:
                 return await self.look(opened, do, num_bytes)
         except RequestFailedError:
-            self._check_open(opened)  # says what became of it meanwhile
+            self._check_open(opened)  # reports how it ended meanwhile
             raise
         finally:
             opened.num_changing -= 1
             self._touch(opened)
 
     async def look(self, opened: Opened, do: Callable[[], _T], num_bytes: int = 0) -> _T:
-        """Do what looks at a prompt, and at so many bytes beside it, on a thread."""
+        """Run a function that reads a prompt and `num_bytes` of other input, on a thread."""
         text = self._front.text_of(opened.served.priority)
         is_short = num_bytes + opened.num_bytes < SHORT
         done: _T = await text.run(do, is_short=is_short, abandon=_forget)
@@ -243,10 +243,10 @@ class OpenPrompts:
 
     @contextmanager
     def sending(self, caller: str, name: str, *, is_chat: bool) -> Iterator[Opened]:
-        """Take a prompt to send it; it stays open if that is refused.
+        """Take a prompt in order to send it; it stays open if sending is refused.
 
         Raises:
-            ApiError: There is none; it is being changed or sent; it is of the other endpoint.
+            ApiError: It is missing, is being changed or sent, or belongs to the other endpoint.
         """
         opened = self.found(caller, name)
         if opened.num_changing:
@@ -260,7 +260,7 @@ class OpenPrompts:
 
     @contextmanager
     def sent(self, opened: Opened) -> Iterator[None]:
-        """A prompt is sent meanwhile, and nothing else is done with it."""
+        """Mark the prompt as being sent inside the block, which excludes changes."""
         self._hold(opened)
         opened.is_sending = True
         try:
@@ -278,7 +278,7 @@ class OpenPrompts:
             opened.timer = None
 
     def _touch(self, opened: Opened) -> None:
-        """Something came: it is abandoned `prompt_idle_s` from now."""
+        """Restart the idle timer: the prompt is abandoned `prompt_idle_s` from now."""
         self._hold(opened)
         after_s = self._config.prompt_idle_s
         if opened.name in self._open and not (opened.is_streamed or opened.num_changing):
@@ -290,12 +290,12 @@ class OpenPrompts:
         self.cancel(opened, f"was abandoned: nothing came for {self._config.prompt_idle_s:g} s")
 
     def cancel(self, opened: Opened, fate: str) -> None:
-        """End a prompt that nobody will send."""
+        """Cancel a prompt that its client will not send."""
         opened.prompt.cancel()
         self.end(opened, fate)
 
     def end(self, opened: Opened, fate: str) -> None:
-        """It is open no more, and a seat that no answer has is free. Twice is once."""
+        """Remove an ended prompt, and release its seat unless an answer has it. Idempotent."""
         self._hold(opened)
         if self._open.pop(opened.name, None) is None:
             return
@@ -314,18 +314,18 @@ class OpenPrompts:
             del self._num_open[caller]
 
     def of(self, caller: str) -> list[Opened]:
-        """Those of a caller that have a name for it, and are not about to end."""
+        """Return the prompts of a caller that it can name and that are not being sent."""
         mine = (x for x in self._open.values() if x.caller == caller and not x.is_streamed)
         return [x for x in mine if x.prompt.is_open and not x.is_sending]
 
     def close(self) -> None:
-        """Cancel all: the server ends."""
+        """Cancel all prompts, because the server ends."""
         for opened in list(self._open.values()):
             self.cancel(opened, "has ended: the server is shutting down")
 
 
 def _forget(_: object) -> None:
-    """What a change gives is nobody's any more."""
+    """Drop the result of an abandoned change."""
 
 
 def _busy(name: str, what: str) -> ApiError:
@@ -338,10 +338,10 @@ def _closed(name: str, fate: str) -> ApiError:
 
 
 def check_size(num_bytes: int, most: int) -> None:
-    """Return if a prompt may be so large.
+    """Refuse a prompt that is too large.
 
     Raises:
-        ApiError: 413.
+        ApiError: 413, it is.
     """
     if num_bytes > most:
         raise ApiError(
@@ -352,7 +352,7 @@ def check_size(num_bytes: int, most: int) -> None:
 
 
 def _num_bytes(piece: Any) -> int:
-    """What a piece, or messages, come to: text as UTF-8, 4 per token id."""
+    """Return the size of a piece or of messages: bytes of UTF-8, 4 per token id."""
     if isinstance(piece, str):
         return len(piece.encode("utf-8", "surrogatepass"))
     if isinstance(piece, list) and piece and isinstance(piece[0], Mapping):
