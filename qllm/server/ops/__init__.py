@@ -1,1 +1,1 @@
-"""What an operator sees and starts: probes, banner, supervisor, the run of a server."""
+"""Operation of the server: probes, metrics of a fleet, banner, supervisor, and the server's run."""

@@ -1,4 +1,4 @@
-"""What the log says at start: the model, what computes it, and who may call."""
+"""The log lines at start: the model, its kernels, and the allowed callers."""
 
 import ipaddress
 
@@ -10,7 +10,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]:
-    """Lines on the engine that has been loaded."""
+    """Return the lines that describe a loaded engine."""
     settings, kernels = engine.config, engine.kernels
     drivers = {name: engine.drivers.count(name) for name in dict.fromkeys(engine.drivers)}
     layers = ", ".join(f"{count} {name}" for name, count in drivers.items())
@@ -41,7 +41,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
 
 
 def shown_bytes(count: float) -> str:
-    """A number of bytes with three digits and its unit."""
+    """Return a number of bytes as text with three digits and a unit."""
     for unit in UNITS[:-1]:
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -50,7 +50,7 @@ def shown_bytes(count: float) -> str:
 
 
 def warnings(config: ServerConfig, num_keys: int) -> list[str]:
-    """Why strangers may come in, or read along."""
+    """Return warnings if other hosts can use the server, or read its traffic."""
     if is_loopback(config.host):
         return []
     found = []
@@ -68,7 +68,7 @@ def warnings(config: ServerConfig, num_keys: int) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

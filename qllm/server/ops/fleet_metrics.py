@@ -1,4 +1,4 @@
-"""What /metrics says of each engine of a fleet, by its address."""
+"""Metrics of each engine in a fleet, labelled with its address."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ class FleetMetrics:
     """The collectors of a fleet.
 
     Args:
-        metrics: Of the server, whose registry they join.
-        model_name: A label of every metric.
-        fleet: What they are of.
+        metrics: Metrics of the server, whose registry they join.
+        model_name: Label of every metric.
+        fleet: Fleet to observe.
     """
 
     def __init__(self, metrics: Metrics, model_name: str, fleet: ManyClient) -> None:
@@ -43,7 +43,7 @@ class FleetMetrics:
         self._errors = counter("route_errors", "Choices that the route did not make")
 
     def observe(self) -> None:
-        """Take the numbers as they are now."""
+        """Update the metrics with the fleet's current numbers."""
         engines = self._fleet.engines()
         self._forget({engine["engine"] for engine in engines})
         for engine in engines:
@@ -57,7 +57,7 @@ class FleetMetrics:
         self._errors.labels(self._model).inc(new)
 
     def _forget(self, there: set[str]) -> None:
-        """Say nothing more of engines that are named no longer: replicas do not come back."""
+        """Remove the series of engines that have left: replicas do not come back."""
         gone, self._names = self._names - there, there
         for name in gone:
             self._up.remove(self._model, name)

@@ -1,4 +1,4 @@
-"""The routes for machines that watch: health, readiness, metrics, version."""
+"""The routes for monitoring: health, readiness, metrics, version."""
 
 import asyncio
 from collections import Counter
@@ -19,17 +19,17 @@ from qllm.types import RequestStatus
 
 
 class OpenRequest(NamedTuple):
-    """A request that somebody waits for, as it is now."""
+    """A snapshot of a request that a client waits for."""
 
     handle: Handle
     class_name: str
     status: str
     num_tokens: int
-    """Produced so far."""
+    """Tokens produced so far."""
 
 
 def open_requests(front: Front, but: Set[int] = frozenset()) -> list[OpenRequest]:
-    """All whose number is not in `but`. Asks the engine, so call it off the event loop."""
+    """Return all open requests except the numbers in `but`. Blocks: it asks the engine."""
     rows = [
         (handle, answer.served.priority.name, num_tokens)
         for answer in list(front.answers)
@@ -49,18 +49,18 @@ def open_requests(front: Front, but: Set[int] = frozenset()) -> list[OpenRequest
 
 
 def counts(requests: list[OpenRequest]) -> dict[tuple[str, str], int]:
-    """Requests per (class, state)."""
+    """Return the number of requests per (class, state)."""
     return dict(Counter((request.class_name, request.status) for request in requests))
 
 
 def _engines(front: Front) -> dict[str, Any]:
-    """What /health says of the engines of a fleet."""
+    """Return the part of /health about the engines of a fleet."""
     fleet = front.engine.fleet
     return {} if fleet is None else {"engines": fleet.engines()}
 
 
 def _fleet_observer(front: Front) -> Callable[[], None]:
-    """What a scrape of /metrics calls."""
+    """Return the function that updates a fleet's metrics at each scrape."""
     fleet = front.engine.fleet
     if fleet is None:
         return lambda: None
@@ -68,13 +68,13 @@ def _fleet_observer(front: Front) -> Callable[[], None]:
 
 
 def routes(front: Front) -> APIRouter:
-    """The routes."""
+    """Return the routes for monitoring."""
     router = APIRouter(tags=["probes"])
     observe_fleet = _fleet_observer(front)
 
     @router.get("/health", responses={503: RESPONSES[503]})
     async def health() -> dict[str, Any]:
-        """200 while the engine lives, or a new one is being made: no reason to kill the server."""
+        """Return 200 while the engine runs or restarts: then killing the server does not help."""
         error = front.unavailable()
         if error is None:
             return {"status": "ok", **_engines(front)}
@@ -84,7 +84,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/ready", responses={503: RESPONSES[503]})
     async def ready() -> dict[str, str]:
-        """200 while requests are taken: the engine lives and the server does not drain."""
+        """Return 200 while requests are accepted: the engine runs and the server does not drain."""
         if front.leaving or front.draining.is_set():
             raise ApiError(503, "the server is shutting down", code="draining")
         if (error := front.unavailable()) is not None:
@@ -96,12 +96,12 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/version")
     async def version() -> dict[str, str]:
-        """Answer with the version of this package."""
+        """Return the version of this package."""
         return {"version": qllm.__version__}
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus; of an engine that has ended, what was counted before."""
+        """Return the metrics for Prometheus. After an engine's end its last counts stay."""
         front.metrics.up.set(front.unavailable() is None)
         observe_fleet()
         with suppress(EngineClosedError):

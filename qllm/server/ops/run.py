@@ -1,4 +1,4 @@
-"""Serve an app with uvicorn: limits on connections, and a drain before the end."""
+"""The run of an app in uvicorn, with limits on connections and a drain before the end."""
 
 import asyncio
 import signal
@@ -16,15 +16,15 @@ from qllm.server.http.tls import ssl_context
 from qllm.server.requests.front import Front
 
 GOODBYE_S = 5
-"""For telling the clients that the drain is over."""
+"""Seconds after the drain in which clients receive the errors."""
 
 
 class Server(uvicorn.Server):
-    """Leaves in three steps: it is not ready, takes nothing new, and ends what is left.
+    """A server that stops in three steps: not ready, no new requests, no requests.
 
-    After SIGTERM /ready answers 503 for `shutdown_delay_s`, while all else goes on; then the
-    socket closes, and what is in flight may end by itself; after `drain_s` it ends with an error.
-    It also ends when no further engine will be made.
+    After SIGTERM, /ready answers 503 for `shutdown_delay_s`, while requests are still served. Then
+    the socket closes, and requests in flight may finish. After `drain_s` the rest end with an
+    error. The server also stops when no further engine will be started.
     """
 
     def __init__(self, config: uvicorn.Config, front: Front) -> None:
@@ -32,10 +32,10 @@ class Server(uvicorn.Server):
         self._front = front
         self._drain_s = front.config.drain_s
         self._leaves_at = 0.0
-        """When the socket closes, once the server was told to end."""
+        """Monotonic time in seconds at which the socket closes, after a signal."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn at a signal; a second one does not wait."""
+        """Begin to stop, when uvicorn reports a signal; a second signal skips the delay."""
         waits = sig == signal.SIGTERM and not self._front.leaving
         delay_s = self._front.config.shutdown_delay_s if waits else 0.0
         self._leaves_at = time.monotonic() + delay_s
@@ -43,19 +43,19 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; whether to end."""
+        """Return True to stop; uvicorn calls this ten times a second."""
         told = await super().on_tick(counter) and time.monotonic() >= self._leaves_at
         return told or self._front.gave_up is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn when it has been told to end."""
+        """Drain, then stop; uvicorn calls this at the end."""
         self._front.draining.set()
         asyncio.get_running_loop().call_later(self._drain_s, self._front.cancel)
         await super().shutdown(sockets)
 
 
 def make_server(app: FastAPI, config: ServerConfig) -> Server:
-    """Make a server that is not running yet.
+    """Return a server that is not running yet.
 
     Raises:
         ConfigError: The files for TLS are wrong.
@@ -72,7 +72,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> Server:
             timeout_keep_alive=config.keep_alive_s,
             timeout_graceful_shutdown=config.drain_s + GOODBYE_S,
             server_header=False,
-            access_log=False,  # `access` has the class and TTFT too
+            access_log=False,  # `access` also logs the class and TTFT
             ssl_context_factory=None if context is None else lambda *_: context,
             log_config=log_config(config.log_format),
         ),

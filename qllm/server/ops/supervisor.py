@@ -1,4 +1,4 @@
-"""Brings the engine back: a new one after each that ended by itself, but not for ever."""
+"""The supervisor, which replaces an engine that failed, within a limit of restarts."""
 
 import asyncio
 import logging
@@ -14,13 +14,13 @@ from qllm.server.config import ServerConfig
 from qllm.server.requests.front import Front
 
 PERIOD_S = 0.2
-"""The engine is looked at this often."""
+"""Seconds between two checks of the engine."""
 
 _log = logging.getLogger("qllm.server.ops.supervisor")
 
 
 class Restarts:
-    """How long to wait before a restart, and when there have been too many."""
+    """The waits before restarts, and the limit on their number."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._most, self._window_s = config.max_restarts, config.restart_window_s
@@ -28,7 +28,7 @@ class Restarts:
         self._times: deque[float] = deque()
 
     def wait_s(self, now_s: float) -> float | None:
-        """Note a restart at `now_s`; seconds to wait before it, None if there must be none."""
+        """Count a restart at `now_s`; return the seconds to wait, or None past the limit."""
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._most:
@@ -39,7 +39,7 @@ class Restarts:
 
 
 def given_up(why: str, config: ServerConfig) -> str:
-    """Why there is no further engine."""
+    """Return the reason why no further engine is started."""
     return (
         f"{why}; the engine is not brought back: max_restarts={config.max_restarts} within "
         f"{config.restart_window_s:g} s"
@@ -47,19 +47,19 @@ def given_up(why: str, config: ServerConfig) -> str:
 
 
 class Supervisor:
-    """Replaces `front.engine` when it has failed. Lives on one event loop.
+    """A task that replaces `front.engine` after a failure. Lives on one event loop.
 
     Args:
-        front: Whose engine it is.
-        make: Makes an engine; blocks while it loads.
-        load_s: How long the first load took, from which clients are told when to try again.
+        front: Owner of the engine.
+        make: Function that makes an engine; blocks while it loads.
+        load_s: Seconds of the first load, used to estimate when clients can retry.
     """
 
     def __init__(self, front: Front, make: Callable[[], QLLMEngine], load_s: float = 1.0) -> None:
         self._front, self._make = front, make
         self._restarts = Restarts(front.config)
         self._load_s = load_s
-        """How long the last load took."""
+        """Seconds of the last load."""
         self._up_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -69,15 +69,15 @@ class Supervisor:
         return max(1, math.ceil(self._up_at - time.monotonic()))
 
     def expect(self, wait_s: float) -> None:
-        """A new engine will be loaded in `wait_s`: clients are told when it will serve."""
+        """Set the estimate for clients: an engine starts to load in `wait_s` seconds."""
         self._up_at = time.monotonic() + wait_s + self._load_s
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch the engine."""
         self._tasks = [asyncio.create_task(work) for work in (self._run(), self._look())]
 
     async def close(self) -> None:
-        """Stop watching. An engine that is still loading is closed when it has loaded."""
+        """Stop watching. An engine that is still loading is closed once loaded."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -90,7 +90,7 @@ class Supervisor:
                 await asyncio.sleep(PERIOD_S)
             _log.error("%s", why)
             front.ended[front.engine] = why
-            self.expect(0.0)  # until it is known how long to wait
+            self.expect(0.0)  # until the wait is known
             await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
             front.gave_up = await self._replace(why)
             if front.gave_up is None:
@@ -104,7 +104,7 @@ class Supervisor:
             self._front.log.look()
 
     async def _replace(self, why: str) -> str | None:
-        """Try until there is an engine; else why there is none."""
+        """Retry until there is an engine, and return None; or return why there is none."""
         while (wait_s := self._restarts.wait_s(time.monotonic())) is not None:
             self.expect(wait_s)
             _log.warning("a new engine will be made in %.1f s", wait_s)
@@ -112,7 +112,7 @@ class Supervisor:
             start = time.monotonic()
             try:
                 self._front.engine = await self._made()
-            except Exception as error:  # noqa: BLE001 - told, tried again, in the end given up
+            except Exception as error:  # noqa: BLE001 - logged, then retried within the limit
                 why = f"no new engine could be made: {error}"
                 _log.error("%s", why)
                 continue
@@ -123,7 +123,7 @@ class Supervisor:
         return given_up(why, self._front.config)
 
     async def _made(self) -> QLLMEngine:
-        """Make one on a thread that does not keep the process alive."""
+        """Return an engine made on a daemon thread, which does not keep the process alive."""
         made: Future[QLLMEngine] = Future()
 
         def work() -> None:
