@@ -1,1 +1,1 @@
-"""The page of the server, its feed, and its documentation."""
+"""The live page of the server, its feed, and the page of the routes."""

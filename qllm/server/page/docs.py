@@ -1,4 +1,4 @@
-"""The page `/docs`: routes, their fields and a body of each, from OpenAPI. It needs no script."""
+"""The page `/docs`: routes, their fields and an example body, from OpenAPI. It has no script."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from qllm.server.page.ui import HEADERS
 
 STYLE = "docs.css"
 MODEL = "MODEL"
-"""In a body that must name the model; the page has the name that the server serves."""
+"""Placeholder in a body, which the page replaces by the name of the served model."""
 _CHAT = {"messages": [{"role": "user", "content": "What does json.dumps do?"}]}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {**_CHAT, "max_tokens": 64},
@@ -36,42 +36,42 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "POST /detokenize": {"tokens": [1, 2, 3]},
     "POST /delete_kv": {"cache_salt": "session-7"},
 }
-"""A body for each operation that takes one of JSON."""
+"""An example body for each operation that takes JSON."""
 
 
 def routes() -> APIRouter:
-    """The routes."""
+    """Return the routes of the page."""
     router = APIRouter(tags=["docs"])
     style = (files("qllm.server.page") / "static" / STYLE).read_bytes()
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def root() -> Response:
-        """Lead to the live page."""
+        """Redirect to the live page."""
         return RedirectResponse("/ui")
 
     @router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
     async def docs(request: Request) -> Response:
-        """The page."""
+        """Serve the page."""
         model = request.app.state.front.config.model_name
         text = page(await asyncio.to_thread(request.app.openapi), model)
         return Response(text, media_type="text/html", headers=HEADERS)
 
     @router.get(f"/docs/static/{STYLE}", include_in_schema=False)
     async def styled() -> Response:
-        """The page's style."""
+        """Serve the page's style."""
         return Response(style, media_type="text/css", headers=HEADERS)
 
     return router
 
 
 def example(route: str, model: str) -> str:
-    """Return the body of an operation as JSON, with the name of the model; "" if it has none."""
+    """Return an operation's example body as JSON, with the model's name; "" if it has none."""
     body = EXAMPLES.get(route, {})
     return json.dumps({**body, "model": model} if "model" in body else body) if body else ""
 
 
 def page(schema: dict[str, Any], model: str) -> str:
-    """HTML of an OpenAPI schema, with bodies for a model."""
+    """Return the HTML for an OpenAPI schema, with example bodies for a model."""
     info = schema["info"]
     parts = schema.get("components", {}).get("schemas", {})
     body = "".join(
@@ -114,7 +114,7 @@ def _operation(route: str, operation: dict[str, Any], parts: dict[str, Any], mod
 
 
 def _fields(operation: dict[str, Any], parts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Name, type and meaning of each parameter and each field of the body."""
+    """Yield name, type and meaning of each parameter and each field of the body."""
     for found in operation.get("parameters", ()):
         yield found["name"], _kind(found.get("schema", {})), f"in the {found['in']}"
     for content in operation.get("requestBody", {}).get("content", {}).values():
@@ -132,7 +132,7 @@ def _resolved(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type in words: of alternatives all but null."""
+    """Return a type in words; null is left out of alternatives."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "enum" in schema:

@@ -1,4 +1,4 @@
-"""What feeds the live page: one look at the engine for all pages, none while there is no page."""
+"""The feed of the live page. All open pages share one poll of the engine."""
 
 import asyncio
 import logging
@@ -20,42 +20,42 @@ from qllm.types import Priority
 _log = logging.getLogger("qllm.server")
 
 PERIOD_S = 0.25
-"""Between two looks."""
+"""Seconds between two polls."""
 WHOLE_EVERY = 4
-"""Looks of which one lists the open requests too."""
+"""Number of polls of which one also lists the open requests."""
 MAX_KEPT = 240
-"""Messages that a page which comes back, or a further one, gets at once: a minute."""
+"""Messages, of one minute, that a new or returning page gets at once."""
 MAX_KEPT_CHARS = 4 << 20
 MAX_SHOWN = 200
-"""Requests that one message lists."""
+"""Most requests listed in one message."""
 
 
 class Feed:
-    """Messages for the pages that are open. Lives on one event loop."""
+    """The messages for open pages. Lives on one event loop."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._engine: object = None
         self._num_engines = 0
         self._server = secrets.token_hex(4)
-        """Tells the engines of this server from those of one before it: a page may outlive it."""
+        """Id of this server: a page may outlive it and then meet engines of the next."""
         self._since = 0
         self._num_looks = 0
         self._number = 0
-        """Messages so far."""
+        """Number of messages so far."""
         self._kept: deque[tuple[int, str]] = deque()
         self._num_chars = 0
         self._num_pages = 0
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
-        """Replaced with every message."""
+        """Set, and then replaced, at every message."""
 
     async def messages(self, since: int) -> AsyncIterator[str]:
-        """The messages after number `since`, as they come, until the server drains.
+        """Yield the messages after number `since` as they are made, until the server drains.
 
         Args:
-            since: Of the last message that the page has; 0 for all that are kept. A number that
-                was never given out is that of another server, and is taken for 0.
+            since: Number of the last message that the page has; 0 for all that are cached. A number
+                that was never used comes from another server, and counts as 0.
         """
         if since > self._number:
             since = 0
@@ -99,7 +99,7 @@ class Feed:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    # -- one look
+    # -- a poll of the engine
 
     async def _look(self) -> dict[str, Any]:
         front, engine = self._front, self._front.engine
@@ -121,16 +121,16 @@ class Feed:
         return {**found, **self._whole(told, rows)} if whole else found
 
     def _down(self, error: ApiError) -> dict[str, Any]:
-        """Why nothing is served, and what waits for the next engine."""
+        """Return a message with the reason why the server is down, and the requests that wait."""
         front = self._front
-        self._num_looks = 0  # the first look at a new engine is a whole one
+        self._num_looks = 0  # the first poll of a new engine is a whole one
         back_in_s = None if front.back_in_s is None or front.gave_up else front.back_in_s()
         num_open = sum(len(answer.handles) for answer in front.answers)
         said = {"down": error.message, "back_in_s": back_in_s, "num_open": num_open}
         return {"time_s": time.time(), "model": front.model_name, **said}
 
     def _rows(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Open requests that the engine does not list: it has not taken them yet, or lists none."""
+        """Return the open requests that the engine does not list, for example not taken yet."""
         listed = {row["number"] for row in told.get("requests", ())}
         return [
             {

@@ -1,4 +1,4 @@
-"""The live page `/ui`, its files, and the stream of messages that feeds it."""
+"""The live page `/ui`, its files, and its stream of messages."""
 
 from importlib.resources import files
 from typing import Annotated
@@ -11,7 +11,7 @@ from qllm.server.page.feed import Feed
 from qllm.server.requests.front import Front
 
 MAX_READERS = 16
-"""Open pages."""
+"""Most pages open at once."""
 TYPES = {
     "icon.svg": "image/svg+xml",
     "ui.css": "text/css",
@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def routes(front: Front) -> APIRouter:
-    """The routes."""
+    """Return the routes of the page."""
     router = APIRouter(tags=["ui"])
     static = files("qllm.server.page") / "static"
     pages = {name: (static / name).read_bytes() for name in ("ui.html", *TYPES)}
@@ -42,12 +42,12 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/ui", include_in_schema=False)
     async def page() -> Response:
-        """The page; it shows nothing of anybody before it has a key."""
+        """Serve the page. It shows no data until the user enters an API key."""
         return Response(pages["ui.html"], media_type="text/html", headers=HEADERS)
 
     @router.get("/ui/static/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
-        """The page's scripts and styles."""
+        """Serve a script or style of the page."""
         if name not in TYPES:
             raise ApiError(404, f"there is no {name!r:.80}")
         return Response(pages[name], media_type=TYPES[name], headers=HEADERS)
@@ -56,7 +56,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/ui/events", include_in_schema=False)
     async def live(since: Annotated[int, Query(ge=0)] = 0) -> Response:
-        """Server-sent events: what is new, four times a second (`qllm.server.page.feed`)."""
+        """Stream news four times a second as server-sent events (`qllm.server.page.feed`)."""
         if len(readers) >= MAX_READERS:
             raise ApiError(429, f"{MAX_READERS} pages are open already", retry_after_s=5)
         reader = object()
