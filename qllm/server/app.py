@@ -1,4 +1,4 @@
-"""The application: one engine, its routes, and what stands in front of them."""
+"""The application: an engine, its routes, and the layers in front of them."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ from qllm.server.state.store import Store
 
 
 class _State:
-    """What outlives the server: batches and responses, and who works on them."""
+    """The state that outlives the server, batches and responses, with their workers."""
 
     def __init__(self, front: Front, folder: Path) -> None:
         self._front, config = front, front.config
@@ -79,14 +79,14 @@ def create_app(
     make: Callable[[], QLLMEngine] | None = None,
     load_s: float = 1.0,
 ) -> FastAPI:
-    """Make the ASGI application.
+    """Return the ASGI application.
 
     Args:
-        engine: The first one. It is not closed with the app, nor is the last
+        engine: First engine. The app closes neither this one nor the last
             (`app.state.front.engine`).
         config: Settings.
-        make: Makes a further engine when one has ended by itself; None leaves it ended.
-        load_s: How long the first one took to load.
+        make: Function that makes a new engine after one has failed; None makes none.
+        load_s: Seconds that the first engine took to load.
     """
     metrics = Metrics(config.model_name, is_local=config.engine_address is None)
     front = Front(engine, config, metrics)

@@ -1,4 +1,4 @@
-"""Load a model and serve it until SIGTERM or SIGINT."""
+"""The run of `qllm serve`: load a model and serve it until SIGTERM or SIGINT."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ LOG = logging.getLogger("qllm")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded; nobody can connect yet.
+    """Return a socket bound to the address, before the model loads. It does not listen yet.
 
-    The protocol is named because asyncio sets TCP_NODELAY only on sockets that name it. Without
-    it an answer of two writes (head, body) waits for the client's delayed ACK: 40 ms.
+    The protocol is named because asyncio sets TCP_NODELAY only on sockets that name it. Without it
+    an answer of two writes (head, body) waits for the client's delayed ACK: 40 ms.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -43,11 +43,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngine:
-    """Load the model in a process of its own, or meet the engine that has.
+    """Load the model in its own process, or connect to an engine that has loaded it.
 
     Args:
         config: Settings.
-        takes_digest: See `QLLMEngine.from_pretrained`.
+        takes_digest: Option of `QLLMEngine.from_pretrained`.
     """
     if config.engine_address is not None:
         fleet: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngi
 
 
 def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
-    """What a front end shows of a model and policy that it did not choose."""
+    """Return the settings with the engine's model and policy, which a front end does not choose."""
     names = config.served_model_name or (config.model or engine.model_name,)
     policy = str(engine.policy).partition("(")[0]  # without its parameters
     return config.model_copy(update={"served_model_name": names, "policy": policy})
@@ -97,11 +97,11 @@ def _meeting(config: ServerConfig) -> Meeting | None:
 
 
 def serve_engine(config: ServerConfig) -> None:
-    """Load and serve front ends of other hosts. Returns after SIGTERM or SIGINT, drained.
+    """Load the model and serve front ends of other hosts. Returns after SIGTERM or SIGINT, drained.
 
     Raises:
         ConfigError: A setting is wrong.
-        EngineClosedError: The engine ended too often.
+        EngineClosedError: The engine failed too often.
     """
     stop = threading.Event()
     before = {
@@ -135,10 +135,10 @@ def serve_engine(config: ServerConfig) -> None:
 def _replaced(
     config: ServerConfig, restarts: Restarts, stop: threading.Event, why: str
 ) -> QLLMEngine | None:
-    """A new engine; None if we are to end meanwhile.
+    """Return a new engine; None if a signal ends the wait.
 
     Raises:
-        EngineClosedError: There have been too many.
+        EngineClosedError: The engine failed too often.
     """
     while (wait_s := restarts.wait_s(time.monotonic())) is not None:
         LOG.warning("%s; a new engine will be made in %.1f s", why, wait_s)
@@ -152,12 +152,12 @@ def _replaced(
 
 
 def serve(config: ServerConfig) -> None:
-    """Load, listen, serve, drain. Returns when the server has ended.
+    """Load, listen, serve and drain. Returns when the server has ended.
 
     Raises:
-        ConfigError: A setting is wrong, before anything is loaded where possible.
-        EngineClosedError: The engine ended too often.
-        OSError: The address cannot be listened on.
+        ConfigError: A setting is wrong; checked before the load where possible.
+        EngineClosedError: The engine failed too often.
+        OSError: The server cannot listen on the address.
     """
     scheme = "http" if ssl_context(config) is None else "https"
     said = warnings(config, len(read_api_keys(config)))
@@ -182,7 +182,7 @@ def serve(config: ServerConfig) -> None:
             f"{config.model_name} at {scheme}://{host}:{port}",
         ):
             LOG.info(line)
-        # uvicorn drains at SIGTERM, then raises it again: by now there is nothing left to end
+        # uvicorn drains at SIGTERM, then raises it again: nothing is left to end by then
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:
             asyncio.run(server.serve(sockets=[sock]))

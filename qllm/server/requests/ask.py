@@ -71,8 +71,8 @@ class Ask:
     def size(self) -> float:
         """Amount of text work: characters or ids, plus some for each prompt or message.
 
-        Infinite with a grammar or `bad_words`, which take long to build. A streaming prompt counts
-        as a whole, because it is tokenised when it is sent.
+        Infinite for a long body, template variables, a grammar or `bad_words`, which take long. A
+        streaming prompt counts as a whole, because it is tokenised when it is sent.
         """
         if self.num_bytes or self.template or not _SLOW.isdisjoint(self.sampling):
             return math.inf
