@@ -1,6 +1,6 @@
 """The OpenAI-compatible server in front of one engine: `qllm serve`.
 
-Each room imports only from rooms above it:
+Each room imports only from rooms earlier in this list:
 
     http        connections, API keys, limits on bodies, the shape of errors
     requests    the engine as routes see it: admission, tokenising, answers
@@ -14,5 +14,6 @@ Each room imports only from rooms above it:
     app         the FastAPI app, made of the rooms above
     serve       `qllm serve`: the socket, the engine, the app
 
-`config` and `metrics` are below all rooms. The server uses only public parts of `QLLMEngine`.
+`config` and `metrics` come before all rooms. `apart_process` reads long bodies outside of the
+server's process. The server uses only public parts of `QLLMEngine`.
 """

@@ -1,4 +1,4 @@
-"""Settings of the server, from a TOML file, the environment and flags; the later wins."""
+"""Settings of the server, from a TOML file, the environment and flags; later sources win."""
 
 import tomllib
 from collections.abc import Mapping
@@ -19,149 +19,149 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class ServerConfig(BaseModel):
-    """Settings of one server: the file, the environment, the flags and their help are made of it.
+    """Settings of one server. File, environment, flags and their help are derived from the fields.
 
-    A file has the same names; engine and policy settings are its tables `engine` and
-    `policy_settings`. In the environment a name is QLLM_ and the name in capitals; tables are
-    JSON. `qllm.spelling` reads what is written as text. The string below a field is its help.
+    A file uses the same names; engine and policy settings are its tables `engine` and
+    `policy_settings`. In the environment a name is QLLM_ and the name in capitals; tables are JSON.
+    `qllm.spelling` parses values given as text. The string below a field is its help.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = ""
-    """Alias, folder or hub id. Of a front end: where its tokenizer is, if not there too."""
+    """Alias, folder or hub id. For a front end: the tokenizer's location, if it differs there."""
     served_model_name: tuple[str, ...] = ()
-    """What clients call the model, a string or several; by default `model`. Answers have the
-    first."""
+    """Names of the model for clients, one string or several; by default `model`. Answers contain
+    the first."""
     role: Literal["all", "engine", "prefill", "decode", "frontend"] = "all"
-    """"engine": no HTTP, for front ends of other hosts; "prefill", "decode": such an engine that
-    hands requests over once they have their first token, or takes them; "frontend": HTTP and no
-    weights, which is what it is with an `engine_address`."""
+    """"engine": no HTTP, for front ends of other hosts. "prefill", "decode": such an engine that
+    migrates requests after their first token, or receives them. "frontend": HTTP and no weights;
+    implied by an `engine_address`."""
     listen: str | None = None
     """HOST:PORT at which an engine meets front ends of other hosts, and other engines."""
     engine_address: str | None = None
-    """HOST:PORT of the engine (role "frontend"). Several with commas between are a fleet."""
+    """HOST:PORT of the engine (role "frontend"). Several, separated by commas, are a fleet."""
     route: str = "class"
-    """Which engine of a fleet gets a request: class, length, prefix, least, round-robin, or a
-    function of yours as module:function (docs/fleet.md)."""
+    """Rule that chooses the engine of a fleet for a request: class, length, prefix, least,
+    round-robin, or your own function as module:function (docs/fleet.md)."""
     rebalance_s: float = Field(5.0, ge=0)
-    """Seconds for which a BE request stands still at an engine of a fleet before it goes on at one
-    with room, where both have `handover_gib`; 0 leaves it (docs/fleet.md)."""
+    """Seconds without progress after which a BE request at an engine of a fleet migrates to one
+    with room, if both have `handover_gib`; 0 disables (docs/fleet.md)."""
     profile: Literal["tcp", "shm", "rdma"] = "tcp"
-    """What the rings between two hosts go over; the same on both sides."""
+    """Transport of the rings between two hosts; the same on both sides."""
     secret_file: Path | None = None
-    """Holds the secret that engine and front end share; needed unless the address is loopback."""
+    """File with the secret of engine and front end; needed unless the address is loopback."""
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
-    """0 takes a free one."""
+    """TCP port; 0 takes a free one."""
     policy: str = "qllm2"
     policy_settings: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`."""
     ray: dict[str, Any] | None = None
-    """Serve on Ray; a table of its settings (docs/ray.md), which may be empty."""
+    """Table of settings to serve on Ray (docs/ray.md); it may be empty."""
     dtype: str = "auto"
     device: str = "cpu"
-    """"cpu", or "cuda" where torch sees a GPU."""
+    """Device: "cpu", or "cuda" where torch sees a GPU."""
     threads: Threads = None
-    """Threads to compute with; "auto" becomes the cores that the server may use."""
+    """Threads for computing; "auto" is the number of cores that the server may use."""
     trust_remote_code: bool = False
     state_dir: Path | None = None
-    """Folder of batches, their files and kept responses; without one there are none. Only its
+    """Folder for batches, their files and stored responses; without it there are none. Only its
     owner may read it."""
     max_key_bytes: int = Field(10 * GIB, ge=1024)
-    """Most bytes of files and responses that one API key keeps; else 413."""
+    """Most bytes of files and responses stored for one API key; else 413."""
     state_reserve_bytes: int = Field(64 * MIB, ge=0)
     """Bytes of the disk of `state_dir` that no upload may use, at most a tenth of it; else 507."""
     api_key_file: Path | None = None
-    """One API key per line; # begins a comment."""
+    """File with one API key per line; # begins a comment."""
     api_keys: SecretStr = SecretStr("")
-    """API keys with commas between. Meant for the environment: flags can be seen by others."""
+    """API keys, separated by commas. Meant for the environment: other users can see flags."""
     admin_api_key: SecretStr = SecretStr("")
-    """A further API key, which alone may call what concerns all keys (`/reset_prefix_cache`)."""
+    """A further API key, the only one allowed to use admin endpoints (`/reset_prefix_cache`)."""
     ssl_certfile: Path | None = None
-    """Certificate chain (PEM): the server speaks HTTPS. It may hold the key too."""
+    """Certificate chain (PEM), which turns on HTTPS. It may also contain the key."""
     ssl_keyfile: Path | None = None
     """Private key of the certificate."""
     ssl_keyfile_password: SecretStr | None = None
     """Password of the key. Meant for the environment."""
     ssl_ca_certs: Path | None = None
-    """Certificates of the authorities that clients' certificates are checked with."""
+    """Certificates of the authorities that check clients' certificates."""
     ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
-    """Whether clients need a certificate of their own."""
+    """Requirement of a certificate from each client."""
     cors_origins: tuple[str, ...] = ()
-    """Origins of web pages that may call; none by default."""
+    """Origins of web pages that may call the server; none by default."""
     max_ls: int = Field(256, ge=1)
-    """Most LS requests in flight; over it see `ls_overflow`."""
+    """Most LS requests in flight; more are handled by `ls_overflow`."""
     ls_overflow: Literal["demote", "refuse"] = "demote"
-    """What becomes of an LS request over the limit: BE (and told so), or 429."""
+    """Handling of an LS request over the limit: served as BE, which a header reports, or 429."""
     objectives: dict[str, Literal["LS", "BE"]] = {}
-    """Classes by the name of an InferenceObjective, which gateways send in a header; another name
-    leaves the class to the request."""
+    """Classes by the name of an InferenceObjective, which gateways send in a header. For other
+    names the request's own class applies."""
     rate_per_minute: int | None = Field(None, ge=1)
     """Most POST and PUT requests of one API key per minute."""
     max_concurrent: int | None = Field(None, ge=1)
     """Most POST and PUT requests of one API key at once."""
     max_choices: int = Field(128, ge=1)
-    """Most prompts times n of one request."""
+    """Most choices of one request: prompts times n."""
     max_body_bytes: int = Field(4 * MIB, ge=1024)
     """Most bytes in the body of a request, file uploads excepted."""
     max_file_bytes: int = Field(200 * MIB, ge=1024)
     max_header_bytes: int = Field(65536, ge=1024)
     header_timeout_s: float = Field(15, gt=0)
-    """From the connection to its first whole request header."""
+    """Seconds from the connection to its first whole request header."""
     max_open_prompts: int = Field(64, ge=1)
-    """Most prompts of one API key that are still coming; else 429."""
+    """Most streaming prompts of one API key; else 429."""
     max_prompt_bytes: int = Field(4 * MIB, ge=1024)
     """Most bytes of a prompt that comes in pieces."""
     prompt_idle_s: float = Field(60, gt=0, le=1e6)
-    """A prompt that gets no piece for so long is abandoned."""
+    """Seconds without a piece after which a streaming prompt is abandoned."""
     body_timeout_s: float = Field(30, gt=0)
-    """Between two pieces of a body."""
+    """Seconds between two pieces of a body."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """What becomes of fields and tools of a chat, a response or a message that are not served and
-    cannot change the text: ignored, and named in the header `x-qllm-ignored`, or 400."""
+    """Handling of unserved fields and tools that cannot change the text, in a chat, response or
+    message: ignored and named in the header `x-qllm-ignored`, or refused with 400."""
     tool_ttl_s: float = Field(60, ge=0, le=1e6)
-    """An LS conversation with tools keeps its KV for so long (`cache_ttl_s`): the result of a call
-    comes next. 0 does not."""
+    """Seconds that the KV of an LS conversation with tools stays cached (`cache_ttl_s`), because a
+    tool's result comes next; 0 disables."""
     silence_timeout_s: float | None = Field(600, gt=0, le=1e6)
-    """A request to which no token comes for so long, the first or a further one, ends with 504.
-    Batch lines have no such limit."""
+    """Seconds without a token, a first or a further one, after which a request ends with 504. Batch
+    lines have no such limit."""
     request_timeout_s: float | None = Field(None, gt=0, le=1e6)
-    """A request that takes longer than this as a whole ends with 504; none by default."""
+    """Seconds after which a whole request ends with 504; no limit by default."""
     comment_s: float = Field(10, gt=0, le=13)
-    """After so long without a token a stream says where its request is, in a comment."""
+    """Seconds without a token after which a stream reports its request's state in a comment."""
     stalled_client_s: float = Field(120, gt=0, le=1e6)
-    """A stream whose client takes no bytes for so long ends, and gives its seats back."""
+    """Seconds in which a stream's client takes no bytes, after which the stream ends."""
     keep_alive_s: int = Field(65, ge=1)
-    """For which an idle connection stays open."""
+    """Seconds for which an idle connection stays open."""
     shutdown_delay_s: float = Field(3, ge=0, le=3600)
-    """After SIGTERM: /ready answers 503 for so long while requests are still served, so that load
-    balancers look away; then the socket closes. SIGINT does not wait."""
+    """Seconds after SIGTERM in which /ready answers 503 and requests are still served, so that load
+    balancers stop sending; then the socket closes. SIGINT does not wait."""
     drain_s: int = Field(30, ge=0)
-    """After that: for requests in flight to end by themselves."""
+    """Seconds after that in which requests in flight may finish by themselves."""
     batch_concurrency: int = Field(8, ge=1)
-    """Most batch lines and responses in the background that are in the engine at once."""
+    """Most batch lines and background responses in the engine at once."""
     max_background: int = Field(1000, ge=1)
-    """Most responses in the background of one API key that are not finished; else 429."""
+    """Most unfinished background responses of one API key; else 429."""
     max_event_streams: int = Field(64, ge=1)
-    """Most streams of one API key that read events of responses in the background; else 429."""
+    """Most streams of one API key that read events of background responses; else 429."""
     max_restarts: int = Field(5, ge=0)
-    """Most engines made within `restart_window_s` after one that ended; then the server ends."""
+    """Most restarts of the engine within `restart_window_s`; then the server ends."""
     restart_window_s: float = Field(600, gt=0)
     restart_backoff_s: float = Field(1, ge=0)
-    """Before the first restart; doubled for each further one in the window."""
+    """Seconds before the first restart; doubled for each further one in the window."""
     restart_backoff_cap_s: float = Field(60, ge=0)
-    """Most that the doubling comes to."""
+    """Most seconds before a restart."""
     max_replays: int = Field(3, ge=0)
-    """Most times that an open request goes on with a new engine after one that ended; 0 ends it
-    with an error. Batch lines are asked again whatever this says."""
+    """Most times that an open request is resubmitted to a new engine after one failed; 0 ends it
+    with an error. Batch lines are always retried."""
     hang_s: float = Field(300, ge=0)
-    """An engine with work that does not come round for so long is killed; 0 never does."""
+    """Seconds without progress after which a busy engine is killed; 0 disables."""
     log_format: Literal["text", "json"] = "text"
-    """json: one object per line."""
+    """Format of the log; json has one object per line."""
     access_log: bool = True
-    """One line per HTTP request: status, id, class, TTFT, tokens."""
+    """True for one line per HTTP request: status, id, class, TTFT, tokens."""
 
     @field_validator("cors_origins", mode="before")
     @classmethod
@@ -185,38 +185,38 @@ class ServerConfig(BaseModel):
 
     @property
     def is_fleet(self) -> bool:
-        """Whether there are several engines."""
+        """True if there are several engines."""
         return "," in (self.engine_address or "")
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """All that clients may call the model."""
+        """All names by which clients may request the model."""
         return self.served_model_name or (self.model,)
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """Settings of the engine: `engine`, and what the role makes of it."""
+        """Settings of the engine: `engine`, and those that the role implies."""
         if self.role not in ("prefill", "decode"):
             return self.engine
         return {"handover_gib": HANDOVER_GIB, **self.engine, "role": self.role}
 
     @property
     def model_name(self) -> str:
-        """What answers and metrics call the model."""
+        """Name of the model in answers and metrics."""
         return self.model_names[0]
 
 
 def load_config(
     file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
 ) -> ServerConfig:
-    """Merge the three sources.
+    """Return the settings, merged from the three sources.
+
+    Tables are merged name by name. A setting with empty text counts as absent in that source.
 
     Args:
-        file: TOML, or None.
-        environ: The environment; every name that begins with QLLM_ counts.
-        flags: Those given on the command line.
-
-    Tables are merged name by name. A setting whose text is empty is not given by that source.
+        file: Path of a TOML file, or None.
+        environ: Environment; names that begin with QLLM_ count.
+        flags: Settings from the command line.
 
     Raises:
         ConfigError: A name is unknown or a value is not allowed.
@@ -255,7 +255,7 @@ def load_config(
 
 
 OWN_FLAGS = ("policy", "policy_settings", "dtype", "device", "threads", "trust_remote_code", "role")
-"""What `QLLMEngine.from_pretrained` is given from settings of their own."""
+"""Engine settings that have a flag of their own in the server."""
 
 
 def _flag(name: str) -> str:
@@ -264,13 +264,13 @@ def _flag(name: str) -> str:
 
 ENGINE_ROLES = ("engine", "prefill", "decode")
 ROLE_NEEDS = {"listen": ENGINE_ROLES, "engine_address": ("frontend",)}
-"""Addresses, and the roles that make no sense without; no other has them."""
+"""Addresses, each with the roles that need it; other roles must not have it."""
 HANDOVER_GIB = 1.0
-"""`handover_gib` of engines that prefill or decode, unless it is set."""
+"""Default `handover_gib` of engines that prefill or decode."""
 OF_FLEETS = ("route", "rebalance_s")
 """Settings that need several engines."""
 OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "device", "threads", "hang_s")
-"""Settings that a front end has no use for."""
+"""Settings that do not apply to a front end."""
 
 
 def _check_role(config: ServerConfig) -> None:
@@ -331,24 +331,24 @@ KINDS = {name: field.annotation for name, field in ServerConfig.model_fields.ite
 
 
 def _read(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of one source by their types, those of the table `engine` too."""
+    """Return the values of one source by their types, including those of the table `engine`."""
     try:
         found = read_all(values, KINDS)
         if isinstance(found.get("engine"), dict):
             found["engine"] = spelled(found["engine"])
     except ConfigError as error:
         raise ConfigError(f"{error} (in the {source})") from None
-    for table in ("policy_settings", "ray"):  # theirs are known once the sources are merged
+    for table in ("policy_settings", "ray"):  # their types are known once the sources are merged
         if isinstance(found.get(table), dict):
             found[table] = {name: x for name, x in found[table].items() if x != ""}
     return found
 
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The API keys of file and environment; none means that everybody may call.
+    """Return the API keys from file and environment; with none, every caller is allowed.
 
     Raises:
-        ConfigError: The file holds no key, though it was named.
+        ConfigError: The file was named but has no key.
     """
     keys = list(read_list("api_keys", config.api_keys.get_secret_value()))
     if config.api_key_file is not None:

@@ -1,4 +1,4 @@
-"""What /metrics says: the field's names with `qllm:` in front, per class (LS, BE).
+"""The metrics of `/metrics`: usual names of LLM servers with the prefix `qllm:`, per class.
 
 Latencies are the engine's own (`RequestMetrics`), counted when a request has ended.
 """
@@ -21,7 +21,7 @@ from prometheus_client import (
 from qllm.frontend.handle import Result
 from qllm.types import Priority
 
-disable_created_metrics()  # type: ignore[no-untyped-call] # a series per counter, of no use
+disable_created_metrics()  # type: ignore[no-untyped-call] # a useless series per counter
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
     1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -29,12 +29,12 @@ SECONDS = (
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 RECENT = 512
-"""TTFTs per class that the live page's percentiles are of."""
+"""TTFTs per class from which the live page computes percentiles."""
 STATES = ("waiting", "running", "parked", "paused")
 
 
 def class_name(priority: int) -> str:
-    """LS or BE; the server has no other classes."""
+    """Return LS or BE; the server has no other classes."""
     return Priority(priority).name
 
 
@@ -42,15 +42,15 @@ Count = TypeVar("Count", int, float)
 
 
 def new_since(before: Count, now: Count) -> Count:
-    """How much an engine's count has grown; a new engine counts from 0 again."""
+    """Return the growth of an engine's count; a new engine counts from 0 again."""
     return now - before if now >= before else now
 
 
 class _OfClass:
-    """What is counted for every request of a class: to look a label up costs more than to count.
+    """The series of one class, looked up once because a lookup costs more than counting.
 
     Args:
-        metrics: Whose series they are.
+        metrics: Owner of the series.
         class_name: LS or BE.
     """
 
@@ -79,8 +79,8 @@ class Metrics:
     """The collectors of one server; large because all metrics are made in one place.
 
     Args:
-        model_name: A label of every metric.
-        is_local: Whether the engine's process is on this host, where it is looked at.
+        model_name: Label of every metric.
+        is_local: True if the engine's process is on this host and can be observed.
     """
 
     def __init__(self, model_name: str, is_local: bool = True) -> None:
@@ -165,7 +165,7 @@ class Metrics:
         self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
 
     def _make_prompts(self) -> None:
-        """What is said of prompts that come in pieces."""
+        """Make the metrics of prompts that come in pieces."""
         self.open_prompts = self._gauge(
             "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
         ).labels(self._model)
@@ -197,7 +197,7 @@ class Metrics:
         )
 
     def _make_time(self) -> None:
-        """Make the metrics of the time that each class has, and of the floor of BE."""
+        """Make the metrics of the time of each class, and of BE's minimum share."""
         self._time = {
             name: self._counter(f"{name.removesuffix('_s')}_time_seconds", text)
             for name, text in (
@@ -210,7 +210,7 @@ class Metrics:
         self._min_be_share = self._gauge("min_be_share", "Least part of the time of BE, 0 to 1")
 
     def _make_kept(self) -> None:
-        """What is said of KV that outlives its request, or its blocks."""
+        """Make the metrics of cached and swapped KV."""
         self._prefix = {
             name: self._counter(f"prefix_cache_{name}", text)
             for name, text in (
@@ -257,7 +257,7 @@ class Metrics:
         made = Histogram(
             f"qllm:{name}", text, ["model_name", "class"], buckets=buckets, registry=self.registry
         )
-        for priority in Priority:  # a series that is there from the start has a rate
+        for priority in Priority:  # a series that exists from the start has a rate
             made.labels(self._model, priority.name)
         return made
 
@@ -298,12 +298,12 @@ class Metrics:
         self._key_requests.labels(self._model, key, str(status)).inc()
 
     def tokens_of_key(self, key: str, result: Result, *, is_first: bool = True) -> None:
-        """Count what a choice has cost an API key.
+        """Count the tokens of a choice for an API key.
 
         Args:
-            key: Its digest.
+            key: Digest of the key.
             result: The choice.
-            is_first: Whether its prompt was not counted yet, with another choice of it.
+            is_first: True for the first choice of a prompt, with which the prompt is counted.
         """
         m = result.metrics
         label = class_name(m.priority)
@@ -315,7 +315,7 @@ class Metrics:
         self._finished.labels(self._model, priority.name, "error").inc()
 
     def batch_line(self, status: int) -> None:
-        """Count a batch line that has its answer."""
+        """Count an answered batch line."""
         self._batch_lines.labels(self._model, str(status)).inc()
 
     def refuse(self, status: int) -> None:
@@ -323,7 +323,7 @@ class Metrics:
         self.refused.labels(self._model, str(status)).inc()
 
     def observe(self, stats: Mapping[str, Any], counts: Mapping[tuple[str, str], int]) -> None:
-        """Take the engine's numbers and the requests per (class, state) as they are now."""
+        """Update the metrics with the engine's numbers and the requests per (class, state)."""
         with self._lock:  # two scrapes at once must not count a preemption twice
             new = new_since(self._num_preemptions, stats["num_preemptions"])
             self._num_preemptions = stats["num_preemptions"]
@@ -369,7 +369,7 @@ class Metrics:
     def _count_up(
         self, counters: Mapping[str, Counter], before: dict[str, Any], stats: Mapping[str, Any]
     ) -> None:
-        """Take counts of the engine, which begin anew with it."""
+        """Add the growth of the engine's counts, which restart from 0 with a new engine."""
         with self._lock:
             for name, counter in counters.items():
                 now = stats.get(name, 0)
@@ -384,5 +384,5 @@ class Metrics:
                 self._swapped_before[name] = now
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text that Prometheus reads."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""From the pieces of an answer to HTTP: one JSON body, or server-sent events."""
+"""Conversion of an answer's pieces to HTTP: one JSON body, or server-sent events."""
 
 import asyncio
 import json
@@ -29,48 +29,48 @@ from qllm.types import FinishReason, Logprobs, Priority
 
 HEADER = "x-qllm-priority"
 OBJECTIVES = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-"""Gateway API Inference Extension: the name of an InferenceObjective (setting `objectives`)."""
+"""Headers of the Gateway API Inference Extension: name of an InferenceObjective (`objectives`)."""
 DYNAMO = "x-dynamo-request-priority"
-"""An integer; more is sooner, 0 is usual."""
+"""Header with an integer priority: below 0 is BE, any other is LS."""
 CLIENT_GONE = 499
-"""nginx's status for it; nobody reads the answer."""
+"""nginx's status for a client that has gone; only logs and metrics see it."""
 
 LEAST_LOGPROB = -9999.0
-"""What a smaller log-probability is shown as, as vLLM does."""
+"""Smallest log-probability shown, the same as in vLLM."""
 
 _T = TypeVar("_T")
 _log = logging.getLogger("qllm.server")
 
 
 class Shown(NamedTuple):
-    """One alternative at a position."""
+    """A token and its log-probability, at one position."""
 
     token: str
     logprob: float
     data: bytes
-    """The token's bytes: a character may have those of several."""
+    """Bytes of the token; a character may consist of the bytes of several tokens."""
 
 
 class Tokens:
-    """Shows single tokens of a model as text. JSON has no -inf.
+    """A converter of tokens to texts. Log-probabilities stay finite, because JSON has no -inf.
 
     Args:
-        front: Knows the model's tokenizer.
+        front: Front with the model's tokenizer.
     """
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._known: dict[int, tuple[str, bytes]] = {}
-        """Texts and bytes of those that were shown before."""
+        """Cache of texts and bytes, by token id."""
 
     def shown(self, token_id: int, logprob: float, added: str | None = None) -> Shown:
-        """Show a token.
+        """Return a token's text and bytes with its log-probability.
 
         Args:
             token_id: The token.
-            logprob: How likely it was.
-            added: What it has added to a text, if it is in one: less than its own text where the
-                decoder strips a space in front of all.
+            logprob: Its log-probability.
+            added: Text that it added to an answer, if it is in one. Shorter than the token's own
+                text if the decoder strips the leading space.
         """
         text, data = self._known.get(token_id) or self._look_up(token_id)
         if added is not None and text == f" {added}":
@@ -90,34 +90,34 @@ class Tokens:
 
 
 class Renderer(Protocol):
-    """Shows one answer as its endpoint does."""
+    """A view of one answer in the shape of its endpoint."""
 
     answer_id: str
 
     def serve(self, answer: Answer, asked: str | None) -> None:
-        """Remember the class that the request was given, and what it asked for."""
+        """Record the class that the request was given, and the one that it asked for."""
         ...
 
     async def body(self, answer: Answer) -> dict[str, Any]:
-        """Wait for the answer and return it whole."""
+        """Wait for the answer, and return its whole body."""
         ...
 
     def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
-        """Yield the events of the answer as it comes; see `stream`."""
+        """Yield the events of the answer as it grows; see `stream`."""
         ...
 
     def error_event(self, error: ApiError) -> str:
-        """The event that ends a stream which failed."""
+        """Return the event that ends a failed stream."""
         ...
 
 
 class Writer(ABC):
-    """Turns the pieces of one request into the JSON of an endpoint with choices.
+    """A converter of a request's pieces to the JSON of an endpoint with choices.
 
     Args:
-        front: Knows the model's name and tokenizer.
-        prefix: Of the answer's id.
-        asked: The body of the request.
+        front: Front with the model's name and tokenizer.
+        prefix: Prefix of the answer's id.
+        asked: Body of the request.
     """
 
     kind: str
@@ -125,7 +125,7 @@ class Writer(ABC):
     chunk_kind: str
     """`object` of a chunk of a stream."""
     has_prompts_in_choices = True
-    """Whether each choice says what is said of its prompt; else the body does, as vLLM has it."""
+    """True if each choice reports on its prompt; else the body does, as in vLLM."""
 
     def __init__(self, front: Front, prefix: str, asked: Generation) -> None:
         self.answer_id = f"{prefix}-{asked.request_id or token_hex(12)}"
@@ -135,24 +135,24 @@ class Writer(ABC):
         self.tier = "default"
         self._shows_prompt = asked.prompt_logprobs is not None
         self._shows_tokens = True
-        """See `Answer.shows_tokens`."""
+        """Value of `Answer.shows_tokens`."""
         self._of_prompts: dict[int, list[Any]] = {}
-        """What is said of the tokens of each choice's prompt, if asked for."""
+        """Log-probabilities of each choice's prompt, if requested."""
         self._shown_ids: set[int] = set()
-        """Choices whose prompt's ids were shown."""
+        """Choices whose prompt ids were already sent."""
         self.shown = Tokens(front).shown
         self.prompts: list[tuple[int, ...]] = []
-        """Token ids of each choice's prompt, once it is served."""
+        """Token ids of each choice's prompt, after `serve`."""
 
     def serve(self, answer: Answer, asked: str | None) -> None:
-        """Remember the class that the request was given, and its prompts."""
+        """Record the class that the request was given, and its prompts."""
         served, self._shows_tokens = answer.served, answer.shows_tokens
         self.prompts = [handle.prompt_token_ids for handle in answer.handles]
         is_ls = served.priority is Priority.LS
         self.tier = "priority" if is_ls and asked == "priority" else served.tier
 
     def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """What every body of the answer says."""
+        """Return the fields that every body of the answer has."""
         return {
             "id": self.answer_id,
             "object": kind,
@@ -165,28 +165,28 @@ class Writer(ABC):
     def alternatives(
         self, token_id: int, logprobs: Logprobs, added: str | None = None
     ) -> tuple[Shown, list[Shown]]:
-        """The chosen token, which has `added` so much, and the most likely ones."""
+        """Return the chosen token, with its added text, and the most likely alternatives."""
         top = [self.shown(i, value) for i, value in logprobs.top]
         return self.shown(token_id, logprobs.chosen, added), top
 
     async def made(
         self, answer: Answer, make: Callable[[int, Any], _T], index: int, item: Any
     ) -> _T:
-        """What `make` makes of a piece or an end; off the event loop if a whole prompt is shown."""
+        """Return `make(index, item)`; run it off the event loop if it shows a whole prompt."""
         if not isinstance(item, Piece) or item.prompt is None:
             return make(index, item)
         found: _T = await self._front.in_thread(answer.served.priority, make, index, item)
         return found
 
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A part of a whole answer; keeps what it says of the prompt."""
+        """Return a part of a whole answer, and store its log-probabilities of the prompt."""
         if self._shows_prompt and piece.prompt is not None:
             both = zip(self.prompts[index][1:], piece.prompt.tokens(), strict=True)
             self._of_prompts[index] = [None, *(self._of_token(*pair) for pair in both)]
         return self.chunk(index, piece)
 
     def _of_token(self, token_id: int, logprobs: Logprobs) -> dict[str, Any]:
-        """As vLLM has it: by id; the rank is that among the alternatives, if it is one."""
+        """Return vLLM's entry for a token: by id, with its rank if it is among the alternatives."""
         ranks = {i: rank for rank, (i, _) in enumerate(logprobs.top, 1)}
         values = {token_id: logprobs.chosen, **dict(logprobs.top)}
         shown = {i: self.shown(i, value) for i, value in values.items()}
@@ -196,33 +196,33 @@ class Writer(ABC):
         }
 
     def of_prompt(self, index: int) -> dict[str, Any]:
-        """The field that says it of a whole choice, or beside the choices."""
+        """Return the field with the prompt's log-probabilities; empty if not requested."""
         return {"prompt_logprobs": self._of_prompts.get(index)} if self._shows_prompt else {}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice, before any text."""
+        """Return the first chunk of a choice, before any text; None for none."""
         return None
 
     def usage(self, answer: Answer) -> dict[str, Any]:
-        """Tokens of the answer so far."""
+        """Return the tokens of the answer so far."""
         return answer.usage()
 
     @abstractmethod
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A choice of a stream that grows by a piece."""
+        """Return a choice of a stream that grows by a piece."""
 
     @abstractmethod
     def end(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        """A choice of a stream that ends."""
+        """Return a choice of a stream that ends."""
 
     def choice(self, index: int, item: Piece | FinishReason) -> dict[str, Any]:
-        """A choice of a stream that grows or ends."""
+        """Return a choice of a stream that grows or ends."""
         if not isinstance(item, Piece):
             return self.end(index, item)
         return {**self.chunk(index, item), **self.ids(index, item.token_ids)}
 
     def ids(self, index: int, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Token ids of a part of a choice, and with its first those of its prompt, if asked for."""
+        """Return a part's token ids, if requested; a choice's first part also has its prompt's."""
         if not self.shows_ids:
             return {}
         found = {"token_ids": list(token_ids) if self._shows_tokens else []}
@@ -232,7 +232,7 @@ class Writer(ABC):
         return found
 
     def beside(self) -> dict[str, Any]:
-        """What a body says of its one prompt beside its choices, a stream in its first chunk."""
+        """Return the body's fields about its one prompt; a stream has them in its first chunk."""
         if self.has_prompts_in_choices:
             return {}
         ids = {"prompt_token_ids": list(self.prompts[0])} if self.shows_ids else {}
@@ -247,12 +247,12 @@ class Writer(ABC):
         return _events(answer, self, body.stream_options or StreamOptions(), silence_s)
 
     def error_event(self, error: ApiError) -> str:
-        """The event that ends a stream which failed."""
+        """Return the event that ends a failed stream."""
         return event(error.body())
 
     @abstractmethod
     def whole(self, index: int, pieces: list[dict[str, Any]], reason: FinishReason) -> Any:
-        """A choice at one go, from what `chunk` made of its pieces."""
+        """Return a whole choice, made of the chunks of its pieces."""
 
 
 async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
@@ -272,7 +272,7 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
 
 
 def event(data: object) -> str:
-    """One server-sent event."""
+    """Return a server-sent event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return f"data: {on_one_line(text)}\n\n"
 
@@ -280,17 +280,17 @@ def event(data: object) -> str:
 async def stream(
     answer: Answer, renderer: Renderer, body: Any, silence_s: float
 ) -> AsyncIterator[str]:
-    """Yield the events of an answer. An error is an event too, and the last one.
+    """Yield the events of an answer. An error is also an event, and the last one.
 
-    In a silence there is a comment every `silence_s` seconds, so that nothing between here and
-    the client takes the connection for dead.
+    While no tokens arrive, a comment is sent every `silence_s` seconds, so that proxies do not
+    close the connection as idle.
     """
     try:
         async for text in renderer.events(answer, body, silence_s):
             yield text
     except ApiError as error:
         yield renderer.error_event(error)
-    except Exception as error:  # noqa: BLE001 - half of the answer is sent, the rest is an event
+    except Exception as error:  # noqa: BLE001 - a part was sent, so the error is an event
         yield renderer.error_event(logged(error, "a stream"))
 
 
@@ -325,7 +325,7 @@ async def _events(
 
 
 class Whole(JSONResponse):
-    """A body at one go. What is left to do for its answer is done when it was sent."""
+    """A response with a whole body, which closes its answer after sending."""
 
     def __init__(self, body: Any, on_close: Callable[[], None], headers: dict[str, str]) -> None:
         super().__init__(body, headers=headers)
@@ -334,13 +334,13 @@ class Whole(JSONResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-            await asyncio.sleep(0)  # what is written in a turn goes at its end
+            await asyncio.sleep(0)  # writes go out at the end of the loop's iteration
         finally:
             self._on_close()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that clean up even if nobody ever reads them."""
+    """A stream of server-sent events, which closes its answer even if it is never read."""
 
     def __init__(
         self,
@@ -371,7 +371,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Run `work`, but cancel it when the client disconnects; None then."""
+    """Run `work`, but cancel it and return None if the client disconnects."""
     task = asyncio.current_task()
     assert task is not None
     is_gone = False
@@ -393,7 +393,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T | N
 
 
 def _tell_when_gone(request: Request, gone: Callable[[], None]) -> Callable[[], object]:
-    """Call `gone` when the client disconnects, until what is returned is called."""
+    """Call `gone` when the client disconnects; return a function that stops the watch."""
     presence: Presence | None = request.scope["state"].get("presence")
     if presence is not None:
         return presence.tell_when_gone(gone)
@@ -407,7 +407,7 @@ def _tell_when_gone(request: Request, gone: Callable[[], None]) -> Callable[[], 
 
 
 def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priority | None:
-    """What a gateway says; None if it says nothing that we know."""
+    """Return the class that a gateway's header asks for; None without a known one."""
     for name in OBJECTIVES:
         if (found := objectives.get(header(request.scope, name) or "")) is not None:
             return Priority[found]
@@ -421,10 +421,10 @@ def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priori
 def wanted_class(
     request: Request, by_body: Priority | None, objectives: Mapping[str, str]
 ) -> Priority:
-    """The class a request asks for: by our header, a gateway's, its body, else LS.
+    """Return the class a request asks for: by `HEADER`, a gateway's header, its body, else LS.
 
     Raises:
-        ApiError: The header names no class.
+        ApiError: The header contains no known class.
     """
     text = header(request.scope, HEADER)
     if text is None:
@@ -436,14 +436,14 @@ def wanted_class(
 
 
 def owner_of(caller: str) -> str:
-    """Whose the kept KV of a caller is: no caller shares it with another."""
+    """Return the owner of a caller's cached KV; callers do not share it."""
     return f"key {caller}"
 
 
 async def respond(
     request: Request, front: Front, renderer: Renderer, body: Any, ask: Ask
 ) -> Response:
-    """Serve one request over HTTP, as a stream if its body says so."""
+    """Serve one HTTP request, as a stream if its body asks for one."""
     wanted = wanted_class(request, body.asked_class(), front.config.objectives)
     ignored = front.told.headers(body.all_unserved)
 
@@ -458,7 +458,7 @@ async def respond(
         )
         answer = await front.open(whose, wanted)
         try:
-            await asyncio.sleep(0)  # the engine is told; what follows is done while it computes
+            await asyncio.sleep(0)  # the engine is notified, and computes during the rest
             renderer.serve(answer, body.service_tier)
             headers = {"x-request-id": renderer.answer_id, **answer.served.headers(), **ignored}
             if body.stream:

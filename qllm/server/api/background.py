@@ -1,12 +1,12 @@
-"""Responses that nobody waits for: BE, and what one server has not finished the next one does.
+"""Background responses: answered as BE, and continued by the next server if unfinished.
 
 queued -> in_progress -> completed, incomplete, failed
    `----------`--------> cancelled
 
-The events of one that is a stream are kept with it as they come, and read from there: by whoever
-asked for it, and by who comes back after some number. Such a response goes on with the next engine
-where the last one ended, since what was said cannot be taken back; for the same reason a server
-that finds one in the middle, begun by the server before it, ends it as failed.
+The events of a streamed response are stored as they are made. Its client reads them from there,
+also after a reconnect, from a given number on. If the engine fails, such a response continues on
+the next engine, because sent events cannot be taken back. For the same reason, a server marks a
+stream as failed if an earlier server has already begun it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from qllm.server.state.response_store import UNFINISHED, ResponseStore
 from qllm.server.state.store import Row
 
 STORAGE_RETRY_S = 5.0
-"""Until a response is tried again that could not be written."""
+"""Seconds until a response is retried after a failed write to disk."""
 
 CUT_OFF = (
     "this stream was cut off in the middle (its server, engine or disk failed), and what was said "
@@ -49,19 +49,19 @@ _log = logging.getLogger("qllm.server.api.background")
 
 
 class Background:
-    """Answers the unfinished responses. Lives on one event loop."""
+    """The worker for unfinished responses. Lives on one event loop."""
 
     def __init__(self, front: Front, kept: ResponseStore, best_effort: BestEffort) -> None:
         self._front, self._kept, self._best_effort = front, kept, best_effort
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopper: asyncio.Task[None] | None = None
         self._news: dict[str, asyncio.Event] = {}
-        """By response, where somebody waits for its next event."""
+        """Events, by response id, that wake readers when there is news."""
         self._num_readers: Counter[str] = Counter()
-        """By API key."""
+        """Number of readers by API key."""
 
     async def start(self) -> None:
-        """Go on with what the server before this one has not finished."""
+        """Continue the responses that the previous server left unfinished."""
         self._stopper = asyncio.create_task(self._stop_at_drain())
         for response_id in await asyncio.to_thread(self._kept.unfinished):
             self.begin(response_id)
@@ -81,34 +81,34 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def begin(self, response_id: str) -> None:
-        """Work on a response that is kept."""
+        """Start to work on a stored response."""
         if not self._front.draining.is_set():
             task = asyncio.create_task(self._run(response_id))
             self._tasks[response_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(response_id, None))
 
     def stop(self, response_id: str) -> None:
-        """Work on it no more: it was cancelled or deleted."""
+        """Stop work on a response that was cancelled or deleted."""
         if (task := self._tasks.get(response_id)) is not None:
             task.cancel()
         self._tell(response_id)
 
     async def cancel(self, response_id: str, response: dict[str, Any]) -> None:
-        """End a response as cancelled, unless it has ended."""
+        """End a response as cancelled, unless it has already ended."""
         done = {**response, "status": "cancelled"}
         if await asyncio.to_thread(self._kept.change, response_id, done):
             self.stop(response_id)
 
     def _tell(self, response_id: str) -> None:
-        """There is something new to read."""
+        """Wake the readers of a response."""
         if (news := self._news.pop(response_id, None)) is not None:
             news.set()
 
     def enter(self, owner: str) -> Callable[[], None]:
-        """Count a reader of events in; call the result once it has left.
+        """Count a reader of events; return the function to call when it leaves.
 
         Raises:
-            ApiError: 429, this API key has as many as it may.
+            ApiError: 429, the API key has too many readers.
         """
         num, most = self._num_readers[owner], self._front.config.max_event_streams
         if num >= most:
@@ -126,15 +126,15 @@ class Background:
             del self._num_readers[owner]
 
     async def follow(self, response_id: str, after: int) -> AsyncIterator[str]:
-        """The events of a response behind a number, as they come, until its end or the drain."""
+        """Yield a response's events after a number as they are made, until its end or the drain."""
         while not self._front.draining.is_set():
-            news = self._news.setdefault(response_id, asyncio.Event())  # before it looks
+            news = self._news.setdefault(response_id, asyncio.Event())  # before the read
             found, is_over = await asyncio.to_thread(self._kept.events, response_id, after)
             for text in found:
                 yield text
             after += len(found)
             if is_over:
-                self._tell(response_id)  # nobody else would clear what it waited for
+                self._tell(response_id)  # wakes the other readers: no other event will
                 return
             if not found:
                 try:
@@ -152,10 +152,10 @@ class Background:
                 except EngineGoneError:
                     _log.warning("response %s waits for an engine", response_id)
                     await self._best_effort.engine()
-                except (OSError, sqlite3.Error) as error:  # a full disk, for now
+                except (OSError, sqlite3.Error) as error:  # for example a full disk
                     _log.warning("response %s waits for its storage: %s", response_id, error)
                     await asyncio.sleep(STORAGE_RETRY_S)
-        except Exception:  # noqa: BLE001 - logged; the others go on
+        except Exception:  # noqa: BLE001 - logged; the others continue
             _log.exception("response %s stopped; the next server goes on", response_id)
 
     async def _advance(self, response_id: str) -> None:
@@ -179,7 +179,7 @@ class Background:
             await self._fail(begun, from_engine(error))
         except (EngineGoneError, OSError, sqlite3.Error):
             raise
-        except Exception as error:  # noqa: BLE001 - logged; the client does not ask for ever
+        except Exception as error:  # noqa: BLE001 - logged; the client gets an error
             _log.exception("response %s failed", response_id)
             await self._fail(begun, unexpected(error))
         self._best_effort.forget(response_id)
@@ -219,7 +219,7 @@ class Background:
         await self._best_effort.answer(row["id"], ask, recorder, replay=True)
 
     async def _record(self, response: dict[str, Any], event: str) -> None:
-        """Keep an event, with the response if it is the last."""
+        """Store an event; the last one together with the response."""
         kept, response_id = self._kept, response["id"]
         if response["status"] in UNFINISHED:
             await asyncio.to_thread(kept.add_event, response_id, event)
@@ -229,13 +229,13 @@ class Background:
 
 
 class Recorder(ResponseWriter):
-    """Writes the events of a response for whoever reads them, now or later."""
+    """A writer that records the events of a response, for readers now or later."""
 
     record: Callable[[dict[str, Any], str], Awaitable[None]]
-    """Called with the response and each of its events."""
+    """Function that stores the response and one of its events."""
 
     async def body(self, answer: Answer) -> dict[str, Any]:
-        """Wait for the answer, and record its events as they come."""
+        """Wait for the answer, and record its events as they are made."""
         async for event in self.events(answer, None, None):
             await self.record(self.response, event)
         return self.response

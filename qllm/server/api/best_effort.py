@@ -1,7 +1,7 @@
-"""Asks the engine for those who do not wait: lines of batches and responses in the background.
+"""Engine requests for work without a waiting client: batch lines and background responses.
 
-Their number in the engine is bounded. What an engine died under is asked again alone, without
-others; what an engine dies under again has failed.
+Their number in the engine is bounded. Work during which an engine died is retried alone. If an
+engine dies during it again, it has failed.
 """
 
 import asyncio
@@ -19,32 +19,32 @@ from qllm.server.requests.front import Front
 from qllm.types import Priority
 
 MOST_DEATHS = 2
-"""Engines that may die under one: the first may have been another request's fault."""
+"""Engine deaths after which the work has failed; one may be another request's fault."""
 RETRY_S = 0.5
-"""Between two tries when the engine's queue is full or there is no engine."""
+"""Seconds between two tries while the engine's queue is full or there is no engine."""
 
 
 class EngineGoneError(Exception):
-    """The engine ended under a request, which is to be asked again of the next one."""
+    """The engine ended during a request, which must be retried on the next one."""
 
 
 class BestEffort:
-    """Lives on one event loop.
+    """A client of the engine for best-effort work. Lives on one event loop.
 
     Args:
-        front: Knows the engine.
+        front: Front with the engine.
     """
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._permits = asyncio.Semaphore(front.config.batch_concurrency)
         self._admission = asyncio.Lock()
-        """Held by whoever takes permits: one that needs all of them gets them."""
+        """Lock for taking permits, so that work that needs all permits gets them."""
         self._deaths = Counter[Hashable]()
-        """Engines that died under each."""
+        """Number of engines that died, by work."""
 
     async def take(self, name: Hashable) -> int:
-        """Wait for permits in the engine: one, or all for what an engine died under."""
+        """Wait for one permit, or all if an engine died during this work; return the number."""
         permits = self._front.config.batch_concurrency if self._deaths[name] else 1
         taken = 0
         try:
@@ -58,13 +58,13 @@ class BestEffort:
         return permits
 
     def give_back(self, permits: int) -> None:
-        """Let others have them."""
+        """Release permits."""
         for _ in range(permits):
             self._permits.release()
 
     @asynccontextmanager
     async def permit(self, name: Hashable) -> AsyncIterator[None]:
-        """Hold permits in the engine."""
+        """Hold permits inside the block."""
         permits = await self.take(name)
         try:
             yield
@@ -74,16 +74,16 @@ class BestEffort:
     async def answer(
         self, name: Hashable, ask: Ask, renderer: Renderer, *, replay: bool = False
     ) -> dict[str, Any]:
-        """Wait for an answer.
+        """Wait for an answer and return its body.
 
         Args:
-            name: Whose it is.
-            ask: What is asked.
-            renderer: Makes it.
-            replay: It goes on with the next engine where this one ended; else it is asked again.
+            name: Name of the work, for the count of engine deaths.
+            ask: Request to the engine.
+            renderer: Writer of the body.
+            replay: True to resubmit it to the next engine by itself; else the caller retries.
 
         Raises:
-            ApiError: There is none, and will be none.
+            ApiError: The request has failed.
             EngineGoneError: The engine ended.
         """
         try:
@@ -97,7 +97,7 @@ class BestEffort:
             raise ApiError(500, text, code="engine_ended") from error
 
     def forget(self, name: Hashable) -> None:
-        """It has its answer."""
+        """Forget the engine deaths of finished work."""
         self._deaths.pop(name, None)
 
     async def engine(self) -> None:

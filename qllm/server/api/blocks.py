@@ -1,6 +1,6 @@
 """The parts of an answer in order: reasoning, text, calls.
 
-`/v1/responses` and `/v1/messages` show them, each in its own words:
+`/v1/responses` and `/v1/messages` each convert them to their own events:
 
     tokens -> Reader (calls.py) -> deltas -> Blocks -> opened, grown, closed -> events of an API
 """
@@ -20,7 +20,7 @@ from qllm.types import FinishReason
 
 
 class Kind(Enum):
-    """What a block holds."""
+    """Kinds of content in a block."""
 
     REASONING = "reasoning_content"
     TEXT = "content"
@@ -33,36 +33,36 @@ class Block:
 
     kind: Kind
     index: int
-    """Its place in the answer."""
+    """Place of the block in the answer."""
     call_id: str = ""
-    """A call has it, and a name."""
+    """Id of a call; empty for other kinds."""
     name: str = ""
     text: str = ""
-    """So far; of a call its arguments."""
+    """Text so far; the arguments in a call."""
     is_whole: bool = True
-    """False where the answer was cut off in it."""
+    """False if the answer was cut off in this block."""
 
 
 class Change(NamedTuple):
-    """A block was opened, grew by `added`, or was closed."""
+    """A change of a block: opened, grown by `added`, or closed."""
 
     what: str
-    """ "open", "grow" or "close"."""
+    """Kind of the change: "open", "grow" or "close"."""
     block: Block
     added: str = ""
     pieces: tuple[Piece, ...] = ()
-    """That it grew by."""
+    """Pieces by which the block grew."""
 
     def with_more(self, other: "Change") -> "Change":
-        """This growth and the one behind it as one."""
+        """Return this growth and the next one as one change."""
         return Change(self.what, self.block, self.added + other.added, self.pieces + other.pieces)
 
 
 class Blocks:
-    """Sorts the deltas of a reader into blocks; at most one is open.
+    """A sorter of a reader's deltas into blocks; at most one block is open.
 
     Args:
-        reader: Of the answer.
+        reader: Reader of the answer.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -70,12 +70,12 @@ class Blocks:
         self.all: list[Block] = []
         self._open: Block | None = None
         self._unused: list[Piece] = []
-        """Pieces of which nothing was shown yet."""
+        """Pieces of which no text is in a block yet."""
 
     def push(self, piece: Piece) -> Iterator[Change]:
-        """Take what was added to the answer.
+        """Take an addition to the answer, and yield the changes.
 
-        It is read token by token, so that nothing depends on how many came together.
+        It is read token by token, so that the result does not depend on how tokens were grouped.
         """
         last: Change | None = None
         for change in self._read(piece):
@@ -89,10 +89,10 @@ class Blocks:
             yield last
 
     def finish(self, *, is_cut: bool) -> Iterator[Change]:
-        """The answer has ended.
+        """Yield the last changes at the end of the answer.
 
         Args:
-            is_cut: Whether it would have gone on.
+            is_cut: True if the answer was cut off.
         """
         yield from self._take(self.reader.finish())
         if self._open is not None:
@@ -127,7 +127,7 @@ class Blocks:
         yield Change("grow", self._open, text, self._made_of(text))
 
     def _made_of(self, text: str) -> tuple[Piece, ...]:
-        """The last pieces, which `text` is made of: those before are a tag, or space left out."""
+        """Return the last pieces, which make up `text`; earlier ones are tags or dropped space."""
         unused, self._unused = self._unused, []
         at, left = len(unused), len(text)
         while at and (left > 0 or not unused[at - 1].text):
@@ -147,7 +147,7 @@ class Blocks:
 
 
 def _one_by_one(piece: Piece) -> Iterator[Piece]:
-    """A piece as one for each of its tokens."""
+    """Yield a piece split into one per token."""
     if len(piece.ends) < 2:
         yield piece
         return
@@ -160,7 +160,7 @@ def _one_by_one(piece: Piece) -> Iterator[Piece]:
 async def changes(
     answer: Answer, blocks: Blocks, silence_s: float | None
 ) -> AsyncIterator[Change | Comment | FinishReason]:
-    """Yield what happens to the blocks of an answer with one choice, and at its end the reason."""
+    """Yield the changes of blocks in an answer with one choice, and its finish reason last."""
     async for _, item in answer.pieces(silence_s):
         if isinstance(item, Piece):
             for change in blocks.push(item):
@@ -174,5 +174,5 @@ async def changes(
 
 
 def named_event(name: str, data: dict[str, Any]) -> str:
-    """One server-sent event with a name, which its data repeat as `type`."""
+    """Return a server-sent event with a name, which its data repeats as `type`."""
     return f"event: {name}\n{event({'type': name, **data})}"

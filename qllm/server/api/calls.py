@@ -1,8 +1,8 @@
-"""Calls of tools and reasoning, found in an answer.
+"""Readers of tool calls and reasoning in an answer.
 
-A tokenizer with a `response_template` parses its model's answers itself, when they have ended;
-GPT-OSS's form is read from its tokens (`harmony`). All others are read as Hermes, Qwen and their
-kin write them (`hermes`).
+A tokenizer with a `response_template` parses its model's answers itself, after their end. GPT-OSS's
+format is read from its tokens (`harmony`). All others are read in the format of Hermes, Qwen and
+related models (`hermes`).
 """
 
 import json
@@ -23,15 +23,15 @@ from qllm.server.tools.tool_choice import Choice
 from qllm.types import THINK
 
 _LITERALS = {"true", "false", "null", "none"}
-"""Words of a call that are no strings in its arguments."""
+"""Words in a call that are not strings in its arguments."""
 
 
 class Reader(Reading, Protocol):
-    """Finds reasoning and calls in an answer."""
+    """A parser of reasoning and calls in an answer."""
 
     @property
     def num_calls(self) -> int:
-        """Found so far."""
+        """Number of calls found so far."""
         ...
 
     @property
@@ -41,26 +41,26 @@ class Reader(Reading, Protocol):
 
     @property
     def is_in_call(self) -> bool:
-        """Whether the arguments of a call have begun and not ended: a stop string cut them off."""
+        """True if a call's arguments have begun and not ended: at the end, they were cut off."""
         ...
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
-        """Take what was added to the answer; return what is certain.
+        """Take an addition to the answer, and return the delta that is certain.
 
         Args:
-            text: What was added.
-            token_ids: Its tokens.
-            ends: See `Piece`.
+            text: Added text.
+            token_ids: Tokens of the text.
+            ends: Ends of the tokens' texts, from `Piece`.
         """
         ...
 
     def finish(self) -> Delta:
-        """Return what was held back: the answer has ended."""
+        """Return the text that was held back, at the end of the answer."""
         ...
 
 
 class PlainReader:
-    """Everything is content."""
+    """A reader for which the whole answer is content."""
 
     num_calls = num_reasoning_tokens = 0
     is_in_call = is_thinking = False
@@ -80,13 +80,13 @@ class PlainReader:
 
 
 class TemplateReader:
-    """Asks the tokenizer, which knows how its model writes; at the end, for it reads whole answers.
+    """A reader that lets the tokenizer parse the whole answer, at its end.
 
     Args:
-        tokenizer: With a `response_template`.
+        tokenizer: Tokenizer with a `response_template`.
         prompt: Token ids of the prompt.
-        tools: Those that the model was told of.
-        passages: Tells where the answer reasons, until it is whole.
+        tools: Tools that the model sees.
+        passages: Reader that finds the reasoning before the end.
     """
 
     is_in_call = False
@@ -116,7 +116,7 @@ class TemplateReader:
         try:
             delta = self._parsed()
             is_lost = _is_lost(self._text, delta, str(self._tokenizer.response_template))
-        except Exception:  # noqa: BLE001 - the answer has no such form: it is shown as it is
+        except Exception:  # noqa: BLE001 - not in the format: shown unchanged
             is_lost = True
         if is_lost:
             return {"content": self._text}
@@ -126,7 +126,7 @@ class TemplateReader:
         return {name: value for name, value in delta.items() if value}
 
     def _parsed(self) -> Delta:
-        """What the tokenizer finds in the answer, up to a stop string."""
+        """Return the fields that the tokenizer finds in the answer, up to a stop string."""
         found = self._tokenizer.parse_response(
             self._ids, prefix=self._prompt, tools=self._tools or None
         )
@@ -135,13 +135,13 @@ class TemplateReader:
         made = [call_of(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
         delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
         for name in ("content", "reasoning_content"):
-            if delta[name]:  # the last of them that there is
+            if delta[name]:  # the last field that is not empty
                 delta[name] = self._without_rest(str(delta[name]))
                 break
         return delta
 
     def _without_rest(self, text: str) -> str:
-        """A part of the answer without what is behind a stop string."""
+        """Return a part of the answer without the text after a stop string."""
         text_of = Detokenizer(self._tokenizer, prompt=self._prompt)
         whole = text_of.push(self._ids)[0] + text_of.finish()
         if not whole.startswith(self._text):
@@ -151,14 +151,15 @@ class TemplateReader:
 
 
 def _is_lost(text: str, delta: Delta, markup: str) -> bool:
-    """Whether a word of an answer is in none of its fields, or a call is none.
+    """Return True if a word of the answer is in none of its fields, or a call is invalid.
 
-    Words that the template itself has are tags, and how a call writes numbers is its own affair.
+    Words of the template itself count as tags. Numbers in calls are ignored: a call may write them
+    in another way.
 
     Args:
         text: The answer.
-        delta: Its fields.
-        markup: What the tokenizer knows its model's answers by.
+        delta: Fields of the answer.
+        markup: The tokenizer's response template.
     """
     shown = Counter(_words(f"{delta['content'] or ''} {delta['reasoning_content'] or ''}"))
     tags = set(_words(markup))
@@ -167,7 +168,7 @@ def _is_lost(text: str, delta: Delta, markup: str) -> bool:
         value = json.loads(arguments)
         if not (isinstance(value, dict) and is_name(name)):
             return True
-        forms = (arguments, json.dumps(value), _said_in(value))  # of which one is written
+        forms = (arguments, json.dumps(value), _said_in(value))  # the answer has one of these
         shown += Counter(_words(name))
         shown += reduce(or_, (Counter(_words(form)) for form in forms))
         tags |= _LITERALS
@@ -181,7 +182,7 @@ def _words(text: str) -> list[str]:
 
 
 def _said_in(value: Any) -> str:
-    """What the strings and keys of a JSON value say, joined."""
+    """Return the strings and keys of a JSON value, joined."""
     found, left = list[str](), [value]
     while left:
         one = left.pop()
@@ -195,10 +196,10 @@ def _said_in(value: Any) -> str:
 
 
 class HarmonyReader:
-    """Reads GPT-OSS's form as it comes.
+    """A reader of GPT-OSS's format as the answer grows.
 
     Args:
-        parts: Cuts the answer into its parts.
+        parts: Parser that splits the answer into its parts.
     """
 
     marks: ClassVar[Mapping[int, str]] = {}
@@ -207,11 +208,11 @@ class HarmonyReader:
         self.num_calls = self.num_reasoning_tokens = 0
         self._parts = parts
         self._due: deque[HarmonyPart] = deque()
-        """Not shown yet."""
+        """Parts that are not shown yet."""
         self._num_shown = 0
-        """Characters that may be shown: a stop string has cut the others off, or may."""
+        """Characters that may be shown: a stop string has cut off the others, or may do so."""
         self._arguments: Value | None = None
-        """Those of the last call, until they have ended."""
+        """Scanner of the last call's arguments, until they have ended."""
 
     @property
     def is_in_call(self) -> bool:
@@ -267,10 +268,10 @@ class HarmonyReader:
 
 
 class FirstCallReader:
-    """Leaves out all calls but the first, where a request allows one at most.
+    """A reader of the first call only, for requests that allow at most one.
 
     Args:
-        reader: Finds them all.
+        reader: Reader of all calls.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -304,32 +305,32 @@ class FirstCallReader:
         if "tool_calls" not in delta:
             return delta
         first = [part for part in delta["tool_calls"] if part["index"] == 0]
-        found = {**delta, "tool_calls": first}  # in the same order
+        found = {**delta, "tool_calls": first}  # keeps the order of fields
         return {name: value for name, value in found.items() if value}
 
 
 def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
-    """The reader of one choice of an answer.
+    """Return the reader of one choice of an answer.
 
     Args:
-        tokenizer: Of the model, or None.
+        tokenizer: The model's tokenizer, or None.
         prompt: Token ids of the prompt.
-        choice: What may be called.
-        has_form: Whether a grammar holds the answer, from its first token or behind its reasoning.
+        choice: Tools that may be called.
+        has_form: True if a grammar constrains the answer, from its first token or after reasoning.
     """
     reader = _reader_of_all(tokenizer, prompt, choice, has_form)
     return FirstCallReader(reader) if choice.tools and not choice.parallel else reader
 
 
 def reader_of(asked: ChatRequest) -> Callable[[Any, Sequence[int]], Reader]:
-    """Return the function that makes the reader of an answer, of the tokenizer and the prompt."""
+    """Return a function that makes the reader of an answer from a tokenizer and a prompt."""
     choice = asked.choice()
     has_form = choice.forced or asked.form() is not None
     return lambda tokenizer, prompt: make_reader(tokenizer, prompt, choice, has_form)
 
 
 def _reader_of_all(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
-    """A reader that finds all calls, however many may be; arguments are those of `make_reader`."""
+    """Return a reader of any number of calls; the arguments are those of `make_reader`."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if not has_form and (found := harmony.marks_of(tokenizer)):
         names = {tool["function"]["name"] for tool in choice.tools}
@@ -340,7 +341,7 @@ def _reader_of_all(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_fo
     if tokenizer is not None and not has_form and getattr(tokenizer, "response_template", None):
         passages = HermesReader(thinks=thinks, is_thinking=is_thinking, calls=False, marks=marks)
         return TemplateReader(tokenizer, prompt, choice.tools, passages)
-    thinks = thinks and not has_form  # a form may hold the tag in a string
+    thinks = thinks and not has_form  # a grammar may put the tag into a string
     if not thinks and not is_thinking and not choice.tools:
         return PlainReader()
     return HermesReader(

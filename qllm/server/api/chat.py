@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""The route `POST /v1/chat/completions`."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ ENDPOINT = "/v1/chat/completions"
 
 
 class ChatWriter(Writer):
-    """The JSON of chat completions."""
+    """The writer of chat completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -32,7 +32,7 @@ class ChatWriter(Writer):
         self._readers: dict[int, Reader] = {}
 
     def _reader(self, index: int) -> Reader:
-        """Who reads a choice."""
+        """Return the reader of a choice; make it at first use."""
         if index not in self._readers:
             tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
             self._readers[index] = reader_of(self._asked)(tokenizer, prompt)
@@ -86,7 +86,7 @@ def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
 
 
 def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
-    """What the engine is asked for."""
+    """Return the request to the engine."""
     return Ask(
         answer_id=answer_id,
         messages=body.messages,
@@ -106,7 +106,7 @@ def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
 
 
 def routes(front: Front, prompts: Sends) -> APIRouter:
-    """The route."""
+    """Return the route."""
     router = APIRouter(tags=["chat"])
 
     @router.post(ENDPOINT, responses=RESPONSES)

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""The route `POST /v1/completions`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,17 +21,17 @@ ENDPOINT = "/v1/completions"
 
 
 class Position(NamedTuple):
-    """One token in the lists of `logprobs`."""
+    """A token in the lists of `logprobs`."""
 
     token: str
     logprob: float | None
     top: dict[str, float] | None
-    """Alternatives and the token itself, as its text is. Of those that read the same, the
-    likelier."""
+    """Log-probability by text, of the alternatives and the token itself. Of equal texts the
+    likelier one counts."""
 
 
 class CompletionWriter(Writer):
-    """The JSON of text completions."""
+    """The writer of text completions."""
 
     kind = chunk_kind = "text_completion"
 
@@ -41,13 +41,13 @@ class CompletionWriter(Writer):
         self._offsets: dict[int, int] = {}
 
     def _given(self, index: int) -> str | None:
-        """The prompt of a choice as text, if it came as text and whole."""
+        """Return the prompt of a choice, if it came as text and is not cut; else None."""
         prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
         is_cut = self._asked.truncate_prompt_tokens in (TO_FIT, len(ids))
         return prompt if isinstance(prompt, str) and not is_cut else None
 
     def _echo(self, index: int) -> str:
-        """What a choice's text begins with."""
+        """Return the prompt's text, with which a choice begins; empty without `echo`."""
         if not self._asked.echo:
             return ""
         tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
@@ -58,7 +58,7 @@ class CompletionWriter(Writer):
         return certain_text(tokenizer, ids, special=True)[0]
 
     def _texts_of_prompt(self, index: int) -> list[str]:
-        """What each token of the prompt adds to the echo, where its log-probabilities are shown."""
+        """Return each prompt token's text in the echo, for its log-probabilities."""
         tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
         if tokenizer is None:
             return [self.shown(token_id, 0.0).token for token_id in ids]
@@ -67,7 +67,7 @@ class CompletionWriter(Writer):
             return find(special=True)
         found = find(special=False)
         text = "".join(found)
-        if given.endswith(text):  # what stands before it is of the special tokens in front
+        if given.endswith(text):  # the text before it belongs to the leading special tokens
             return [given[: len(given) - len(text)] + found[0], *found[1:]]
         whole = find(special=True)
         return whole if "".join(whole) == given else found
@@ -78,7 +78,7 @@ class CompletionWriter(Writer):
 
     @property
     def _waits_for_prompt(self) -> bool:
-        """Whether the echo has log-probabilities, which come with the first token."""
+        """True if the echo has log-probabilities, which arrive with the first token."""
         return bool(self._asked.echo) and self._asked.logprobs is not None
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class CompletionWriter(Writer):
         return {**self.end(index, reason), "text": text, "logprobs": logprobs}
 
     def _shown(self, piece: Piece) -> list[Position]:
-        """Tokens of the answer with their log-probabilities, if asked for."""
+        """Return the answer's tokens with their log-probabilities, if requested."""
         if not piece.logprobs:
             return []
         texts = piece.added or [self.shown(i, 0.0).token for i in piece.token_ids]
@@ -121,12 +121,12 @@ class CompletionWriter(Writer):
     def _shown_prompt(
         self, index: int, texts: Sequence[str], prompt: PromptLogprobs
     ) -> list[Position]:
-        """The same for the tokens of the prompt; the first has no log-probability."""
+        """Return the prompt's tokens with log-probabilities; the first token has none."""
         both = zip(texts[1:], self.prompts[index][1:], prompt.tokens(), strict=True)
         return [Position(texts[0], None, None), *(self._position(*of_token) for of_token in both)]
 
     def _position(self, text: str, token_id: int, logprobs: Logprobs) -> Position:
-        """A token that adds a text, and the alternatives to it."""
+        """Return a token that adds a text, with its alternatives."""
         chosen, top = self.alternatives(token_id, logprobs)
         by_text = {text: chosen.logprob}
         for (i, _), other in zip(logprobs.top, top, strict=True):
@@ -147,7 +147,7 @@ class CompletionWriter(Writer):
 
 
 def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> Ask:
-    """What the engine is asked for."""
+    """Return the request to the engine."""
     return Ask(
         answer_id=answer_id,
         prompts=body.prompts(),
@@ -165,7 +165,7 @@ def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> 
 
 
 def routes(front: Front, prompts: Sends) -> APIRouter:
-    """The route."""
+    """Return the route."""
     router = APIRouter(tags=["completions"])
 
     @router.post(ENDPOINT, responses=RESPONSES)

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, as Anthropic's clients call it."""
+"""The routes of `/v1/messages`, Anthropic's interface."""
 
 import json
 import math
@@ -25,11 +25,11 @@ ENDPOINT = "/v1/messages"
 
 
 class MessageWriter:
-    """The JSON of one message.
+    """The writer of one message.
 
     Args:
-        front: Knows the model's name and tokenizer.
-        asked: The body, as a chat.
+        front: Front with the model's name and tokenizer.
+        asked: The body as a chat.
     """
 
     def __init__(self, front: Front, asked: ChatRequest) -> None:
@@ -38,11 +38,11 @@ class MessageWriter:
         self._tier = "standard"
 
     def serve(self, answer: Answer, asked: str | None) -> None:
-        """Remember the class that the request was given."""
+        """Record the class that the request was given."""
         self._tier = "batch" if answer.served.priority is Priority.BE else "standard"
 
     async def body(self, answer: Answer) -> dict[str, Any]:
-        """Wait for the answer and return it whole."""
+        """Wait for the answer, and return its whole body."""
         blocks = self._blocks(answer)
         message = self._message(answer)
         async for item in changes(answer, blocks, None):
@@ -52,7 +52,7 @@ class MessageWriter:
         return {**message, "usage": self._usage(answer)}
 
     async def events(self, answer: Answer, body: Any, silence_s: float) -> AsyncIterator[str]:
-        """Yield the events of the answer as it comes."""
+        """Yield the events of the answer as it grows."""
         blocks = self._blocks(answer)
         yield named_event("message_start", {"message": self._message(answer)})
         async for item in changes(answer, blocks, silence_s):
@@ -68,7 +68,7 @@ class MessageWriter:
         yield named_event("message_stop", {})
 
     def error_event(self, error: ApiError) -> str:
-        """The event that ends a stream which failed."""
+        """Return the event that ends a failed stream."""
         return named_event("error", error.anthropic())
 
     def _blocks(self, answer: Answer) -> Blocks:
@@ -88,7 +88,7 @@ class MessageWriter:
         }
 
     def _end(self, answer: Answer, blocks: Blocks, reason: FinishReason) -> dict[str, Any]:
-        """Why the answer ended."""
+        """Return the fields that report why the answer ended."""
         stop = answer.handles[0].stop_string
         why = "stop_sequence" if stop is not None else "end_turn"
         if reason is FinishReason.LENGTH:
@@ -127,7 +127,7 @@ def _whole(block: Block) -> dict[str, Any]:
     if block.kind is Kind.CALL:
         if (found := input_of(block.text)) is not None:
             return {**_empty(block), "input": found}
-        end = "}" if block.is_whole else ""  # cut off, or no object: it is shown as it is
+        end = "}" if block.is_whole else ""  # cut off, or not an object: it is shown unchanged
         said = f'{{"name": {json.dumps(block.name)}, "arguments": {block.text}{end}'
         return {"type": "text", "text": said}
     name = "text" if block.kind is Kind.TEXT else "thinking"
@@ -153,7 +153,7 @@ def _events(change: Change) -> Iterator[str]:
 
 
 def routes(front: Front) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     router = APIRouter(tags=["messages"])
 
     @router.post(ENDPOINT, responses=ANTHROPIC_RESPONSES)
@@ -167,7 +167,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.post(f"{ENDPOINT}/count_tokens", responses=ANTHROPIC_RESPONSES)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
-        """Count the tokens of a conversation as its model would see it."""
+        """Count the tokens of a conversation in the model's prompt."""
         front.check_model(body.model)
         ignored = front.told.headers(body.all_unserved)
         asked = await front.apart.run(body.num_bytes, chat_of, body)

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/messages`, as Anthropic's API defines them, and the chat they come to."""
+"""The bodies of `/v1/messages` in Anthropic's shape, and their conversion to a chat."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from qllm.server.http.fields import Asked, Body, Items, LeftOut, Open, SentBack,
 from qllm.types import Priority
 
 CacheControl = dict[str, Any] | None
-"""Accepted: the prefix cache keeps what it can."""
+"""Accepted without effect: the prefix cache always caches what it can."""
 
 
 class TextPart(SentBack):
-    """Text of anybody."""
+    """Text of any role."""
 
     type: Literal["text"]
     text: str
@@ -41,7 +41,7 @@ class ThinkingPart(SentBack):
 
 
 class ToolUsePart(SentBack):
-    """A call of an earlier answer."""
+    """A call in an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
@@ -52,19 +52,19 @@ class ToolUsePart(SentBack):
 
 
 class ToolReferencePart(SentBack):
-    """The name of a tool that a search for tools found; the model knows all of them."""
+    """The name of a tool that a search for tools found; the model sees all tools anyway."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The tool's name, for the model."""
         return self.tool_name
 
 
 class DocumentSource(Open):
-    """What a document holds."""
+    """The content of a document."""
 
     type: Literal["text", "content"]
     data: str = ""
@@ -82,7 +82,7 @@ class DocumentPart(SentBack):
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The document's text, for the model."""
         source = self.source
         said = source.data if source.type == "text" else _text(source.content)
         return "\n".join(filter(None, (self.title, self.context, said)))
@@ -99,7 +99,7 @@ class SearchResultPart(SentBack):
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The passage with its title and source, for the model."""
         return "\n".join((self.title, self.source, _text(self.content)))
 
 
@@ -108,7 +108,7 @@ Texts = TextOr[Annotated[Readable, Field(discriminator="type")]]
 
 
 class ToolResultPart(SentBack):
-    """What a call came to."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -118,7 +118,7 @@ class ToolResultPart(SentBack):
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The result's text, for the model."""
         return _text(self.content or "")
 
 
@@ -129,7 +129,7 @@ class RedactedPart(SentBack):
     type: Literal["redacted_thinking"]
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name it by its type."""
+        """Yield its type and what to do about it."""
         yield self.type, "redacted_thinking cannot be read here; leave it out"
 
 
@@ -140,7 +140,7 @@ class ServerUsePart(ToolUsePart):
 
 
 class ServerResultPart(SentBack):
-    """What such a call came to."""
+    """The result of a call that a server answered by itself."""
 
     type: str
     tool_use_id: str
@@ -151,7 +151,7 @@ class ServerResultPart(SentBack):
 
     @property
     def text(self) -> str:
-        """What the model reads, without what only that server can."""
+        """The result as JSON for the model, without encrypted fields."""
         return json.dumps(_readable(self.content))
 
 
@@ -164,7 +164,7 @@ def _readable(value: Any) -> Any:
 
 
 def _tag(value: Any) -> Any:
-    """Which of the blocks it is."""
+    """Return the tag of the block's model."""
     kind = kind_of(value)
     if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
         return kind
@@ -188,7 +188,7 @@ _OF_ROLES = {
     "assistant": (TextPart, ThinkingPart, RedactedPart, ToolUsePart, ServerResultPart),
     "system": (TextPart,),
 }
-"""The blocks that a message of each role may hold."""
+"""Blocks that a message of each role may contain."""
 
 
 class Message(Open):
@@ -206,7 +206,7 @@ class Message(Open):
         return self
 
     def chat(self) -> Iterator[dict[str, Any]]:
-        """The messages of a chat that it comes to: every result of a tool is one."""
+        """Yield the messages of the chat that it becomes; each tool result is its own message."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -223,7 +223,7 @@ class Message(Open):
             yield self._said(said)
 
     def _said(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """One message of a chat."""
+        """Return one message of a chat, made of blocks."""
         text = "\n".join(part.text for part in parts if isinstance(part, Readable))
         made: dict[str, Any] = {"role": self.role, "content": text}
         if thought := "\n".join(p.thinking for p in parts if isinstance(p, ThinkingPart)):
@@ -253,7 +253,7 @@ class FunctionTool(Open):
     input_examples: Items[dict[str, Any]] | None = None
 
     def chat(self) -> dict[str, Any]:
-        """As a chat has it."""
+        """Return the tool in a chat's shape."""
         schema = closed(self.input_schema) if self.strict else self.input_schema
         function = {"name": self.name, "parameters": schema}
         if self.description is not None:
@@ -268,7 +268,7 @@ Tool = Annotated[
 
 
 class ToolChoice(Open):
-    """Whether a tool is called."""
+    """The choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -281,14 +281,14 @@ class ToolChoice(Open):
         return self
 
     def chat(self) -> Any:
-        """As a chat has it."""
+        """Return the choice in a chat's shape."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class ThinkingConfig(Open):
-    """Whether the model reasons, and for how long."""
+    """The settings of reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -301,27 +301,27 @@ class ThinkingConfig(Open):
         return self
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name what is shown all the same."""
+        """Yield the setting that has no effect, and what to do about it."""
         if self.display == "omitted":
             yield "display", "thinking.display='omitted' is not served; leave it out"
 
 
 class OutputFormat(Body):
-    """The form of the answer."""
+    """The schema of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Open):
-    """How the answer is made."""
+    """The settings of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class Conversation(Asked):
-    """What a message and its count of tokens have in common."""
+    """The fields that a message and a count of its tokens share."""
 
     packs = ("messages",)
 
@@ -333,7 +333,7 @@ class Conversation(Asked):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The older name of `output_config.format`."""
+    """Older name of `output_config.format`."""
     cache_control: CacheControl = None
 
     @model_validator(mode="after")
@@ -344,11 +344,11 @@ class Conversation(Asked):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools that the model is told of."""
+        """The tools that the model sees."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     def chat(self) -> ChatRequest:
-        """As a chat.
+        """Return the conversation as a chat.
 
         Raises:
             ApiError: A value is wrong.
@@ -366,7 +366,7 @@ class Conversation(Asked):
         return found
 
     def options(self) -> dict[str, Any]:
-        """Fields of the chat beside its messages."""
+        """Return the fields of the chat except its messages."""
         found: dict[str, Any] = {"model": self.model}
         if self.functions:
             found["tools"] = [tool.chat() for tool in self.functions]
@@ -390,7 +390,7 @@ def _system(text: str) -> dict[str, Any]:
 
 
 def _merged(messages: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
-    """The two system messages that a conversation begins with as one: templates know one."""
+    """Return the first two system messages as one: chat templates allow only one."""
     first = messages.pop()
     if first["role"] != "system":
         messages.append(first)
@@ -399,11 +399,11 @@ def _merged(messages: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, A
 
 
 class CountRequest(Conversation):
-    """`POST /v1/messages/count_tokens`."""
+    """The body of `POST /v1/messages/count_tokens`."""
 
 
 class MessagesRequest(Conversation):
-    """`POST /v1/messages`."""
+    """The body of `POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = False
@@ -429,12 +429,12 @@ class MessagesRequest(Conversation):
         return {**super().options(), **found, "stop": self.stop_sequences}
 
     def asked_class(self) -> Priority | None:
-        """The class that the body asks for: it has no word for one."""
+        """Return None: the body has no field for a class."""
         return None
 
 
 def input_of(arguments: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None if they are none, or one that no JSON can say."""
+    """Return a call's arguments as an object; None if they are not one, or not valid JSON."""
     try:
         found = json.loads(arguments or "{}")
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""The small routes: models, tokenize, detokenize."""
+"""The small routes: models, tokenising, and cached KV."""
 
 import asyncio
 import time
@@ -18,14 +18,14 @@ from qllm.server.requests.front import Front
 
 
 class TokenizeRequest(Templated):
-    """`POST /tokenize`: a prompt or messages."""
+    """The body of `POST /tokenize`: a prompt or messages."""
 
     of_chats = (*Templated.of_chats, "add_generation_prompt", "continue_final_message")
     packs = ("messages",)
 
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    """Whether the tokens are added that stand around every text; by default around a prompt."""
+    """True to add the special tokens around the text; by default only around a prompt."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -37,14 +37,14 @@ class TokenizeRequest(Templated):
 
 
 class DeleteKvRequest(Body):
-    """`POST /delete_kv`."""
+    """The body of `POST /delete_kv`."""
 
     cache_salt: str | None = Field(None, max_length=256)
-    """Without it, every salt of the caller's key."""
+    """Salt whose KV is deleted; by default every salt of the caller's key."""
 
 
 class DetokenizeRequest(Body):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     ids = ("tokens",)
 
@@ -53,12 +53,12 @@ class DetokenizeRequest(Body):
 
 
 def card(front: Front, name: str, started: int) -> dict[str, Any]:
-    """What is said of the model under one of its names.
+    """Return the description of the model under one of its names.
 
     Args:
-        front: Of the server.
-        name: What clients call it.
-        started: Unix time of the server's start.
+        front: Front of the server.
+        name: Name of the model for clients.
+        started: Unix time of the server's start, in seconds.
     """
     return {
         "id": name,
@@ -71,25 +71,25 @@ def card(front: Front, name: str, started: int) -> dict[str, Any]:
 
 
 def routes(front: Front) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     router = APIRouter(tags=["tools"])
     started = int(time.time())
 
     @router.get("/v1/models", responses={401: RESPONSES[401]})
     async def models() -> dict[str, Any]:
-        """The one model served, once per name."""
+        """List the served model, once per name."""
         names = front.config.model_names
         return {"object": "list", "data": [card(front, name, started) for name in names]}
 
     @router.get("/v1/models/{name:path}", responses=RESPONSES)
     async def one_model(name: str) -> dict[str, Any]:
-        """The model, if it is called so."""
+        """Return the model, if it has this name."""
         front.check_model(name)
         return card(front, name, started)
 
     @router.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        """The token ids of a prompt, or of messages in the chat template."""
+        """Return the token ids of a prompt, or of messages in the chat template."""
         front.check_model(body.model)
         how = (body.template(), body.add_special_tokens, front.max_model_len)
         what = (body.prompt, body.messages, Given.TOKENIZER, *how)
@@ -98,7 +98,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.post("/detokenize", responses=RESPONSES)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         front.check_model(body.model)
         what = (body.tokens, Given.TOKENIZER)
         found = await front.best_effort(body.num_bytes, texts.detokenized, *what)
@@ -106,7 +106,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.post("/reset_prefix_cache", responses={n: RESPONSES[n] for n in (403, 503)})
     async def reset_prefix_cache(request: Request) -> dict[str, str]:
-        """Forget all kept KV, as vLLM's route of this name does."""
+        """Delete all cached KV, the same as vLLM's route of this name."""
         if not request.state.is_admin:
             text = "this deletes the kept KV of every API key, which only that of the setting "
             text += "admin_api_key may; POST /delete_kv deletes that of yours"
@@ -118,7 +118,7 @@ def routes(front: Front) -> APIRouter:
 
     @router.post("/delete_kv", responses=RESPONSES)
     async def delete_kv(request: Request, body: DeleteKvRequest) -> dict[str, Any]:
-        """Delete kept KV of the caller's API key: of one `cache_salt`, or all of it."""
+        """Delete cached KV of the caller's API key: of one `cache_salt`, or all of it."""
         if (error := front.unavailable()) is not None:
             raise error
         owner = owner_of(request.state.caller)

@@ -1,7 +1,7 @@
-"""The bodies of requests. A field that is not here is refused by name.
+"""The bodies of completions and chats. A field that is not listed here is refused by name.
 
-Fields that OpenAI defines and that change nothing here are accepted; those that would change the
-answer and cannot be served are refused with the reason.
+Fields of OpenAI's API without effect here are accepted. Fields that would change the answer but
+cannot be served are refused with the reason.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,17 +36,17 @@ TextOr = Annotated[
     Annotated[str, Tag("text")] | Annotated[Items[_Item], Tag("list")],
     Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
 ]
-"""Text, or a list: an error in an item is told, not that a list is no text."""
+"""Text, or a list. For a wrong item the error names the item, not the list."""
 
 
 class StreamOptions(Open):
-    """What a stream says beside its text."""
+    """Extra content of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM: usage in every chunk."""
+    """Usage in every chunk (vLLM)."""
     include_obfuscation: bool | None = None
-    """Accepted: nothing is padded here."""
+    """Accepted without effect: nothing is padded here."""
 
 
 def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
@@ -68,12 +68,12 @@ class Targets(Body):
     tpot_ms: float | None = Field(None, gt=0, le=MAX_TIME_MS, allow_inf_nan=False)
 
     def slo(self) -> Slo:
-        """As the engine has them."""
+        """Return the targets in the engine's type."""
         return Slo(self.ttft_ms, self.tpot_ms)
 
 
 class NamedSchema(Body):
-    """A JSON schema and what OpenAI says about it; the answer is always held to it."""
+    """A JSON schema with OpenAI's fields; the answer always conforms to it."""
 
     name: str | None = None
     description: str | None = None
@@ -82,7 +82,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """`response_format`."""
+    """The field `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -96,7 +96,7 @@ class ResponseFormat(Body):
         return self
 
     def form(self) -> dict[str, Any] | None:
-        """Keywords of StructuredOutputs; None for text."""
+        """Return keywords of StructuredOutputs; None for text."""
         if self.json_schema is not None:
             schema = self.json_schema.schema_
             return {"json": closed(schema) if self.json_schema.strict else schema}
@@ -104,7 +104,7 @@ class ResponseFormat(Body):
 
 
 class Structured(Body):
-    """vLLM's `structured_outputs`."""
+    """The field `structured_outputs` (vLLM)."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -113,7 +113,7 @@ class Structured(Body):
     grammar: str | None = None
 
     def form(self) -> dict[str, Any]:
-        """Keywords of StructuredOutputs."""
+        """Return keywords of StructuredOutputs."""
         found: dict[str, Any] = {"json": self.json_, "regex": self.regex}
         found |= {"choice": self.choice, "grammar": self.grammar}
         found = {name: value for name, value in found.items() if value is not None}
@@ -129,12 +129,12 @@ class Structured(Body):
 
 
 class Generation(Asked):
-    """What completions and chat have in common."""
+    """The fields that completions and chats share."""
 
     @model_validator(mode="before")
     @classmethod
     def _is_there(cls, data: Any) -> Any:
-        """What came in pieces needs no prompt, and no messages."""
+        """Fill in a blank prompt if `prompt_id` names one that came in pieces."""
         if not isinstance(data, dict) or data.get("prompt_id") is None:
             return data
         name, blank = cls._blank_prompt()
@@ -144,13 +144,13 @@ class Generation(Asked):
 
     @classmethod
     def _blank_prompt(cls) -> tuple[str, Any]:
-        """The field that a prompt goes into, and what stands for one that came in pieces."""
+        """Return the field of the prompt, and its blank value for one that came in pieces."""
         raise NotImplementedError
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     seed: Seed = None
-    """-1 is none, as vLLM has it; other negative ones are seeds of their own, as OpenAI has it."""
+    """Seed. -1 is none, as in vLLM; other negative ones are valid seeds, as in OpenAI's API."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     stop: str | Items[str] | None = None
@@ -160,40 +160,40 @@ class Generation(Asked):
     presence_penalty: float | None = None
     logit_bias: Numbers | None = None
     service_tier: ServiceTier | None = None
-    """"flex" is BE, the others are LS."""
+    """Class of the request: "flex" is BE, the others are LS."""
 
     top_k: int | None = None
-    """vLLM; 0 and -1 keep all."""
+    """Number of most likely tokens to choose from; 0 and -1 allow all (vLLM)."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    """vLLM; nothing ends the answer before so many tokens."""
+    """Least number of tokens in the answer; nothing ends it earlier (vLLM)."""
     thinking_token_budget: int | None = Field(None, ge=0)
-    """vLLM; reasoning ends after so many tokens."""
+    """Most tokens of reasoning (vLLM)."""
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: Annotated[int, AfterValidator(_kept_tokens)] | None = None
-    """vLLM; only so many of the last tokens of the prompt are kept. -1 leaves room to answer."""
+    """Number of last tokens of the prompt to keep; -1 leaves room for the answer (vLLM)."""
     return_token_ids: bool | None = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """vLLM; so many alternatives per token of the prompt. Not in a stream."""
+    """Number of alternatives per token of the prompt (vLLM). Not in a stream."""
     request_id: Annotated[str, AfterValidator(name_of)] | None = Field(None, max_length=256)
-    """vLLM; the answer's id ends with it. ASCII without spaces: a header and the log have it."""
+    """Last part of the answer's id (vLLM). ASCII without spaces, for a header and the log."""
     bad_words: Items[str] | None = None
     allowed_token_ids: Items[int] | None = None
     priority: int | None = None
-    """vLLM; 0 or less is LS, more is BE."""
+    """Class of the request: 0 or less is LS, more is BE (vLLM)."""
     cache_salt: str | None = Field(None, max_length=256)
-    """vLLM; kept KV is shared only between requests of one salt and one API key."""
+    """Salt of the cached KV: only requests of one salt and one API key share it (vLLM)."""
     cache_ttl_s: float | None = Field(None, gt=0, le=MAX_TIME_S, allow_inf_nan=False)
-    """Ours; kept KV of this request is not displaced for so many seconds, for the next turns."""
+    """Seconds for which this request's cached KV is not displaced, for later turns (qllm)."""
     slo: Targets | None = None
-    """Ours; by default the engine's `ls_slo`."""
+    """Latency targets (qllm); by default the engine's `ls_slo`."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
-    """vLLM; so are its older names of the same:"""
+    """Constraint of the answer (vLLM). The following four are its older names."""
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
@@ -201,7 +201,7 @@ class Generation(Asked):
 
     metadata: dict[str, Any] | None = None
     prompt_id: str | None = None
-    """Ours; the prompt was opened before (`/v1/prompts`), and is whole now."""
+    """Id of a streaming prompt from `/v1/prompts`, which is now whole (qllm)."""
     user: str | None = None
     store: bool | None = None
     safety_identifier: str | None = None
@@ -228,11 +228,11 @@ class Generation(Asked):
         return self
 
     def most_tokens(self) -> int | None:
-        """What `max_tokens` comes to; None leaves it to the engine."""
+        """Return the most tokens of the answer; None leaves it to the engine."""
         raise NotImplementedError
 
     def sampling(self) -> dict[str, Any]:
-        """Keywords of SamplingParams that the request sets.
+        """Return the keywords of SamplingParams that the request sets.
 
         Raises:
             ApiError: A value is wrong.
@@ -258,10 +258,10 @@ class Generation(Asked):
         return {**found, "ignore_eos": self.ignore_eos}
 
     def form(self) -> StructuredOutputs | None:
-        """The form that the answer must have.
+        """Return the constraint of the answer; None for none.
 
         Raises:
-            ApiError: Two are asked for.
+            ApiError: Two are given.
         """
         asked: dict[str, dict[str, Any]] = {}
         if self.response_format is not None and (form := self.response_format.form()) is not None:
@@ -278,14 +278,14 @@ class Generation(Asked):
         return StructuredOutputs(**next(iter(asked.values()))) if asked else None
 
     def asked_class(self) -> Priority | None:
-        """The class the body asks for; None if it says nothing."""
+        """Return the requested class; None if the body names none."""
         if self.priority is not None:
             return Priority.LS if self.priority <= 0 else Priority.BE
         return None if self.service_tier is None else class_of_tier(self.service_tier)
 
 
 def class_of_tier(tier: ServiceTier) -> Priority:
-    """The class that OpenAI's word means."""
+    """Return the class for OpenAI's name of a tier."""
     return Priority.BE if tier == "flex" else Priority.LS
 
 
@@ -299,28 +299,28 @@ def _bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _is_left_out(tool: Mapping[str, Any]) -> bool:
-    """Return whether a tool is one that a server would run."""
+    """Return True if a server would have to run the tool."""
     kind = tool.get("type", "function")
     return isinstance(kind, str) and kind not in ("function", "custom") and "function" not in tool
 
 
 class CompletionRequest(Generation):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     model_config = ConfigDict(extra="forbid")
     ids = ("prompt",)
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     add_special_tokens: bool = True
-    """vLLM; whether the tokens are added to a text that stand around every text (BOS)."""
+    """True to add the special tokens around each text, such as BOS (vLLM)."""
     skip_special_tokens: bool = True
-    """vLLM; whether special tokens of the answer have no text."""
+    """True to leave special tokens out of the answer's text (vLLM)."""
     max_tokens: int | None = Field(16, ge=0)
-    """0 only with echo."""
+    """Most tokens of the answer; 0 only with echo."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """Alternatives per token."""
+    """Number of alternatives per token."""
     echo: bool | None = False
-    """The answer begins with the prompt, and with its log-probabilities if any are asked for."""
+    """True to begin the answer with the prompt, and its log-probabilities if requested."""
     suffix: str | None = None
     best_of: int | None = None
 
@@ -347,7 +347,7 @@ class CompletionRequest(Generation):
         return "prompt", ""
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
+        """Return the prompts as a list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -368,21 +368,21 @@ class CompletionRequest(Generation):
         return found
 
     def most_tokens(self) -> int:
-        """What `max_tokens` comes to."""
+        """Return the most tokens of the answer."""
         return 16 if self.max_tokens is None else self.max_tokens
 
 
 class ChatRequest(Generation):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     packs = ("messages",)
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     add_special_tokens: bool = False
-    """vLLM; whether they are added to what the chat template makes."""
+    """True to add special tokens around the rendered chat template (vLLM)."""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    """The newer name of max_tokens."""
+    """Newer name of max_tokens."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Items[dict[str, Any]] | None = None
@@ -390,9 +390,9 @@ class ChatRequest(Generation):
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """vLLM; the answer goes on with the last message. Needs add_generation_prompt=false."""
+    """True to continue the last message (vLLM). Needs add_generation_prompt=false."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM: further variables of the chat template."""
+    """Further variables of the chat template (vLLM)."""
     modalities: Items[str] | None = None
     audio: dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -406,7 +406,7 @@ class ChatRequest(Generation):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]] | None:
-        """The tools without those that a server would run."""
+        """The tools, without those that a server would have to run."""
         return None if self.tools is None else [x for x in self.tools if not _is_left_out(x)]
 
     def unserved(self) -> Iterator[tuple[str, str]]:
@@ -444,15 +444,15 @@ class ChatRequest(Generation):
         return "messages", [{"role": "user", "content": ""}]
 
     def num_logprobs(self) -> int | None:
-        """Alternatives per token; None for no log-probabilities."""
+        """Return the number of alternatives per token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def most_tokens(self) -> int | None:
-        """What `max_tokens` comes to; None leaves it to the engine."""
+        """Return the most tokens of the answer; None leaves it to the engine."""
         return self.max_completion_tokens or self.max_tokens
 
     def choice(self) -> Choice:
-        """What may be called.
+        """Return the tools that may be called.
 
         Raises:
             ApiError: The tools, or the choice, are wrong.
@@ -461,7 +461,7 @@ class ChatRequest(Generation):
         return choice_of(tools, asked, self.parallel_tool_calls)
 
     def form(self) -> StructuredOutputs | None:
-        """The form of the answer: that of calls where one is forced or a schema leaves room."""
+        """Return the constraint: calls if forced; else the schema, with calls if tools exist."""
         asked, choice = super().form(), self.choice()
         if choice.forced and asked is not None:
             text = "tool_choice forces a call, so the answer can have no other form; give one"
@@ -473,7 +473,7 @@ class ChatRequest(Generation):
         return asked
 
     def template_options(self) -> dict[str, Any]:
-        """Keywords of the chat template."""
+        """Return the variables of the chat template, and its options."""
         tools, asked = allowed_of(self.callable_tools, self.tool_choice)
         tools = None if asked == "none" else tools
         given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
@@ -489,10 +489,10 @@ class ChatRequest(Generation):
 
 
 class Templated(Body):
-    """A prompt, or messages and what they ask of the chat template."""
+    """The body with a prompt, or with messages and options of the chat template."""
 
     of_chats: ClassVar[tuple[str, ...]] = ("tools", "chat_template_kwargs", "reasoning_effort")
-    """Fields of a chat that go with messages alone."""
+    """Fields that are only allowed with messages."""
 
     model: str | None = None
     prompt: Any = None
@@ -512,7 +512,7 @@ class Templated(Body):
         return self
 
     def template(self) -> dict[str, Any]:
-        """Keywords of `render_chat`."""
+        """Return the keywords of `render_chat`."""
         if self.messages is None:
             return {}
         given = {name: getattr(self, name) for name in self.of_chats}

@@ -1,4 +1,4 @@
-"""`/v1/requests`: what a caller has open, and how it is changed while it runs."""
+"""The routes `/v1/requests`: a caller's open requests, and changes to them."""
 
 import asyncio
 from typing import Any
@@ -15,12 +15,12 @@ from qllm.types import Priority, RequestStatus
 
 
 class Change(Body):
-    """`PATCH /v1/requests/{id}`."""
+    """The body of `PATCH /v1/requests/{id}`."""
 
     priority: str | int | None = None
-    """"LS" or "BE"; or vLLM's number: 0 or less is LS, more is BE."""
+    """Class: "LS" or "BE"; or vLLM's number: 0 or less is LS, more is BE."""
     service_tier: ServiceTier | None = None
-    """The same as OpenAI says it: "flex" is BE."""
+    """Class by OpenAI's name: "flex" is BE."""
     paused: bool | None = None
 
     @model_validator(mode="after")
@@ -36,7 +36,7 @@ class Change(Body):
         return self
 
     def asked_class(self) -> Priority | None:
-        """The class it asks for; None leaves it."""
+        """Return the requested class; None leaves it unchanged."""
         if self.service_tier is not None:
             return class_of_tier(self.service_tier)
         if isinstance(self.priority, str):
@@ -47,10 +47,10 @@ class Change(Body):
 
 
 def _found(front: Front, caller: str, name: str) -> Answer:
-    """An open request of this caller. That of another is as if it were not there.
+    """Return an open request of this caller; requests of others count as missing.
 
     Raises:
-        ApiError: 404; or 409, where several are called so and none has it as its id.
+        ApiError: 404 if missing; 409 if several have the name and it is the id of none.
     """
     called = [x for x in front.answers if x.caller == caller and name in x.names]
     found = [x for x in called if x.answer_id == name] or called
@@ -64,7 +64,7 @@ def _found(front: Front, caller: str, name: str) -> Answer:
 
 
 def _status(answer: Answer) -> str:
-    """Where it is; of several choices the one that is furthest."""
+    """Return the state of the choice that has progressed most."""
     found = {handle.status for handle in answer.handles} - {RequestStatus.FINISHED}
     order = ("RUNNING", "PARKED", "WAITING", "OPEN", "PAUSED")
     known = (RequestStatus[name] for name in order)
@@ -84,24 +84,24 @@ async def _shown(answer: Answer) -> dict[str, Any]:
 
 
 def routes(front: Front) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     router = APIRouter(tags=["requests"])
 
     @router.get("/v1/requests", responses=RESPONSES)
     async def list_requests(request: Request) -> dict[str, Any]:
-        """What this API key has open."""
+        """List the open requests of this API key."""
         caller = request.state.caller
         mine = [answer for answer in front.answers if answer.caller == caller]
         return {"object": "list", "data": [await _shown(answer) for answer in mine]}
 
     @router.get("/v1/requests/{name:path}", responses=RESPONSES)
     async def one_request(name: str, request: Request) -> dict[str, Any]:
-        """An open request."""
+        """Return an open request."""
         return await _shown(_found(front, request.state.caller, name))
 
     @router.patch("/v1/requests/{name:path}", responses=RESPONSES)
     async def change_request(name: str, body: Change, request: Request) -> dict[str, Any]:
-        """Change the class of a request that waits or runs, pause it, or let it go on."""
+        """Change the class of a waiting or running request, or pause or resume it."""
         answer = _found(front, request.state.caller, name)
         front.change(answer, body.asked_class(), body.paused)
         return await _shown(answer)

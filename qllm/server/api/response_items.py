@@ -1,4 +1,4 @@
-"""Items of a conversation as `/v1/responses` has them, and the chat that they come to."""
+"""The items of a conversation in `/v1/responses`, and their conversion to a chat."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from qllm.server.tools.response_tools import INPUT, Names
 
 
 class Item(SentBack):
-    """One item."""
+    """One item of a conversation."""
 
     id: str | None = None
     status: str | None = None
@@ -28,14 +28,14 @@ class TextPart(Item):
 
 
 class Refusal(Item):
-    """Text that says no."""
+    """Text of a refusal."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The refusal's text."""
         return self.refusal
 
 
@@ -43,12 +43,12 @@ Parts = TextOr[Annotated[TextPart | Refusal, Field(discriminator="type")]]
 
 
 def text_of(content: str | Iterable[TextPart | Refusal]) -> str:
-    """The text of a message."""
+    """Return the text of a message."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class MessageItem(Item):
-    """What somebody says."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -69,11 +69,11 @@ class AnyCallItem(Item):
         return self.name or ""
 
     def given(self) -> str:
-        """Its arguments as JSON."""
+        """Return the call's arguments as JSON."""
         raise NotImplementedError
 
     def result(self) -> str | None:
-        """Return its result, if the item has one."""
+        """Return the call's result, if the item has one; else None."""
         return None
 
 
@@ -102,7 +102,7 @@ class CustomCallItem(AnyCallItem):
 
 
 class OtherCallItem(AnyCallItem):
-    """A call of a tool of another kind (a shell, a search): its own fields are its arguments."""
+    """A call of another kind of tool (a shell, a search): its fields are its arguments."""
 
     shows_all: ClassVar[bool] = True
     type: str
@@ -119,28 +119,28 @@ class OtherCallItem(AnyCallItem):
         return json.dumps(found) if found else None
 
     def _own(self) -> Iterator[tuple[str, Any]]:
-        """Its fields, but for those that only its server can read."""
+        """Yield the item's fields, except those that only its server can read."""
         for name, x in (self.model_extra or {}).items():
             if x is not None and not name.startswith("encrypted"):
                 yield name, x
 
 
 OUTPUTS = ("output", "outputs", "result", "results")
-"""Fields of a call that a server answered by itself."""
+"""Fields with the result of a call that a server answered by itself."""
 
 
 class AnyOutputItem(Item):
-    """What a call came to."""
+    """The result of a call."""
 
     call_id: str | None = None
 
     def text(self) -> str:
-        """The same in words."""
+        """Return the result as text."""
         raise NotImplementedError
 
 
 class CallOutputItem(AnyOutputItem):
-    """What a call of a function came to."""
+    """The result of a function's call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -151,7 +151,7 @@ class CallOutputItem(AnyOutputItem):
 
 
 class OtherOutputItem(AnyOutputItem):
-    """What a call of a tool of another kind came to."""
+    """The result of a call of another kind of tool."""
 
     type: str
     output: Any = None
@@ -169,18 +169,18 @@ class OtherOutputItem(AnyOutputItem):
 
 
 class SkippedItem(Item):
-    """What only a server that runs tools has a use for."""
+    """An item that only a server that runs tools can use."""
 
     model_config = ConfigDict(extra="ignore")
     type: str
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name it by its type."""
+        """Yield its type and what to do about it."""
         yield self.type, f"items of type {self.type!r} say nothing to a model; leave it out"
 
 
 class ReasoningText(Item):
-    """Reasoning, or a summary of some."""
+    """A text of reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -199,7 +199,7 @@ _SKIPPED = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
 
 
 def _tag(value: Any) -> Any:
-    """Which of the items it is; a message needs to name no type."""
+    """Return the tag of the item's model; a message may omit its type."""
     kind = kind_of(value) or "message"
     if not isinstance(kind, str) or kind in ("function_call", "custom_tool_call"):
         return kind
@@ -224,20 +224,20 @@ InputItem = Annotated[
 
 
 class Chat:
-    """Puts items together to messages: reasoning, text and calls of one answer are one message.
+    """A builder of messages from items: reasoning, text and calls of one answer are one message.
 
     Args:
-        names: Of the tools that may be called.
+        names: Names of the tools that may be called.
     """
 
     def __init__(self, names: Names) -> None:
         self.messages: list[dict[str, Any]] = []
         self._names = names
         self._answer: dict[str, Any] | None = None
-        """The assistant's message that is being put together."""
+        """Assistant's message under construction."""
 
     def add(self, item: InputItem) -> None:
-        """Take the next item."""
+        """Add the next item."""
         if isinstance(item, ReasoningItem):
             texts = [part.text for part in item.content or item.summary]
             if texts:
@@ -274,12 +274,12 @@ class Chat:
         self._answer = None
         last = self.messages[-1] if self.messages else None
         if role == "system" and len(self.messages) == 1 and last and last["role"] == "system":
-            last["content"] += f"\n\n{content}"  # templates know one
+            last["content"] += f"\n\n{content}"  # chat templates allow only one
         else:
             self.messages.append({"role": role, "content": content, **more})
 
     def _begin(self, *names: str) -> None:
-        """Begin another message where the open one has any of these fields."""
+        """Begin a new message if the current one already has any of these fields."""
         if self._answer is not None and any(self._answer.get(name) for name in names):
             self._answer = None
 

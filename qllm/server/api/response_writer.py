@@ -1,4 +1,4 @@
-"""The JSON and the events of one response."""
+"""The writer of a response's JSON and events."""
 
 import secrets
 import time
@@ -20,20 +20,20 @@ from qllm.types import FinishReason, Priority
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
 OPENING = ("created", "queued", "in_progress")
-"""The first events of a stream in the background, before anything is said."""
+"""First events of a background stream, before any output."""
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 class ResponseWriter:
-    """Turns an answer into a response.
+    """A converter of an answer to a response.
 
     Args:
-        front: Knows the model's name and tokenizer.
-        asked: The body of the request.
-        chat: The same as a chat.
-        keep: Called with the whole response before anybody sees it; None keeps none.
-        begun: The response so far, if it was shown before.
-        num_events: Events of its stream that were sent before.
+        front: Front with the model's name and tokenizer.
+        asked: Body of the request.
+        chat: The same body as a chat.
+        keep: Function that stores the whole response before it is sent; None stores none.
+        begun: Response so far, if it was sent before.
+        num_events: Number of events that were sent before.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ResponseWriter:
         self.response = begun
         self.answer_id: str = begun["id"]
         self._ids: dict[int, str] = {}
-        """Ids of the output items by their place."""
+        """Ids of the output items, by their place."""
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._num_before = num_events
         self._numbers = count(num_events)
 
     def serve(self, answer: Answer, asked: str | None) -> None:
-        """Remember the class that the request was given."""
+        """Record the class that the request was given."""
         is_ls = answer.served.priority is Priority.LS
         tier = "priority" if is_ls and asked == "priority" else answer.served.tier
         self.response["service_tier"] = tier
@@ -76,7 +76,7 @@ class ResponseWriter:
         return self.response
 
     def queued(self) -> tuple[str, str]:
-        """The first events of a response that waits in the background."""
+        """Return the first events of a response that is queued in the background."""
         created, queued = (
             self._event(f"response.{name}", response=self.response) for name in OPENING[:2]
         )
@@ -85,7 +85,7 @@ class ResponseWriter:
     async def events(
         self, answer: Answer, body: Any, silence_s: float | None
     ) -> AsyncIterator[str]:
-        """Yield the events of the response as it comes."""
+        """Yield the events of the response as it grows."""
         blocks = self._blocks(answer)
         opening = OPENING[self._num_before :] if self._num_before else ("created", "in_progress")
         for name in opening:
@@ -102,7 +102,7 @@ class ResponseWriter:
                 yield self._event(name, response=self.response)
 
     def error_event(self, error: ApiError) -> str:
-        """The event that ends a stream which failed."""
+        """Return the event that ends a failed stream."""
         return self._event("response.failed", response=failed(self.response, error))
 
     def _blocks(self, answer: Answer) -> Blocks:
@@ -110,7 +110,7 @@ class ResponseWriter:
         return Blocks(reader_of(self._chat)(tokenizer, prompt))
 
     async def _end(self, answer: Answer, blocks: Blocks, reason: FinishReason) -> None:
-        """Complete the response, and keep it."""
+        """Complete the response, and store it."""
         is_whole = reason is not FinishReason.LENGTH
         output = [self._item(block) for block in blocks.all]
         usage = answer.usage()
@@ -135,7 +135,7 @@ class ResponseWriter:
     # -- output items
 
     def _note(self, change: Change) -> list[dict[str, Any]]:
-        """Remember what a change says of its item; return the log-probabilities that are new."""
+        """Record a change of an item, and return its new log-probabilities."""
         block = change.block
         if change.what == "open":
             self._ids[block.index] = f"{PREFIXES[block.kind]}_{secrets.token_hex(24)}"
@@ -155,7 +155,7 @@ class ResponseWriter:
             yield {**entry(self._shown(token_id, logprobs.chosen, added)), "top_logprobs": top}
 
     def _item(self, block: Block, *, is_done: bool = True) -> dict[str, Any]:
-        """An output item; its text is empty while it is in progress."""
+        """Return an output item; its text is empty while it is in progress."""
         status = "completed" if block.is_whole else "incomplete"
         item: dict[str, Any] = {
             "id": self._ids[block.index],
@@ -207,7 +207,7 @@ class ResponseWriter:
             yield from self._closed(block, kind, where, place)
 
     def _is_custom(self, block: Block) -> bool:
-        """Return whether it is a call with plain text as input, which is known once it is whole."""
+        """Return True if it is a custom tool's call, whose input is sent when complete."""
         callee = self._asked.callees.get(block.name) if block.kind is Kind.CALL else None
         return callee is not None and isinstance(callee.tool, CustomTool)
 
@@ -233,6 +233,6 @@ class ResponseWriter:
 
 
 def failed(response: dict[str, Any], error: ApiError) -> dict[str, Any]:
-    """A response that an error ended."""
+    """Return the response, ended by an error."""
     detail = {"code": error.code or error.type, "message": error.message}
     return {**response, "status": "failed", "error": detail}

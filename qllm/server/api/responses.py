@@ -1,4 +1,4 @@
-"""`/v1/responses`, as OpenAI has it. State is kept where there is a state folder."""
+"""The routes of `/v1/responses`. Responses are stored if there is a state folder."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ NO_STATE = "responses are kept only by a server with --state-dir, and this one h
 
 
 class State(NamedTuple):
-    """What a server with a state folder has."""
+    """The parts that only a server with a state folder has."""
 
     kept: ResponseStore
     background: Background
@@ -49,7 +49,7 @@ def _refuse_without_state(body: ResponsesRequest) -> None:
 async def _chat_of(
     front: Front, state: State | None, body: ResponsesRequest, owner: str
 ) -> ChatRequest:
-    """As a chat, with what it goes on with in front."""
+    """Return the body as a chat, after the conversation that it continues."""
     front.check_model(body.model)
     before: list[str] = []
     if state is None:
@@ -63,17 +63,17 @@ async def _chat_of(
 
 
 def routes(front: Front, state: State | None) -> APIRouter:
-    """The route that makes responses.
+    """Return the routes that make responses or count their tokens.
 
     Args:
-        front: Serves the answers.
-        state: None without a state folder: no response is kept.
+        front: Front that serves the answers.
+        state: Stored responses; None without a state folder.
     """
     router = APIRouter(tags=["responses"])
 
     @router.post(ENDPOINT, responses=RESPONSES)
     async def create(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation; go on with an earlier one."""
+        """Answer a conversation, also one that continues an earlier response."""
         owner, keep = _caller(request), None
         asked = await _chat_of(front, state, body, owner)
         if state is not None and body.store is not False:
@@ -93,7 +93,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
 
     @router.post(f"{ENDPOINT}/input_tokens", responses=RESPONSES)
     async def input_tokens(body: InputTokensRequest, request: Request) -> Response:
-        """Count the tokens of a conversation as its model would see it."""
+        """Count the tokens of a conversation in the model's prompt."""
         ignored = front.told.headers(body.all_unserved)
         asked = await _chat_of(front, state, body, _caller(request))
         ask = chat.ask_of(asked, "count", None)
@@ -103,14 +103,14 @@ def routes(front: Front, state: State | None) -> APIRouter:
 
     @router.post(f"{ENDPOINT}/compact", responses=RESPONSES)
     async def compact() -> None:
-        """Not served."""
+        """Refuse: compaction is not served."""
         raise ApiError(400, NO_COMPACTION, code="not_served")
 
     return router
 
 
 async def _keep_or_tell(add: Callable[[dict[str, Any]], None], response: dict[str, Any]) -> None:
-    """Keep a response by `add`. One that cannot be kept is given all the same, and says so."""
+    """Store a response by `add`. If that fails, the response is still sent, and reports it."""
     try:
         await asyncio.to_thread(add, response)
     except Exception as error:  # noqa: BLE001 - logged; the answer is made
@@ -126,7 +126,7 @@ async def _in_background(
     owner: str,
     add: Callable[..., None],
 ) -> Response:
-    """Keep a response that is answered in the background, by `add`, and begin it."""
+    """Store a queued response by `add`, and start it in the background."""
     writer.response |= {"status": "queued", "service_tier": "flex"}
     leave = background.enter(owner) if is_stream else None
     add = partial(add, events=writer.queued() if is_stream else ())
@@ -152,7 +152,7 @@ def _followed(
 
 
 def state_routes(front: Front, state: State) -> APIRouter:
-    """The routes of responses that are kept."""
+    """Return the routes of stored responses."""
     router = APIRouter(tags=["responses"])
     kept, background = state
 
@@ -163,10 +163,10 @@ def state_routes(front: Front, state: State) -> APIRouter:
         stream: bool | None = None,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
-        """One response; or the events of one that is a stream in the background."""
+        """Return a response, or the events of a background stream."""
         found = await asyncio.to_thread(kept.get, response_id, _caller(request))
         if not stream:
-            if starting_after is not None and stream is None:  # else it is not forgotten
+            if starting_after is not None and stream is None:  # stream=true was forgotten
                 text = "starting_after is the number of an event; give it with stream=true"
                 raise ApiError(400, text, param="starting_after")
             return JSONResponse(found)
@@ -189,21 +189,21 @@ def state_routes(front: Front, state: State) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        """The input of a response, without that of the responses before it."""
+        """List the input of a response, without that of earlier responses."""
         text = await asyncio.to_thread(kept.items, response_id, _caller(request))
         found: dict[str, Any] = await front.apart.run(len(text), page_of, text, order, limit, after)
         return found
 
     @router.delete(f"{ENDPOINT}/{{response_id}}", responses=RESPONSES)
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
-        """Forget a response; one that is not done is cancelled."""
+        """Delete a response; cancel it if it is unfinished."""
         await asyncio.to_thread(kept.delete, response_id, _caller(request))
         background.stop(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post(f"{ENDPOINT}/{{response_id}}/cancel", responses=RESPONSES)
     async def cancel(request: Request, response_id: str) -> dict[str, Any]:
-        """End a response in the background."""
+        """Cancel a background response."""
         found = await asyncio.to_thread(kept.get, response_id, _caller(request))
         if not found["background"]:
             raise ApiError(400, "only a response with background=true can be cancelled")
@@ -218,7 +218,7 @@ def _caller(request: Request) -> str:
 
 
 def page_of(text: str, order: str, limit: int, after: str | None) -> dict[str, Any]:
-    """A part of a list, whose JSON is given, as the API shows it."""
+    """Return a page of a list, given as JSON, in the API's shape."""
     items = json.loads(text) if order == "asc" else json.loads(text)[::-1]
     ids = [item["id"] for item in items]
     if after is not None:

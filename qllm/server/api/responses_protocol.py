@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, the chat it comes to, and the response before its output."""
+"""The body of `/v1/responses`, its conversion to a chat, and the response before its output."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ from qllm.types import Priority
 
 ENDPOINT = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
-"""The one thing of `include` that is served. Reasoning is in clear text; what others name never
-comes up here."""
+"""The only value of `include` that has an effect. Reasoning is always in clear text, and the other
+values concern items that this server never makes."""
 
 _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 class TextFormat(Body):
-    """The form of the answer's text."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -45,7 +45,7 @@ class TextFormat(Body):
         return self
 
     def chat(self) -> dict[str, Any]:
-        """As a chat has it."""
+        """Return the format in a chat's shape."""
         if self.schema_ is None:
             return {"type": self.type}
         named = {"name": self.name, "schema": self.schema_, "strict": self.strict}
@@ -53,33 +53,33 @@ class TextFormat(Body):
 
 
 class Text(Open):
-    """How the answer's text is made."""
+    """The settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Open):
-    """How the model reasons."""
+    """The settings of reasoning."""
 
     effort: str | None = None
-    """A variable of the chat template; "none" also turns thinking off where it can be."""
+    """Variable of the chat template; "none" also turns thinking off if the template can."""
     max_tokens: int | None = Field(None, ge=0)
-    """OpenRouter's name; reasoning ends after so many tokens."""
+    """Most tokens of reasoning (OpenRouter's name)."""
     summary: str | None = None
-    """Accepted: reasoning is shown as it is."""
+    """Accepted without effect: reasoning is shown unchanged."""
     generate_summary: str | None = None
 
 
 class ResponseStreamOptions(Open):
-    """How a stream is made."""
+    """The settings of a stream."""
 
     include_obfuscation: bool | None = None
-    """Accepted: nothing is padded here."""
+    """Accepted without effect: nothing is padded here."""
 
 
 class ResponsesRequest(Asked):
-    """`POST /v1/responses`."""
+    """The body of `POST /v1/responses`."""
 
     packs = ("input",)
 
@@ -88,7 +88,7 @@ class ResponsesRequest(Asked):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    """None keeps the response where there is a state folder."""
+    """True to store the response; by default it is stored if there is a state folder."""
     background: bool | None = False
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
@@ -103,7 +103,7 @@ class ResponsesRequest(Asked):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: Items[str] | None = None
     service_tier: ServiceTier | None = None
-    """"flex" is BE, the others are LS."""
+    """Class of the request: "flex" is BE, the others are LS."""
     truncation: Literal["auto", "disabled"] | None = None
 
     max_tool_calls: int | None = None
@@ -118,7 +118,7 @@ class ResponsesRequest(Asked):
     prompt: Any = None
 
     seed: Seed = None
-    """vLLM, as are the following; see chat completions."""
+    """Seed (vLLM, as are the following fields); see chat completions."""
     stop: str | Items[str] | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -164,11 +164,11 @@ class ResponsesRequest(Asked):
 
     @property
     def callees(self) -> Mapping[str, Callee]:
-        """The tools that may be called, by the name that the model knows."""
+        """The tools that may be called, by the name that the model sees."""
         return self._callees
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Name what the answer does not depend on."""
+        """Yield the setting that has no effect, and what to do about it."""
         if self.truncation == "auto":
             yield "truncation", "truncation='auto' is not served: a prompt is never cut"
 
@@ -179,11 +179,11 @@ class ResponsesRequest(Asked):
         return self
 
     def kept(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What is kept of it: its fields, and its input items."""
+        """Return the stored parts of the body: its fields, and its input items."""
         return self.model_dump(by_alias=True, exclude_unset=True), self.items()
 
     def items(self) -> list[dict[str, Any]]:
-        """Its own input items, each with an id, as they are kept."""
+        """Return the body's own input items, each with an id, for storage."""
         if isinstance(self.input, str):
             parts = [{"type": "input_text", "text": self.input}]
             given: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": parts}]
@@ -192,10 +192,10 @@ class ResponsesRequest(Asked):
         return [{"id": f"msg_{secrets.token_hex(12)}", **item} for item in given]
 
     def chat(self, before: Sequence[Mapping[str, Any]] = ()) -> ChatRequest:
-        """As a chat.
+        """Return the body as a chat.
 
         Args:
-            before: The items of the conversation that it goes on with.
+            before: Items of the conversation that it continues.
 
         Raises:
             ApiError: A value is wrong.
@@ -234,7 +234,7 @@ class ResponsesRequest(Asked):
         return self.input or []
 
     def _choice(self) -> dict[str, Any]:
-        """Tools and the choice among them, as a chat has them."""
+        """Return the tools and the choice among them in a chat's shape."""
         return {
             "tools": [callee.chat(name) for name, callee in self.callees.items()] or None,
             "tool_choice": Names(self.callees).choice(self.tool_choice),
@@ -242,11 +242,11 @@ class ResponsesRequest(Asked):
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether log-probabilities of the text are asked for."""
+        """True if log-probabilities of the text are requested."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def asked_class(self) -> Priority | None:
-        """The class that the body asks for; None if it says nothing."""
+        """Return the requested class; None if the body names none."""
         if self.background:
             return Priority.BE
         names = ("service_tier", "priority")
@@ -257,7 +257,7 @@ class ResponsesRequest(Asked):
         return found.asked_class()
 
     def response(self, response_id: str, created_at: int, model: str) -> dict[str, Any]:
-        """The response, before there is any output."""
+        """Return the response before it has any output."""
         choice = self.tool_choice
         text = self.text or Text()
         form = {"type": "text"}
@@ -301,6 +301,6 @@ class ResponsesRequest(Asked):
 
 
 class InputTokensRequest(ResponsesRequest):
-    """`POST /v1/responses/input_tokens`: a request that is counted and not answered."""
+    """The body of `POST /v1/responses/input_tokens`: it is counted, not answered."""
 
     input: TextOr[InputItem] | None = None  # type: ignore[assignment]
