@@ -29,7 +29,7 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = ""
-    """Alias, folder or hub id. For a front end: the tokenizer's location, if it differs there."""
+    """Alias, folder or hub id. For a front end: its tokenizer, if not where the engine has it."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients, one string or several; by default `model`. Answers contain
     the first."""
@@ -88,7 +88,7 @@ class ServerConfig(BaseModel):
     ssl_ca_certs: Path | None = None
     """Certificates of the authorities that check clients' certificates."""
     ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
-    """Requirement of a certificate from each client."""
+    """Need for a client certificate."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server; none by default."""
     max_ls: int = Field(256, ge=1)
@@ -139,7 +139,7 @@ class ServerConfig(BaseModel):
     """Seconds after SIGTERM in which /ready answers 503 and requests are still served, so that load
     balancers stop sending; then the socket closes. SIGINT does not wait."""
     drain_s: int = Field(30, ge=0)
-    """Seconds after that in which requests in flight may finish by themselves."""
+    """Seconds, after the socket closes, in which requests in flight may finish."""
     batch_concurrency: int = Field(8, ge=1)
     """Most batch lines and background responses in the engine at once."""
     max_background: int = Field(1000, ge=1)
