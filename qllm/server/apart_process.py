@@ -1,7 +1,7 @@
 """The waiting process for work whose cost grows with a body, and its children that do the work.
 
 It forks a child for each work. A child has the imports and the tokenizer from the start, and
-whatever a body does to the child ends with it.
+damage by a body ends with the child.
 """
 
 import gc
@@ -16,14 +16,14 @@ import traceback
 from typing import Any
 
 from qllm.frontend.tokenizer import prepare
-from qllm.server import app  # noqa: F401 - forked processes have all functions then
+from qllm.server import app  # noqa: F401 - imports all functions before the forks
 from qllm.server.requests.apart import MEMORY_BYTES, filled, too_much
 
 _log = logging.getLogger("qllm.server")
 
 
 def main(fd: int) -> None:
-    """Wait for work in a separate process and fork for each, until the server has gone.
+    """Wait for work in a separate process and fork for each, until the server ends.
 
     Args:
         fd: Socket over which other sockets arrive, one for each work.
@@ -62,7 +62,7 @@ def _serve(fd: int, tokenizer: Any) -> None:
             reply = True, function(*filled(args, tokenizer))
         except MemoryError:
             reply = False, too_much(cpu_s)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited
             error.add_note(traceback.format_exc())
             error.__cause__ = error.__context__ = None
             reply = False, error

@@ -240,7 +240,7 @@ class Worker:
                     _log.warning("batch %s waits for its storage: %s", batch_id, error)
                     await asyncio.sleep(STORAGE_RETRY_S)
                 await self._best_effort.engine()
-        except Exception:  # noqa: BLE001 - logged; the other batches go on
+        except Exception:  # noqa: BLE001 - logged; the other batches continue
             _log.exception("batch %s stopped; the next server goes on with it", batch_id)
 
     async def _advance(self, batch_id: str) -> None:
@@ -357,7 +357,7 @@ class Worker:
             status, body = error.status_code, error.body()
         except EngineGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - logged; it is the answer of this line
+        except Exception as error:  # noqa: BLE001 - logged, and the answer of this line
             _log.exception("a line of batch %s failed", batch["id"])
             failed = ApiError(500, f"the server failed: {type(error).__name__}")
             status, body = failed.status_code, failed.body()

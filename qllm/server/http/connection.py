@@ -26,7 +26,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b"9\r\n: alive\n\n\r\n"
 """A chunk with an SSE comment, which clients skip."""
 FIRST_PROBE_S, MOST_PROBE_S = 0.1, 10.0
-"""First and longest seconds between two probes of a half-closed connection; each doubles."""
+"""First and longest wait between two probes of a half-closed connection, in seconds."""
 
 
 class Together:
@@ -65,7 +65,7 @@ class Together:
 
 
 class Presence:
-    """The presence of a request's client, for routes that do not call `receive`."""
+    """The connection state of a request's client, for routes that do not call `receive`."""
 
     def __init__(self) -> None:
         self._is_gone = False
@@ -163,7 +163,7 @@ class AfterOffer(Limited, H11Protocol):
 
 
 class Protocol(Limited, HttpToolsProtocol):
-    """Uvicorn's HTTP within limits; `make_protocol` sets them."""
+    """uvicorn's HTTP protocol with limits, which `make_protocol` sets."""
 
     max_header_bytes: int
 

@@ -51,7 +51,7 @@ Items = Annotated[list[_Item], Field(fail_fast=True)]
 A body may hold a million items, and listing a million errors would stall other requests.
 """
 MOST_FIELDS = 200
-"""Most fields of one object; more are refused at once, as each unknown one is its own error."""
+"""Most fields of one object. Each unknown field would be its own error, so more are refused."""
 
 
 def _all_of(kinds: type | tuple[type, ...], what: str) -> BeforeValidator:

@@ -28,7 +28,7 @@ def is_ndjson(scope: Scope) -> bool:
 
 
 def name_of(value: str) -> str:
-    """Return a client's name for its request, if a header and a line of the log can hold it.
+    """Return a client's name for its request, if a header and the log can hold it.
 
     Raises:
         ValueError: They cannot.

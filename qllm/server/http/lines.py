@@ -9,7 +9,7 @@ _ESCAPES = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def on_one_line(text: str) -> str:
-    """Return the JSON text with all line ends escaped; `json.dumps` has made the text."""
+    """Return JSON made by `json.dumps`, with all remaining line ends escaped."""
     for end, escape in _ESCAPES.items():
         text = text.replace(end, escape)
     return text

@@ -91,7 +91,7 @@ def _bare(name: str) -> str:
 
 
 def found(body: BaseModel) -> list[Unserved]:
-    """Return the unserved parts of a request, each name once: a refused one before an ignored one.
+    """Return the unserved parts of a request, each name once: refused if it is so at any place.
 
     Raises:
         ValueError: There are more than `MOST`.

@@ -20,7 +20,7 @@ _log = logging.getLogger("qllm.server.ops.supervisor")
 
 
 class Restarts:
-    """The waits before restarts, and the limit on their number."""
+    """The limit of restarts, and the waits before them."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._most, self._window_s = config.max_restarts, config.restart_window_s

@@ -24,7 +24,7 @@ PERIOD_S = 0.25
 WHOLE_EVERY = 4
 """Number of polls of which one also lists the open requests."""
 MAX_KEPT = 240
-"""Messages, of one minute, that a new or returning page gets at once."""
+"""Most messages kept for a new or returning page: those of one minute."""
 MAX_KEPT_CHARS = 4 << 20
 MAX_SHOWN = 200
 """Most requests listed in one message."""
@@ -38,7 +38,7 @@ class Feed:
         self._engine: object = None
         self._num_engines = 0
         self._server = secrets.token_hex(4)
-        """Id of this server: a page may outlive it and then meet engines of the next."""
+        """Id of this server, since a page may outlive it and see the next server's engines."""
         self._since = 0
         self._num_looks = 0
         self._number = 0
@@ -48,13 +48,13 @@ class Feed:
         self._num_pages = 0
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
-        """Set, and then replaced, at every message."""
+        """Event that is set, then replaced, at every message."""
 
     async def messages(self, since: int) -> AsyncIterator[str]:
         """Yield the messages after number `since` as they are made, until the server drains.
 
         Args:
-            since: Number of the last message that the page has; 0 for all that are cached. A number
+            since: Number of the last message that the page has; 0 returns all kept ones. A number
                 that was never used comes from another server, and counts as 0.
         """
         if since > self._number:
@@ -83,7 +83,7 @@ class Feed:
         while True:
             try:
                 message = await self._look()
-            except Exception as error:  # noqa: BLE001 - the page says so, the server goes on
+            except Exception as error:  # noqa: BLE001 - the page shows it; the server keeps running
                 _log.exception("the live page gets no news")
                 message = {"down": f"the page gets no news: {error}"}
             self._put(message)
@@ -130,7 +130,7 @@ class Feed:
         return {"time_s": time.time(), "model": front.model_name, **said}
 
     def _rows(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the open requests that the engine does not list, for example not taken yet."""
+        """Return the open requests that the engine does not list, such as those not taken yet."""
         listed = {row["number"] for row in told.get("requests", ())}
         return [
             {

@@ -44,13 +44,13 @@ class Opened:
     is_streamed: bool = False
     """True if its pieces are lines of one body, which has its own time limit. It is not listed."""
     has_seat: bool = True
-    """True until its answer takes over the seat; the end of the prompt releases it."""
+    """True until its answer has the seat; before that, the prompt's end releases it."""
     is_sending: bool = False
     num_changing: int = 0
     """Pieces that have arrived but are not in the prompt yet."""
     timer: asyncio.TimerHandle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a change."""
+    """Lock for changes."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Opened:
 
     @property
     def fate(self) -> str:
-        """The way in which the prompt ended, for messages."""
+        """The reason of the prompt's end, for messages."""
         if self.prompt.is_sent:
             return "was sent"
         try:
@@ -314,7 +314,7 @@ class OpenPrompts:
             del self._num_open[caller]
 
     def of(self, caller: str) -> list[Opened]:
-        """Return the prompts of a caller that it can name and that are not being sent."""
+        """Return the caller's open prompts, except streamed bodies and prompts being sent."""
         mine = (x for x in self._open.values() if x.caller == caller and not x.is_streamed)
         return [x for x in mine if x.prompt.is_open and not x.is_sending]
 

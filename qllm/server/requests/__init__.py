@@ -1,1 +1,1 @@
-"""The engine as routes see it: the request to the engine, and the answer in progress."""
+"""The routes' access to the engine: requests to it, and answers in progress."""

@@ -29,7 +29,7 @@ from qllm.server.http.errors import RETRY_AFTER_S, ApiError
 from qllm.server.requests.ask import SHORT
 
 LONG = 16_384
-"""Bytes from which on work runs in its own process.
+"""Least bytes of work that runs in its own process.
 
 The slowest shorter work takes some milliseconds, and a process takes two.
 """
@@ -57,13 +57,13 @@ _log = logging.getLogger("qllm.server")
 
 
 class Given(Enum):
-    """A placeholder for an argument that the process already has."""
+    """Placeholders for arguments that the process already has."""
 
     TOKENIZER = "the tokenizer of the model"
 
 
 class Apart:
-    """Runs functions whose cost grows with a body. Safe to use from any thread.
+    """A runner of functions whose cost grows with a body. Safe to use from any thread.
 
     Args:
         tokenizer: Function that returns the tokenizer of the model, or None.
@@ -73,7 +73,7 @@ class Apart:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(AT_ONCE, "qllm-apart")
         self._lock = threading.Lock()
-        """Held while the waiting process is started, or receives work."""
+        """Lock for starting the waiting process, and for sending work to it."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 

@@ -12,7 +12,7 @@ from qllm.server.http.fields import Packed
 from qllm.types import Priority, Slo
 
 SHORT = 2048
-"""Length, in characters or ids, from which a text is not short."""
+"""Length of a short text, in characters or ids, is below this."""
 EACH = 32
 """Extra characters that each prompt or message counts for."""
 TO_FIT = -1

@@ -1,4 +1,4 @@
-"""The engine as the routes see it: admission, tokenising off the event loop, live answers."""
+"""The routes' access to the engine: admission, tokenising off the event loop, open answers."""
 
 import asyncio
 import logging

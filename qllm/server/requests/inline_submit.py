@@ -10,13 +10,13 @@ from qllm.server.requests.ask import Ask
 MOST_CHARS = 256
 """Most characters, or ids, of a prompt tokenised on the event loop: about 0.1 ms."""
 MOST_HELD = 32
-"""Requests after which the engine is notified, even before the loop's iteration ends."""
+"""Most requests in one iteration of the event loop before the engine is notified."""
 
 _T = TypeVar("_T")
 
 
 class AtOnce:
-    """Submits small prompts in the same event loop iteration in which they arrive.
+    """A submitter of small prompts in the event loop iteration in which they arrive.
 
     The engine is notified at the end of the iteration, so that several requests wake it once and
     share its step. Lives on one event loop.

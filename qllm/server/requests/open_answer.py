@@ -62,9 +62,6 @@ class Answer:
         Args:
             silence_s: Seconds without a piece after which a comment is yielded; None yields none.
 
-        Args:
-            silence_s: After so long without any of them a comment is yielded; None yields none.
-
         Raises:
             ApiError: A choice failed, timed out, or the engine was closed.
         """
@@ -125,7 +122,7 @@ class Answer:
                 yield index, _refuse_unfinished(item)
 
     async def _state(self) -> str:
-        """Return the state of the choice that is furthest."""
+        """Return the state of the choice that has progressed most."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._read_state), STATUS_S)
         except (TimeoutError, QllmError):  # a long pass, or between two engines

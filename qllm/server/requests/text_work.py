@@ -69,7 +69,7 @@ class TextWork:
             return
         try:
             result = job.function()
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             job.waker.call(partial(_tell, job, None, error))
         else:
             job.waker.call(partial(_tell, job, result, None))

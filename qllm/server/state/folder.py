@@ -15,9 +15,9 @@ from qllm.server.http.errors import is_unwritable
 
 DATABASE = "batch.db"
 OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
-"""Names in the folder that belong to the server, and one that file systems create."""
+"""Names of the server's files in the folder, and of one that file systems create."""
 MADE = b"made\n"
-"""Content of the lock file once a database was made: later, a missing one is an error."""
+"""Content of the lock file after the database was made; from then on a missing one is an error."""
 _log = logging.getLogger("qllm.server")
 
 

@@ -4,7 +4,7 @@
 
 It reads the answer as it grows. Every character belongs to one place: reasoning, content, the
 arguments of a call, or a tag. White space next to a tag, and the JSON around arguments, count as
-the tag. Text that looks like a call but is not valid stays content, unchanged.
+the tag. Text that looks like a call but is invalid stays content.
 """
 
 import json
@@ -39,15 +39,15 @@ _KEY = r'\s*("(?:[^"\\]|\\.)*")\s*:\s*'
 _FIRST, _NEXT = re.compile(r"\s*\{" + _KEY, re.DOTALL), re.compile(r"\s*," + _KEY, re.DOTALL)
 """Key of a field of an object, with the characters before its value."""
 _NO_JSON = "<" + MARK_OF[CLOSE]
-"""Characters that JSON has only inside strings: outside, a tag ends it."""
+"""Characters that JSON has only in strings; elsewhere they end it."""
 _JSON = json.JSONDecoder()
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
     """Return the marks of the tags that are single tokens, by token id.
 
-    If the tokenizer has a tag as an added token, it never splits it, so the same characters spelled
-    with other tokens are not a tag.
+    A tokenizer never splits an added token. So if a tag is one, the same characters made of other
+    tokens are not a tag.
     """
     added = added_tokens(tokenizer)
     return {i: MARK_OF[x.content] for i, x in added.items() if x.content in MARK_OF}
@@ -229,7 +229,7 @@ class HermesReader:
         return True
 
     def _refuse(self) -> bool:
-        """Treat a tag as content, with all that follows, because no call follows it."""
+        """Treat a tag and the text after it as content, because no call follows."""
         self._inside, self._is_bare = "", False
         self._say(OPEN)
         return True

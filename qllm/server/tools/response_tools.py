@@ -37,8 +37,8 @@ class FunctionTool(Open):
 class CustomTool(Open):
     """A tool of the client whose input is plain text.
 
-    A forced call constrains its input only by a grammar that is a regular expression. The input is
-    inside JSON, and grammars in Lark's syntax have no escapes for it.
+    Only a regular expression can constrain the input of a forced call: the input is inside JSON,
+    and grammars in Lark's syntax cannot describe JSON's escapes.
     """
 
     type: Literal["custom"]
@@ -87,7 +87,7 @@ class CustomTool(Open):
         return {"description": "\n\n".join(filter(None, said)), "parameters": parameters}
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield the grammar if it is only described to the model, not enforced."""
+        """Yield the tool's format if its grammar is described to the model but not enforced."""
         if self._has_grammar and not self._is_forced:
             text = "the input of a custom tool is held to a grammar only where a call is forced; "
             yield "format", text + "leave format out"
