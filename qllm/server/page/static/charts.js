@@ -4,13 +4,13 @@
 import { colour } from "./timeline.js";
 
 const KEEP_S = 180;
-const LEAST_S = 30; // shown, however new the page is
+const LEAST_S = 30; // least time shown, even on a new page
 const MAX_DOTS = 1500;
 
 function axes(values) {
   const stroke = colour("soft");
   const grid = { stroke: colour("grid"), width: 1 };
-  const few = values === decades ? { filter: onlyDecades } : {}; // of numbers and of lines
+  const few = values === decades ? { filter: onlyDecades } : {}; // fewer labels and grid lines
   const font = "11px system-ui, sans-serif";
   const clock = (_, ticks) => ticks.map((s) => new Date(1000 * s).toLocaleTimeString([], { hour12: false }));
   return [
@@ -36,7 +36,7 @@ export class Charts {
     if (!this.failed) new ResizeObserver(() => { this.resize(); }).observe(nodes.rate.parentElement.parentElement);
   }
 
-  // Where the library does not run, the rest of the page does, and says so.
+  // If the library fails, the rest of the page still runs, and reports it.
   make() {
     try {
       this.makePlots();

@@ -1,15 +1,15 @@
-// Runs before all other scripts: a language that they can use, and what failed in them, in words.
+// First of all scripts: it sets a language that they can use, and shows their failures in words.
 "use strict";
 
 try {
   new Intl.NumberFormat(navigator.language);
-} catch { // "en-US@posix" of a machine without a locale is no language tag, and uPlot dies of it
+} catch { // without a locale it is "en-US@posix", an invalid language tag, with which uPlot fails
   Object.defineProperty(navigator, "language", { value: "en-US" });
 }
 
 function failed(what) {
   const box = document.getElementById("failed");
-  if (!box.hidden) return; // the first failure is the reason of the others
+  if (!box.hidden) return; // the first failure causes the others
   box.hidden = false;
   box.textContent = `A part of this page failed: ${what}. The server goes on without it.`;
 }

@@ -1,5 +1,5 @@
-// Markdown as elements. `marked` splits the text; every text becomes a text node, so that no HTML of
-// an answer is ever read as HTML, and nothing is fetched.
+// Markdown as elements. `marked` splits the text. Every text becomes a text node, so that HTML in
+// an answer is never interpreted, and nothing is fetched.
 
 import { lexer } from "./marked.esm.js";
 
@@ -60,14 +60,14 @@ function node(token) {
   if (token.type === "text" && token.tokens) return element("span", token.tokens);
   if (TAGS[token.type]) return element(TAGS[token.type], token.tokens, token.text);
   if (token.type === "text" || token.type === "escape") return token.text;
-  return token.raw; // HTML, and what a later release knows
+  return token.raw; // HTML, and tokens of later releases
 }
 
-// Show a text as Markdown in an element, in place of what is there.
+// Replace the content of an element by a text as Markdown.
 export function show(box, text) {
   try {
     box.replaceChildren(...lexer(text, { gfm: true, breaks: true }).map(node));
-  } catch { // nested so deep that no stack is left
+  } catch { // nested so deep that the stack overflows
     box.textContent = text;
   }
 }

@@ -1,4 +1,4 @@
-// What all parts of the page use: its elements, the server, rows of tables, words for numbers.
+// The parts that all scripts share: elements, the server, rows of tables, words for numbers.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -40,14 +40,14 @@ export function cells(values) {
   return row;
 }
 
-// Write a row again; what stays the same is not painted again, and keeps the keyboard's place.
+// Update a row. Unchanged cells are not painted again and keep the keyboard's focus.
 export function recell(row, values) {
   values.forEach((value, i) => {
     if (!(value instanceof Node) && row.cells[i].textContent !== String(value)) row.cells[i].textContent = value;
   });
 }
 
-// Show `rows` as the rows of a table's body, moving and making no more of them than needed.
+// Show `rows` as the rows of a table's body. As few rows as possible are moved or made.
 export function arrange(body, rows) {
   rows.forEach((row, i) => { if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null); });
   while (body.rows.length > rows.length) body.lastElementChild.remove();

@@ -1,4 +1,4 @@
-// The chat and the batches: what the page asks of the server beside the news.
+// The chat and the batches: the page's requests to the server, in addition to the feed.
 
 import { show } from "./markdown.js";
 import { $, call, cells, events, ms } from "./page.js";
@@ -19,7 +19,7 @@ function say(className, text) {
   return p;
 }
 
-// The body of the next request: the conversation, after what the options say.
+// The body of the next request: the conversation with the chosen options.
 function body() {
   const system = $("system").value.trim();
   const messages = system ? [{ role: "system", content: system }, ...history] : history;
@@ -28,7 +28,7 @@ function body() {
   return JSON.stringify(found);
 }
 
-// How fast an answer was, in words.
+// The speed of an answer, in words.
 function speed(served, firstMs, lastMs, usage) {
   if (firstMs === null) return `${served}, no text`;
   const said = `${served}, first text after ${ms(firstMs)}`;
@@ -66,7 +66,7 @@ async function ask(text) {
       last = performance.now() - start;
       first ??= last;
       said += delta;
-      if (isDrawn) requestAnimationFrame(draw); // once for all that comes until then
+      if (isDrawn) requestAnimationFrame(draw); // draws all text that arrives until then
       isDrawn = false;
     }
     draw();
@@ -124,7 +124,7 @@ function actions(batch) {
   return span;
 }
 
-// Why a batch is where it is, in words.
+// The reason of a batch's status, in words.
 function reason(batch) {
   const { total, completed, failed } = batch.request_counts;
   const errors = (batch.errors && batch.errors.data) || [];
@@ -178,7 +178,7 @@ async function showBatches() {
   }
   isBusy = data.some((batch) => ["validating", "in_progress", "finalizing", "cancelling"].includes(batch.status));
   const now = JSON.stringify(data);
-  if (now === shown) return; // a table that stays does not lose the keyboard's place
+  if (now === shown) return; // an unchanged table keeps the keyboard's focus
   shown = now;
   if (data.length) $("batches").replaceChildren(...data.map(batchRow));
   else noBatches("No batches yet.");

@@ -1,14 +1,14 @@
-// The timeline: what the device did, moving. LS above, BE below; the height of a pass is its layer.
+// The moving timeline of the device's work. LS above, BE below; the height of a pass is its layer.
 
-const KEEP_MS = 60_000; // of the past
-const LATE_MS = 350; // shown so late, so that what is shown has arrived
-const FRAMES_PER_S = 6; // more would take more than a tenth of a core where no GPU draws
+const KEEP_MS = 60_000; // length of the history
+const LATE_MS = 350; // delay of the display, so that all data of a moment has arrived
+const FRAMES_PER_S = 6; // more would use over a tenth of a core if no GPU draws
 const GUTTER = 56; // px for the names of the tracks
 const TOP = 20; // px above a track, for marks
 const AXIS = 22;
 const TRACKS = ["LS", "BE"];
 
-// A colour of the style sheet as a canvas takes it.
+// A colour of the style sheet, for a canvas.
 export function colour(name) {
   const probe = document.createElement("i");
   probe.style.color = `var(--${name})`;
@@ -45,7 +45,7 @@ export class Timeline {
     this.tick();
   }
 
-  // Forget everything: another engine, another clock.
+  // Forget everything, because another engine has another clock.
   clear() {
     this.runs = [];
     this.holds = [];
@@ -84,7 +84,7 @@ export class Timeline {
     this.canvas.width = Math.max(1, Math.round(clientWidth * ratio));
     this.canvas.height = Math.max(1, Math.round(clientHeight * ratio));
     this.ratio = ratio;
-    this.draw(); // at once: a canvas of another size is black
+    this.draw(); // at once: a resized canvas is black
   }
 
   // Take one message of the server.
@@ -92,10 +92,10 @@ export class Timeline {
     if (message.entries === undefined) return;
     this.nowMs = message.now_ms;
     const ahead = message.now_ms - performance.now();
-    // messages come late, never early: the largest difference is the true one, but clocks drift
+    // messages arrive late, never early: the largest difference is the true one, but clocks drift
     this.aheadMs = this.aheadMs === null ? ahead : Math.max(ahead, this.aheadMs - 1);
     const wall = 1000 * message.time_s - message.now_ms;
-    if (Math.abs(wall - this.wallMs) > 50) this.wallMs = wall; // else the axis would tremble
+    if (Math.abs(wall - this.wallMs) > 50) this.wallMs = wall; // smaller changes would make the axis tremble
     this.numLayers = message.num_layers;
     this.parked = message.parked;
     this.running = message.running;
@@ -118,7 +118,7 @@ export class Timeline {
 
   hold(atMs) { this.heldAt = atMs; this.isDirty = true; }
 
-  // Show what was around a time, and stay there.
+  // Show the time around a moment, and stop moving.
   show(atMs) { this.hold(atMs + 0.6 * this.spanMs); }
 
   get edgeMs() {
@@ -251,7 +251,7 @@ export class Timeline {
     }
   }
 
-  // A preemption leads from the pass that stopped up to the track that it made room in.
+  // Draw a preemption from the stopped pass up to the track that it made room for.
   drawStops({ c, begin, edge, x, y, bottoms }) {
     c.strokeStyle = this.colours.ink;
     c.lineWidth = 1.2;
@@ -302,7 +302,7 @@ export class Timeline {
     c.fillText(text, left + 8, top + 12.5);
   }
 
-  // What the pointer is on, in words.
+  // A description of the thing under the pointer.
   under({ begin, scale, bottoms }) {
     const at = begin + (this.pointer - GUTTER) / scale;
     const slackMs = 2 / scale;
@@ -318,7 +318,7 @@ export class Timeline {
     return null;
   }
 
-  // The timeline in words, for those who do not see it.
+  // A description of the timeline, for screen readers.
   text() {
     const since = this.nowMs - this.spanMs;
     const passes = { LS: 0, BE: 0 };

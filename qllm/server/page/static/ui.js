@@ -7,7 +7,7 @@ import { Timeline, trackOf } from "./timeline.js";
 
 const TRACKS = ["LS", "BE"];
 const MAX_PREEMPTIONS = 40;
-const RATE_S = 2; // over which a rate is taken
+const RATE_S = 2; // seconds over which a rate is computed
 const WORDS = {
   ls: ["LS", "latency-sensitive: a person waits for the answer"],
   be: ["BE", "best-effort: a job that can wait"],
@@ -28,10 +28,10 @@ const WORDS = {
 
 const timeline = new Timeline($("timeline"));
 const charts = new Charts(Object.fromEntries(["ttft", "rate", "queue", "kv"].map((name) => [name, $(`chart-${name}`)])));
-let engine = null; // which of the server's engines the numbers are of
+let engine = null; // id of the engine that the numbers belong to
 let samples = []; // [engine's ms, LS tokens, BE tokens, preemptions, expert bytes]
-let preemptions = []; // the latest first
-let firsts = new Map(); // TTFT by name of request, of those that preempted
+let preemptions = []; // latest first
+let firsts = new Map(); // TTFT of preempting requests, by request name
 let isListStale = false;
 let whole = null; // the last message that listed the requests
 let kvFrac = 0;
@@ -39,7 +39,7 @@ let kvFrac = 0;
 // -- small things
 
 function text(id, value) {
-  if ($(id).textContent !== value) $(id).textContent = value; // what stays is not painted again
+  if ($(id).textContent !== value) $(id).textContent = value; // unchanged text is not painted again
 }
 
 function state(kind, words) {
@@ -125,7 +125,7 @@ function takeNumbers(message) {
   kvFrac = message.kv_blocks_used / message.kv_blocks;
 }
 
-// Per second, of the sample's number `i`.
+// The rate per second of number `i` in the samples.
 function rate(i) {
   const of = samples.filter((sample) => sample[i] !== undefined);
   if (of.length < 2) return 0;
@@ -187,7 +187,7 @@ function showEngine(message) {
   if ($("engine-more").textContent !== segment + rest) $("engine-more").replaceChildren(bold, rest);
 }
 
-// The target of a request in words, and how it stands.
+// A request's latency target and its state, in words.
 function target(row) {
   if (!row.ttft_target_ms) return ["–", ""];
   const isLate = (row.ttft_ms ?? row.age_ms) > row.ttft_target_ms;
@@ -210,7 +210,7 @@ async function change({ id, name }, what) {
   }
 }
 
-// Buttons that pause a request or change its class; `row.now` is what the server said last.
+// Buttons that pause a request or change its class; `row.now` is its last state from the server.
 function changes(now) {
   const box = document.createElement("span");
   for (const act of ["pause", "class"]) {
@@ -224,7 +224,7 @@ function changes(now) {
   return box;
 }
 
-// A line of a batch is nobody's request: it has no id, and its buttons do nothing.
+// A batch line has no id of a request, so its buttons do nothing.
 function nameChanges(row, { id, name, status, class: of }) {
   const words = { pause: status === "paused" ? "go on" : "pause", class: trackOf(of) === "LS" ? "to BE" : "to LS" };
   for (const button of row.querySelectorAll("button")) {
@@ -319,7 +319,7 @@ async function watch() {
     let againMs = 1000;
     if (document.hidden) await new Promise((resume) => { document.addEventListener("visibilitychange", resume, { once: true }); });
     const stop = new AbortController();
-    const leave = () => { if (document.hidden) stop.abort(); }; // a page that nobody sees asks for nothing
+    const leave = () => { if (document.hidden) stop.abort(); }; // a hidden page makes no requests
     document.addEventListener("visibilitychange", leave);
     try {
       const answer = await call(`/ui/events?since=${since}`, { signal: stop.signal });
