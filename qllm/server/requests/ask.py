@@ -12,7 +12,7 @@ from qllm.server.http.fields import Packed
 from qllm.types import Priority, Slo
 
 SHORT = 2048
-"""Length of a short text, in characters or ids, is below this."""
+"""Limit in characters or ids; a text below it is short."""
 EACH = 32
 """Extra characters that each prompt or message counts for."""
 TO_FIT = -1
