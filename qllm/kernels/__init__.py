@@ -1,1 +1,1 @@
-"""Kernels of our own, by device."""
+"""CPU and GPU kernels of this project, and their references in torch."""

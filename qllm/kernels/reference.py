@@ -1,7 +1,7 @@
-"""What the Triton kernels compute, in plain torch: same signatures, any device, no host sync.
+"""The functions of the Triton kernels in plain torch: same signatures, any device, no host sync.
 
-Simple rather than fast: every token gathers the whole page table of its sequence, and every
-expert multiplies every token.
+The code is simple rather than fast: every token gathers the whole page table of its sequence,
+and every expert multiplies every token.
 """
 
 import torch
@@ -23,7 +23,7 @@ from qllm.kernels.tiles import Tiles
 
 
 def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: Tensor) -> None:
-    """See `kernels.triton.attention.write`; the last slot of the pages is used as a bin."""
+    """Do what `kernels.triton.attention.write` does, with the last slot of the pages as a bin."""
     for new, pages in ((k_TGD, k_SGD), (v_TGE, v_SGE)):
         last = pages.shape[0] - 1
         kept = pages[last].clone()
@@ -47,7 +47,7 @@ def rotate_and_write(
     norms: HeadNorms | None = None,
     limit: float | None = None,
 ) -> None:
-    """See `kernels.triton.rope.rotate_and_write`."""
+    """Do what `kernels.triton.rope.rotate_and_write` does."""
     if norms is not None:
         q_TND.copy_(rms_norm(q_TND, norms.q_D, norms.q_eps))
         k_TGD = rms_norm(k_TGD, norms.k_D, norms.k_eps)
@@ -71,7 +71,7 @@ def write_latents(
     q_TQ: Tensor | None = None,
     q_norm: Norm | None = None,
 ) -> Tensor | None:
-    """See `kernels.triton.latents.write_latents`."""
+    """Do what `kernels.triton.latents.write_latents` does."""
     latents, keys = torch.split(kv_TD, [c_SR.shape[1], k_rope_SF.shape[1]], 1)
     latents, keys = rms_norm(latents, *norm)[:, None], _rotated(keys[:, None], angles)
     write(latents, keys, c_SR[:, None], k_rope_SF[:, None], slots_T)
@@ -85,7 +85,7 @@ def _rotated(x_TND: Tensor, angles: Angles) -> Tensor:
     if in_pairs:
         x_TND = torch.cat((left, right), 2)
         cos_TD, sin_TD = (x[:, : left.shape[2]] for x in (cos_TD, sin_TD))
-    if cos_TD.shape[1] < x_TND.shape[2]:  # of both halves
+    if cos_TD.shape[1] < x_TND.shape[2]:  # the table serves both halves
         cos_TD, sin_TD = (torch.cat((x, x), 1) for x in (cos_TD, sin_TD))
     return x_TND * cos_TD[:, None] + torch.cat((-right, left), 2) * sin_TD[:, None]
 
@@ -106,7 +106,7 @@ def attend(
     q_angles: Angles | None = None,
     out_TNE: Tensor,
 ) -> None:
-    """See `kernels.triton.attention.attend`."""
+    """Do what `kernels.triton.attention.attend` does."""
     ratio = q_TND.shape[1] // k_SGD.shape[1]
     offsets = torch.arange(page_size, device=q_TND.device)
     slots_RS = (tables_RP.long()[:, :, None] * page_size + offsets).flatten(1)
@@ -137,7 +137,7 @@ def attend(
 def route(
     ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor, num_shared: int = 0
 ) -> Routing:
-    """See `kernels.triton.moe.route`; only the ids are used here."""
+    """Do what `kernels.triton.moe.route` does, but fill only the ids and counts."""
     empty = ids_TK.new_empty(0, dtype=torch.int32)
     token = torch.arange(ids_TK.shape[0], device=ids_TK.device)[:, None]
     every = num_experts + num_shared
@@ -148,7 +148,7 @@ def route(
 
 
 def activate(kind: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """The gated activation of an expert, in fp32."""
+    """Return the gated activation of an expert, in fp32."""
     gate, up = gate.float(), up.float()
     if kind is Activation.SILU:
         return torch.nn.functional.silu(gate) * up
@@ -159,7 +159,7 @@ def activate(kind: Activation, gate: Tensor, up: Tensor) -> Tensor:
 def run_experts(
     x_TD: Tensor, weights: ExpertWeights, routing: Routing, lo: int, hi: int, slots_TKD: Tensor
 ) -> None:
-    """See `kernels.triton.moe.run_experts`."""
+    """Do what `kernels.triton.moe.run_experts` does."""
     for expert in range(lo, hi):
         up_FD, down_DI = _of_expert(weights, expert)
         both = x_TD.float() @ up_FD.t().float()
@@ -180,7 +180,7 @@ def run_experts(
 
 
 def _of_expert(weights: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
-    """Gates and ups [2 I, D], and what they go down by [D, I]."""
+    """Return an expert's gates and ups [2 I, D], and its down weight [D, I]."""
     if weights.packed is not None:
         up, down = (stack.one(expert).dequantised() for stack in weights.packed)
         return up, down
@@ -201,7 +201,7 @@ def choose(
     dtype: torch.dtype,
     num_shared: int = 0,
 ) -> tuple[Routing, Tensor]:
-    """See `kernels.triton.choose.choose`."""
+    """Do what `kernels.triton.choose.choose` does."""
     x, num_experts = logits_TE.float(), logits_TE.shape[1]
     ids_TK = torch.topk(x.nan_to_num(-3e38), top_k).indices
     if rule.groups is not None:
@@ -218,7 +218,7 @@ def choose(
 
 
 def _of_groups(x_TE: Tensor, groups: Groups, top_k: int) -> tuple[Tensor, Tensor]:
-    """Experts and weights of DeepSeek-V3's router, those of the best first."""
+    """Return the experts and weights of DeepSeek-V3's router, the best first."""
     scores = torch.sigmoid(x_TE)
     choice = (scores + groups.correction_E).nan_to_num(-3e38)
     if groups.num_open < groups.num:
@@ -254,7 +254,7 @@ def combine(
     out_TD: Tensor,
     add: Sum | None = None,
 ) -> None:
-    """See `kernels.triton.moe.combine`."""
+    """Do what `kernels.triton.moe.combine` does."""
     total, top_k = torch.zeros_like(slots_TKD[:, 0], dtype=torch.float32), weights_TK.shape[1]
     for k in range(top_k):
         total = total + slots_TKD[:, k].float() * weights_TK[:, k : k + 1].float()
@@ -273,7 +273,7 @@ def combine(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, wide: bool = False) -> Tensor:
-    """See `kernels.triton.norm.rms_norm`; of any leading dimensions."""
+    """Do what `kernels.triton.norm.rms_norm` does, for any leading dimensions."""
     x = x_TD.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return (weight_D * x).to(x_TD.dtype) if wide else weight_D * x.to(x_TD.dtype)
@@ -288,14 +288,14 @@ def add_rms_norm(
     wide: bool = False,
     in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.triton.norm.add_rms_norm`."""
+    """Do what `kernels.triton.norm.add_rms_norm` does."""
     total = residual_TD + (x_TD if multiplier is None else x_TD * multiplier)
     out = rms_norm(total, weight_D, eps, wide)
     return total, out, out.float() if in_fp32 else out
 
 
 def silu_mul(x_TF: Tensor) -> Tensor:
-    """See `kernels.triton.norm.silu_mul`."""
+    """Do what `kernels.triton.norm.silu_mul` does."""
     gate, up = x_TF.chunk(2, 1)
     return torch.nn.functional.silu(gate) * up
 
@@ -304,7 +304,10 @@ WORD = 0xFFFFFFFF
 
 
 def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """`runner.sampling.share_of` of every row, over 2^53. int64 wraps: the low 64 bits stay."""
+    """Return `runner.sampling.share_of` of every row, over 2^53.
+
+    int64 wraps: the low 64 bits stay.
+    """
     c: list[Tensor] = [positions_B & WORD, (positions_B >> 32) & WORD]
     c += [torch.zeros_like(positions_B), torch.zeros_like(positions_B)]
     k0, k1 = seeds_B & WORD, (seeds_B >> 32) & WORD
@@ -335,9 +338,9 @@ def sample(
     tokens_B: Tensor,
     peaks_B: Tensor,
 ) -> None:
-    """See `kernels.triton.sampling.sample`."""
+    """Do what `kernels.triton.sampling.sample` does."""
     x = logits_BV.float()
-    peak, best = x.max(1)  # the first of equals on a CPU; below it is made so everywhere
+    peak, best = x.max(1)  # the first of equals on a CPU; the next lines ensure it everywhere
     ids = torch.arange(x.shape[1], device=x.device)
     best = torch.where(x == peak[:, None], ids, x.shape[1]).amin(1)
     greedy = temperature_B == 0

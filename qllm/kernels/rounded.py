@@ -1,16 +1,17 @@
-"""Activations rounded to int8, and the one place that says what is computed with them.
+"""Activations rounded to int8, and the one definition of products with them.
 
-A row of inputs is cut into runs: a group of the weight, or 128 inputs of a longer one. A run has
-its own scale, its largest size over 127, so that one large value costs the precision of its run
-alone, and its sum of products stays below 2^24: whole numbers that fp32 has. With integer codes,
+A row of inputs is cut into runs: a group of the weight, or 128 inputs of a longer group. Each run
+has its own scale, its largest absolute value over 127. So one large value costs the precision of
+its run alone, and the sum of products of a run stays below 2^24, where fp32 holds every whole
+number. With integer codes,
 
     q = round(x * (127 / largest))        to the nearest, ties to even
     sum += (float(sum of q * code) * (largest / 127)) * scale
     sum += ((largest / 127) * float(sum of q)) * offset
 
-over the runs in order, every step in fp32, then the bias, then one rounding to bf16. Weights are
-what their codes say, not rounded to bf16 on the way. A row depends on no other, and sums of whole
-numbers on no order: kernels of every instruction set, and this one, give the same bits.
+over the runs in order, every step in fp32, then the bias, then one rounding to bf16. Weights have
+the values of their codes, not rounded to bf16 on the way. A row depends on no other row, and a sum
+of whole numbers on no order, so kernels of every instruction set and this one give the same bits.
 """
 
 from collections.abc import Iterator
@@ -24,20 +25,20 @@ from qllm.kernels.quantised import FOUR_BIT, I4_ZERO, INTEGERS, Quantised
 MOST_INPUTS = 128
 """Inputs of the longest run."""
 LEAST = 2.0**-100
-"""A run of nothing larger counts as zeros."""
+"""Limit of a run's largest absolute value below which the run counts as zeros."""
 LARGEST = 127
 
 
 class Rounded(NamedTuple):
-    """Rows [t, k] in int8."""
+    """Rows [t, k] in int8, with their scales."""
 
     q_TK: Tensor
-    """int8."""
+    """int8 [t, k]."""
     scale_TR: Tensor
-    """fp32, of every run; NaN where a value is not finite, and `q_TK` is 0 there."""
+    """fp32 [t, runs]; NaN if a value of the run is not finite, and `q_TK` is 0 there."""
 
     def values(self, group: int) -> Tensor:
-        """What they stand for: fp32 [t, k]."""
+        """Return the values that the rows represent, fp32 [t, k]."""
         parts = [
             self.q_TK[:, lo:hi].float() * self.scale_TR[:, r : r + 1]
             for r, (lo, hi) in enumerate(runs(self.q_TK.shape[1], group))
@@ -46,7 +47,7 @@ class Rounded(NamedTuple):
 
 
 def runs(k: int, group: int) -> Iterator[tuple[int, int]]:
-    """First and last input of every run of k inputs."""
+    """Yield the first input and the end of every run of k inputs."""
     group = min(group, k)
     for begin in range(0, k, group):
         end = min(k, begin + group)
@@ -55,7 +56,7 @@ def runs(k: int, group: int) -> Iterator[tuple[int, int]]:
 
 
 def rounded(x_TK: Tensor, group: int) -> Rounded:
-    """Rows rounded for a weight whose groups have so many inputs."""
+    """Round rows for a weight whose groups have so many inputs."""
     x, largest_int = x_TK.float(), torch.tensor(LARGEST, dtype=torch.float32)
     q_TK, scales = torch.zeros(x.shape, dtype=torch.int8), []
     for lo, hi in runs(x.shape[1], group):
@@ -71,11 +72,11 @@ def rounded(x_TK: Tensor, group: int) -> Rounded:
 
 
 def linear(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of rounded rows.
+    """Return `F.linear` of rounded rows.
 
     Args:
         x: bf16 [..., k].
-        weight: [n, k] with integer codes.
+        weight: Weight [n, k] with integer codes.
         bias: bf16 [n].
 
     Raises:
@@ -104,7 +105,7 @@ def linear(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
 
 
 def _codes(weight: Quantised) -> Tensor:
-    """fp32 [n, k]."""
+    """Return the codes as fp32 [n, k]."""
     codes = weight.codes
     if weight.code in FOUR_BIT:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""What the fused experts are given and keep on the device."""
+"""Inputs of the fused experts, and the data that they keep on the device."""
 
 import enum
 from typing import Any, NamedTuple
@@ -19,45 +19,47 @@ class Activation(enum.IntEnum):
 
 
 class RuleKind(enum.IntEnum):
-    """How the logits of a router become weights of the experts that it chose."""
+    """The rule that makes weights of the chosen experts from the logits of a router."""
 
     SOFTMAX = 0
     """Softmax over all experts."""
     RENORMALISED = 1
-    """The same divided by its sum over the chosen: softmax over the chosen."""
+    """Softmax over all experts, divided by its sum over the chosen: softmax over the chosen."""
     SPARSE_MIXER = 2
-    """Softmax of each chosen expert among those within `jitter` of it, without those before it."""
+    """Softmax of each chosen expert among those within `jitter` of it, without those chosen
+    before."""
     SIGMOID = 3
-    """Sigmoid of each; a correction has a say in the choice, but not in the weights."""
+    """Sigmoid of each logit; a correction affects the choice, but not the weights."""
 
 
 class Groups(NamedTuple):
-    """What SIGMOID adds to its choice and does with its weights: DeepSeek-V3's router."""
+    """The groups and the correction of SIGMOID: DeepSeek-V3's router."""
 
     correction_E: Tensor
-    """Added to the sigmoids for the choice."""
+    """Numbers added to the sigmoids for the choice."""
     num: int
-    """Groups of as many experts each, neighbours; the two best of a group are its score."""
+    """Groups of equally many adjacent experts; the score of a group is that of its two best."""
     num_open: int
-    """Groups, the best ones, that experts are chosen from."""
+    """Number of best groups, the only ones that experts are chosen from."""
     renormalised: bool
-    """Whether weights are divided by their sum over the chosen."""
+    """True if weights are divided by their sum over the chosen."""
     scaling: float
-    """What weights are multiplied by at last."""
+    """Factor of the weights, applied last."""
 
 
 class Rule(NamedTuple):
-    """What `choose` makes of logits."""
+    """The rule by which `choose` turns logits into experts and weights."""
 
     kind: RuleKind
     jitter: float = 0.0
-    """How far, for SPARSE_MIXER, below the best, relative to its size, an expert still counts."""
+    """Distance below the best logit, relative to its size, within which SPARSE_MIXER counts an
+    expert."""
     groups: Groups | None = None
-    """For SIGMOID, and only there."""
+    """Groups of SIGMOID; None for the other kinds."""
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each head of queries and of keys."""
+    """The RMS norms of each head of queries and of keys."""
 
     q_D: Tensor
     k_D: Tensor
@@ -73,36 +75,36 @@ class Norm(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """How heads rotate: element i of the first half with element i of the second."""
+    """Angles of heads: element i of the first half rotates with element i of the second."""
 
     cos_TD: Tensor
-    """By each token's position, contiguous rows; or [T, D / 2], the same for both halves."""
+    """Cosines of each token's position, contiguous rows; [T, D / 2] serves both halves."""
     sin_TD: Tensor
-    """Likewise."""
+    """Sines, likewise."""
     in_pairs: bool
-    """Whether the halves alternate in what is given. They lie one after the other afterwards, and
-    the angles of the first are those of both."""
+    """True if the halves alternate in the input. They lie one after the other in the output, and
+    the angles of the first half serve both."""
 
     @property
     def apart(self) -> int:
-        """Width of a head whose halves have angles of their own, or 0."""
+        """Width of a head whose halves have different angles, or 0."""
         return 0 if self.in_pairs else self.cos_TD.shape[1]
 
 
 class Sum(NamedTuple):
-    """What the experts' answer is added to: residual + (answer + shared) * multiplier."""
+    """Terms that the experts' answer is added to: residual + (answer + shared) * multiplier."""
 
     residual_TD: Tensor
     multiplier: float | None = None
-    """None is 1."""
+    """Factor of the answer; None is 1."""
     shared_TD: Tensor | None = None
-    """Output of the shared experts, contiguous, unless they ran as experts."""
+    """Output of the shared experts, contiguous; None if they ran as experts."""
     shared_gate_T1: Tensor | None = None
-    """Its sigmoid multiplies `shared_TD`; None is 1. Contiguous."""
+    """Logits, contiguous, whose sigmoid multiplies `shared_TD`; None is a factor of 1."""
 
 
 class SharedWeights(NamedTuple):
-    """Experts that every token takes with weight 1, S of them as wide as the others."""
+    """Experts that every token uses with weight 1: S experts as wide as the others."""
 
     up_FD: Tensor
     """All gates, then all ups; contiguous. F = 2 S I."""
@@ -121,28 +123,29 @@ class ExpertWeights(NamedTuple):
     """Gate and up rows alternate; else all gates come first."""
     activation: Activation
     shared: SharedWeights | None = None
-    """They follow as experts E to E + S."""
+    """Shared experts, which are experts E to E + S."""
     packed: tuple[Quantised, Quantised] | None = None
-    """Both as stacks of quantised weights, contiguous; the two above are then their codes."""
+    """Up and down weights as stacks of quantised weights, contiguous; `up_EFD` and `down_EDI` are
+    then their codes."""
 
     @property
     def num_experts(self) -> int:
-        """E, without those that are shared."""
+        """Number of experts E, without the shared ones."""
         return self.up_EFD.shape[0]
 
     @property
     def num_shared(self) -> int:
-        """S."""
+        """Number of shared experts, S."""
         return 0 if self.shared is None else self.shared.down_DF.shape[1] // self.inner
 
     @property
     def inner(self) -> int:
-        """I, the width between the two products."""
+        """Width between the two products, I."""
         return self.down_EDI.shape[2] if self.packed is None else self.packed[1].shape[1]
 
     @property
     def bytes_per_expert(self) -> int:
-        """Weights read for one expert."""
+        """Bytes of weights read for one expert."""
         if self.packed is not None:
             whole = [t for w in self.packed for t in (w.codes, w.scale_NG, w.offset_NG)]
             return sum(t[0].nbytes for t in whole if t is not None)
@@ -153,16 +156,16 @@ class ExpertWeights(NamedTuple):
 class Routing(NamedTuple):
     """Slots (token, k) sorted by expert, and the row tiles of the sorted slots.
 
-    Tiles of expert e are [tile_start[e], tile_start[e + 1]). Shared experts are among them: the
-    last ones, in the last slots of a token.
+    Tiles of expert e are [tile_start[e], tile_start[e + 1]). Shared experts come last, in the last
+    slots of a token.
     """
 
     ids_TK: Tensor
     counts_E: Tensor
     order_S: Tensor
-    """Slot at each sorted place; past the last live slot undefined."""
+    """Slot at each sorted place; undefined after the last live slot."""
     tile_start_E: Tensor
-    """E + 1 numbers."""
+    """First tile of each expert, and the end: E + 1 numbers."""
     tile_expert: Tensor
     tile_row: Tensor
     """First sorted place of a tile."""
@@ -171,7 +174,7 @@ class Routing(NamedTuple):
 
 
 def expert_weights(module: nn.Module) -> ExpertWeights | str:
-    """The experts of a module of transformers, or why the kernels are not made for them."""
+    """Return the experts of a transformers module, or the reason that the kernels lack support."""
     experts: Any = module
     up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
     if experts.is_transposed:
@@ -199,12 +202,12 @@ def expert_weights(module: nn.Module) -> ExpertWeights | str:
 
 
 def max_tiles(num_slots: int, num_experts: int, rows: int) -> int:
-    """Most tiles of that many rows that slots of that many experts can fill."""
+    """Return the most tiles of `rows` rows that the slots of so many experts can fill."""
     return min(num_slots, num_slots // rows + num_experts)
 
 
 def empty_routing(ids_TK: Tensor, num_experts: int, rows: int) -> Routing:
-    """Tensors for a routing, to be filled by the kernels."""
+    """Return uninitialised tensors of a routing, which the kernels fill."""
     num_slots = ids_TK.numel()
     tiles = max_tiles(num_slots, num_experts, rows)
 

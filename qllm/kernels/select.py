@@ -1,4 +1,4 @@
-"""The kernels the CUDA backend computes with, chosen by name and never by accident."""
+"""The kernels that the CUDA backend computes with, always selected by name."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -10,7 +10,7 @@ NAMES = ("triton", "torch")
 
 
 class Kernels(NamedTuple):
-    """One implementation; the signatures are those of `kernels.triton`."""
+    """One implementation of the kernels; the signatures are those of `kernels.triton`."""
 
     name: str
     write: Callable[..., None]
@@ -28,7 +28,7 @@ class Kernels(NamedTuple):
 
 
 def kernels(name: str) -> Kernels:
-    """The kernels called "triton" (CUDA, or its interpreter) or "torch" (the references).
+    """Return the kernels named "triton" (CUDA, or its interpreter) or "torch" (the references).
 
     Raises:
         ConfigError: The name is unknown, or Triton cannot be imported.

@@ -1,4 +1,4 @@
-"""Which queries an attention call has: tiles of consecutive queries of one sequence."""
+"""Tiles of consecutive queries of one sequence, which an attention call reads."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 PREFILL_ROWS = 64
-"""(query, head) pairs that a prefill tile aims at."""
+"""Approximate number of (query, head) pairs of a prefill tile."""
 FEWEST_QUERIES = 8
-"""Queries that a prefill tile has room for at least."""
+"""Fewest queries that a prefill tile has room for."""
 
 
 class TilePart(NamedTuple):
-    """Tiles of at most `block` queries, int32 tensors of one length; `num` 0 is an empty tile."""
+    """Tiles of at most `block` queries: int32 tensors of one length; `num` 0 is an empty tile."""
 
     block: int
     seq: Tensor
@@ -21,18 +21,18 @@ class TilePart(NamedTuple):
     tok: Tensor
     """First query, in packed order."""
     num: Tensor
-    """Queries."""
+    """Number of queries."""
     pos: Tensor
     """Position of the first query in its sequence."""
 
     @property
     def num_tiles(self) -> int:
-        """Tiles, the empty ones included."""
+        """Number of tiles, with the empty ones."""
         return self.seq.shape[0]
 
 
 class Tiles(NamedTuple):
-    """Decode tiles (block 1) and prefill tiles, and the same per token for references."""
+    """Decode tiles (block 1) and prefill tiles, and the same per token for the references."""
 
     parts: tuple[TilePart, ...]
     seq_T: Tensor
@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
 
 
 def query_block(heads_per_group: int) -> int:
-    """Queries of a prefill tile."""
+    """Return the number of queries of a prefill tile."""
     return max(FEWEST_QUERIES, PREFILL_ROWS // heads_per_group)
 
 
@@ -68,13 +68,13 @@ def tile_rows(queries: Sequence[Query], block: int) -> tuple[list[Query], list[Q
 
 
 def tiles_of(queries: Sequence[Query], num_tokens: int, block: int, device: torch.device) -> Tiles:
-    """The tiles of a call, on the device.
+    """Return the tiles of a call, on the device.
 
     Args:
-        queries: In packed order; tokens that none covers are dead.
+        queries: Queries in packed order; tokens that none covers are dead.
         num_tokens: Tokens of the call.
         block: Queries of a prefill tile.
-        device: Where the tensors go.
+        device: Device of the tensors.
     """
     decode, prefill = tile_rows(queries, block)
     seq, pos = [-1] * num_tokens, [0] * num_tokens

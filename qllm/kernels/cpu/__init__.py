@@ -3,12 +3,12 @@
     Matrix      a weight in panels; `linear` reads it at the memory's speed for a few rows
     Experts     (`experts`) gate/up, its gate and down of ranges of expert units
     norms, attention, routers
-                modules of their own: what goes before the experts of a layer
+                modules of their own: the ops before the experts of a layer
 
-A row's bits do not depend on the rows beside it nor on the number of threads: every output is a
+A row's bits depend neither on the other rows nor on the number of threads: every output is a
 sum over k in one fixed order. Rounding happens where transformers' modules round, so results
-differ from theirs only by the order of fp32 sums. The source is C++ in this folder; where it was
-not built (no compiler), `MISSING` says why and torch computes.
+differ from theirs only by the order of fp32 sums. The source is C++ in this folder. If it was not
+built (no compiler), `MISSING` contains the reason and torch computes.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from torch import Tensor
 
 _log = logging.getLogger("qllm")
 MISSING: str | None = None
-"""Why the kernels are not there; None if they are."""
+"""Reason that the kernels are missing; None if they are built."""
 native: Any = None
 try:
     native = import_module("qllm.kernels.cpu._native")
@@ -38,27 +38,27 @@ TILES = "AMX"
 SUM_PAIRS = frozenset({TILES, "AVX-512 BF16"})
 """Kernels that sum products of bf16 in pairs."""
 NEAR = 2.0**-8
-"""One step of bf16, relative to a sum of absolute products."""
+"""Size of one bf16 step, relative to a sum of absolute products."""
 _threads: tuple[int, int] | None = None
-"""The process, and how many threads it has set."""
+"""Process id, and the number of threads that this process has set."""
 HUGE_PAGE = 2 << 20
-"""Bytes."""
+"""Bytes of a huge page."""
 PANEL = 64
 """Outputs that lie together in a packed weight."""
 ARENA_NUMEL = 8 << 20
-"""Values that an arena gets from the system at once, if they are enough."""
+"""Fewest values that an arena allocates at once."""
 BLANK_BYTES = 1 << 16
-"""Blank tensors are made so many bytes at once, at least one."""
+"""Bytes of the blank tensors that are allocated at once; at least one tensor is."""
 
 
 def is_usable(tensor: Tensor, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> bool:
-    """Whether the kernels can read a weight, which must be of one of these dtypes."""
+    """Return True if the kernels can read a weight, which must have one of these dtypes."""
     in_memory = tensor.device.type == "cpu" and tensor.dtype in dtypes
     return in_memory and tensor.shape[-1] % 2 == 0 and MISSING is None
 
 
 class MatrixStruct(ctypes.Structure):
-    """`Matrix` of kernels.h."""
+    """`Matrix` in kernels.h."""
 
     _fields_ = (
         ("packed", c_void_p),
@@ -72,10 +72,11 @@ class MatrixStruct(ctypes.Structure):
 
 
 def choose(module: Any) -> str:
-    """Use the best kernels of this machine; return their name.
+    """Select the best kernels of this machine and return their name.
 
-    Tiles were tested on an emulation alone, so a few of their products are held against those with
-    vectors first: none may be further away than another order of fp32 sums puts it.
+    The tile kernels were tested only in emulation. So a few of their products are first compared
+    with those of the vector kernels; the difference may not exceed that of another order of fp32
+    sums.
     """
     best, *others = (str(name) for name in module.available())
     if best == TILES and not _agree(module, best, others[0]):
@@ -88,7 +89,7 @@ def choose(module: Any) -> str:
 
 
 def _agree(module: Any, one: str, other: str) -> bool:
-    """Whether products of odd shapes are the same but for rounding."""
+    """Return True if the products of odd shapes differ only by rounding."""
     generator = torch.Generator().manual_seed(0)
     for rows, num_out, num_in in ((1, 64, 32), (17, 80, 70), (50, 150, 96)):
         x = torch.randn((rows, num_in), generator=generator, dtype=torch.float32).bfloat16()
@@ -105,12 +106,12 @@ def _agree(module: Any, one: str, other: str) -> bool:
 
 
 def kind() -> str:
-    """The instruction set that is used, for results."""
+    """Return the instruction set in use, for results."""
     return _kind
 
 
 def set_threads(num: int) -> None:
-    """Threads that the kernels compute with, for the process; nothing where they were not built."""
+    """Set the number of kernel threads of the process; do nothing if the kernels were not built."""
     global _threads
     if native is not None and _threads != (os.getpid(), num):
         native.threads(num)
@@ -118,16 +119,16 @@ def set_threads(num: int) -> None:
 
 
 def packed_numel(num_out: int, num_in: int) -> int:
-    """Values of a packed [out, in] weight."""
+    """Return the number of values of a packed [out, in] weight."""
     return -(-num_out // 16) * 16 * num_in
 
 
 def huge_empty(numel: int) -> Tensor:
-    """An uninitialised bf16 [numel] on huge pages where the system has them.
+    """Return an uninitialised bf16 [numel], on huge pages where the system has them.
 
-    A product with one row streams its weight once; on pages of 4 KiB that runs at half of the
-    speed (measured: 15 against 29 GB/s on a Zen 4 core), because the prefetchers stop at the end
-    of each. The memory is freed with the tensor.
+    A product with one row streams its weight once. On pages of 4 KiB that runs at half the speed
+    (measured: 15 against 29 GB/s on a Zen 4 core), because the prefetchers stop at the end of each
+    page. The memory is freed with the tensor.
     """
     size = max(1, numel) * 2
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -137,13 +138,13 @@ def huge_empty(numel: int) -> Tensor:
 
 
 class Arena:
-    """Gives out packed weights that lie one after the other on huge pages."""
+    """An allocator of packed weights, which lie one after the other on huge pages."""
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.bfloat16)
 
     def take(self, *shape: int) -> Tensor:
-        """An uninitialised bf16 tensor, its start on a cache line."""
+        """Return an uninitialised bf16 tensor that starts on a cache line."""
         numel = math.prod(shape)
         if numel > self._left.numel():
             self._left = huge_empty(max(numel, ARENA_NUMEL))
@@ -158,7 +159,7 @@ def pack(weight_NK: Tensor, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, out_NK: Tensor) -> None:
-    """Copy a packed weight back into a bf16 [out, in] tensor of any strides; bits stay."""
+    """Copy a packed weight back into a bf16 [out, in] tensor of any strides, bit for bit."""
     n, k = _checked(out_NK, packed)
     native.unpack(out_NK.data_ptr(), packed.data_ptr(), n, k, *out_NK.stride())
 
@@ -173,15 +174,15 @@ def _checked(weight_NK: Tensor, packed: Tensor) -> torch.Size:
 
 
 def dense(x: Tensor) -> Tensor:
-    """The tensor, contiguous as the kernels read it."""
+    """Return the tensor, contiguous as the kernels read it."""
     return x if x.is_contiguous() else x.contiguous()
 
 
 class Blank:
-    """Tensors [rows, width] that nobody has used, several of which are made at once.
+    """An allocator of uninitialised tensors [rows, width], which makes several at once.
 
-    To make one takes more than a tenth of a millisecond when the weights of a step have pushed all
-    code out of the caches.
+    Making one takes more than a tenth of a millisecond when the weights of a step have evicted all
+    code from the caches.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -190,7 +191,7 @@ class Blank:
         self._left: list[Tensor] = []
 
     def take(self, num_rows: int) -> Tensor:
-        """An uninitialised tensor [num_rows, width]."""
+        """Return an uninitialised tensor [num_rows, width]."""
         if num_rows != self._num_rows or not self._left:
             size = max(1, num_rows) * self._width * self._dtype.itemsize
             shape = (max(1, BLANK_BYTES // size), num_rows, self._width)
@@ -203,9 +204,9 @@ class Matrix:
     """A packed weight.
 
     Args:
-        weights: bf16 [out, in] each, of one input; put on top of each other.
-        biases: bf16 [out] each, or all None.
-        arena: Where the packed weight lies; by default in memory of its own.
+        weights: bf16 [out, in] tensors with the same inputs; stacked along the outputs.
+        biases: bf16 [out] tensors, or all None.
+        arena: Allocator of the packed weight; None allocates memory for it alone.
     """
 
     def __init__(
@@ -243,9 +244,9 @@ class Matrix:
         self.address = ctypes.addressof(self.struct)
 
     def followed_by(self, rest: "Matrix | None") -> None:
-        """Put the outputs of another matrix, perhaps in another format, below its own.
+        """Append the outputs of another matrix, perhaps in another format, after its own.
 
-        Its own are a multiple of PANEL, and neither changes afterwards.
+        The number of its own outputs is a multiple of PANEL, and neither matrix changes afterwards.
         """
         if rest is None:
             return
@@ -254,7 +255,7 @@ class Matrix:
         self.struct.n = self.num_out
 
     def linear(self, x: Tensor) -> Tensor:
-        """`F.linear`; x is bf16 [..., in]."""
+        """Return `F.linear` of x, bf16 [..., in]."""
         x = dense(x)
         out = x.new_empty((*x.shape[:-1], self.num_out))
         rows = x.numel() // self.num_in
@@ -263,7 +264,10 @@ class Matrix:
 
 
 def combine(slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-    """Sum over k of weight times slot: [T, D]; `inverse_S` finds the slot of every (t, k)."""
+    """Return the sum over k of weight times slot, [T, D].
+
+    `inverse_S` contains the slot of every (t, k).
+    """
     num_tokens, top_k = weights_TK.shape
     width = slots_SD.shape[1]
     out = slots_SD.new_empty((num_tokens, width))

@@ -1,10 +1,10 @@
 """Attention of one layer on KV slabs, without its output projection.
 
     Attention   norm, QKV, q/k norm, rotation and KV write; attention
-    Latents     the same of MLA: queries go into the space of the latents, which are never expanded
-    Begun       an attention that stopped between two blocks of keys
+    Latents     the same for MLA: queries are projected to the latents' space; no latent is expanded
+    Begun       an attention that was stopped between two blocks of keys
 
-A query's bits depend on its position and the keys alone, not on the queries beside it.
+A query's bits depend on its position and the keys alone, not on the other queries.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from qllm.kernels.cpu import Arena, Matrix, MatrixStruct, dense, native, pack, p
 from qllm.kernels.cpu.norms import Norm, NormStruct
 
 HEAD_MULTIPLE = 32
-"""Widths of a head are multiples of this; of MLA, both parts of a key."""
+"""Divisor of the width of a head; in MLA, of both parts of a key."""
 MAX_ROTATED = 256
-"""Most rotated values of a key of MLA (`kMaxRotated` of kernels.h)."""
+"""Most rotated values of an MLA key (`kMaxRotated` in kernels.h)."""
 ROTATIONS = ("halves", "pairs", "complex")
-"""How MLA rotates (`Rotation` of kernels.h)."""
+"""Ways in which MLA rotates (`Rotation` in kernels.h)."""
 
 
 class _Heads(ctypes.Structure):
@@ -67,7 +67,7 @@ class _Latents(ctypes.Structure):
 
 
 class PartStruct(ctypes.Structure):
-    """`Part` of kernels.h."""
+    """`Part` in kernels.h."""
 
     _fields_ = (
         ("sums", c_void_p),
@@ -80,37 +80,37 @@ class PartStruct(ctypes.Structure):
 
 
 class Begun(NamedTuple):
-    """An attention of which some keys have been seen."""
+    """An attention that has read some of its keys."""
 
     q: Tensor
-    """What `enter` gave."""
+    """Queries that `enter` returned."""
     sums: Tensor
     """fp32 [T, N, value]."""
     softmax: Tensor
-    """fp32 [T, N, 2]: largest score and sum of a row so far."""
+    """fp32 [T, N, 2]: largest score and sum of each row so far."""
 
     def part(self, begin: int, end: int, first: bool, last: bool) -> PartStruct:
-        """Its keys [begin, end), from multiples of KEY_BLOCK on."""
+        """Return the part of keys [begin, end); `begin` is a multiple of KEY_BLOCK."""
         addresses = self.sums.data_ptr(), self.softmax.data_ptr()
         return PartStruct(*addresses, begin, end, first, last)
 
 
 KEY_BLOCK = 64
-"""Keys after which a part of an attention may end (`kKeys` of attention.inc)."""
+"""Keys after which a part of an attention may end (`kKeys` in attention.inc)."""
 _WHOLE = PartStruct(None, None, 0, 1 << 62, True, True)
 
 
 class _Attends:
-    """Queries into a slab and attention on it: what `Attention` and `Latents` share."""
+    """The base of `Attention` and `Latents`: queries into a slab and attention on it."""
 
     slab: tuple[int, int, int]
-    """KV heads, and widths of what the two slabs of a request hold per head and token."""
+    """KV heads, and the widths of a head's entry per token in the two slabs of a request."""
     _struct: Any
     _enter: Any
 
     @property
     def address(self) -> int:
-        """Address of its struct in kernels.h."""
+        """Address of its struct of kernels.h."""
         return ctypes.addressof(self._struct)
 
     def _sizes(self) -> tuple[int, int]:
@@ -120,9 +120,10 @@ class _Attends:
     def enter(
         self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
     ) -> Tensor:
-        """Queries [T, N * H]; keys and values go where the spans (an address) say.
+        """Return queries [T, N * H] and write keys and values to the spans (an address).
 
-        Cos and sin are bf16 [1, T, .]; where a rotation is complex both are its numbers.
+        Cos and sin are bf16 [1, T, .]; for a complex rotation both contain the same complex
+        numbers.
         """
         x_TD, cos, sin = dense(x_TD), dense(cos), dense(sin)
         num_tokens = x_TD.shape[0]
@@ -150,16 +151,16 @@ class _Attends:
         whole: bool,
         part: PartStruct = _WHOLE,
     ) -> Tensor:
-        """Causal attention of the spans' queries.
+        """Compute causal attention of the spans' queries.
 
         Args:
-            q: What `enter` gave.
-            layer: Its index.
-            window: Of a sliding attention.
+            q: Queries that `enter` returned.
+            layer: Index of the layer.
+            window: Keys that a query of sliding attention sees; None is all.
             spans: Address of the spans.
-            num_spans: How many there are.
-            whole: Every token is in a span; else the others get zeros.
-            part: The last one, if it is done in parts.
+            num_spans: Number of spans.
+            whole: True if every token is in a span; else the other tokens get zeros.
+            part: Last part, if the attention is computed in parts.
         """
         shape = (q.shape[0], self._sizes()[1])
         out = q.new_empty(shape) if whole else q.new_zeros(shape)
@@ -167,7 +168,7 @@ class _Attends:
         return self._leave(out)
 
     def begin(self, q: Tensor) -> Begun:
-        """What an attention in parts keeps between them."""
+        """Return the state that an attention in parts keeps between them."""
         num_tokens, num_heads = q.shape[0], self._struct.heads.heads
         widths = self._sizes()[1] // num_heads, 2
         sums, peaks = (torch.empty((num_tokens, num_heads, n), dtype=torch.float32) for n in widths)
@@ -182,7 +183,7 @@ class _Attends:
         num_spans: int,
         part: PartStruct,
     ) -> None:
-        """A part of `attend` that is not the last."""
+        """Compute a part of `attend` that is not the last."""
         self._attend(0, q, layer, window, spans, num_spans, part)
 
     def _attend(
@@ -199,7 +200,7 @@ class _Attends:
         native.attend(out, q.data_ptr(), heads, layer, window or 0, spans, num_spans, of)
 
     def _leave(self, out: Tensor) -> Tensor:
-        """What attention gave, as the output projection takes it."""
+        """Return the attention's output in the layout that the output projection reads."""
         return out
 
 
@@ -207,20 +208,21 @@ class Attention(_Attends):
     """Attention of query heads on KV heads.
 
     Args:
-        qkv: Queries, keys and values.
-        norm: Before it.
-        num_heads: N.
-        num_kv_heads: G.
-        head_dim: H.
-        scale: Of scores.
-        qk_norm: Of queries and keys, over one head or over all.
+        qkv: Weight that projects to queries, keys and values.
+        norm: Norm before the projection.
+        num_heads: Query heads, N.
+        num_kv_heads: KV heads, G.
+        head_dim: Width of a head, H.
+        scale: Factor of the scores.
+        qk_norm: Norms of queries and keys, over one head or over all.
         sinks_N: Scores of a key without a value.
         clip: Limit of queries, keys and values after their norm.
-        half_table: Cos and sin are half as wide as what they turn, for both halves of it.
-        rotated: The first values of a head, which are turned; None is all.
+        half_table: True if cos and sin are half as wide as the rotated values and serve both
+            halves.
+        rotated: Values at the start of a head that are rotated; None is all.
 
     Raises:
-        ValueError: The kernels are not made for the shape.
+        ValueError: The kernels do not support the shape.
     """
 
     def __init__(
@@ -268,19 +270,21 @@ class Latents(_Attends):
     """Multi-head latent attention.
 
     Args:
-        down: To queries (or their low rank), latent and what is rotated of a key.
-        up: Of the low rank of queries, and its norm.
-        norm: Before `down`.
-        kv_norm: Of the latent, of its rank R.
-        expand_NVR: bf16 [N, E + V, R]: a latent's keys and values of every head.
-        num_rotated: F, rotated values of a key.
-        value_dim: V.
-        scale: Of scores.
+        down: Weight that projects to queries (or their low rank), the latent and a key's rotated
+            part.
+        up: Weight that expands the queries' low rank, and the norm before it; None if not
+            compressed.
+        norm: Norm before `down`.
+        kv_norm: Norm of the latent, of rank R.
+        expand_NVR: bf16 [N, E + V, R]; expands a latent to keys and values of every head.
+        num_rotated: Rotated values of a key, F.
+        value_dim: Width of a value, V.
+        scale: Factor of the scores.
         rotation: One of `ROTATIONS`.
-        arena: Where weights lie.
+        arena: Allocator of the weights.
 
     Raises:
-        ValueError: The kernels are not made for the shape.
+        ValueError: The kernels do not support the shape.
     """
 
     def __init__(

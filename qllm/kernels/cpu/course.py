@@ -1,7 +1,7 @@
-"""The place inside an op that was left, with the memory of its tasks (`Course` of course.h).
+"""The place where an op was left, with the memory of its tasks (`Course` in course.h).
 
-An op is a row of tasks: a panel of outputs for some rows, a tile of queries and a range of keys, a
-few rows of a norm. It can be left after any task. What is done is the first `done` of them.
+An op is a sequence of tasks: a panel of outputs for some rows, a tile of queries and a range of
+keys, a few rows of a norm. The kernels can leave it after any task. The first `done` are complete.
 """
 
 import ctypes
@@ -11,19 +11,19 @@ from ctypes import c_int64
 from qllm.kernels.cpu import native
 
 OP_BYTES = 64 << 20
-"""About the memory that one op may keep between its tasks; it bounds the op's rows."""
+"""Approximate bytes that one op may keep between its tasks; this limits the op's rows."""
 
 
 class PlaceStruct(ctypes.Structure):
-    """`Place` of course.h, with which a `Course` begins."""
+    """`Place` in course.h, the first member of a `Course`."""
 
     _fields_ = (("done", c_int64), ("kept_bytes", c_int64))
 
 
 class Course:
-    """The place inside one op. A frame that is parked there keeps it; others are used again.
+    """The place inside one op. A frame that is parked there keeps it; other courses are reused.
 
-    Where the kernels were not built it is never inside one.
+    If the kernels were not built, a course is never inside an op.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class Course:
 
     @property
     def done(self) -> int:
-        """Tasks of the op that are done; 0 between two ops."""
+        """Completed tasks of the op; 0 between two ops."""
         return int(self._struct.done)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it keeps."""
+        """Bytes of memory that it keeps."""
         return int(self._struct.kept_bytes)
 
 
@@ -56,13 +56,13 @@ def take() -> Course:
 
 
 def give_back(course: Course) -> None:
-    """Let others use a course that is between two ops; the one with the most memory is kept."""
+    """Put a course that is between two ops into the pool, which keeps the one with most memory."""
     if not _spare or course.num_bytes > _spare[0].num_bytes:
         _spare[:] = [course]
 
 
 def keep(course: Course) -> Course | None:
-    """Return a course that is inside an op; give back one that is not."""
+    """Return a course that is inside an op; return any other to the pool."""
     if course.done:
         return course
     give_back(course)

@@ -13,11 +13,11 @@ from qllm.kernels.cpu import Matrix, dense, native
 from qllm.kernels.cpu.norms import Norm, NormStruct
 
 HEAD_MULTIPLE = 16
-"""Widths of heads are multiples of it."""
+"""Divisor of the widths of heads."""
 
 
 class DeltaStruct(ctypes.Structure):
-    """`DeltaNet` of kernels.h."""
+    """`DeltaNet` in kernels.h."""
 
     _fields_ = (
         ("k_heads", c_int64),
@@ -33,7 +33,7 @@ class DeltaStruct(ctypes.Structure):
 
 
 class DeltaState(NamedTuple):
-    """What a layer carries from one token of a request to the next."""
+    """The state that a layer carries from one token of a request to the next."""
 
     conv: Tensor
     """bf16 [channels, taps]: the last inputs of the convolution."""
@@ -42,12 +42,12 @@ class DeltaState(NamedTuple):
 
 
 class DeltaSpan(NamedTuple):
-    """Tokens [at, at + num) of a call, one request's."""
+    """Tokens [at, at + num) of a call, all of one request."""
 
     before: DeltaState | None
-    """The state they go on from; None: all zeros."""
+    """State before the tokens; None is all zeros."""
     after: DeltaState
-    """Takes the state that they leave; may be the one before."""
+    """Destination of the state after the tokens; may be the same as `before`."""
     at: int
     num: int
 
@@ -56,14 +56,15 @@ class DeltaNet:
     """Gated DeltaNet of one layer. The bits of a token do not depend on where spans end.
 
     Args:
-        into: Projects [D] to q, k [k_heads, key], v, z [v_heads, value], b and a [v_heads].
-        out: Projects [v_heads * value] back.
+        into: Weight that projects [D] to q, k [k_heads, key], v, z [v_heads, value], b and a
+            [v_heads].
+        out: Weight that projects [v_heads * value] back.
         conv_CK: Weights of the causal convolution over the channels of q, k and v; copied.
-        rate_V: A head's state decays by exp(rate * softplus(a + step_bias)) per token; copied.
-        step_bias_V: See there; copied.
+        rate_V: Rate of a head's decay per token, exp(rate * softplus(a + step_bias)); copied.
+        step_bias_V: Bias in the decay's formula; copied.
         norm: RMS norm of a head's values, which silu(z) scales.
         k_heads: Heads of q and k.
-        key: Their width, a multiple of HEAD_MULTIPLE; that of v comes from the norm.
+        key: Width of heads of q and k, a multiple of HEAD_MULTIPLE; the norm has the width of v.
     """
 
     def __init__(
@@ -89,20 +90,20 @@ class DeltaNet:
         )
 
     def new_state(self) -> DeltaState:
-        """A state to be written; its values are not initialised."""
+        """Return an uninitialised state, to be written."""
         conv = torch.empty((self._channels, self._taps), dtype=torch.bfloat16)
         return DeltaState(conv, torch.empty(self._heads, dtype=torch.float32))
 
     def __call__(
         self, x_TD: Tensor, rounds: Iterable[Sequence[DeltaSpan]], num_covered: int
     ) -> Tensor:
-        """Output [T, D] of bf16 tokens [T, D]; zeros for tokens of no span.
+        """Return the output [T, D] of bf16 tokens [T, D]; zeros for tokens that are in no span.
 
         Args:
             x_TD: Tokens.
-            rounds: Spans that run at once; the next are asked for when the states of those before
-                are written.
-            num_covered: Tokens of all spans.
+            rounds: Groups of spans that run together. The next group is requested after the states
+                of the group before are written.
+            num_covered: Number of tokens in all spans.
         """
         mixed = self._into.linear(x_TD)
         make = torch.empty if num_covered == len(x_TD) else torch.zeros

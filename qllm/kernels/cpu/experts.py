@@ -1,8 +1,7 @@
 """Experts of one layer: packed weights, the kernel over ranges of units, and `Mlp` for all rows.
 
-Weights are bf16 as the model has them, or as a quantised checkpoint has them (`QuantisedStack`), or
-int8 with one fp32 scale for every output and group of inputs (symmetric: a weight is value *
-scale). Activations and sums are the same for all.
+Weights are bf16 as in the model, codes as in a quantised checkpoint (`QuantisedStack`), or int8
+Activations and sums are the same for all.
 """
 
 import ctypes
@@ -19,7 +18,7 @@ from qllm.kernels.quantised import Quantised
 
 INT8_MAX = 127
 LEAST_SCALE = 1e-30
-"""A group of zeros gets it; bf16(value * scale) is a normal number."""
+"""Scale of a group of zeros; bf16(value * scale) is a normal number."""
 
 
 class _Experts(ctypes.Structure):
@@ -42,7 +41,7 @@ class _Experts(ctypes.Structure):
 
 
 class Clamp(NamedTuple):
-    """Gate of gpt_oss: (up + 1) * gate * sigmoid(alpha * gate), both at most `limit`."""
+    """The gate of gpt_oss: (up + 1) * gate * sigmoid(alpha * gate), both at most `limit`."""
 
     alpha: float
     limit: float
@@ -58,22 +57,22 @@ class Stack:
         """Bytes of one weight."""
 
     def pack(self, expert: int, weight_NK: Tensor) -> None:
-        """Take one weight, bf16 [n, k] of any strides."""
+        """Pack one weight, bf16 [n, k] of any strides."""
         cpu.pack(weight_NK, self.packed[expert])
 
     def unpack(self, expert: int, out_NK: Tensor) -> None:
-        """Write one weight with every bit that it had."""
+        """Write one weight, bit for bit as it was packed."""
         cpu.unpack(self.packed[expert], out_NK)
 
 
 class Int8Stack:
     """E weights [n, k] of one shape in int8, packed one after the other on huge pages.
 
-    Weights that were unpacked are packed to the same bits again: the largest of a group is a bf16
-    number and stays, so the scale does; the others move by less than half a step.
+    Unpacking and packing again gives the same bits. The largest value of a group is a bf16 number
+    and does not change, so neither does the scale; the others change by less than half a step.
 
     Args:
-        num: E.
+        num: Experts, E.
         n: Outputs.
         k: Inputs, an even number.
         group: Inputs that share a scale, an even number; the last group may be shorter.
@@ -85,12 +84,12 @@ class Int8Stack:
         self.packed = cpu.huge_empty(num * size // 2).view(torch.int8).view(num, size)
         shape = (num, -(-k // self._group), -(-n // 16) * 16)
         self.scales = torch.zeros(shape, dtype=torch.float32)
-        """fp32 [E, groups, outputs]; outputs are filled up to a multiple of 16."""
+        """fp32 [E, groups, outputs]; outputs are padded to a multiple of 16."""
         self.num_bytes = size + self.scales[0].numel() * 4
         """Bytes of one weight."""
 
     def pack(self, expert: int, weight_NK: Tensor) -> None:
-        """Take one weight, bf16 [n, k] of any strides, rounded to the nearest int8 * scale.
+        """Pack one weight, bf16 [n, k] of any strides, rounded to the nearest int8 * scale.
 
         Raises:
             ValueError: A value is not finite.
@@ -119,7 +118,7 @@ class _Mlp(ctypes.Structure):
 
 
 class Formats(NamedTuple):
-    """Quantised weights whose formats those of the experts have; None is bf16."""
+    """Quantised weights that have the formats of the experts' weights; None is bf16."""
 
     up: Quantised | None
     down: Quantised | None
@@ -152,16 +151,15 @@ class Experts:
     """The experts of one layer.
 
     Args:
-        num: E experts.
-        width: F, of one expert.
-        hidden: D.
-        group: None holds weights in bf16; else in int8 with a scale per so many inputs, an even
-            number; 0 is all inputs.
+        num: Number of experts, E.
+        width: Inner width of one expert, F.
+        hidden: Width of a token, D.
+        group: Inputs that share a scale in int8, an even number, 0 for all inputs; None is bf16.
         biases: bf16 [E, 2F] (gate first) and [E, D].
         clamp: The gate; None is SwiGLU.
-        formats: Of weights that are quantised, with a group of None.
-        packed: The weights, up and down, where they are packed already; they are shared.
-        activations: What products with `packed` read.
+        formats: Formats of quantised weights; `group` is then None.
+        packed: Up and down weights that are packed already; they are shared.
+        activations: Dtype of rows that products with `packed` read, "bf16" or "int8".
     """
 
     def __init__(
@@ -206,15 +204,15 @@ class Experts:
         self.address = ctypes.addressof(self._struct)
 
     def pack(self, expert: int, up: Tensor | Quantised, down: Tensor | Quantised) -> None:
-        """Take one expert's weights, [2F, D] (gate first) and [D, F].
+        """Pack one expert's weights, [2F, D] (gate first) and [D, F].
 
-        bf16 of any strides, or quantised as `formats` has it.
+        They are bf16 of any strides, or quantised in the formats of `formats`.
         """
         _pack(self._up, expert, up)
         _pack(self._down, expert, down)
 
     def unpack(self, expert: int, up: Tensor, down: Tensor) -> None:
-        """Write one expert's weights: bf16 as `pack` was given them, others as bf16 has them."""
+        """Write one expert's weights: bf16 bit for bit as packed, others rounded to bf16."""
         self._up.unpack(expert, up)
         self._down.unpack(expert, down)
 
@@ -237,7 +235,7 @@ def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
 
 
 def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
-    """Both in one, quantised if it can be."""
+    """Return both weights as one, quantised if their formats allow it."""
     whole = None
     if isinstance(gate, Quantised) and isinstance(up, Quantised):
         whole = stacked([gate, up])
@@ -247,13 +245,13 @@ def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quanti
 
 
 class Mlp:
-    """SwiGLU that every row goes through: shared experts, or a dense layer.
+    """A SwiGLU for all rows: shared experts, or a dense layer.
 
     Args:
         gate_FD: Weights [F, D], in bf16 or quantised.
-        up_FD: The same.
+        up_FD: Weights [F, D], likewise.
         down_DF: Weights [D, F].
-        share_1D: Its product with a row scales the row's output by a sigmoid.
+        share_1D: Gate weight [1, D]; the sigmoid of its product with a row scales the row's output.
     """
 
     def __init__(
@@ -274,7 +272,7 @@ class Mlp:
         self.address = ctypes.addressof(self._struct)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Its output for bf16 rows."""
+        """Return its output for bf16 rows."""
         x_TD = cpu.dense(x_TD)
         out = torch.empty_like(x_TD)
         cpu.native.mlp(out.data_ptr(), x_TD.data_ptr(), self.address, len(x_TD))

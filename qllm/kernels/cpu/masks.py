@@ -1,4 +1,4 @@
-"""Leave out tokens: logits become -inf where a bit is not set."""
+"""Masks of tokens: logits become -inf where a bit is not set."""
 
 import torch
 from torch import Tensor
@@ -20,6 +20,6 @@ def keep_allowed(x_V: Tensor, words: Tensor) -> None:
 
 
 def by_hand(x_V: Tensor, words: Tensor) -> None:
-    """The same by torch: where the kernels were not built, and to hold them against."""
+    """Do the same in torch, if the kernels were not built and as their reference in tests."""
     bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     x_V[bits.flatten()[: x_V.numel()] == 0] = -torch.inf

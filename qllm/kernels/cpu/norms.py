@@ -10,11 +10,11 @@ from torch import Tensor
 from qllm.kernels.cpu import Blank, dense, native
 
 KINDS = ("rms", "rms_wide", "layer")
-"""`NormKind` of kernels.h: rounded before the weight, rounded once, with mean and bias."""
+"""`NormKind` in kernels.h: rounded before the weight, rounded once, with mean and bias."""
 
 
 class NormStruct(ctypes.Structure):
-    """`Norm` of kernels.h."""
+    """`Norm` in kernels.h."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("kind", c_int64), ("eps", c_float))
 
@@ -23,10 +23,10 @@ class Norm:
     """A norm of bf16 rows.
 
     Args:
-        weight_D: Its weight; a copy is kept.
-        eps: Added to the mean of squares.
+        weight_D: Weight; copied.
+        eps: Number added to the mean of squares.
         kind: One of KINDS.
-        bias_D: Of a layer norm.
+        bias_D: Bias of a layer norm; copied.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Norm:
         self.struct = NormStruct(weight, bias, KINDS.index(kind), eps)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """The normed rows."""
+        """Return the normed rows."""
         x_TD = dense(x_TD)
         rows = x_TD.numel() // self.width
         out = self._blank.take(rows)
@@ -50,5 +50,5 @@ class Norm:
 
 
 def _filled(x_D: Tensor) -> Tensor:
-    """A copy in fp32, filled up with zeros to a multiple of 16."""
+    """Return a copy in fp32, padded with zeros to a multiple of 16."""
     return F.pad(x_D.detach().float(), (0, -x_D.numel() % 16)).clone()

@@ -1,6 +1,6 @@
 """Weights of 4 and 8 bits, packed for the kernels: see quantised.inc.
 
-Products with them are, bit for bit, those with the bf16 weights that `Quantised.dequantised` gives.
+Products with them equal, bit for bit, products with the bf16 weights of `Quantised.dequantised`.
 """
 
 import ctypes
@@ -19,30 +19,30 @@ CODES = {"u4": 1, "e2m1": 2, "i8": 3, "e4m3": 4, "i4": 5}
 WORTHS = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 ROUNDED, EXACT, POWERS = 0, 1, 2
 ACTIVATIONS: dict[str, int] = {"bf16": 0, "int8": 1}
-"""`Code`, `Worth`, `Products` and `Activations` of kernels.h."""
+"""`Code`, `Worth`, `Products` and `Activations` in kernels.h."""
 BLOCK_INPUTS = 8
 MOST_SCALE = 2.0**100
-"""Scales and offsets are 0 or between it and its inverse: instructions that round to bf16 take
-subnormal numbers as 0, and no value comes near them so."""
+"""Largest scale or offset; the least one other than 0 is its inverse. The limit exists because
+instructions that round to bf16 read subnormal numbers as 0; within it no value gets near them."""
 ALLOWED_WORTHS = "0 and sizes from 2^-100 to 2^100 are allowed: check the checkpoint"
 
 
 class FormatStruct(ctypes.Structure):
-    """`Format` of kernels.h."""
+    """`Format` in kernels.h."""
 
     _fields_ = tuple(
         (name, c_int64) for name in ("code", "group", "scale", "offset", "products", "activations")
     )
 
     def reading(self, activations: str) -> "FormatStruct":
-        """The same for products that read these, where its codes are integers."""
+        """Return the format for products that read these activations, if codes are integers."""
         whole = any(self.code == CODES[code] for code in INTEGERS)
         kept = [getattr(self, name) for name, *_ in self._fields_[:-1]]
         return FormatStruct(*kept, ACTIVATIONS[activations if whole else "bf16"])
 
 
 class CodesStruct(ctypes.Structure):
-    """`Codes` of kernels.h."""
+    """`Codes` in kernels.h."""
 
     _fields_ = (
         ("codes", c_void_p),
@@ -57,11 +57,11 @@ class CodesStruct(ctypes.Structure):
 
 
 NO_POWER, LONG, NO_NUMBER, BAD_WORTH = 1, 2, 4, 8
-"""`Found` of kernels.h."""
+"""`Found` in kernels.h."""
 
 
 class _Layout(NamedTuple):
-    """Where in the panels of a weight [n, k] things lie."""
+    """The layout of a weight [n, k] in panels."""
 
     block: int
     """Bytes of 16 outputs times 8 inputs."""
@@ -76,22 +76,22 @@ class _Layout(NamedTuple):
         return cls(64 if like.code in FOUR_BIT else 128, per_output, min(like.group, k), k)
 
     def group_bytes(self, cols: int, inputs: int) -> int:
-        """Bytes of so many outputs of a group of so many inputs."""
+        """Return the bytes of `cols` outputs of a group of `inputs` inputs."""
         return cols * self.worth + cols // 16 * -(-inputs // BLOCK_INPUTS) * self.block
 
     def groups(self) -> Iterator[tuple[int, int, int]]:
-        """Runs of equal groups: the first, how many, inputs of each."""
+        """Yield runs of equal groups: the first group, their number, and the inputs of each."""
         whole, rest = divmod(self.k, self.group)
         yield 0, whole, self.group
         if rest:
             yield whole, 1, rest
 
     def panel_bytes(self, cols: int) -> int:
-        """Bytes of a panel."""
+        """Return the bytes of a panel of `cols` outputs."""
         return sum(num * self.group_bytes(cols, inputs) for _, num, inputs in self.groups())
 
     def panels(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """Runs of equal panels: the first output, how many, outputs of each."""
+        """Yield runs of equal panels: the first output, their number, and the outputs of each."""
         whole, rest = divmod(n, 64)
         if whole:
             yield 0, whole, 64
@@ -99,12 +99,12 @@ class _Layout(NamedTuple):
             yield whole * 64, 1, -(-rest // 16) * 16
 
     def weight_bytes(self, n: int) -> int:
-        """Bytes of a weight."""
+        """Return the bytes of a weight of n outputs."""
         return sum(num * self.panel_bytes(cols) for _, num, cols in self.panels(n))
 
 
 def _checked(weight: Quantised, n: int, k: int) -> None:
-    """Raise a ValueError where a weight is not what the contract or the kernels ask for."""
+    """Raise a ValueError if a weight violates the contract or the kernels cannot read it."""
     four = weight.code in FOUR_BIT
     wanted = {"i8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(weight.code, torch.uint8)
     groups = -(-k // weight.group)
@@ -136,11 +136,11 @@ class QuantisedStack:
     """E weights [n, k] of one shape and format, packed one after the other on huge pages.
 
     Args:
-        num: E.
+        num: Weights, E.
         n: Outputs.
         k: Inputs, an even number.
-        like: A weight of the format: its code, group, and dtypes of scales and offsets count.
-        arena: Where they lie; by default in memory of their own.
+        like: Weight with the format: its code, group, and dtypes of scales and offsets are used.
+        arena: Allocator of the weights; None allocates memory for them alone.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class QuantisedStack:
         self._judging = threading.Lock()
 
     def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
-        """Take weights, the first of them as number `first`; several of one input are one weight.
+        """Pack weights from number `first` on; a sequence of weights with the same inputs is one.
 
-        Several threads may pack at a time, each into places of its own.
+        Several threads may pack at the same time, each into different places.
 
         Raises:
-            ValueError: One has another shape or format, or scales that are not finite or far
+            ValueError: A weight has another shape or format, or scales that are not finite or far
                 from 1.
         """
         structs, held = dict[tuple[int, int], list[CodesStruct]](), []
@@ -189,7 +189,7 @@ class QuantisedStack:
                 self._judge(struct.found, struct.worth)
 
     def _parts(self, weight: Quantised | Sequence[Quantised]) -> Iterator[tuple[int, Quantised]]:
-        """What a weight is made of, and the output that each begins with, a multiple of PANEL."""
+        """Yield the parts of a weight, each with its first output, a multiple of PANEL."""
         if isinstance(weight, Quantised):
             _checked(weight, self._n, self._k)
         parts = [weight] if isinstance(weight, Quantised) else list(weight)
@@ -215,22 +215,25 @@ class QuantisedStack:
         if found & BAD_WORTH:
             raise ValueError(f"a scale or offset of a weight is {worth}; {ALLOWED_WORTHS}")
         products = EXACT if found & NO_POWER else POWERS
-        if self._like.offset_NG is not None:  # it is added after they are rounded
+        if self._like.offset_NG is not None:  # the offset is added after the products are rounded
             products = ROUNDED if found & LONG else EXACT
         with self._judging:
             self.format.products = min(self.format.products, products)
 
     def format_for(self, activations: str) -> FormatStruct:
-        """The format of products that read these; once all weights are packed."""
+        """Return the format of products that read these activations.
+
+        All weights must be packed before.
+        """
         return self._formats.setdefault(activations, self.format.reading(activations))
 
     def unpack(self, expert: int, out_NK: Tensor, values: Tensor | None = None) -> None:
         """Write the values of one weight into bf16 [n, k] of any strides.
 
         Args:
-            expert: Its number.
-            out_NK: Where they go.
-            values: bf16 [`packed_numel`] to compute in: warm memory where several are unpacked.
+            expert: Number of the weight.
+            out_NK: Destination.
+            values: bf16 [`packed_numel`] to compute in; stays in cache if several are unpacked.
         """
         if values is None:
             values = torch.empty(cpu.packed_numel(self._n, self._k), dtype=torch.bfloat16)
@@ -241,12 +244,12 @@ class QuantisedStack:
 
 
 class QuantisedMatrix(cpu.Matrix):
-    """A packed weight of 4 or 8 bits; elsewhere it is as one in bf16.
+    """A packed weight of 4 or 8 bits; callers use it like one in bf16.
 
     Args:
-        weight: [out, in].
+        weight: Weight [out, in].
         bias: bf16 [out].
-        arena: As of `Matrix`.
+        arena: Allocator of the packed weight; None allocates memory for it alone.
     """
 
     def __init__(
@@ -262,14 +265,14 @@ def matrix_of(
     biases: Sequence[Tensor | None] = (),
     arena: cpu.Arena | None = None,
 ) -> cpu.Matrix:
-    """Weights of one input on top of each other, each in its own format.
+    """Return one matrix of stacked weights with the same inputs, each in its own format.
 
-    Those before another format have a multiple of 64 outputs, or all are in bf16.
+    Weights before another format have a multiple of 64 outputs; otherwise all become bf16.
 
     Args:
-        weights: bf16 [out, in] or quantised, of one input.
-        biases: As of `Matrix`.
-        arena: As of `Matrix`.
+        weights: bf16 [out, in] or quantised weights, of the same inputs.
+        biases: bf16 [out] tensors, or None.
+        arena: Allocator of the packed weights; None allocates memory for them alone.
     """
     given = list(biases) or [None] * len(weights)
     runs: list[tuple[list[Tensor | Quantised], list[Tensor | None]]] = []
@@ -307,7 +310,7 @@ def _alike(one: Tensor | Quantised, other: Tensor | Quantised) -> bool:
 
 
 def is_like(weight: Quantised, other: Quantised) -> bool:
-    """Whether two weights have a format and a number of inputs in common."""
+    """Return True if two weights have the same format and number of inputs."""
     return weight.shape[1] == other.shape[1] and _alike(weight, other)
 
 
@@ -322,7 +325,7 @@ def _format(weight: Quantised, k: int) -> tuple[object, ...]:
 
 
 def stacked(weights: Sequence[Quantised]) -> Quantised | None:
-    """Weights of one input on top of each other; None if there are none, or formats differ."""
+    """Return weights of the same inputs as one; None if there are none, or formats differ."""
     if not weights or not all(_alike(weights[0], other) for other in weights):
         return None
     first = weights[0]
@@ -336,17 +339,17 @@ def stacked(weights: Sequence[Quantised]) -> Quantised | None:
 
 
 JUDGED_AT_ONCE = 2048
-"""Outputs that are packed at a time only to be judged, always into the same memory."""
+"""Outputs that are packed at once to check a weight, always into the same memory."""
 
 
 def problem_of(weight: Quantised) -> str | None:
-    """Why the kernels cannot read a weight [n, k]; None if they can."""
+    """Return the reason that the kernels cannot read a weight [n, k]; None if they can."""
     n, k = weight.shape
     step = min(n, JUDGED_AT_ONCE)
     try:
         _checked(weight, n, k)
         stack = QuantisedStack(1, step, k, weight)
-        for start in range(0, n, step):  # the last rows are judged with some before them
+        for start in range(0, n, step):  # the last rows are checked together with some before them
             first = min(start, n - step)
             stack.pack(0, weight.rows(slice(first, first + step)))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Routers: norm, scores, choice and weights of experts."""
+"""Routers: norm, scores, choice of experts and their weights."""
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
@@ -10,12 +10,12 @@ from qllm.kernels.cpu import Matrix, MatrixStruct, dense, native
 from qllm.kernels.cpu.norms import Norm, NormStruct
 
 KINDS = ("softmax", "sigmoid", "sparse_mixer", "softmax_fp32")
-"""`RouterKind` of kernels.h."""
+"""`RouterKind` in kernels.h."""
 MAX_TOP_K = 64
 DTYPES = torch.bfloat16, torch.float32
 """Dtypes of weights. Releases of transformers load the routers of some families in fp32."""
 MAX_TERMS = 3
-"""Terms of bf16 in a weight of fp32."""
+"""Most bf16 terms of a weight in fp32."""
 
 
 class _Router(ctypes.Structure):
@@ -36,9 +36,9 @@ class _Router(ctypes.Structure):
 
 
 def terms_of(weight_ED: Tensor) -> list[Tensor]:
-    """Split a weight into few terms in bf16, whose sum it is: one, or up to three if it is fp32.
+    """Split a weight into terms in bf16 whose sum is the weight: one, or up to three for fp32.
 
-    Every term has the eight bits behind those of the terms before it.
+    Each term has the eight bits after those of the terms before it.
     """
     if weight_ED.dtype is torch.bfloat16:
         return [weight_ED]
@@ -52,24 +52,23 @@ def terms_of(weight_ED: Tensor) -> list[Tensor]:
 
 
 class Router:
-    """Norm, router, choice of experts and their weights.
+    """A norm, a router, the choice of experts and their weights.
 
     Args:
-        weight_ED: Of the router, in bf16 or fp32.
-        norm: Before it.
-        kind: "softmax" of the logits, rounded to bf16, over all experts; "softmax_fp32" and
-            "sigmoid" of logits in fp32; "sparse_mixer", of two experts.
+        weight_ED: Weight of the router, in bf16 or fp32.
+        norm: Norm before the router.
+        kind: Scores: "softmax" over all experts of logits rounded to bf16, "softmax_fp32" or
+            "sigmoid" of logits in fp32, or "sparse_mixer", of two experts.
         top_k: Experts per token.
-        renormalise: Divide the weights by their sum.
-        wide: Weights stay fp32; else they are rounded to bf16.
-        bias_E: Of the logits.
-        correction_E: Added to the scores for the choice alone; with "sigmoid".
-        groups: The experts of all but `top_groups` of so many equal groups are not chosen; with
-            "sigmoid" (groups of the two best experts) and the softmaxes (of the best expert).
-        top_groups: See `groups`.
-        scaling: Of the weights; not with "sparse_mixer".
-        jitter: Of "sparse_mixer": relative distance from the best score, beyond which an expert
-            does not weigh.
+        renormalise: True if the weights are divided by their sum.
+        wide: True if weights stay fp32; else they are rounded to bf16.
+        bias_E: Bias of the logits.
+        correction_E: Numbers added to the scores, only for the choice; with "sigmoid".
+        groups: Equal groups of experts. With "sigmoid" a group is worth its two best experts, with
+            the softmaxes its best expert.
+        top_groups: Best groups, the only ones that experts are chosen from.
+        scaling: Factor of the weights; not with "sparse_mixer".
+        jitter: Relative distance from the best score beyond which "sparse_mixer" ignores an expert.
 
     Raises:
         ValueError: More experts per token than may be chosen, or groups that are not equal.
@@ -121,7 +120,7 @@ class Router:
         self.address = ctypes.addressof(self._struct)
 
     def __call__(self, mid_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The normed input [T, D], expert ids [T, K] and their weights [T, K]."""
+        """Return the normed input [T, D], expert ids [T, K] and their weights [T, K]."""
         mid_TD = dense(mid_TD)
         num = mid_TD.shape[0]
         normed = torch.empty_like(mid_TD)

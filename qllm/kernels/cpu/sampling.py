@@ -1,4 +1,4 @@
-"""Choose tokens of rows of logits, rows side by side on the threads."""
+"""Sampling of tokens from rows of logits, in parallel on the threads."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from qllm.kernels import cpu
 
 
 class SampleStruct(ctypes.Structure):
-    """`SampleRow` of kernels.h."""
+    """`SampleRow` in kernels.h."""
 
     _fields_ = (
         ("logits", c_void_p),

@@ -4,10 +4,10 @@
     tables      tables_RP[r, p]: the page of tokens [p * page_size, ...) of sequence r
     tiles       up to BLOCK_Q consecutive queries of one sequence; a tile of length 0 is skipped
 
-One program takes a tile, a KV head and up to 16 query heads of it, whose (query, head) pairs are
-the rows of its matrix products. Decode tiles have one query, whose keys are divided into ranges,
-which a second kernel puts together; how depends on the model and on the length of the sequence
-alone, so a sequence has the same bits in any batch.
+One program computes a tile for a KV head and up to 16 of its query heads; the (query, head) pairs
+are the rows of its matrix products. Decode tiles have one query. Its keys are divided into ranges,
+which a second kernel joins. The division depends only on the model and on the length of the
+sequence, so a sequence has the same bits in any batch.
 """
 
 import torch
@@ -21,11 +21,11 @@ from qllm.kernels.triton.rope import turned
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 128
-"""Programs that a decode tile is divided among, about: enough for a GPU at batch 1."""
+"""Approximate number of programs for a decode tile: enough for a GPU at batch 1."""
 SPLITS = 8, 32
 """Fewest and most key ranges of a decode tile, both powers of two."""
 SHORT_BLOCKS = 16
-"""A sequence of no more blocks of keys has one block per range, a longer one two or more."""
+"""Most key blocks of a sequence with one block per range; a longer one has two or more."""
 MAX_HEADS = 16
 """Most query heads of one program."""
 MAX_SUMS = 128 * 128
@@ -36,7 +36,7 @@ MAX_SUMS = 128 * 128
 def _ranges(
     first_pos, n, window, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SHORT: tl.constexpr
 ):
-    """First key of queries [first_pos, first_pos + n), blocks of keys, and those of a range."""
+    """Return the first key of `n` queries from `first_pos` on, and key blocks: all, per range."""
     low = 0
     if window > 0:
         low = tl.maximum(first_pos - window + 1, 0) // BLOCK_S * BLOCK_S
@@ -201,7 +201,7 @@ def _write(
 
 
 def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: Tensor) -> None:
-    """Put keys and values of tokens into their slots; a slot of -1 writes nothing.
+    """Write keys and values of tokens to their slots; a slot of -1 writes nothing.
 
     Args:
         k_TGD: Keys; the last dimension is contiguous.
@@ -223,13 +223,13 @@ def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: T
 
 
 def _heads_per_program(ratio: int, block: int, width: int) -> int:
-    """Heads of one KV head whose queries' sums fit into the registers together."""
+    """Return the heads of one KV head whose sums fit into a program's registers together."""
     most = max(1, min(MAX_HEADS, MAX_SUMS // (width * block)))
     return max(n for n in range(1, ratio + 1) if ratio % n == 0 and n <= most)
 
 
 def _splits(programs: int) -> int:
-    """Most ranges of a tile that takes so many programs per range: a power of two."""
+    """Return the most ranges of a tile with `programs` programs per range: a power of two."""
     fewest, most = SPLITS
     return min(most, max(fewest, 1 << (PROGRAMS // programs).bit_length() >> 1))
 
@@ -250,24 +250,25 @@ def attend(
     q_angles: Angles | None = None,
     out_TNE: Tensor,
 ) -> None:
-    """Causal attention of every query of the tiles over its sequence's pages.
+    """Compute causal attention of every query of the tiles over its sequence's pages.
 
-    The keys of the queries are in their pages already. Queries in no tile get nothing written.
+    The keys of the queries are already in their pages. The outputs of queries in no tile are not
+    written.
 
     Args:
         q_TND: Queries.
         k_SGD: Pages of keys, G KV heads.
-        v_SGE: Pages of values; for MLA the latents, which are the keys too.
+        v_SGE: Pages of values; for MLA the latents, which are also the keys.
         tables_RP: Pages of each sequence, int32.
-        tiles: Which queries there are.
+        tiles: Tiles of the queries.
         page_size: Tokens per page.
-        scale: Of the scores.
+        scale: Factor of the scores.
         window: Keys that a query sees, itself included; None is all.
-        sinks_N: A logit per head that takes weight and gives no value.
+        sinks_N: Logits per head that take weight and have no value.
         q_rope_TNF: Second part of the queries (MLA), multiplied with `k_rope_SF`.
         k_rope_SF: Second part of the keys, one KV head for all.
-        q_angles: How `q_rope_TNF` has yet to rotate; None is not at all.
-        out_TNE: The answer; written in place.
+        q_angles: Angles by which the kernel rotates `q_rope_TNF`; None if it is rotated already.
+        out_TNE: Output, written in place.
     """
     _, num_heads, d = q_TND.shape
     groups, dv = k_SGD.shape[1], v_SGE.shape[2]

@@ -1,10 +1,10 @@
-"""The experts of each token out of its router's logits, and the slots sorted by expert.
+"""Choice of experts of each token from its router's logits, and the slots sorted by expert.
 
     few tokens      one launch of one program: choose, count, sort
     many            a program per few tokens chooses; then `moe.route` counts and sorts
 
-The best logit goes first, the lowest expert of equals. A token whose logits hold a NaN gets some
-experts, with weights of NaN.
+The best logit comes first; of equal logits, the lowest expert. A token whose logits hold a NaN gets
+some experts, with weights of NaN.
 """
 
 import functools
@@ -18,9 +18,9 @@ from qllm.kernels.routing import Groups, Routing, Rule, RuleKind, empty_routing
 from qllm.kernels.triton.moe import route, tile_rows
 
 FEW = 64
-"""Tokens that one program may choose for and sort."""
+"""Most tokens that one program chooses for and sorts."""
 MOST_LOGITS = 64 * 256
-"""Logits that a program may hold."""
+"""Most logits that a program holds."""
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _closed(
     left, e, E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, GROUPS: tl.constexpr,
     OPEN: tl.constexpr,
 ):  # fmt: skip
-    """Without the experts of all groups but the OPEN best: a group is worth its two best."""
+    """Mask the experts of all groups but the OPEN best; a group is worth its two best experts."""
     group: tl.constexpr = E // GROUPS
     g_pad: tl.constexpr = triton.next_power_of_2(GROUPS)
     g = tl.arange(0, g_pad)[None, :]
@@ -55,14 +55,14 @@ def _pick(
     E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
     RULE: tl.constexpr, GROUPS: tl.constexpr, OPEN: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Choose for a block of tokens; return at which place each expert was chosen, or -1."""
+    """Choose for a block of tokens; return the rank at which each expert was chosen, or -1."""
     kind = logits.dtype.element_ty
     e = tl.arange(0, E_PAD)
     is_real = (t < num)[:, None] & (e < E)[None, :]
     at = logits + t.to(tl.int64)[:, None] * logits_t + e[None, :]
     x = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
     is_broken = tl.max((x != x).to(tl.int32), 1) > 0
-    lowest: tl.constexpr = -3.0e38  # above what is taken, so K experts are found in any row
+    lowest: tl.constexpr = -3.0e38  # above -inf, which marks chosen experts: every row finds K
     x = tl.where(x != x, lowest, tl.maximum(x, lowest))
     score = x
     if RULE == 3:
@@ -81,7 +81,7 @@ def _pick(
         best = tl.min(tl.where(left == peak[:, None], e[None, :], E_PAD), 1)
         is_best = e[None, :] == best[:, None]
         nth = tl.where(is_best, k, nth)
-        if RULE == 2:  # each among those that are close to it, rounded where the model rounds
+        if RULE == 2:  # each among those near it, rounded where the model rounds
             gap = (peak[:, None] - x).to(kind).to(tl.float32)
             size = tl.maximum(tl.abs(x), peak[:, None])
             ratio = gap / tl.where(size > 0, size, 1.0)
@@ -140,7 +140,7 @@ def _choose_and_sort(
     )  # fmt: skip
     live = tl.minimum(tl.load(num_tokens).to(tl.int32), num)
     is_slot = ((nth >= 0) & (t < live)[:, None]).to(tl.int32)
-    # A token has an expert at most once, so tokens before it are slots before it.
+    # A token has an expert at most once, so the tokens before it are the slots before it.
     before = tl.cumsum(is_slot, 0) - is_slot
     counts_E = tl.sum(is_slot, 0)
     tiles_E = (counts_E + ROWS - 1) // ROWS
@@ -151,7 +151,7 @@ def _choose_and_sort(
     tl.store(tile_start + e, first, mask=e < E)
     num_slots, num_tiles, more = tl.sum(counts_E, 0), tl.sum(tiles_E, 0), (live + ROWS - 1) // ROWS
     tl.store(tile_start + E, num_tiles)
-    for i in tl.static_range(S):  # each has all tokens
+    for i in tl.static_range(S):  # every token uses each
         at, tile = num_slots + i * live, num_tiles + i * more
         tl.store(order + at + t, t * (K + S) + K + i, mask=t < live)
         tl.store(counts + E + i, live)
@@ -170,7 +170,7 @@ def _choose_and_sort(
 
 @functools.cache
 def _compared(number: float, dtype: torch.dtype) -> float:
-    """The number that torch compares tensors of a dtype with, where it is given this one."""
+    """Return the number that torch compares tensors of a dtype with, if it receives this number."""
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
@@ -183,16 +183,16 @@ def choose(
     dtype: torch.dtype,
     num_shared: int = 0,
 ) -> tuple[Routing, Tensor]:
-    """Choose `top_k` experts per token and sort the slots by expert, those of one by token.
+    """Choose `top_k` experts per token and sort the slots by expert, then by token.
 
     Args:
-        logits_TE: Of the router, rows contiguous.
-        rule: How logits become weights.
-        top_k: K.
-        num_tokens: One int on the device: tokens past it are padding and go nowhere.
+        logits_TE: Logits of the router, rows contiguous.
+        rule: Rule that makes weights of logits.
+        top_k: Experts per token, K.
+        num_tokens: One int on the device; later tokens are padding and get no slot.
         hits: One integer on the device; grows by the experts that got a slot, without shared ones.
-        dtype: Of the weights.
-        num_shared: S: experts E to E + S, which every token takes, in slots K to K + S.
+        dtype: Dtype of the weights.
+        num_shared: Shared experts, S; every token uses experts E to E + S, in slots K to K + S.
 
     Returns:
         The routing, and weights [T, K].

@@ -1,6 +1,6 @@
 """MLA before its attention: norms, the key's rotation, and the write of latents, in one launch.
 
-Two programs take a token: one its compressed queries, one its latent and its rotated key.
+Two programs compute a token: one its compressed queries, one its latent and its rotated key.
 """
 
 import torch
@@ -15,7 +15,7 @@ from qllm.kernels.triton.rope import turned
 
 @triton.jit
 def _normed(x, weight, d, eps, D: tl.constexpr):
-    """A row, normed as `norm.rms_norm` norms it."""
+    """Return a row, normed like `norm.rms_norm`."""
     xx = tl.load(x + d, mask=d < D, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(xx * xx, 0) / D + eps)
     return weighted(weight, xx * scale, d, x.dtype.element_ty, D, False)
@@ -35,7 +35,7 @@ def _write_latents(
         tl.store(q_out + tok * Q + d, _normed(q + tok * q_t, q_weight, d, q_eps, Q), mask=d < Q)
         return
     slot = tl.load(slots + tok).to(tl.int64)
-    if slot < 0:  # nobody attends for it
+    if slot < 0:  # no attention tile covers it
         for at in range(0, OUT, BLOCK):
             i = at + tl.arange(0, BLOCK)
             tl.store(out + tok * OUT + i, tl.zeros([BLOCK], out.dtype.element_ty), mask=i < OUT)
@@ -61,22 +61,22 @@ def write_latents(
 ) -> Tensor | None:
     """Norm latents and rotate keys into their slots; norm compressed queries.
 
-    A slot of -1 writes no latents and keys, and zeros for what the token attends: nobody else
-    writes there.
+    For a slot of -1 it writes no latents and keys, but zeros to the token's row of `out_TNR`, which
+    no later kernel writes.
 
     Args:
-        kv_TD: A latent, then its key that is not rotated yet: D = R + F; rows contiguous.
-        norm: Of the latents.
-        angles: Of the keys.
+        kv_TD: Latent of each token, then its key before rotation: D = R + F; rows contiguous.
+        norm: Norm of the latents.
+        angles: Angles of the keys.
         c_SR: Pages of latents, contiguous.
         k_rope_SF: Pages of rotated keys, contiguous.
         slots_T: Slot of each token, int64.
-        out_TNR: Where attention will write; contiguous.
-        q_TQ: Compressed queries, rows contiguous; None where queries are not compressed.
-        q_norm: Of the queries; there if they are.
+        out_TNR: Output of the attention that follows; contiguous.
+        q_TQ: Compressed queries, rows contiguous; None if queries are not compressed.
+        q_norm: Norm of the compressed queries; None if there are none.
 
     Returns:
-        The normed queries [T, Q], if there are any.
+        The normed queries [T, Q]; None if queries are not compressed.
     """
     num, rank, width = kv_TD.shape[0], c_SR.shape[1], k_rope_SF.shape[1]
     queries, weights, eps = kv_TD, norm.weight_D, 0.0

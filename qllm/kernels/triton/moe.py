@@ -4,8 +4,8 @@
     experts [lo, hi) of the tiles     h = act(x @ gate, x @ up); slot(t, k) = h @ down
     combine                           out[t] = sum over k of weight[t, k] * slot(t, k), k ascending
 
-One row per slot makes the sum independent of which experts ran together. The grid of a range is
-an upper bound known on the host; programs past the last tile of the range return at once.
+Each slot has its own row, so the sum does not depend on which experts ran together. The grid of a
+range is an upper bound known on the host; programs after the last tile of the range return at once.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import ExpertWeights, Routing, Sum, empty_routing, max_tiles
 
 CODES: tuple[Code, ...] = ("u4", "i4", "e2m1", "i8", "e4m3")
-"""Numbers of codes in the kernels, from 1; those of 4 bits first."""
+"""Codes in the order of their numbers in the kernels, from 1; those of 4 bits come first."""
 SCAN = 1024
-"""Slots that a sorting program looks at together."""
+"""Slots that a sorting program reads at once."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _worths(
     per_group, n, k, is_col, n_stride,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What the groups of inputs [k, k + BLOCK_K) have, fp32 [BLOCK_K, BLOCK_N] or [1, BLOCK_N]."""
+    """Return group values of inputs [k, k + BLOCK_K), fp32 [BLOCK_K, BLOCK_N] or [1, BLOCK_N]."""
     NUM: tl.constexpr = (D + GROUP - 1) // GROUP
     if NUM == 1 or GROUP % BLOCK_K == 0:
         rows = k // GROUP + tl.arange(0, 1)
@@ -99,9 +99,9 @@ def _values(
     D: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Quantised weights of inputs [k, k + BLOCK_K) and outputs n, bf16 [BLOCK_K, BLOCK_N].
+    """Return quantised weights of inputs [k, k + BLOCK_K) and outputs n, bf16 [BLOCK_K, BLOCK_N].
 
-    The same operations, in fp32, as `Quantised.dequantised`, so the same bits.
+    It does the same operations in fp32 as `Quantised.dequantised`, so it gives the same bits.
     """
     if CODE <= 3:  # two in a byte, the low half first
         pair = tl.arange(0, BLOCK_K // 2)
@@ -116,8 +116,8 @@ def _values(
     if CODE == 3:  # e2m1
         power, part = (codes >> 1) & 3, codes & 1
         size = tl.where(power == 0, part, (2 + part) << (power - 1)).to(tl.float32) * 0.5
-        value = tl.where(codes > 7, size * -1.0, size)  # 0.0 - size has no -0
-    elif CODE == 5:  # e4m3: a number of 2**-9 below 2**-6, else with a leading bit
+        value = tl.where(codes > 7, size * -1.0, size)  # 0.0 - size would give no -0
+    elif CODE == 5:  # e4m3: below 2**-6 multiples of 2**-9, else with an implicit leading bit
         power, part = (codes >> 3) & 15, codes & 7
         tiny = part.to(tl.float32) * 0.001953125
         size = tl.where(
@@ -132,7 +132,7 @@ def _values(
     if HAS_OFFSET:
         value += _worths(offset, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)
     elif CODE == 2:
-        value += 0.0  # no weight of it is -0
+        value += 0.0  # no weight is -0
     return value.to(tl.bfloat16)
 
 
@@ -158,7 +158,7 @@ def _up(
     d = tl.arange(0, BLOCK_K)
     x_at = x + tok[:, None] * x_t + d[None, :]
     INTERLEAVED: tl.constexpr = F_STEP == 2
-    if INTERLEAVED:  # gate and up alternate, so 2 * BLOCK_N neighbours are one wide load
+    if INTERLEAVED:  # gate and up alternate, so one wide load reads 2 * BLOCK_N neighbours
         f = tl.program_id(1) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         is_f = f < 2 * I
         both_at = w + expert * w_e + f[None, :] * w_f + d[:, None] * w_d
@@ -204,7 +204,7 @@ def _up(
         at = bias + expert * bias_e + n
         gate += tl.load(at, mask=is_col, other=0.0).to(tl.float32)[None, :]
         up += tl.load(at + F_UP, mask=is_col, other=0.0).to(tl.float32)[None, :]
-    # As transformers, which stores the product before it activates.
+    # Like transformers, which stores the product before the activation.
     gate = gate.to(h.dtype.element_ty).to(tl.float32)
     up = up.to(h.dtype.element_ty).to(tl.float32)
     if GPT_OSS:
@@ -286,7 +286,7 @@ def _combine(
             acc += w * tl.load(own + k * D, mask=d < D, other=0.0).to(tl.float32)
         for k in range(K, K + S):
             more += tl.load(own + k * D, mask=d < D, other=0.0).to(tl.float32)
-    # Each step is rounded, as by the operations of torch that it stands for.
+    # Each step is rounded, like the torch operation that it replaces.
     if SHARED:
         if S == 0:
             more = tl.load(shared + tok * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -305,7 +305,7 @@ def _combine(
 
 
 def tile_rows(num_slots: int, num_experts: int) -> int:
-    """Rows of a tile: about what an expert gets, so that few rows are padding."""
+    """Return the rows of a tile: about the slots of one expert, so that few rows are padding."""
     per_expert = num_slots / num_experts
     return 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
 
@@ -317,10 +317,10 @@ def route(
 
     Args:
         ids_TK: Experts of each token, contiguous.
-        num_tokens: One int on the device: tokens past it are padding and go nowhere.
-        num_experts: E, without those that are shared.
+        num_tokens: One int on the device; later tokens are padding and get no slot.
+        num_experts: Experts E, without the shared ones.
         hits: One integer on the device; grows by the experts that got a slot, without shared ones.
-        num_shared: Experts beyond E that the ids name.
+        num_shared: Shared experts, whose ids follow E.
     """
     num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
     rows, every = tile_rows(num_slots, num_experts), num_experts + num_shared
@@ -337,7 +337,7 @@ def route(
 
 
 def _of_codes(stack: Quantised | None, nothing: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """Scales, offsets and their strides, and what the compiler has to know of the codes."""
+    """Return scales, offsets and their strides, and the compile-time facts about the codes."""
     if stack is None:
         return [nothing, nothing, 0, 0], {"CODE": 0, "GROUP": 1, "HAS_OFFSET": False}
     scale = stack.scale_NG
@@ -345,7 +345,7 @@ def _of_codes(stack: Quantised | None, nothing: Tensor) -> tuple[list[Any], dict
     how = {
         "CODE": 1 + CODES.index(stack.code), "GROUP": min(stack.group, stack.shape[1]),
         "HAS_OFFSET": stack.offset_NG is not None,
-        "enable_fp_fusion": False,  # a product and a sum are rounded each
+        "enable_fp_fusion": False,  # the product and the sum are each rounded
     }  # fmt: skip
     return [scale, offset, scale.stride(0), scale.stride(1)], how
 
@@ -357,11 +357,11 @@ def run_experts(
 
     Args:
         x_TD: Input of the experts, rows contiguous.
-        weights: Of the layer.
-        routing: What `route` gave for these tokens.
+        weights: Weights of the layer's experts.
+        routing: Result of `route` for these tokens.
         lo: First expert.
-        hi: End of the experts; shared ones, which are the last, are a range like any other.
-        slots_TKD: Their outputs go here, contiguous; other slots are left alone.
+        hi: End of the experts. Shared experts come last and may be in the range.
+        slots_TKD: Outputs, contiguous; other slots do not change.
     """
     num_slots, width = routing.ids_TK.numel(), x_TD.shape[1]
     inner, top_k = weights.inner, routing.ids_TK.shape[1]
@@ -389,7 +389,7 @@ def run_experts(
     packed_up, packed_down = weights.packed or (None, None)
     (*up_worths, up_e, up_f), up_how = _of_codes(packed_up, x_TD)
     (*down_worths, down_e, down_d), down_how = _of_codes(packed_down, x_TD)
-    # Tiles go first: those of one expert run side by side and share its columns in L2.
+    # Tiles are the first grid axis: those of one expert run together and share its columns in L2.
     # _down keeps columns first: its rows (of h) are too many to be read again for each block.
     _up[(tiles, triton.cdiv(inner, block_n))](
         x_TD, up, shared_up, x_TD if up_bias is None else up_bias, *up_worths, h_SI, *plan,
@@ -412,15 +412,15 @@ def combine(
     out_TD: Tensor,
     add: Sum | None = None,
 ) -> None:
-    """Sum over k of weight times slot, in fp32, zero past `num_tokens`; then `add`, rounding.
+    """Sum weight times slot over k in fp32, zero from `num_tokens` on; then apply `add`, rounding.
 
     Args:
-        slots_TKD: Outputs of the experts, contiguous; slots that have no weight are those of
-            shared experts.
+        slots_TKD: Outputs of the experts, contiguous; slots without a weight are those of shared
+            experts.
         weights_TK: Routing weights.
         num_tokens: One int on the device.
-        out_TD: The answer.
-        add: What it is added to; None is nothing.
+        out_TD: Destination.
+        add: Terms that the sum is added to; None is nothing.
     """
     num, slots, width = slots_TKD.shape
     top_k = weights_TK.shape[1]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @triton.jit
 def weighted(weight, x, d, kind: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """The weight times a row in fp32, which is rounded before that unless WIDE."""
+    """Return the weight times a row in fp32; the row is rounded before that unless WIDE."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     if WIDE:
         return (w * x).to(kind)
@@ -64,9 +64,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, wide: bool = False) -> 
 
     Args:
         x_TD: Rows, the last dimension contiguous.
-        weight_D: Of the dtype of `x_TD`.
-        eps: Added to the mean of squares.
-        wide: Round after the weight only.
+        weight_D: Weight, of the dtype of `x_TD`.
+        eps: Number added to the mean of squares.
+        wide: True if it rounds only after the weight.
     """
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     num, width = x_TD.shape
@@ -85,19 +85,19 @@ def add_rms_norm(
     wide: bool = False,
     in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum residual + x * multiplier, rounded as torch rounds it, and its `rms_norm`.
+    """Return the sum residual + x * multiplier, rounded as torch rounds it, and its `rms_norm`.
 
     Args:
         residual_TD: Rows, the last dimension contiguous.
-        x_TD: Likewise.
-        multiplier: Of `x_TD`; None is 1.
-        weight_D: Of the norm.
-        eps: Of the norm.
-        wide: Of the norm.
-        in_fp32: Whether the norm is wanted in fp32 too, with the same values.
+        x_TD: Rows, likewise.
+        multiplier: Factor of `x_TD`; None is 1.
+        weight_D: Weight of the norm.
+        eps: Number that the norm adds to the mean of squares.
+        wide: True if the norm rounds only after the weight.
+        in_fp32: True if the norm is also returned in fp32, with the same values.
 
     Returns:
-        The sum; its norm; and the norm in fp32 if it is wanted, or else the norm again.
+        The sum; its norm; and the norm in fp32 with `in_fp32`, else the norm again.
     """
     num, width = x_TD.shape
     total, out = (torch.empty((num, width), dtype=x_TD.dtype, device=x_TD.device) for _ in "ab")
@@ -113,7 +113,7 @@ def add_rms_norm(
 
 
 def silu_mul(x_TF: Tensor) -> Tensor:
-    """silu(gate) * up of rows that hold gates first, then ups: [T, F / 2]."""
+    """Return silu(gate) * up of rows that hold gates first, then ups: [T, F / 2]."""
     num, width = x_TF.shape[0], x_TF.shape[1] // 2
     out = torch.empty((num, width), dtype=x_TF.dtype, device=x_TF.device)
     if num:

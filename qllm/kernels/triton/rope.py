@@ -1,6 +1,6 @@
 """Norm of heads, rotary embedding, and the write of keys and values, in one launch.
 
-One program takes a few heads of one token. It rounds where the modules of the model round: the
+One program computes a few heads of one token. It rounds where the modules of the model round: the
 norm, its weight, products and sum, each to the dtype of the queries.
 """
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from qllm.kernels.routing import HeadNorms
 
 HEADS = 4
-"""Heads of a program, all of queries or all of keys."""
+"""Heads of a program, all queries or all keys."""
 
 
 @triton.jit
 def _within(x, limit):
-    """At most `limit` from zero; a NaN stays one."""
+    """Return x clipped to [-limit, limit]; a NaN stays a NaN."""
     return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
 
 
@@ -25,10 +25,10 @@ def _turn(
     x, weight, cos, sin, i, is_in, eps, limit, D: tl.constexpr, NORM: tl.constexpr,
     APART: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Halves of heads, rotated: first * cos - second * sin, second * cos + first * sin.
+    """Return the rotated halves: first * cos - second * sin, second * cos + first * sin.
 
-    `x` points to heads, `i` counts a half; `is_in` masks both. Angles of the second half lie APART
-    from those of the first, in the tables, or are the same.
+    `x` points to heads, `i` counts a half; `is_in` masks both. If APART, angles of the second half
+    follow those of the first in the tables; else they are the same.
     """
     kind = x.dtype.element_ty
     half: tl.constexpr = D // 2
@@ -57,10 +57,10 @@ def _turn(
 def turned(
     x, cos, sin, i, is_in, F: tl.constexpr, PAIRS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Elements `i` of rotated heads, each from itself and the one that rotates with it.
+    """Return elements `i` of rotated heads, each from itself and the element that rotates with it.
 
     `x` points to heads of F elements, `cos` and `sin` to the angles of their tokens; `is_in` masks
-    heads and elements. PAIRS: the halves alternate in what is read.
+    heads and elements. PAIRS: the halves alternate in the input.
     """
     kind = x.dtype.element_ty
     half: tl.constexpr = F // 2
@@ -138,23 +138,24 @@ def rotate_and_write(
     norms: HeadNorms | None = None,
     limit: float | None = None,
 ) -> None:
-    """Norm and rotate queries in place; put normed and rotated keys, and values, into their slots.
+    """Norm and rotate queries in place; write normed and rotated keys, and values, to their slots.
 
-    The two halves of a head rotate with each other. A slot of -1 writes no keys and values, and
-    zeros for what the token attends: nobody else writes there.
+    The two halves of a head rotate with each other. For a slot of -1 it writes no keys and values,
+    but zeros to the token's row of `out_TNE`, which no later kernel writes.
 
     Args:
-        q_TND: Queries, changed; the last dimension is contiguous.
-        k_TGD: Keys, likewise, not changed.
+        q_TND: Queries, changed in place; the last dimension is contiguous.
+        k_TGD: Keys, not changed; the last dimension is contiguous.
         v_TGE: Values, likewise.
-        cos_TD: Of each token's position, contiguous rows; or [T, D / 2], the same for both halves.
-        sin_TD: Likewise, with the strides of `cos_TD`.
+        cos_TD: Cosines of each token's position, contiguous rows; [T, D / 2] serves both halves.
+        sin_TD: Sines, likewise, with the strides of `cos_TD`.
         k_SGD: Pages of keys, contiguous.
         v_SGE: Pages of values, contiguous.
         slots_T: Slot of each token, int64.
-        out_TNE: Where attention will write; the last dimension is contiguous.
+        out_TNE: Output of the attention that follows; the last dimension is contiguous.
         norms: RMS norms of each head of queries and keys.
-        limit: Queries and keys, before they rotate, and values are clipped to [-limit, limit].
+        limit: Largest size of queries and keys before rotation, and of values; larger ones are
+            clipped.
     """
     num, heads, d = q_TND.shape
     groups, dv = v_TGE.shape[1:]

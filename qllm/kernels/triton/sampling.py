@@ -2,37 +2,38 @@
 
 The order of operations is that of `qllm.runner.sampling.definition`: temperature, min_p, top_k,
 top_p, then the inverse CDF in token-id order with the number that Philox-4x32-10 gives for (seed,
-position). Everything is summed in one fixed order and in fp64, so the same logits give the same
-token in any batch, eager or replayed. On the CPU weights are rounded to multiples of 2^-44 and
-added as whole numbers: a number within about 1e-9 of a boundary may go the other way there.
+position). All sums have one fixed order and are fp64, so the same logits give the same token in any
+batch, eager or replayed. On the CPU, weights are rounded to multiples of 2^-44 and added as whole
+numbers. So a number within about 1e-9 of a boundary may give another token there.
 
-A row is divided into chunks, and a chunk is a program, so that one row keeps the whole device busy:
+A row is divided into chunks, and each chunk has a program, so that one row keeps the device busy:
 
-    scan      every chunk   largest logit, and how many logits have which first digit
-    narrow    every chunk   how many have which next digit, of those that begin as the K-th does
-    weigh     every chunk   the weight of what stays, and its number
-    keep      every chunk   top_p: what stays is copied, if it is few enough
-    bound     every chunk   top_p, if it is not: weights above 16 bounds, half a digit at a time
-    settle    every chunk   the weight above the bound that was found, and what equals it
+    scan      every chunk   largest logit, and the number of logits per first digit
+    narrow    every chunk   number of logits per next digit, of those that begin as the K-th does
+    weigh     every chunk   weight and number of the logits that stay
+    keep      every chunk   top_p: copies of the logits that stay, if they are few enough
+    bound     every chunk   top_p, if not: weights above 16 bounds, half a digit at a time
+    settle    every chunk   the weight above the bound that was found, and the logits equal to it
     draw      every row     the token
 
-Logits are seen as ordered 32-bit integers, *keys*, in digits of 8 bits. What a row does not need
-ends at once. Where top_k does not say what top_p looks at, it is the `LIKELY` largest logits; only
-if they weigh too little, or are too many to be copied, the search for the bound reads all.
+Logits are read as ordered 32-bit integers, *keys*, in digits of 8 bits. A kernel returns at once
+for a row that does not need it. If top_k does not limit the logits that top_p reads, top_p reads
+the `LIKELY` largest ones first. Only if they weigh too little, or are too many to be copied, does
+the search for the bound read all.
 
-What the kernels leave for those after them, for each row, or for each of its chunks (C):
+Outputs of a kernel that later kernels read, for each row, or for each of its chunks (C):
 
-    scan      peaks_C, firsts_C, broken_C   the largest logit, its first token, how many are NaN
-              digits [DIGITS, 256]          logits that have a digit; more digits by narrow
+    scan      peaks_C, firsts_C, broken_C   the largest logit, its first token, the number of NaNs
+              digits [DIGITS, 256]          number of logits per digit; narrow adds more digits
     weigh     whole_C                       the weight that top_p is a share of
-              stays_C, counts_C             weight and number of what is looked at
-    keep      kept, kept_ids [KEPT]         logits and ids of it, by rising id
-              wholes, bounds, searches      the whole weight; where a search begins; if there is one
+              stays_C, counts_C             weight and number of the logits that top_p reads
+    keep      kept, kept_ids [KEPT]         their logits and ids, by rising id
+              wholes, bounds, searches      the whole weight; start of a search; if there is one
     bound     masses [STEPS, C, 16]         the weight from each of 16 bounds on
     settle    above_C, equal_C, each_C      weight above the bound, tokens at it, weight of one
 
-Only `digits` begin at 0: of the others, what a row does not need is not written and must not be
-read. Rows that are greedy or broken (a NaN, or no finite peak) have no weights.
+Only `digits` start at 0. The other outputs are uninitialised for rows that do not need them and
+must not be read there. Rows that are greedy or broken (a NaN, or no finite peak) have no weights.
 """
 
 import torch
@@ -45,9 +46,9 @@ CHUNK = 2048
 KEPT = 1024
 """Most tokens that are copied."""
 LIKELY = 512
-"""What top_p alone looks at first; more may stay, which have equal logits."""
+"""Largest logits that top_p reads first if top_k sets no limit; equal logits may add more."""
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 24}
-"""Leading bits of a key that tell logits of a dtype apart; of others, all 32."""
+"""Leading bits of a key that distinguish logits of a dtype; other dtypes need all 32."""
 
 
 @triton.jit
@@ -58,9 +59,10 @@ def _logits(row, at, num, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key(x):
-    """Integers in [0, 2**32), in the order of the floats; 0.0 and -0.0 are 2**31 both.
+    """Return integers in [0, 2**32), in the order of the floats; 0.0 and -0.0 are both 2**31.
 
-    The bits that a narrower dtype lacks are 0, below zero too, so a bound can equal a key.
+    The bits that a narrower dtype lacks are 0, also for negative floats, so a bound can equal a
+    key.
     """
     bits = x.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits < 0, -bits, bits + 2147483648)
@@ -68,7 +70,7 @@ def _key(x):
 
 @triton.jit
 def _weight(x, is_in, peak, heat, min_p):
-    """Weights after min_p, fp64: 1 at the peak, 0 for what is not in."""
+    """Return weights after min_p, fp64: 1 at the peak, 0 outside of `is_in`."""
     w = tl.exp((x.to(tl.float64) - peak) / heat)
     return tl.where(is_in & (w >= min_p), w, 0.0)
 
@@ -85,7 +87,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _asked(temperatures, top_ks, top_ps, b):
-    """A row's temperature, top_k and top_p, and whether they leave logits out."""
+    """Return a row's temperature, top_k and top_p, and True if they leave logits out."""
     heat, top_k, top_p = tl.load(temperatures + b), tl.load(top_ks + b), tl.load(top_ps + b)
     return heat, top_k, top_p, (heat > 0) & ((top_k > 0) | (top_p < 1.0))
 
@@ -98,7 +100,7 @@ def _top(peaks_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
 
 @triton.jit
 def _peak(peaks_C, broken_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
-    """A row's largest logit, and whether a logit is no number or none is finite."""
+    """Return a row's largest logit, and True if a logit is NaN or none is finite."""
     peak, c = _top(peaks_C, b, C, C_PAD), tl.arange(0, C_PAD)
     broken = tl.sum(tl.load(broken_C + b * C + c, mask=c < C, other=0), 0)
     return peak, (broken > 0) | (peak == float("-inf")) | (peak == float("inf"))
@@ -106,10 +108,11 @@ def _peak(peaks_C, broken_C, b, C: tl.constexpr, C_PAD: tl.constexpr):
 
 @triton.jit
 def _prefix(digits, b, wanted, num, DIGITS: tl.constexpr):
-    """The first `num` digits of the key of the `wanted`-th largest logit, as one number.
+    """Return the first `num` digits of the key of the `wanted`-th largest logit, as one number.
 
     Returns:
-        They, 0 if there are not so many logits; and how many have these digits or larger ones.
+        The digits, 0 if there are fewer logits; and the number of logits with these digits or
+        larger ones.
     """
     d = tl.arange(0, 256)
     prefix, above = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
@@ -126,9 +129,9 @@ def _prefix(digits, b, wanted, num, DIGITS: tl.constexpr):
 
 @triton.jit
 def _floor(digits, b, top_k, likely, DIGITS: tl.constexpr):
-    """The least key that is looked at, and how many logits have it or a larger one.
+    """Return the least key that is read, and the number of logits with this key or a larger one.
 
-    Bits behind the digits are 0 in every key. Only where logits are left out.
+    Bits behind the digits are 0 in every key. Used only if logits are left out.
     """
     wanted = tl.where(top_k > 0, top_k, likely)
     prefix, reached = _prefix(digits, b, wanted, DIGITS, DIGITS)
@@ -215,7 +218,7 @@ def _keep(
     _heat, top_k, top_p, leaves_out = _asked(temperatures, top_ks, top_ps, b)
     is_search = tl.full([], 0, tl.int32)
     _top_b, is_broken = _peak(peaks_C, broken_C, b, C, C_PAD)
-    if leaves_out & (top_p < 1.0) & (is_broken == 0):  # of a broken row nothing was weighed
+    if leaves_out & (top_p < 1.0) & (is_broken == 0):  # a broken row has no weights
         floor, reached = _floor(digits, b, top_k, likely, DIGITS)
         if reached <= KEPT:
             chunk = tl.arange(0, C_PAD)
@@ -238,7 +241,7 @@ def _keep(
 @triton.jit
 def _bounded(masses, wholes, bounds, b, top_p, steps, C: tl.constexpr, C_PAD: tl.constexpr,
              STEPS: tl.constexpr):  # fmt: skip
-    """The largest key that top_p of the weight reaches, as far as it was searched; and the step."""
+    """Return the largest key found so far that top_p of the weight reaches; and the step."""
     bound, least, j = tl.load(bounds + b), top_p * tl.load(wholes + b), tl.arange(0, 16)
     c = tl.arange(0, C_PAD)
     step = tl.full([], 1 << 28, tl.int64)
@@ -291,7 +294,7 @@ def _settle(
 
 @triton.jit
 def _ties(top_p, whole, above, each, equal):
-    """How many tokens of the bound's logit stay: as many as top_p of the weight takes."""
+    """Return the number of tokens at the bound's logit that stay: as many as top_p needs."""
     equal = tl.maximum(equal, 1)
     needed = tl.ceil((top_p * whole - above) / tl.where(each > 0, each, 1.0))
     return tl.minimum(tl.maximum(needed, 1.0), equal.to(tl.float64)).to(tl.int64)  # may be 1e300
@@ -300,10 +303,10 @@ def _ties(top_p, whole, above, each, equal):
 @triton.jit
 def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
               C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The token of a row: first its chunk, then itself; -1 if none has weight.
+    """Return the token of a row: first draw its chunk, then the token; -1 if none has weight.
 
-    `masses` and `ties` [C_PAD]: the weight of each chunk, and how many tokens of the bound's logit
-    stay in it, the lowest ids.
+    `masses` and `ties` [C_PAD]: the weight of each chunk, and the number of tokens at the bound's
+    logit that stay in it, the lowest ids.
     """
     c = tl.arange(0, C_PAD)
     sums = tl.cumsum(masses, 0)
@@ -325,9 +328,9 @@ def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.con
 @triton.jit
 def _draw_of_kept(kept, kept_ids, b, num, whole, peak, heat, min_p, top_p, uniform,
              KEPT: tl.constexpr, KEY_BITS: tl.constexpr):  # fmt: skip
-    """The token of a row of which `num` tokens were copied; -1 if none has weight.
+    """Return the token of a row of which `num` tokens were copied; -1 if none has weight.
 
-    The bound is found bit by bit: the largest key from which on there is top_p of the weight.
+    The bound is found bit by bit: the largest key at and above which the weight is at least top_p.
     """
     j = tl.arange(0, KEPT)
     x = tl.load(kept + b * KEPT + j, mask=j < num, other=float("-inf"))
@@ -416,14 +419,15 @@ def sample(
 
     Args:
         logits_BV: Raw logits of any float dtype, rows contiguous.
-        temperature_B: fp64; 0 is greedy, where the lowest id wins a tie.
-        top_k_B: int64; 0 keeps all, and so does one above the vocabulary.
-        top_p_B: fp64; 1 keeps all.
-        min_p_B: fp64; 0 keeps all.
-        seeds_B: int64.
-        positions_B: int64; index in the whole sequence of the token to choose.
-        tokens_B: The answer, int64.
-        peaks_B: fp32, the largest logit of the row, NaN if one is NaN: not finite is broken.
+        temperature_B: Temperature, fp64; 0 is greedy, where the lowest id wins a tie.
+        top_k_B: Number of kept logits, int64; 0 and numbers above the vocabulary keep all.
+        top_p_B: Share of kept weight, fp64; 1 keeps all.
+        min_p_B: Least weight relative to the peak, fp64; 0 keeps all.
+        seeds_B: Seeds, int64.
+        positions_B: Index in the whole sequence of the token to choose, int64.
+        tokens_B: Chosen tokens, int64; written in place.
+        peaks_B: Largest logit of the row, fp32, NaN if one is NaN; a row is broken if it is not
+            finite.
     """
     num, vocabulary = logits_BV.shape
     if num == 0:
