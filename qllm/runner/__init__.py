@@ -1,1 +1,1 @@
-"""Runs programs on the CPU: frames, KV, attention, experts, sampling."""
+"""Execution of programs on the CPU: frames, KV, attention, experts, sampling."""

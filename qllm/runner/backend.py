@@ -1,7 +1,7 @@
-"""What a runner computes with: `runner.cpu.CpuBackend`, or `qllm.cuda.backend.CudaBackend`.
+"""The device side of a runner: `runner.cpu.CpuBackend`, or `qllm.cuda.backend.CudaBackend`.
 
-The runner knows requests, frames and the ops of a program; a backend knows where KV lies, who
-attends, multiplies and samples, and which ops of a program it can run in one go.
+The runner knows requests, frames and the ops of a program. A backend knows the place of KV,
+computes attention, products and samples, and knows which ops of a program run in one call.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,126 +36,126 @@ class Asking(Protocol):
     requests: dict[RequestId, RequestState]
     sampler: Sampler
     on_segment: OnSegment | None
-    """If set, the runner calls it after every segment, and a backend stops after each one."""
+    """Callback after every segment; if set, a backend stops after each segment."""
     on_logits: OnLogits | None
-    """If set, the runner shows it all logits, and rows are sampled on the host."""
+    """Callback that receives all logits; if set, rows are sampled on the host."""
 
     def new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
-        """What the ATTN op over tokens [lo, hi) of a group attends."""
+        """Return the inputs of the ATTN op over tokens [lo, hi) of a group."""
         ...
 
 
 class Backend(Protocol):
-    """Everything that depends on the device; it has many methods because nothing else does."""
+    """The device side of a runner; it has many methods because only it depends on the device."""
 
     compute: Compute
-    """Products and the head; replaced while transformers' own modules compute."""
+    """Products and the head; replaced while transformers' modules compute."""
     cuts: CutRule
-    """Where programs are cut."""
+    """Rule by which programs are cut."""
     costs: CutCosts
-    """Nominal nanoseconds; they say how much of an op runs at once."""
+    """Nominal nanoseconds, which set how much of an op runs at once."""
 
     @property
     def drivers(self) -> tuple[LayerDriver, ...]:
-        """The drivers of all layers, as they compute now."""
+        """Drivers of all layers, as they compute now."""
         ...
 
     @property
     def is_native(self) -> bool:
-        """Whether our CPU kernels run every layer."""
+        """True if this project's CPU kernels run every layer."""
         ...
 
     @property
     def why_inexact(self) -> str:
-        """Why the bits of a token's KV depend on more than the tokens up to it; "" if not."""
+        """Reason that a token's KV bits depend on more than earlier tokens; "" if they do not."""
         ...
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether KV lies in blocks that several requests may hold."""
+        """True if KV lies in blocks that several requests may share."""
         ...
 
     @property
     def copy_bytes_per_ms(self) -> int:
-        """Bytes of kept KV that are copied in a millisecond."""
+        """Bytes of cached KV that are copied in a millisecond."""
         ...
 
     @property
     def move_token_ns(self) -> int:
-        """Predicted time to swap the KV of one token out, or back in."""
+        """Predicted nanoseconds to swap the KV of one token out, or back in."""
         ...
 
     @property
     def names(self) -> dict[str, str]:
-        """What computes what, for results."""
+        """Implementation of each part by name, for results."""
         ...
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of expert weights that the device counted as read; 0 where the runner counts."""
+        """Bytes of expert weights that the device counted as read; 0 if the runner counts."""
         ...
 
     def enter(self) -> None:
-        """Make the model's modules compute our way."""
+        """Make the model's modules compute through this backend."""
         ...
 
     def close(self) -> None:
-        """Give the model's modules back what they had."""
+        """Restore the model's modules."""
         ...
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Compute with transformers' own modules for a while, with no frame open."""
+        """Compute with transformers' modules inside the `with` block; no frame may be open."""
         ...
 
     def new_kv(self, capacity: int) -> RequestKV:
-        """The KV of a request of at most so many tokens."""
+        """Return the KV of a request of at most `capacity` tokens."""
         ...
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
-        """Copy some KV out already that may have to be swapped out, a bounded share per step."""
+        """Copy some KV that may later be swapped out, a bounded share per step."""
         ...
 
     def new_tables(self) -> BlockTables:
-        """Return tables over all KV blocks; no request may hold one."""
+        """Return tables over all KV blocks; no request may hold a block."""
         ...
 
     def new_step(self, spans: Sequence[Span], num_tokens: int) -> Step:
-        """What an ATTN op over so many tokens attends."""
+        """Return the inputs of an ATTN op over `num_tokens` tokens."""
         ...
 
     def new_work(self, layer: int, ids_TK: Tensor, grain: Grain) -> Work:
-        """The EXPERTS op of a layer whose router chose these experts."""
+        """Return the EXPERTS op of a layer whose router chose these experts."""
         ...
 
     def run_some(
         self, runner: Asking, frame: Frame, program: Program, at: Index, stop: Stop
     ) -> Swept | None:
-        """Run ops from `at` until a stop may be due; None if the first must run by itself.
+        """Run ops from `at` until a stop may be due; return None if the first must run by itself.
 
         Args:
-            runner: Who asks.
-            frame: The program's frame.
-            program: The frame's, or one with the first of its ops.
-            at: The first op.
-            stop: Who may ask to stop.
+            runner: Calling runner.
+            frame: Frame of the program.
+            program: Program of the frame, or one with the first of its ops.
+            at: First op.
+            stop: Stop to poll.
         """
         ...
 
     def pace(self) -> None:
-        """Wait until the device is not far behind; called after every op."""
+        """Wait until the device is nearly caught up; called after every op."""
         ...
 
     @property
     def samples(self) -> bool:
-        """True if the device can choose tokens itself, with `sample`."""
+        """True if the device can choose tokens with `sample`."""
         ...
 
     def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:
-        """Sample on the device; None where the host has to."""
+        """Sample on the device; return None if the host must sample."""
         ...
 
     def forget(self, frame: Frame) -> None:
-        """Drop what is kept of a frame, because it ended or one of its rows died."""
+        """Drop data of a frame that ended or in which a row died."""
         ...
 
     def fault(self, error: Exception) -> DeviceError | None:

@@ -1,4 +1,4 @@
-"""Where one native call (`qllm.runner.sweep`) puts what a layer computes on the way."""
+"""Buffers for the intermediate tensors of a layer in one native call (`qllm.runner.sweep`)."""
 
 import math
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from qllm.scheduler.program import Index, Op, OpKind
 
 
 class Storage:
-    """Memory that buffers of one layer after another use; it grows and is not given back.
+    """Memory that the buffers of one layer after another share; it grows and is not freed.
 
-    To get so much memory from the system takes longer than to use it, and to give it back takes
-    milliseconds in which nothing is polled.
+    Allocating so much memory takes longer than using it, and freeing it takes milliseconds without
+    a poll.
     """
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the memory of that name; nothing else may lie there."""
+        """Return an uninitialised tensor in the memory of that name; the memory must be free."""
         numel, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < numel or flat.dtype is not dtype:
             flat = self._flat[name] = torch.empty(numel, dtype=dtype)
@@ -32,12 +32,12 @@ class Storage:
 
     @property
     def num_bytes(self) -> int:
-        """All of it, used or not. Callable from any thread."""
+        """Bytes of all memory, used or not. Callable from any thread."""
         return sum(flat.nbytes for flat in list(self._flat.values()))
 
 
 class LayerBuffers:
-    """Tensors of the layer that a call is in; a frame keeps them while it is parked there."""
+    """Tensors of the layer that a call is in; a frame that is parked there keeps them."""
 
     def __init__(
         self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int, storage: Storage
@@ -46,7 +46,7 @@ class LayerBuffers:
         num, take, shape = tokens * top_k, storage.take, (tokens, width)
         self.storage = storage
         self.mid_TD, self.normed_TD = take("mid", shape, dtype), take("normed", shape, dtype)
-        self.next_TD = torch.empty_like(x_TD)  # a frame takes it away
+        self.next_TD = torch.empty_like(x_TD)  # the frame takes ownership
         has_shared = layer.router is not None and layer.mlp is not None
         self.shared_TD = take("shared", shape, dtype) if has_shared else None
         self.weights_TK = take("weights", (tokens, top_k), layer.weights)
@@ -57,7 +57,7 @@ class LayerBuffers:
         """token_S and inverse_S of `Work`."""
         self.units = whole[3 * num :]
         self.places = self._places()
-        """Fields of `_Sweep`: all but where the layer's output goes."""
+        """Fields of `_Sweep` except the destination of the layer's output."""
 
     def _places(self) -> dict[str, int | None]:
         token = self.ints.data_ptr()
@@ -79,11 +79,11 @@ class LayerBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """All it holds, whether it is in use or not."""
+        """Bytes of all buffers, used or not."""
         return self.storage.num_bytes + self.next_TD.nbytes
 
     def load_from(self, state: LayerState) -> None:
-        """Copy what ops one by one, or a restored frame, have left in a layer."""
+        """Copy the results of a layer's ops that ran one by one, or of a restored frame."""
         assert state.mid_TD is not None
         self.mid_TD.copy_(state.mid_TD)
         for lo, routed in state.routed.items():
@@ -106,14 +106,14 @@ class LayerBuffers:
     def leave(
         self, state: LayerState, bank: Bank | None, parts: Sequence[Op], at: Index, num_units: int
     ) -> None:
-        """Show in the frame what is done of a layer.
+        """Write the completed part of a layer to the frame.
 
         Args:
-            state: Of the frame.
-            bank: The layer's experts; a dense layer has none.
-            parts: The ops of the layer.
-            at: Place in `parts`, and units of an EXPERTS op that are done.
-            num_units: Units of the layer, once its experts have begun.
+            state: State of the layer in the frame.
+            bank: Experts of the layer; None for a dense layer.
+            parts: Ops of the layer.
+            at: Index in `parts`, and the number of completed units of an EXPERTS op.
+            num_units: Number of units of the layer, once its experts have started.
         """
         state.space, state.mid_TD, state.begun = self, self.mid_TD, None
         for kind, _, _, lo, hi in parts[: at.op]:

@@ -1,4 +1,4 @@
-"""The end of HEAD: tokens of greedy rows, and of the others a few rows at a time."""
+"""The end of HEAD: tokens of all greedy rows at once, of other rows a few at a time."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from qllm.runner.frame import Frame
 from qllm.types import Sampled
 
 TOKENS_AT_ONCE = 1 << 20
-"""Logits of sampled rows that are looked at between two polls: about a millisecond."""
+"""Logits of sampled rows that are read between two polls: about a millisecond."""
 
 
 def choose_some(
@@ -22,18 +22,18 @@ def choose_some(
     members: Sequence[int],
     num_before: int,
 ) -> bool:
-    """Choose the tokens of greedy rows and of a few more, on a device of all rows.
+    """Choose the tokens of greedy rows and of a few others; on a device, of all rows.
 
     Args:
-        runner: The runner that has the requests.
-        backend: The runner's backend.
-        rule: What the model does to its logits; None is nothing.
-        frame: A frame whose head has all blocks. It gets the tokens at the end.
-        members: The rows of HEAD.
-        num_before: Calls that a frame before a checkpoint had; their rows are chosen again.
+        runner: Runner that has the requests.
+        backend: Backend of the runner.
+        rule: Change that the model makes to its logits; None is no change.
+        frame: Frame whose head has all blocks. It gets the tokens at the end.
+        members: Rows of HEAD.
+        num_before: Number of calls before the frame's checkpoint; their rows are chosen again.
 
     Returns:
-        Whether all have one. Between two calls a runner may stop.
+        True if all rows have a token. Between two calls a runner may stop.
     """
     head = frame.head
     assert head is not None

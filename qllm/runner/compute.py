@@ -1,11 +1,11 @@
 """The drivers, experts, products and head of one runner, chosen once.
 
-    fast        our CPU kernels where they are made for a part (bf16); else torch. Last bits may
-                differ from transformers'.
-    reference   transformers' own modules: the bits of `model.forward`.
+    fast        this project's CPU kernels for the parts that they support (bf16); else torch. The
+                last bits may differ from transformers'.
+    reference   transformers' modules: the bits of `model.forward`.
 
-Level L2 asks for rows that do not depend on each other. Our kernels are made so; for what torch
-multiplies a rule is found at start (`runner.layers.rows`).
+Level L2 requires rows that do not depend on each other. Rows of this project's kernels do not; for
+products in torch, a rule is found at start (`runner.layers.rows`).
 """
 
 import logging
@@ -41,23 +41,24 @@ from qllm.scheduler.program import Op, OpKind
 from qllm.types import Driver
 
 RunOp = Callable[[Any, Op, int], int]
-"""Runs one op of a frame from a position; returns the next position, 0 when it is done."""
+"""Function that runs one op of a frame from a position; returns the next position, 0 when done."""
 _log = logging.getLogger("qllm")
 
 
 class Compute:
-    """What a runner computes with.
+    """The implementations that a runner computes with.
 
     Args:
-        model: The model, on one device.
-        parts: Its parts.
-        kind: "fast" or "reference".
-        batch_invariant: Level L2.
-        expert_weights: Format of experts: see `EngineConfig`. Other than "auto", they stay rounded.
-        activations: What products with quantised weights read: see `EngineConfig`.
-        max_packed_bytes: Linear modules (the head) are copied for our kernels when the copies take
-            at most this; weights changed afterwards are not seen. Experts are packed in place,
-            whatever their size.
+        model: Model, on one device.
+        parts: Parts of the model.
+        kind: Kernels, "fast" or "reference".
+        batch_invariant: True for level L2.
+        expert_weights: Format of experts: see `EngineConfig`. All but "auto" round them
+            permanently.
+        activations: Dtype of rows that products with quantised weights read: see `EngineConfig`.
+        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. Later
+            changes of these weights have no effect. Experts are packed in place, whatever their
+            size.
 
     Raises:
         ModelError: Level L2 is not possible here.
@@ -83,14 +84,14 @@ class Compute:
             name: native and 0 < size <= max_packed_bytes for name, size in sizes.items()
         }
         self._native["experts"] = native
-        if kind == "fast":  # the reference reads what ours do
+        if kind == "fast":  # the reference reads the same rounded weights
             read_rows(model, activations)
         self.drivers = tuple(
             driver_for(p, arena if self._native["linears"] else None) for p in parts.layers
         )
         self._known = described(inventory(parts.layers))
         self.streams = kind == "fast" and parts.like.device.type == "cpu"
-        """Greedy rows keep the best of their logits alone (`runner.heads`)."""
+        """True if HEAD keeps only the best logit of greedy rows (`runner.heads`)."""
         covered = {m for driver in self.drivers for m in driver.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
@@ -100,9 +101,9 @@ class Compute:
         self.rule: RowRule = rule
         self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights, activations)
         self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
-        """Runs what it covers of a program in one call."""
+        """Sweep, which runs the ops that it covers in one call."""
         self._held = tuple(bank for bank in self.banks if bank is not None)
-        # A runner that is dropped, not closed, gives the weights back when it is collected.
+        # A runner that is dropped, not closed, restores the weights when it is garbage-collected.
         weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
         read = self._native["head"] and is_read(parts.lm_head)  # so rows are bf16
@@ -111,7 +112,7 @@ class Compute:
         self.head = Head(parts.lm_head, norm or parts.norm, rule, read, arena)
 
     def enter(self) -> None:
-        """Make the model's modules compute our way; the weights of our experts are packed."""
+        """Make the model's modules compute this way, and pack the experts' weights."""
         try:
             for bank in self._held:
                 bank.pack()
@@ -122,13 +123,13 @@ class Compute:
         self._linears.do()
 
     def leave(self) -> None:
-        """Give the modules back what they had; not while the loop runs."""
+        """Restore the modules; the loop must not run."""
         self._linears.undo()
         self.sweep.leave()
         _leave(self._held)
 
     def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
-        """Wrap the ops that call the model's own code, so that they follow the rule."""
+        """Wrap the ops that call the model's code, so that they follow the rule."""
         if not self._enters_rule:
             return
 
@@ -144,7 +145,7 @@ class Compute:
             ops[kind] = ruled(ops[kind])
 
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
-        """The parameters that our kernels multiply, by their `id`."""
+        """Return the parameters that this project's kernels multiply, by their `id`."""
         linears: list[Any] = list(covered)
         found: set[int] = set()
         if self._native["linears"]:
@@ -161,20 +162,20 @@ class Compute:
 
     @property
     def is_ours(self) -> bool:
-        """Whether our kernels compute all of every layer."""
+        """True if this project's kernels compute all of every layer."""
         whole = [isinstance(d, NativeDriver) and d.is_complete for d in self.drivers]
         banks = [isinstance(bank, NativeBank) for bank in self._held]
         return all(whole) and all(banks)
 
     @property
     def stops_between_keys(self) -> bool:
-        """Whether every layer's attention can stop between two blocks of keys."""
+        """True if every layer's attention can stop between two blocks of keys."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
         return sum("attention" in driver.names for driver in native) == len(self.drivers)
 
     @property
     def names(self) -> dict[str, str]:
-        """What computes what, for results."""
+        """Implementation of each part by name, for results."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
         fused = Counter(part for driver in native for part in driver.names)
         sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
@@ -206,7 +207,7 @@ class Compute:
 
 
 def _leave(banks: Iterable[Bank]) -> None:
-    with torch.device("cpu"):  # whoever collects garbage may be making a model on another device
+    with torch.device("cpu"):  # garbage collection may run while a model is made elsewhere
         for bank in banks:
             bank.unpack()
 
@@ -217,7 +218,7 @@ def _listed(names: Any) -> str:
 
 
 def _sizes(parts: ModelParts) -> dict[str, int]:
-    """Bytes of what may be packed."""
+    """Return the bytes of the weights that may be packed."""
     experts = [m for layer in parts.layers if layer.experts for m in layer.experts.parameters()]
     modules = [m for layer in parts.layers for m in layer.layer.modules()]
     linears = [m for m in modules if type(m) is nn.Linear]
@@ -249,9 +250,9 @@ def _has_delta_kernel(driver: LayerDriver) -> bool:
 
 
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
-    """The driver that `discover` chose for a layer; with our kernels if an arena is given.
+    """Return the driver that `discover` chose for a layer; it uses kernels if `arena` is not None.
 
-    A dense layer of unknown glue is driven by hooks.
+    A dense layer of unknown structure is driven by hooks.
     """
     if parts.around is not None:
         return AroundDriver(parts)
@@ -260,6 +261,6 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
     mixer = delta_mixer(parts, arena)
     if parts.input_layernorm is None or (parts.new_state is not None and mixer is None):
         return HookedDriver(parts, mixer, () if mixer is None else mixer.covered)
-    if arena is None or parts.rope_kind is not None:  # our kernels turn all layers alike
+    if arena is None or parts.rope_kind is not None:  # the kernels rotate all layers alike
         return FastDriver(parts)
     return NativeDriver(parts, arena, mixer)

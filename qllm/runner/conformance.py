@@ -1,13 +1,13 @@
-"""Start-up conformance: a runner against its model's own forward, and against itself.
+"""Start-up conformance: a runner against its model's forward, and against itself.
 
 Against `model.forward`, layer by layer, in a prefill and in a decode step:
 
     every part of a layer (attention, router, the rest) gets the input that the model's own part
-    had, so that errors neither grow nor change the experts; what comes out differs by no more
-    than rounding explains (`runner.reference` measures on the model itself how much that is).
+    had, so that errors neither grow nor change the experts; the output differs by no more than
+    rounding explains (`runner.reference` measures on the model itself how much that is).
 
-Bits are not compared there: the same product has other bits in blocks of other sizes, with
-another number of threads, and in our kernels. Against itself, bit by bit, with the tokens free:
+This compares no bits: the same product has other bits in blocks of other sizes, with another number
+of threads, and in this project's kernels. Against itself, bit by bit, with free tokens:
 
     A   prefill uncut        decode while B is parked inside a layer
     B            prefill, parked at every boundary          decode, parked at every boundary
@@ -42,22 +42,23 @@ if TYPE_CHECKING:
 
 NUM_PROMPT = 24
 BEYOND_WINDOW = 8
-"""Tokens of the prompt beyond a sliding window, if it is no longer than `MAX_PROMPT`."""
+"""Prompt tokens beyond a sliding window, if the prompt is not longer than `MAX_PROMPT`."""
 MAX_PROMPT = 512
 BOUND = {torch.float32: 64.0}
-"""Largest difference that rounding explains, in spreads (`runner.reference`); 8 in 16 bits, whose
-sums are in fp32. Most seen, in small models of eight families and some 1,024 wide: 7.8 and 2.6."""
+"""Largest difference that rounding explains, in spreads (`runner.reference`); 8 in 16 bits,
+whose sums are in fp32. Largest seen, in small models of eight families and some 1,024 wide:
+7.8 and 2.6."""
 TASKS = 37
-"""Tasks of ops between two stops of the pass that is parked: a layer has thousands."""
+"""Tasks of ops between two stops of the parked pass; a layer has thousands."""
 UNCLEAR = 24
-"""One in so many tokens whose choice of experts seemed clear, at least one, may be routed another
-way all the same; so the prefill judges a router, not the decode step."""
+"""Divisor of the number of tokens. So many tokens, at least one, may get other experts although
+their choice seemed clear. So the prefill tests a router, not the decode step."""
 _A, _B, _C = -1, -2, -3
 _log = logging.getLogger("qllm")
 
 
 class _Always:
-    """Stops at every boundary between ops."""
+    """A stop at every boundary between ops."""
 
     word = NO_STOP
     stop_at_ns: int | None = None
@@ -67,7 +68,7 @@ class _Always:
 
 
 class _Inside(_Always):
-    """Stops there, and inside ops after some tasks."""
+    """A stop at every boundary between ops, and inside ops after some tasks."""
 
     def __init__(self) -> None:
         self._word = c_int64()
@@ -80,14 +81,15 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
     """Compare a runner without requests with the forward of its model.
 
     Raises:
-        ModelError: They differ, or a layer cannot be driven; names family, layer and driver.
+        ModelError: They differ, or a layer cannot be driven; the message names family, layer and
+            driver.
         ConfigError: There is too little KV.
     """
     tokens = _tokens(model, runner)
     with torch.inference_mode():
         _check_chunks(runner)
         with runner.as_reference(), pinned(model):
-            own = runner.parts  # where the model's forward was asked already, it says nothing new
+            own = runner.parts  # a second discovery through the model's forward finds nothing new
             parts = discover(model) if own.around is None else own
             split = [tokens[:-1], tokens[-1:]]
             found = [reference.record(model, parts, split, quiet=quiet) for quiet in (False, True)]
@@ -99,21 +101,25 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
 
 
 def _check_chunks(runner: "TorchRunner") -> None:
-    """A prompt in chunks leaves the states that a whole one does; to the bit, where KV is exact."""
+    """Require that a prompt in chunks leaves the states of a whole prompt.
+
+    If KV is exact, the states must have the same bits.
+    """
     backend = runner.backend
     for mixer in mixers_of(backend.drivers):
         refuse_chunks(mixer, runner.parts.like, exact=not backend.why_inexact)
 
 
 def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
-    """A prompt and one more token, seeded; longer than a sliding window if that is short.
+    """Return a prompt and one more token, seeded; longer than a sliding window if that is short.
 
-    The config is asked, not the parts of the runner: a window that these miss must show.
+    The window comes from the config, not from the runner's parts, so the check finds a window that
+    the parts lack.
     """
     window = getattr(base_model(model).config, "sliding_window", None)
     beyond = [window + BEYOND_WINDOW] if isinstance(window, int) else []
     kv = runner.backend.new_tables()
-    room = kv.num_blocks // 2 * kv.block_size - 3  # two requests at once
+    room = kv.num_blocks // 2 * kv.block_size - 3  # room for two requests at once
     if room < 1:
         raise ConfigError(
             f"the start-up check needs 2 KV blocks of {kv.block_size} tokens, there are "
@@ -133,7 +139,7 @@ def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
 
 @contextmanager
 def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
-    """A probe; afterwards the runner is as it was."""
+    """Yield a probe; restore the runner afterwards."""
     probe = _Probe(model, runner)
     before = runner.on_logits, runner.on_segment
     segments = runner.segments
@@ -151,7 +157,7 @@ def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
 
 
 class _Probe:
-    """Runs programs and compares what they give."""
+    """A probe that runs programs and compares their results."""
 
     def __init__(self, model: nn.Module, runner: "TorchRunner") -> None:
         self.model = model
@@ -168,7 +174,7 @@ class _Probe:
         self.logits[request_id, num_tokens] = logits_V
 
     def passed(self, program: Program, index: Index, begin_ns: int, end_ns: int) -> None:
-        """Remember what ran last, to say what failed."""
+        """Remember the last op, for the error message."""
         self._last = program, index
 
     # -- against the model
@@ -191,7 +197,7 @@ class _Probe:
             self._require(logits[None], expected.logits_V[None], spread, self._layer(None))
 
     def _meet(self, program: Program, index: Index, expected: Pass) -> None:
-        """At a boundary: compare what came out last, and go on from what the model has there."""
+        """Compare the last output at a boundary, and continue from the model's values there."""
         op = program.ops[index.op]
         if index.pos or program.ops[index.op - 1].kind is op.kind:
             return
@@ -209,7 +215,7 @@ class _Probe:
         self.runner.import_frame(program, index, tensors)
 
     def _meet_layer(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
-        """The layer before ended, or the embedding."""
+        """Compare after the layer before, or after the embedding."""
         x_TD, num = tensors["x"], len(expected.layers)
         assert expected.embedded_TD is not None
         if layer == 0:
@@ -225,10 +231,10 @@ class _Probe:
         tensors["x"] = following.clone()
 
     def _meet_attention(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
-        """The attention of a layer ended: `mid` is its output, or the sum of it and the input."""
+        """Compare after a layer's attention; `mid` is its output, or the sum with the input."""
         seen, parts = expected.layers[layer], self.runner.parts.layers[layer]
         if len(parts.attentions) > 1 or parts.self_attn is None:
-            return  # what leaves the layer is compared
+            return  # the output of the layer is compared
         assert seen.attn_TD is not None
         assert seen.given_TD is not None
         assert seen.attn_spread_T is not None
@@ -243,7 +249,7 @@ class _Probe:
         tensors["mid"] = seen.x_TD + seen.given_TD * scale
 
     def _meet_routing(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
-        """The router of a layer chose."""
+        """Compare the choice of a layer's router."""
         routing, experts_TK = expected.layers[layer].routing, expected.layers[layer].experts_TK
         where = f"the router of {self._layer(layer)}"
         if routing is None or experts_TK is None:
@@ -265,7 +271,10 @@ class _Probe:
     def _compare_routing(
         self, ids_TK: Tensor, weights_TK: Tensor, layer: LayerPass, where: str
     ) -> None:
-        """A near tie may be decided either way; few tokens are near one."""
+        """Compare ids and weights.
+
+        A near tie may be decided either way; few tokens are near one.
+        """
         routing = layer.routing
         assert routing is not None
         ids, weights = by_expert(ids_TK, weights_TK)
@@ -280,7 +289,7 @@ class _Probe:
             raise ModelError(self._message(text))
 
     def _require(self, found: Tensor, expected: Tensor, spread_T: Tensor, where: str) -> None:
-        """Rows [T, .] differ by no more than rounding explains."""
+        """Require that rows [T, .] differ by no more than rounding explains."""
         error = (found.float() - expected.float()).norm(dim=-1)
         floor = expected.float().norm(dim=-1) * self._unit
         units = error / torch.maximum(spread_T.to(error), floor).clamp_min(1e-30)
@@ -292,7 +301,7 @@ class _Probe:
     # -- against itself
 
     def compare_parked(self, prompt: list[int]) -> None:
-        """Run A and B as the module says."""
+        """Run A and B as the module's docstring describes."""
         length = len(prompt)
         for request_id in (_A, _B):
             self._add(request_id, prompt, length)
@@ -328,7 +337,7 @@ class _Probe:
         self._end(program)
 
     def _end(self, program: Program) -> None:
-        """Finish a program, whose token is the best of its logits."""
+        """Finish a program; its token is the one with the largest logit."""
         sampled = self.runner.finish(program)
         row = program.rows[0]
         best = int(self.logits[row.request_id, row.hi].argmax())
@@ -342,7 +351,7 @@ class _Probe:
         self.runner.add(request_id, tokens, greedy, num_prompt, num_prompt + 3)
 
     def _begin(self, request_id: RequestId, lo: int, hi: int, grain: Grain) -> Program:
-        """A program of one pass over tokens [lo, hi)."""
+        """Return a program of one pass over tokens [lo, hi)."""
         row = Row(request_id, lo, hi, 0, self.runner.shape.num_layers)
         program = compile_program(
             Plan(rows=(row,), grain=grain, stop_below=0),
@@ -369,7 +378,7 @@ class _Probe:
                 f"raised {type(error).__name__}: {error}"
             ) from error
 
-    # -- words
+    # -- messages
 
     def _family(self) -> str:
         return f"model {base_model(self.model).config.model_type!r}"

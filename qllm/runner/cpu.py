@@ -1,4 +1,4 @@
-"""The CPU as a backend: our kernels where they are made for a part, else torch; KV in slabs."""
+"""The CPU backend: this project's kernels for the parts they support, else torch; KV in slabs."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,19 +41,19 @@ def cpu_runner(
     max_packed_bytes: int = 2 << 30,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> TorchRunner:
-    """A runner on the CPU.
+    """Return a runner on the CPU.
 
     Args:
-        model: In evaluation mode, whole, on one device. Its attention modules get a config of
-            their own (see `runner.layers.attention`); `model.forward` gives what it gave before.
-        max_segment_ms: Bound on the work between two boundaries; infinity does not cut.
-        batch_invariant: Level L2; its self-test runs here and finds the rule.
-        kernels: See `EngineConfig`.
-        expert_weights: See `EngineConfig`.
-        activations: See `EngineConfig`.
-        max_packed_bytes: Most bytes that a copy of the linear modules (of the head) for our kernels
-            may take. Weights changed later are not seen.
-        clock: Nanoseconds, for segments only.
+        model: Model in evaluation mode, whole, on one device. Its attention modules get their own
+            config (see `runner.layers.attention`); the results of `model.forward` do not change.
+        max_segment_ms: Most milliseconds of work between two boundaries; infinity does not cut.
+        batch_invariant: True for level L2; its self-test runs here and finds the rule.
+        kernels: Kernels: see `EngineConfig`.
+        expert_weights: Format of experts: see `EngineConfig`.
+        activations: Dtype of rows of quantised products: see `EngineConfig`.
+        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. Later
+            changes of these weights have no effect.
+        clock: Clock in nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely, or level L2 is not possible here.
@@ -79,18 +79,18 @@ def cpu_runner(
 
 
 class CpuBackend:
-    """A `Backend` (`runner/backend.py`).
+    """A `Backend` (`runner/backend.py`) on the CPU.
 
     Args:
-        model: The model of transformers.
-        parts: Its parts.
+        model: Model of transformers.
+        parts: Parts of the model.
         compute: Products, experts and the head.
-        max_segment_ms: See `cpu_runner`.
-        batch_invariant: See `cpu_runner`.
+        max_segment_ms: Most milliseconds between two boundaries: see `cpu_runner`.
+        batch_invariant: True for level L2: see `cpu_runner`.
     """
 
     bytes_read = 0
-    """The runner counts, each expert once per layer of a program."""
+    """Always 0: the runner counts, each expert once per layer of a program."""
 
     def __init__(
         self,
@@ -113,21 +113,22 @@ class CpuBackend:
         )
         cpu.set_threads(torch.get_num_threads())
         self.sweep = compute.sweep
-        """Runs what it covers in one call; with `runner.sweep.NOTHING` every op runs by itself."""
+        """Sweep, which runs the ops that it covers in one call; `runner.sweep.NOTHING` covers
+        none."""
 
     @property
     def drivers(self) -> tuple[LayerDriver, ...]:
-        """The drivers of all layers, as they compute now."""
+        """Drivers of all layers, as they compute now."""
         return self.compute.drivers
 
     @property
     def is_native(self) -> bool:
-        """Whether our kernels run every layer."""
+        """True if this project's kernels run every layer."""
         return self.sweep.num_layers == len(self.drivers) or self.compute.is_ours
 
     shares_blocks = False
     copy_bytes_per_ms = 4_000_000
-    """Nominal, for one thread."""
+    """Nominal rate of one thread."""
     move_token_ns = 0
 
     @property
@@ -141,7 +142,7 @@ class CpuBackend:
 
     @property
     def names(self) -> dict[str, str]:
-        """What computes what, for results."""
+        """Implementation of each part by name, for results."""
         stops = "before every task of an op"
         if not self.polls_inside:
             longest_ms = nominal_ms(self.cuts, self.costs)
@@ -167,7 +168,7 @@ class CpuBackend:
             self._use(ours, sweep)
 
     def _use(self, compute: Compute, sweep: Sweep | None = None) -> None:
-        """Let this compute from now on; nothing else computes."""
+        """Replace the implementation that computes."""
         self.compute, self.sweep = compute, sweep or compute.sweep
         compute.enter()
 
@@ -175,10 +176,10 @@ class CpuBackend:
         return SlabKV(self._parts.num_kv_layers, capacity, self._parts.kv_layers)
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
-        """KV does not move when it is swapped out."""
+        """Do nothing: KV does not move when it is swapped out."""
 
     def new_tables(self) -> BlockTables:
-        return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is not short
+        return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is plentiful
 
     def new_step(self, spans: Sequence[Span], num_tokens: int) -> Step:
         return Step(spans, num_tokens, self._parts.latent_kv)
@@ -197,7 +198,7 @@ class CpuBackend:
         return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
 
     def pace(self) -> None:
-        """Nothing runs ahead."""
+        """Do nothing: no work runs ahead."""
 
     samples = False
 
@@ -205,7 +206,7 @@ class CpuBackend:
         return None
 
     def forget(self, frame: Frame) -> None:
-        """Nothing is kept of frames."""
+        """Do nothing: the backend keeps no data of frames."""
 
     def fault(self, error: Exception) -> DeviceError | None:
         return None

@@ -1,11 +1,11 @@
-"""The rule by which ops are cut by rows. It depends on the configuration and the kernels alone.
+"""The rule by which ops are cut by rows. It depends only on the configuration and the kernels.
 
-Where our kernels run every layer, an op polls by itself, before each of its tasks. It gets as many
-rows as the memory `course.OP_BYTES` holds, and nothing here depends on the speed of a machine.
+If this project's kernels run every layer, an op polls by itself, before each of its tasks. It gets
+as many rows as the memory `course.OP_BYTES` holds, whatever the speed of the machine.
 
-Other layers poll between ops, so these are cut by nominal constants of one core of a Zen 4 server,
-rounded towards slow. A cut has no fewer rows than multiply for as long as their weights are read.
-A faster machine gets shorter segments than it needs. A slower one misses the bound, as does a model
+Other layers poll between ops. These ops are cut by nominal constants of one core of a Zen 4 server,
+rounded towards slow. A cut has at least as many rows as multiply while their weights are read. A
+faster machine gets shorter segments than it needs. A slower one exceeds the bound, as does a model
 of large layers; `segments` shows by how much.
 """
 
@@ -26,68 +26,69 @@ from qllm.plan import NO_CUTS, CutRule
 
 NS_PER_MS = 1_000_000
 BYTES_PER_NS = 6.0
-"""Weights streamed from memory."""
+"""Bytes of weights streamed from memory per nanosecond."""
 CODE_BYTES_PER_NS = 10.0
-"""Quantised weights, scales included, with the time to turn them into values: 16 were measured."""
+"""Bytes of quantised weights per nanosecond, with scales and dequantisation; 16 were measured."""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 70.0, torch.float32: 25.0, torch.float16: 10.0}
 PAIRS_FLOPS_PER_NS = 120.0
-"""Attention with our kernels where an instruction sums pairs of bfloat16."""
+"""Attention FLOPs per nanosecond of kernels with an instruction that sums pairs of bfloat16."""
 GLUE_NS_PER_VALUE = 3.0
-"""Norms, rotations, sums: per token and value of the residual stream."""
+"""Nanoseconds of norms, rotations and sums per token and value of the residual stream."""
 PAIRS_GLUE_NS_PER_VALUE = 1.0
-"""The same around that attention."""
+"""Nanoseconds of norms, rotations and sums in layers with such an attention."""
 COMBINE_NS_PER_VALUE = 2.0
-"""Gather, scale and sum: per token, expert and value."""
+"""Nanoseconds of gather, scale and sum per token, expert and value."""
 SCORE_NS_PER_VALUE = 15.0
-"""Log-softmax and the largest values of one row of logits: per value."""
+"""Nanoseconds per value of log-softmax and the largest values of one row of logits."""
 LOGITS_AT_ONCE = 1 << 22
-"""Most logits of prompt tokens that are held at once."""
+"""Most logits of prompt tokens that are in memory at once."""
 KEY_QUERIES = 16
-"""Queries that an attention which stops between keys takes at once, if their projections fit."""
+"""Queries per block of an attention that stops between keys, if their projections fit."""
 CHUNK_BLOCK = 64
-"""Queries of a block where chunks end with one, and a block costs nothing."""
+"""Queries of a block if chunks end with a block, and more blocks cost nothing."""
 LEAST_AROUND, MOST_AROUND = 64, 512
-"""Queries of a block where every block is a call of the layer as the model's forward does it."""
+"""Fewest and most queries of a block, if every block calls the layer as the model's forward
+does."""
 FEW_MORE = 1.25
-"""The last segment may have up to this many times the keys of the others."""
+"""Most keys of the last segment, relative to the keys of the others."""
 FILL = 0.6
-"""Part of `max_segment_ms` that nominal costs may fill."""
+"""Share of `max_segment_ms` that nominal costs may fill."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutCosts:
-    """Nominal nanoseconds, and how many rows the memory of an op holds."""
+    """Nominal nanoseconds, and the number of rows that fit into the memory of an op."""
 
     range_rows: int
-    """Most rows of one range of expert units, which has one unit at least."""
+    """Most rows of one range of expert units; a range has at least one unit."""
     range_ns: float
-    """Aim of one range."""
+    """Target time of one range."""
     unit_ns: float
-    """One expert's weights."""
+    """Time to read one expert's weights."""
     row_ns: float
-    """One row through an expert."""
+    """Time of one row through an expert."""
     head_ns: float
-    """The output head's weights."""
+    """Time to read the output head's weights."""
     head_row_ns: float
-    """One row through the output head."""
+    """Time of one row through the output head."""
     segment_ns: float
-    """What a segment may take."""
+    """Time limit of a segment."""
     read_ns: float
-    """Reading the weights of an attention."""
+    """Time to read the weights of an attention."""
     attn_ns: float
-    """What a segment may take after that."""
+    """Time limit of a segment after it has read these weights."""
     project_ns: float
-    """One token through the projections of an attention."""
+    """Time of one token through the projections of an attention."""
     query_key_ns: float
-    """One query and one key."""
+    """Time of one query and one key."""
     key_ns: float
-    """Reading one key and its value."""
+    """Time to read one key and its value."""
 
     def keys(self, num_tokens: int, num_spans: int, left: int) -> int:
-        """Keys of the next segment for the queries of so many tokens, each span on its own keys.
+        """Return the keys of the next segment for `num_tokens` queries; each span has its own keys.
 
-        All that are `left` if they are few more than fit: it is not worth a segment.
+        If the `left` keys are few more than fit, it returns all: the rest is not worth a segment.
         """
         free = max(self.attn_ns - num_tokens * self.project_ns, self.segment_ns / 4)
         each = num_tokens * self.query_key_ns + num_spans * self.key_ns
@@ -95,18 +96,18 @@ class CutCosts:
         return max(left, num) if left <= FEW_MORE * num else num
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int:
-        """Vocabulary blocks per segment for that many rows."""
+        """Return the vocabulary blocks per segment for that many rows."""
         total = self.head_ns + num_rows * self.head_row_ns
         return int(max(1.0, min(num_blocks, self.segment_ns * num_blocks / total)))
 
     def rows_at_once(self, num_blocks: int, vocab_size: int) -> int:
-        """Prompt tokens whose logits are computed together, a vocabulary block at a time."""
+        """Return the prompt tokens with logits computed together, a vocabulary block at a time."""
         most = max(1, LOGITS_AT_ONCE // vocab_size)
         fit = (self.segment_ns * num_blocks - self.head_ns) / self.head_row_ns
         return _power_of_two(min(fit, most), 1, most)
 
     def rows_to_read(self, vocab_size: int) -> int:
-        """Rows of logits per segment of which log-probabilities are taken."""
+        """Return the rows of logits per segment from which log-probabilities are computed."""
         return max(1, int(min(self.segment_ns / (SCORE_NS_PER_VALUE * vocab_size), 1 << 20)))
 
 
@@ -115,7 +116,7 @@ def _weights(module: Any) -> int:
 
 
 def _read_ns(module: nn.Module, item: int) -> float:
-    """Reading the weights of a module once, quantised ones as they are stored."""
+    """Return the time to read a module's weights once, quantised ones as they are stored."""
     packed = [held for m in module.modules() if (held := linear_in(m)) is not None]
     plain = _weights(module) - sum(math.prod(held.weight.shape) for held in packed)
     codes = sum(held.num_bytes for held in packed)
@@ -123,7 +124,7 @@ def _read_ns(module: nn.Module, item: int) -> float:
 
 
 def _expert_ns(experts: Any, weights: int, item: int) -> float:
-    """Reading the weights of one expert."""
+    """Return the time to read the weights of one expert."""
     held = quantised_in(experts)
     if held is None:
         return weights * item / BYTES_PER_NS
@@ -138,7 +139,7 @@ def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
 
 
 def _rows_as_long(read_ns: float, row_ns: float) -> int:
-    """Return how many rows multiply for as long as their weights are read, a power of two."""
+    """Return the number of rows that multiply while their weights are read, a power of two."""
     size = 1
     while size * row_ns < read_ns:
         size *= 2
@@ -146,18 +147,18 @@ def _rows_as_long(read_ns: float, row_ns: float) -> int:
 
 
 class _Attn(NamedTuple):
-    """Nominal nanoseconds of one layer's attention."""
+    """The nominal nanoseconds of one layer's attention."""
 
     read: float
-    """Its weights."""
+    """Time to read its weights."""
     project: float
-    """One token through its projections."""
+    """Time of one token through its projections."""
     query_key: float
     key: float
 
 
 def _heads(attn: Any, config: Any) -> int:
-    """Query heads: the module's, or those of a config in which all layers are alike."""
+    """Return the query heads of the module, or of the config if all layers are alike."""
     found = getattr(attn, "num_heads", None) or getattr(attn, "num_attention_heads", None)
     return int(found or config.num_attention_heads)
 
@@ -170,7 +171,7 @@ def _attn_ns(
     if attn is None:
         return _Attn(0.0, 1.0, 0.0, 0.0)
     heads = _heads(attn, config)
-    if hasattr(attn, "kv_lora_rank"):  # a key is the latent and what is rotated, a value the latent
+    if hasattr(attn, "kv_lora_rank"):  # key: the latent and the rotated part; value: the latent
         key, value = attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
         stored = key
     else:
@@ -199,9 +200,9 @@ def cut_rule(
     """Return the cuts of a model for a bound on its segments, and its nominal costs.
 
     Args:
-        parts: The parts of the model.
-        config: The model's config.
-        max_segment_ms: The bound; infinity does not cut.
+        parts: Parts of the model.
+        config: Config of the model.
+        max_segment_ms: Most milliseconds of a segment; infinity does not cut.
         polls_inside: True if every layer runs in `runner.sweep`, which polls inside ops.
         stops_between_keys: True if attention stops between blocks of keys, so that blocks of
             queries need not shrink below `KEY_QUERIES` as their position grows.
@@ -260,21 +261,21 @@ def cut_rule(
 
 
 def nominal_ms(rule: CutRule, costs: CutCosts) -> float:
-    """Return how long the longest attention or expert takes that a rule leaves whole."""
+    """Return the milliseconds of the longest attention or expert that a rule leaves whole."""
     attn = costs.read_ns + rule.max_cost * costs.project_ns
     expert = costs.unit_ns + rule.expert_block * costs.row_ns
     return max(attn, expert) / NS_PER_MS
 
 
 def _expert_block(costs: CutCosts) -> int:
-    unit = costs.segment_ns - costs.range_ns  # a range ends with the unit that goes past `range_ns`
+    unit = costs.segment_ns - costs.range_ns  # a range ends with the unit that exceeds `range_ns`
     free = max(unit - costs.unit_ns, costs.segment_ns / 4)
     row_ns = max(costs.row_ns, 1.0)
     return max(_power_of_two(free / row_ns), min(_rows_as_long(costs.unit_ns, row_ns), 1024))
 
 
 class _Room(NamedTuple):
-    """Bytes that a token, or a row of an expert, takes while an op is under way."""
+    """The bytes of a token, or of a row of an expert, during an op."""
 
     attn: int
     glue: int
@@ -282,11 +283,11 @@ class _Room(NamedTuple):
     expert: int
 
     def rows(self, num_bytes: int) -> int:
-        """Return how many rows of so many bytes fit, at least 16."""
+        """Return the number of rows of so many bytes that fit, at least 16."""
         return max(16, course.OP_BYTES // max(1, num_bytes))
 
     def cuts(self) -> CutRule:
-        """Return the rule by which ops have as many rows as fit."""
+        """Return the rule that gives ops as many rows as fit."""
         return CutRule(
             max_cost=float(self.rows(self.attn)),
             attn_cost_per_kv=0.0,
@@ -297,7 +298,7 @@ class _Room(NamedTuple):
 
 
 def _room_of(parts: ModelParts, config: Any, width: int) -> _Room:
-    """Count what ops keep: inputs as kernels read them, and what is between two products."""
+    """Count the memory of ops: inputs as kernels read them, and results between two products."""
     item = parts.like.element_size()
     attn = max((_attn_room(x.self_attn, config, width) for x in parts.layers), default=0)
     shared = max((_widest(x.shared) for x in parts.layers), default=0)
@@ -321,7 +322,7 @@ def _widest(mlp: Any) -> int:
 
 
 def _attn_room(attn: Any, config: Any, width: int) -> int:
-    """Count the values of a token: projections, queries, what they saw, and its sums in fp32."""
+    """Count a token's values: projections, queries, attention outputs, and its sums in fp32."""
     if attn is None:
         return width
     heads = _heads(attn, config)
@@ -331,7 +332,7 @@ def _attn_room(attn: Any, config: Any, width: int) -> int:
 
 
 def _around_cuts(parts: ModelParts, costs: CutCosts) -> CutRule:
-    """Layers that are called as the model's forward does: blocks of queries, and experts."""
+    """Return cuts of layers called as in the model's forward: blocks of queries, and experts."""
     rule = NO_CUTS._replace(expert_block=_expert_block(costs))
     assert parts.around is not None
     if not parts.around.goes_on:

@@ -1,7 +1,7 @@
-"""The tensors that travel with one program: residual streams, and the layer it is inside.
+"""The tensors of one program: residual streams, and the layer that it is inside.
 
 master_TD   all rows; holds a row whenever the active group does not
-x_TD        rows of the active group, packed; the input of the layer that runs
+x_TD        rows of the active group, packed; the input of the current layer
 layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
 """
 
@@ -32,27 +32,27 @@ from qllm.scheduler.program import Index, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 
 NewStep = Callable[["Frame", int, int, int], Step]
-"""Finds what an ATTN op attends; the runner knows where KV is."""
+"""Function that returns the inputs of an ATTN op; the runner knows the place of KV."""
 
 
 @dataclass(slots=True)
 class LayerState:
-    """What a layer has done so far. Freed when its last COMBINE op ends."""
+    """The results of a layer so far. They are freed when its last COMBINE op ends."""
 
     mid_TD: Tensor | None = None
     begun: Begun | None = None
-    """The ATTN op that stopped between two blocks of keys."""
+    """ATTN op that stopped between two blocks of keys."""
     routed: dict[int, Routed] = field(default_factory=dict)
-    """By first token of the ROUTE op."""
+    """Results of ROUTE ops by the first token of the op."""
     work: Work | None = None
     experts_x_TD: Tensor | None = None
     weights_TK: Tensor | None = None
     next_TD: Tensor | None = None
     space: Any = None
-    """`runner.buffers.LayerBuffers` whose tensors these are, if one call ran them all."""
+    """`runner.buffers.LayerBuffers` that hold these tensors, if one call ran all ops."""
 
     def gather(self) -> Tensor:
-        """Put the routed parts together for EXPERTS; return the ids of the experts, [T, K]."""
+        """Concatenate the routed parts for EXPERTS; return the ids of the experts, [T, K]."""
         parts = [self.routed[lo] for lo in sorted(self.routed)]
         one = len(parts) == 1
         self.experts_x_TD = parts[0].x_TD if one else torch.cat([p.x_TD for p in parts])
@@ -60,7 +60,7 @@ class LayerState:
         return parts[0].ids_TK if one else torch.cat([p.ids_TK for p in parts])
 
     def tensors(self) -> list[Tensor | None]:
-        """All it holds."""
+        """Return all tensors of the layer."""
         held = [self.mid_TD, self.next_TD, self.experts_x_TD, self.weights_TK]
         held += self.begun or ()
         for routed in list(self.routed.values()):
@@ -70,27 +70,27 @@ class LayerState:
 
 @dataclass(slots=True)
 class SavedRows:
-    """Hidden states of a row that left below the last layer."""
+    """The hidden states of a row that left below the last layer."""
 
     lo: int
     hi: int
     layer: int
-    """First layer not finished."""
+    """First layer that is not finished."""
     x_TD: Tensor
 
 
 @dataclass(slots=True)
 class RequestState:
-    """What the runner mirrors of a request."""
+    """The runner's copy of a request's state."""
 
     ids: list[int]
     num_prompt_tokens: int
     kv: RequestKV
     num_top: int | None = None
-    """Alternatives per token of the prompt, if its log-probabilities are asked for."""
+    """Alternatives per prompt token, if prompt log-probabilities are requested; else None."""
     kept: SavedRows | None = None
     hidden: list[Tensor] = field(default_factory=list)
-    """Last hidden states of the committed tokens, while `owes_prompt`."""
+    """Final hidden states of the committed tokens, while `owes_prompt`."""
 
     @property
     def output_ids(self) -> list[int]:
@@ -99,18 +99,18 @@ class RequestState:
 
     @property
     def owes_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are asked for and still to be reported."""
+        """True if prompt log-probabilities are requested and not yet reported."""
         return self.num_top is not None and len(self.ids) == self.num_prompt_tokens
 
     def check(self, row: Row) -> None:
-        """Raise an InvariantError unless a row goes on where the request is."""
+        """Raise an InvariantError unless a row starts at the request's committed position."""
         if row.hi > len(self.ids) or row.hi > self.kv.capacity:
             raise InvariantError(f"{row} goes past the tokens of its request")
         if row.lo != self.kv.committed:
             raise InvariantError(f"{row} starts off {self.kv.committed} (I2)")
 
     def keepable(self, num_tokens: int, num_prompt_tokens: int, switch: Any) -> int:
-        """See `Runner.keepable`; `switch` says how rope depends on the length, if it does."""
+        """See `Runner.keepable`; `switch` is the dependence of rope on the length, or None."""
         if self.kv.states.layers and num_tokens < self.kv.committed:
             return 0
         if switch is not None:
@@ -122,7 +122,7 @@ class RequestState:
     def revise(
         self, token_ids: Sequence[int], num_top: int | None, num_kept: int, table: Sequence[int]
     ) -> None:
-        """Take another prompt; KV of the first `num_kept` tokens stays, in these blocks."""
+        """Replace the prompt; KV of the first `num_kept` tokens stays, in the blocks of `table`."""
         self.ids, self.num_prompt_tokens, self.num_top = list(token_ids), len(token_ids), num_top
         if self.kv.written > num_kept:
             self.kv.cut(num_kept, table)
@@ -131,23 +131,23 @@ class RequestState:
         self.hidden = []
 
     def evict(self) -> None:
-        """Forget what was computed."""
+        """Drop all computed state."""
         self.kv.clear()
         self.kept = None
         self.hidden = []
 
     def forget_begun(self) -> None:
-        """Forget what was computed in some layers and not in all."""
+        """Drop what was computed in some layers but not in all."""
         self.kv.written = self.kv.committed
         self.kept = None
 
     def take(self, token_id: int) -> None:
-        """Append a token of the output; the prompt's log-probabilities went out with the first."""
+        """Append an output token and drop the prompt's hidden states, which are now unneeded."""
         self.ids.append(token_id)
         self.hidden = []
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name, and the JSON that describes them."""
+        """Return tensors by name, and the JSON that describes them."""
         tensors = {**dict(self.kv.export()), **self.kv.states.export()}
         if self.kept is not None:
             tensors["hidden"] = self.kept.x_TD.clone()
@@ -165,7 +165,7 @@ class RequestState:
     def restore(
         self, tensors: dict[str, Tensor], meta: dict[str, Any], blocks: Sequence[int]
     ) -> None:
-        """Restore from `export`, into blocks that hold all that was written."""
+        """Restore from `export`, into blocks that hold all written KV."""
         written = [t.shape[2] for name, t in tensors.items() if name.startswith("k.")]
         self.kv.begin_restore(blocks, max(written, default=0))
         for name in tensors:
@@ -181,39 +181,40 @@ class RequestState:
 
 
 def num_top_of(sampling: SamplingParams, vocab_size: int) -> int | None:
-    """Alternatives per token of the prompt, if its log-probabilities are asked for."""
+    """Return the alternatives per prompt token; None if no scores of the prompt are requested."""
     asked = sampling.prompt_logprobs
     return None if asked is None else min(asked, vocab_size)
 
 
 class Frame:
-    """State of one program. Made by `accept`, parked with its index, freed by `finish`."""
+    """The state of one program. Made by `accept`, parked with its index, freed by `finish`."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.grain = program.grain
-        """Where it may stop in the run that it is in."""
+        """Stop points of the current run."""
         self.dead: set[RequestId] = set()
         self.group: int | None = None
-        """The group whose rows `x_TD` holds."""
+        """Group whose rows `x_TD` holds."""
         self.x_TD: Tensor | None = None
         self.master_TD: Tensor | None = None
         self.layer = LayerState()
         self.course: Course | None = None
-        """The place inside an op where it is parked; without it the op begins again: same bits."""
+        """Place inside an op where the frame is parked; without it the op restarts, with the same
+        bits."""
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
         self.unread: Unread | None = None
         self.slots_done = 0
-        """(token, layer, expert slot) triples executed, for I1."""
+        """Number of executed (token, layer, expert slot) triples, for I1."""
         self.rope = NO_ROPES
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
-        """Per group, of layers with experts and of dense ones: `runner.sweep.LayerOps`."""
+        """`runner.sweep.LayerOps` per group and kind of layer (dense or with experts)."""
 
     def tokens(self, group: int) -> Tensor | None:
-        """Packed positions of a group's tokens; None if they are all tokens."""
+        """Return the packed positions of a group's tokens; None if the group has all tokens."""
         if group not in self._tokens:
             program = self.program
             members = program.groups[group]
@@ -225,7 +226,7 @@ class Frame:
         return self._tokens[group]
 
     def ids(self, requests: Mapping[RequestId, RequestState], group: int) -> list[int]:
-        """Tokens of a group's rows, packed; 0 for those of dead ones."""
+        """Return the token ids of a group's rows, packed; 0 for dead rows."""
         ids: list[int] = []
         for r in self.program.groups[group]:
             row = self.program.rows[r]
@@ -237,10 +238,10 @@ class Frame:
     def spans(
         self, requests: Mapping[RequestId, RequestState], group: int, lo: int, hi: int
     ) -> list[Span]:
-        """What the ATTN op over tokens [lo, hi) of a group attends, by block of queries."""
+        """Return the spans of the ATTN op over tokens [lo, hi) of a group, by block of queries."""
         program = self.program
         spans: list[Span] = []
-        at = -lo  # where the row begins in the op
+        at = -lo  # start of the row in the op
         for r in program.groups[group]:
             row, marks = program.rows[r], program.row_blocks[r]
             first = row.lo + max(0, -at)
@@ -253,9 +254,9 @@ class Frame:
         return spans
 
     def num_bytes(self) -> int:
-        """Bytes of the activations it holds: residual streams, and the layer or head it is in.
+        """Return the bytes of its activations: residual streams, and the current layer or head.
 
-        Callable from any thread: of a frame that runs it is a moment's value.
+        Callable from any thread: for a running frame the result may be outdated.
         """
         layer, head, inside = self.layer, self.head, self.course
         held, space = [self.x_TD, self.master_TD], layer.space
@@ -265,7 +266,7 @@ class Frame:
         return kept + sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
 
     def flush(self) -> None:
-        """Put the active rows back into `master_TD`."""
+        """Copy the active rows back into `master_TD`."""
         if self.group is None or self.x_TD is None:
             return
         index = self.tokens(self.group)
@@ -295,15 +296,15 @@ class Frame:
         return self.x_TD
 
     def rope_of(self, group: int, lo: int, hi: int, kind: str | None = None) -> Rope:
-        """Position embeddings of tokens [lo, hi) of a group; empty where there are none."""
+        """Return position embeddings of tokens [lo, hi) of a group; empty if the layer has none."""
         return self.rope.of(group, lo, hi, self.tokens(group), kind)
 
     def load_rows(self, requests: Mapping[RequestId, RequestState], parts: ModelParts) -> None:
-        """Rows that start above layer 0 go on from what their requests kept.
+        """Load the saved hidden states of rows that start above layer 0.
 
         Args:
-            requests: Of the rows, by id.
-            parts: Of the model, which know what the residual stream is like.
+            requests: Requests of the rows, by id.
+            parts: Parts of the model, with the shape of the residual stream.
 
         Raises:
             InvariantError: A row does not start at its frontier (I2).
@@ -322,7 +323,7 @@ class Frame:
             self.master_TD[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
 
     def save_rows(self, requests: Mapping[RequestId, RequestState], index: Index) -> None:
-        """Rows that are not at the end at `index` leave their requests their hidden states."""
+        """Save the hidden states of rows that are not at the end at `index` to their requests."""
         program = self.program
         done = index == program.end
         for r, row in enumerate(program.rows):
@@ -334,12 +335,12 @@ class Frame:
                 self._save(requests[row.request_id], r, index)
 
     def leave(self, request: RequestState, request_id: RequestId, index: Index) -> None:
-        """Save one row as `save_rows` does; the frame may be inside the layer that is at `index`.
+        """Save one row as `save_rows` does; the frame may be inside the layer at `index`.
 
         Args:
-            request: Whose row.
-            request_id: Its id.
-            index: The start of the layer that the frame is in.
+            request: Request of the row.
+            request_id: Id of the request.
+            index: Start of the layer that the frame is in.
         """
         self._save(request, self.program.request_ids.index(request_id), index)
 
@@ -360,10 +361,10 @@ class Frame:
         request.kept = SavedRows(row.lo, row.hi, layer, kept)
 
     def commit(self, requests: Mapping[RequestId, RequestState]) -> None:
-        """Count the KV of rows that ran through the last layer; keep prompts that are asked about.
+        """Commit KV of rows that ran through the last layer; save states for prompt scores.
 
         Args:
-            requests: Of the rows, by id.
+            requests: Requests of the rows, by id.
         """
         program = self.program
         ended = [
@@ -378,7 +379,7 @@ class Frame:
                 assert self.master_TD is not None
                 x_TD = self.master_TD[program.offsets[r] : program.offsets[r + 1]]
                 kept.append((request, x_TD.clone()))
-        for _, hi, request in ended:  # from here on nothing can fail
+        for _, hi, request in ended:  # no step from here on can fail
             request.kv.committed = hi
         for request, x_TD in kept:
             request.hidden.append(x_TD)
@@ -389,11 +390,11 @@ class Frame:
         members: Sequence[int],
         shape: tuple[int, int],
     ) -> Scores:
-        """Find the prompts that end in this HEAD op and whose log-probabilities are asked for.
+        """Return the prompts that end in this HEAD op and whose log-probabilities are requested.
 
         Args:
-            requests: Of the rows, by id.
-            members: The rows of HEAD.
+            requests: Requests of the rows, by id.
+            members: Rows of HEAD.
             shape: Blocks of the vocabulary, and positions that are computed together.
         """
         found, at = [], 0
@@ -409,17 +410,17 @@ class Frame:
         return Scores(found) if found else NO_SCORES
 
     def is_dead(self, row: int) -> bool:
-        """Whether a row of the program was killed."""
+        """Return True if a row of the program was killed."""
         return self.program.rows[row].request_id in self.dead
 
     def forget_steps(self) -> None:
-        """Rows died: the spans of ATTN ops are made anew, and the op that is begun begins again."""
+        """Drop the spans of ATTN ops because rows died; the op that has started restarts."""
         self._steps.clear()
         self.ahead.clear()
         self.course = None
 
     def step_of(self, group: int, lo: int, hi: int, new_step: NewStep) -> Step:
-        """What the ATTN op over tokens [lo, hi) of a group attends."""
+        """Return the inputs of the ATTN op over tokens [lo, hi) of a group."""
         key = (group, lo, hi)
         found = self._steps.get(key)
         if found is None:
@@ -427,7 +428,7 @@ class Frame:
         return found
 
     def export(self) -> dict[str, Tensor]:
-        """Named tensors from which `restore` makes the same frame; dead rows are not in them."""
+        """Return named tensors from which `restore` makes the same frame, without dead rows."""
         layer = self.layer
         out: dict[str, Tensor] = {}
         named = {
@@ -487,7 +488,7 @@ def _flat(name: str, kept: Parts | None) -> dict[str, Tensor]:
 
 
 def _deep(flat: dict[str, Tensor]) -> dict[str, Parts]:
-    """Undo `_flat`; a tuple keeps its places."""
+    """Undo `_flat`; a tuple keeps its positions."""
     out: dict[str, Parts] = {n: t for n, t in flat.items() if "#" not in n}
     places: dict[str, dict[int, Tensor]] = {}
     for name, t in flat.items():

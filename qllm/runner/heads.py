@@ -1,4 +1,4 @@
-"""HEAD, block by block of the vocabulary: greedy rows keep their best logit, the others all."""
+"""HEAD, per block of the vocabulary: greedy rows keep their best logit, other rows all logits."""
 
 import math
 from array import array
@@ -16,20 +16,20 @@ from qllm.types import Sampled
 
 
 def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The last token of each of the rows that x_TD holds one after the other."""
-    if len(lengths) == x_TD.shape[0]:  # `len` of a tensor is slow code of torch
+    """Return the last token of each row; x_TD holds the rows one after the other."""
+    if len(lengths) == x_TD.shape[0]:  # `len` of a tensor is slow
         return x_TD
     ends = [end - 1 for end in accumulate(lengths)]
     return x_TD[ends] if len(ends) > 1 else x_TD[ends[0] : ends[0] + 1]
 
 
 class HeadState:
-    """What the vocabulary blocks done so far gave.
+    """The results of the vocabulary blocks so far.
 
     Args:
-        x_BD: The normed last tokens.
-        greedy: Rows of them whose answer is the lowest id of the largest logit.
-        scores: What is asked about their prompts.
+        x_BD: Last tokens of the rows, normed.
+        greedy: Rows whose token is the lowest id of the largest logit.
+        scores: Requested log-probabilities of the rows' prompts.
     """
 
     def __init__(self, x_BD: Tensor, greedy: Sequence[int], scores: Scores = NO_SCORES) -> None:
@@ -39,23 +39,24 @@ class HeadState:
         self.rest = tuple(sorted(set(range(x_BD.shape[0])) - set(greedy)))
         self.peaks_G = array("f", [-math.inf]) * len(self.greedy)
         self.ids_G = array("q", [0]) * len(self.greedy)
-        """Largest logit so far of each greedy row, and its id; NaN is larger than any."""
+        """Largest logit so far of each greedy row, and its id; NaN is larger than any number."""
         self.blocks: list[Tensor] = []
-        """Logits of the rest, [R, up to the head's block_size] each."""
+        """Logits of the other rows, [R, up to the head's block_size] each."""
         self._logits_RV: Tensor | None = None
-        """Memory of all blocks, so that a row of it is a row; a restored frame has none."""
+        """Memory of all blocks, in which each row is contiguous; a restored frame has none."""
         self.chosen: dict[int, Sampled] | None = None
-        """Tokens of rows that have one, once all blocks are done. `export` leaves them out: a
-        restored frame chooses again, and gets the same."""
+        """Tokens of rows that have one, once all blocks are done. `export` omits them: a restored
+        frame chooses the same tokens again."""
 
     def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None, step: int) -> None:
-        """Do some blocks, at least a task of one; greedy rows see logits after the rule.
+        """Compute some blocks, or at least one task; greedy rows read logits after the rule.
 
         Args:
-            head: Of the model.
-            blocks: Where it is, and what it polls between tasks if all rows are greedy.
-            rule: Of the model, if it has one.
-            step: Blocks that are done at once if some rows keep their logits.
+            head: Head of the model.
+            blocks: Range of blocks, and the stop that it polls between tasks if all rows are
+                greedy.
+            rule: Rule of the model for its logits; None is no rule.
+            step: Blocks that are computed at once if some rows keep their logits.
         """
         alone = not self.rest and rule is None
         if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
@@ -80,11 +81,11 @@ class HeadState:
         peaks_G[wins_G], ids_G[wins_G] = peak_G[wins_G], first + at_G[wins_G]
 
     def answers(self) -> Iterator[tuple[int, int, float]]:
-        """Row, id and logit of the greedy rows."""
+        """Return row, id and logit of the greedy rows."""
         return zip(self.greedy, self.ids_G, self.peaks_G, strict=True)
 
     def _keep(self, rest_RV: Tensor, first: int, vocab_size: int) -> None:
-        """Keep the logits of a block, which begins with token `first`."""
+        """Keep the logits of a block that starts with token `first`."""
         if first == 0:
             self._logits_RV = rest_RV.new_empty(len(self.rest), vocab_size)
         if self._logits_RV is not None:
@@ -93,11 +94,11 @@ class HeadState:
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a row of the rest."""
+        """Logits of one of the other rows."""
         return sum(block.shape[1] for block in self.blocks)
 
     def logits(self, places: Sequence[int]) -> Tensor:
-        """Logits [., V] of these rows of the rest."""
+        """Return the logits [., V] of these places among the other rows."""
         blocks = self.blocks
         if self._logits_RV is not None and len(places) == places[-1] - places[0] + 1:
             return self._logits_RV[places[0] : places[-1] + 1]
@@ -106,11 +107,11 @@ class HeadState:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
     def tensors(self) -> list[Tensor]:
-        """All it holds but a number or two of each greedy row."""
+        """Return all tensors, without the numbers of greedy rows."""
         return [self.x_BD, *self.blocks, *self.scores.tensors()]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named copies, from which `restored` makes the same."""
+        """Yield named copies, from which `restored` makes the same state."""
         yield "head.x", self.x_BD.clone()
         if self.greedy:
             yield "head.greedy", torch.tensor(self.greedy)
@@ -122,7 +123,7 @@ class HeadState:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
-        """Restore from `export`."""
+        """Return the state of `export`."""
         greedy = tensors.get("head.greedy")
         ids = () if greedy is None else greedy.tolist()
         head = cls(tensors["head.x"], ids, Scores.restored(tensors))

@@ -1,4 +1,4 @@
-"""Torch without gradients."""
+"""Inference without gradients."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,9 +8,9 @@ _NOTHING = nullcontext()
 
 
 def inference() -> AbstractContextManager[object]:
-    """`torch.inference_mode`, entered only where this thread is not in it.
+    """Return `torch.inference_mode`, or a null context if this thread is already in it.
 
-    To enter it takes 60 us when the weights of a step have pushed all code out of the caches, so an
+    Entering it takes 60 us when the weights of a step have evicted all code from the caches, so an
     engine's thread stays in it.
     """
     return _NOTHING if torch.is_inference_mode_enabled() else torch.inference_mode()

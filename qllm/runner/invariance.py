@@ -1,4 +1,4 @@
-"""The start-up self-test of level L2, on the model's own weights and glue."""
+"""The start-up self-test of level L2, with the model's own weights and layer structure."""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -23,20 +23,20 @@ def find_invariance(
 ) -> tuple[RowRule, bool]:
     """Find the rule for products, then check routers, norms, sums and gates under it.
 
-    Layers driven by hooks are checked by their matrices only.
+    Of layers that are driven by hooks only the matrices are checked.
 
     Args:
-        model: The model.
-        parts: Its parts.
-        drivers: Who runs each layer.
-        ours: Parameters, by their `id`, that kernels multiply whose rows are independent anyway.
+        model: Model of transformers.
+        parts: Parts of the model.
+        drivers: Driver of each layer.
+        ours: Parameters, by their `id`, whose kernels compute each row independently anyway.
 
     Returns:
-        The rule, and whether `RowBlocks` must be entered: not if products are invariant as they
-        are and every curve ends on a whole vector.
+        The rule, and True if `RowBlocks` must be entered: False if products are invariant without
+        it and every curve ends on a whole vector.
 
     Raises:
-        ModelError: No rule holds on this machine, or the glue of a layer breaks it.
+        ModelError: No rule holds on this machine, or another op of a layer violates it.
     """
     with torch.inference_mode():
         rule = find_rule(_filled(w) for w in matrices(model, ours))
@@ -52,7 +52,7 @@ def find_invariance(
 
 
 def _filled(weight: Tensor) -> Tensor:
-    """A weight with values: those of quantised ones are made when they are multiplied."""
+    """Return a weight with values; quantised weights get theirs when they are multiplied."""
     if not weight.is_meta:
         return weight
     made = torch.randn(
@@ -83,7 +83,7 @@ def _glue(parts: ModelParts, driver: LayerDriver, is_moe: bool) -> Callable[[Ten
 
 
 def check_rows(name: str, function: Callable[[Tensor], Sequence[Tensor]], width: int) -> None:
-    """Compare a row-wise function of many rows with its rows alone.
+    """Compare a row-wise function of many rows with the same function of each row alone.
 
     Raises:
         ModelError: A row depends on the others.

@@ -1,9 +1,9 @@
-"""KV of requests. The scheduler says which blocks a request has, the backend where they lie.
+"""KV of requests. The scheduler assigns blocks to a request, and the backend places them in memory.
 
 On a CPU a block is only counted: a request has one contiguous slab per layer, reserved once at its
 longest length. Reserving costs address space, not memory: pages are touched when tokens are
-written, so growth never copies and attention reads one contiguous range per head. The slabs of the
-layers lie one after the other, so that a kernel finds all of them from one address.
+written. So growth never copies, and attention reads one contiguous range per head. The slabs of the
+layers lie one after the other, so a kernel needs only one address for all of them.
 
     layer slab   k_1GSH   [. committed .|. written, not committed .|. reserved, untouched .......]
                           0             committed                  written            capacity
@@ -23,7 +23,7 @@ from qllm.runner.states import States
 
 
 class RequestKV(ABC):
-    """KV of one request.
+    """The KV of one request.
 
     Args:
         capacity: Most tokens.
@@ -34,40 +34,40 @@ class RequestKV(ABC):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.committed = 0
-        """Tokens whose KV exists in every layer."""
+        """Number of tokens whose KV exists in every layer."""
         self.written = 0
-        """Tokens whose KV exists in some layer."""
+        """Number of tokens whose KV exists in some layer."""
         self.states = States()
-        """What layers that carry a state left."""
+        """States of the layers that carry one."""
 
     def reach(self, hi: int) -> None:
-        """Note that positions below `hi` are written, or will be before they are read."""
+        """Mark positions below `hi` as written; they are, or will be before they are read."""
         if hi > self.written:
             self.written = hi
 
     def clear(self) -> None:
-        """Let go of everything; the request recomputes."""
+        """Drop all KV; the request recomputes it."""
         self.committed = self.written = 0
         self.states.clear()
 
     def cut(self, num_tokens: int, blocks: Sequence[int]) -> None:
-        """Forget positions from `num_tokens` on, and have these blocks, the first, from now on."""
+        """Drop positions from `num_tokens` on, and keep only these blocks, the first ones."""
         if num_tokens < self.committed:
             self.states.clear()
         self.committed = min(self.committed, num_tokens)
         self.written = min(self.written, num_tokens)
 
     def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Have room for what `export` gave: in blocks, or without any where swapped-out KV lies."""
+        """Reserve room for an `export`: in blocks, or, with none, where swapped-out KV lies."""
         self.hold(blocks, num_tokens)
 
     def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
-        """Put back what `export` gave for one layer."""
+        """Restore one layer of an `export`."""
         self.write(layer, k_1GSH, v_1GSH, 0)
 
     @abstractmethod
     def hold(self, blocks: Sequence[int], hi: int) -> None:
-        """Take all blocks of the request; positions below `hi` may be written from now on."""
+        """Set all blocks of the request; positions below `hi` may be written from now on."""
 
     @abstractmethod
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
@@ -75,25 +75,25 @@ class RequestKV(ABC):
 
     @abstractmethod
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of positions [lo, hi)."""
+        """Return the keys and values of positions [lo, hi)."""
 
     @abstractmethod
     def copy_out(self, lo: int, hi: int) -> Any:
-        """A copy of the keys and the values of positions [lo, hi), each [layers, heads, T, H].
+        """Return a copy of the keys and values of positions [lo, hi), each [layers, heads, T, H].
 
         Returns:
-            It may be under way still; None if there is no room for it.
+            The copy, which may still be in progress; None if there is no room for it.
 
         Raises:
-            InvariantError: They are not committed.
+            InvariantError: The positions are not committed.
         """
 
     @abstractmethod
     def copy_in(self, lo: int, page: Any) -> None:
-        """Take up what `copy_out` gave, from position `lo` on, as committed."""
+        """Copy a page from `copy_out` into the KV at position `lo` and mark it committed."""
 
     def refer(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Take all blocks of the request, of which the first have KV that others computed.
+        """Set all blocks of the request; the first ones hold KV that other requests computed.
 
         Raises:
             InvariantError: KV is not in blocks here.
@@ -102,24 +102,24 @@ class RequestKV(ABC):
 
     @abstractmethod
     def swap_out(self) -> bool:
-        """Move KV, committed or not, out of its blocks; whether its addresses are others then."""
+        """Move KV, committed or not, out of its blocks; return True if its addresses change."""
 
     @abstractmethod
     def swap_in(self, blocks: Sequence[int]) -> None:
-        """Move it into blocks again, which are all that the request has."""
+        """Move KV back into these blocks, which are then all blocks of the request."""
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named copies of what is written, committed or not."""
+        """Yield named copies of the written KV, committed or not."""
 
 
 class SlabKV(RequestKV):
-    """Slabs of one request, made when it first writes, in the shape it writes.
+    """The slabs of one request, allocated at its first write, in the shape of that write.
 
     Args:
-        num_layers: Of the cache.
+        num_layers: Number of layers of the cache.
         capacity: Most tokens.
-        kv_layers: Those that keys and values are written to; None is all.
+        kv_layers: Layers that store keys and values; None is all.
     """
 
     __slots__ = ("_base", "kv_layers", "slabs")
@@ -133,7 +133,7 @@ class SlabKV(RequestKV):
         self._base: tuple[int, int] | None = None
 
     def hold(self, blocks: Sequence[int], hi: int) -> None:
-        """See `RequestKV`: the slab has room for any `hi`, and its address is no block's."""
+        """Do nothing: the slab has room for any `hi`, and its address does not depend on blocks."""
 
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         num_tokens = k_1GTH.shape[2]
@@ -169,17 +169,17 @@ class SlabKV(RequestKV):
         self.committed = lo + page[0].shape[2]
 
     def swap_out(self) -> bool:
-        return False  # a slab is no block's, and stays
+        return False  # a slab is not in blocks, and stays
 
     def swap_in(self, blocks: Sequence[int]) -> None:
-        """See `RequestKV`: it never left."""
+        """Do nothing: the KV was never moved."""
 
     def base(self, slab: tuple[int, int, int], like: Tensor) -> tuple[int, int]:
-        """Addresses of the keys and of the values of layer 0.
+        """Return the addresses of the keys and of the values of layer 0.
 
         Args:
             slab: KV heads, and widths of a key and of a value.
-            like: Dtype and device of KV that is not reserved yet.
+            like: Tensor with the dtype and device of KV that is not reserved yet.
         """
         if self._base is None:
             if self.slabs[0] is None:
@@ -191,7 +191,7 @@ class SlabKV(RequestKV):
         return self._base
 
     def _reserve(self, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
-        """Make the slabs of all layers, in one shape; a layer of another shape gets its own."""
+        """Allocate the slabs of all layers, in one shape; a layer of another shape gets its own."""
 
         def layers(like_1GTH: Tensor) -> tuple[Tensor, ...]:
             _, heads, _, width = like_1GTH.shape
@@ -201,7 +201,7 @@ class SlabKV(RequestKV):
         self.slabs = list(zip(layers(k_1GTH), layers(v_1GTH), strict=True))
 
     def _own(self, k_1GTH: Tensor, v_1GTH: Tensor) -> tuple[Tensor, Tensor]:
-        """A slab of a layer whose heads or widths are not those of the first that wrote."""
+        """Return a slab of a layer whose heads or widths differ from those of the first write."""
         k, v = (t.new_empty((1, t.shape[1], self.capacity, t.shape[3])) for t in (k_1GTH, v_1GTH))
         return k, v
 

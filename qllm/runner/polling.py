@@ -1,4 +1,4 @@
-"""How native code polls a stop by itself, before every task of an op: see course.h."""
+"""Polling of a stop by native code itself, before every task of an op: see course.h."""
 
 import time
 from typing import Any
@@ -8,16 +8,16 @@ from qllm.types import Grain
 
 
 def let_poll(call: Any, stop: Stop, below: int, grain: Grain) -> None:
-    """Let a call go on past a segment until it is asked to stop, if it can find that out.
+    """Let a call continue after a segment until a stop is due, if it can poll for that.
 
-    Without a word to watch it returns after one segment; where a stop is due already, after one
-    task, or as many as the watch says.
+    Without a word to watch, it returns after one segment. If a stop is already due, it returns
+    after one task, or after the number of tasks in the watch.
 
     Args:
-        call: A struct of sweep.h with `grain`, `watch`, `seen`, `stop_ns` and `tasks_left`.
-        stop: What to poll.
-        below: A smaller stop word asks.
-        grain: Where the program may stop; at Grain.STEP nothing is polled.
+        call: Struct of sweep.h with `grain`, `watch`, `seen`, `stop_ns` and `tasks_left`.
+        stop: Stop to poll.
+        below: Limit of the stop word; a smaller word requests a stop.
+        grain: Places where the program may stop; at Grain.STEP the call does not poll.
     """
     call.grain, call.stop_ns, call.tasks_left = grain, NEVER, NEVER
     look = getattr(stop, "watch", None)

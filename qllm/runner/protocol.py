@@ -1,4 +1,4 @@
-"""What the engine asks of a runner, and how a runner is stopped."""
+"""The interface of a runner for the engine, and the way to stop a runner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,43 +10,44 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 
 NEVER = 1 << 62
-"""`kNever` of course.h: more tasks, or nanoseconds, than there are."""
+"""`kNever` in course.h: more tasks, or nanoseconds, than there ever are."""
 
 
 class Watch(NamedTuple):
-    """A 64-bit word that changes when a stop word may have gone down."""
+    """A 64-bit word that changes when a stop word may have decreased."""
 
     address: int
     seen: int
-    """While the watched word has this value, the stop word is as it was read after `watch()`."""
+    """Value of the watched word at which the stop word equals the one read after `watch()`."""
     num_tasks: int = NEVER
-    """Most tasks inside ops before the code returns anyhow: how checks stop it inside ops."""
+    """Most tasks inside ops before the code returns in any case; set by checks to stop in ops."""
     look_ns: int = NEVER
-    """Time after which it returns anyhow, because only `word` itself sees some of the arrivals."""
+    """Nanoseconds after which it returns in any case, because only `word` sees some arrivals."""
 
 
 class Stop(Protocol):
-    """What a runner polls at a boundary. Reading `word` is one load.
+    """A stop that a runner polls at a boundary. Reading `word` is one load.
 
     A stop on the monotonic clock may have a method `watch() -> Watch`, for code that polls without
-    Python: it reads `watch()`, then `word`, and looks again when the watched word has changed.
+    Python. The code reads `watch()`, then `word`, and reads both again when the watched word
+    changes.
     """
 
     stop_at_ns: int | None
-    """Engine time at which a slice ends."""
+    """Engine time in nanoseconds at which a slice ends; None without a slice."""
 
     @property
     def word(self) -> int:
-        """Smallest priority among requests that arrived and were not yet seen by the scheduler."""
+        """Smallest priority among arrived requests that the scheduler has not seen yet."""
         ...
 
     def now_ns(self) -> int:
-        """The engine's clock, read only when a slice was given."""
+        """Return the engine's time in nanoseconds; called only if there is a slice."""
         ...
 
 
 class Segments(Protocol):
-    """Lengths of the work between boundaries, as the runner saw them."""
+    """The lengths of the work between boundaries, as the runner measured them."""
 
     longest_ns: int
     longest_op: OpKind | None
@@ -54,17 +55,17 @@ class Segments(Protocol):
 
 @dataclass(slots=True)
 class Longest:
-    """The longest segment so far: what most runners keep as `Segments`."""
+    """The longest segment so far; most runners keep it as `Segments`."""
 
     longest_ns: int = 0
     longest_op: OpKind | None = None
 
 
 class Runner(Protocol):
-    """Executes programs. All tensors live here; the engine keeps (program, index) pairs.
+    """The executor of programs. It holds all tensors; the engine keeps (program, index) pairs.
 
-    The runner mirrors, per request, the token ids and how far KV is committed. It is called
-    from one thread.
+    The runner mirrors, per request, the token ids and the number of committed KV tokens. It is
+    called from one thread.
     """
 
     shape: ModelShape
@@ -72,7 +73,7 @@ class Runner(Protocol):
 
     @property
     def cuts(self) -> CutRule:
-        """Where programs are cut."""
+        """Rule by which programs are cut."""
         ...
 
     def add(
@@ -83,19 +84,19 @@ class Runner(Protocol):
         num_prompt_tokens: int,
         max_total_tokens: int,
     ) -> None:
-        """Register a request. `token_ids` may hold output already (a restored request)."""
+        """Register a request. `token_ids` may already contain output (a restored request)."""
         ...
 
     def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
-        """How many of the first tokens of a prompt keep their KV if it goes on in another way.
+        """Return the number of leading prompt tokens that keep their KV if the rest changes.
 
         Args:
-            request_id: Whose; it has no output.
-            num_tokens: Tokens, of the first, that stay as they are.
-            num_prompt_tokens: Of the new prompt.
+            request_id: Id of the request, which has no output.
+            num_tokens: Number of leading tokens that do not change.
+            num_prompt_tokens: Length of the new prompt, in tokens.
 
         Returns:
-            `num_tokens`, or 0 where KV depends on more than the tokens before it, or cannot be cut.
+            `num_tokens`, or 0 if KV depends on more than the tokens before it, or cannot be cut.
         """
         ...
 
@@ -107,51 +108,51 @@ class Runner(Protocol):
         num_kept: int,
         table: Sequence[int],
     ) -> None:
-        """Give a request without output another prompt.
+        """Replace the prompt of a request without output.
 
         Args:
-            request_id: Whose.
-            token_ids: The prompt.
-            sampling: In place of what it had.
-            num_kept: Tokens, of the first, whose KV stays: those of its row under way too.
-            table: KV blocks that it keeps, the first of those it has.
+            request_id: Id of the request.
+            token_ids: New prompt.
+            sampling: New sampling parameters.
+            num_kept: Number of leading tokens whose KV stays, including those of its row in
+                progress.
+            table: KV blocks that it keeps, the first of its blocks.
         """
         ...
 
     def remove(self, request_id: RequestId) -> None:
-        """Forget a request that is in no frame; its KV is not read or written any more."""
+        """Remove a request that is in no frame; its KV is not read or written after that."""
         ...
 
     def evict(self, request_id: RequestId) -> None:
-        """Forget the KV of a request that is in no frame; its tokens stay."""
+        """Drop the KV of a request that is in no frame; its tokens stay."""
         ...
 
     def swap_out(self, request_id: RequestId) -> None:
         """Move the KV of a request out of its blocks, committed or not.
 
-        If a frame has a row of it, it is the only row; the frame runs when the KV is back.
+        If a frame has a row of the request, it is the only row; the frame runs when the KV is back.
         """
         ...
 
     def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
-        """Take up KV that was moved out, in these blocks."""
+        """Move KV that was swapped out into these blocks."""
         ...
 
     def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
-        """Copy finished KV of requests out while others compute, so that less moves in a swap."""
+        """Copy finished KV of requests while others compute, so that a later swap copies less."""
         ...
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
         """Make the frame of a program.
 
         Args:
-            program: The program.
-            tables: Per row all KV blocks of its request, which have room up to `row.hi`. Whose
-                block is whose is the scheduler's word; a runner addresses them, and hands out
-                none.
+            program: Program to run.
+            tables: KV blocks of each row's request, with room up to `row.hi`. The scheduler assigns
+                the blocks; a runner only addresses them.
 
-        Rows that start above layer 0 continue from the hidden states that `split` or `finish`
-        kept for their request.
+        Rows that start above layer 0 continue from the hidden states that `split` or `finish` saved
+        for their request.
         """
         ...
 
@@ -159,41 +160,41 @@ class Runner(Protocol):
         """Execute ops from `start` until done or stopped; return the first op not done.
 
         It polls at the boundaries that `program.grain` allows, *after* doing at least one op or
-        unit, and stops if `stop.word < program.stop_below` or `stop.stop_at_ns` has passed.
-        An exception leaves the frame unusable: `drop` it.
+        unit, and stops if `stop.word < program.stop_below` or `stop.stop_at_ns` has passed. After
+        an exception the frame is unusable: `drop` it.
         """
         ...
 
     def finish(self, program: Program) -> list[Sampled]:
-        """Commit a program that ran to its end and let go of its frame.
+        """Commit a program that ran to its end and free its frame.
 
-        Rows that reached the last layer commit their KV up to `hi`, and sampled tokens are
-        appended to the request's ids; rows that left earlier keep their hidden states.
+        Rows that reached the last layer commit their KV up to `hi`, and sampled tokens are appended
+        to the request's ids. For rows that left earlier, their hidden states are saved.
         """
         ...
 
     def split(self, program: Program, index: Index) -> None:
-        """Let go of a frame parked between layers; each live row keeps its hidden states."""
+        """Free a frame parked between layers; the hidden states of each live row are saved."""
         ...
 
     def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
-        """Take a row out of a parked frame: its request keeps its hidden states.
+        """Remove a row from a parked frame and save its hidden states for its request.
 
         Args:
-            program: The program of the frame.
-            request_id: Whose row; it is dead in the frame from now on.
-            at: The start of the layer that the frame is in.
+            program: Program of the frame.
+            request_id: Id of the row's request; the row is dead in the frame from now on.
+            at: Start of the layer that the frame is in.
         """
         ...
 
     def kill(self, program: Program, request_id: RequestId) -> None:
-        """Mark a row of a parked frame dead: it is skipped from now on and samples nothing."""
+        """Mark a row of a parked frame as dead: it is skipped from now on and samples no token."""
         ...
 
     def drop(self, program: Program) -> None:
-        """Let go of a frame without committing anything. Unknown frames are ignored."""
+        """Free a frame without committing anything. Unknown frames are ignored."""
         ...
 
     def fault(self, error: Exception) -> DeviceError | None:
-        """The fault of the device behind an error; None where the next program can run."""
+        """Return the device fault behind an error; None if the next program can run."""
         ...

@@ -1,12 +1,12 @@
-"""What a model's own forward computes in each part, and how far rounding may move it.
+"""The results of a model's own forward in each part, and their sensitivity to rounding.
 
-One forward of a batch: row 0 is the prompt; in the other rows the input of every layer is row 0's
-with a relative noise of a few units of rounding. How far the output of a layer moves by this,
-per unit, is the layer's *spread*. Another right way to compute the layer differs by a small
-multiple of it, however ill-conditioned the layer is; a wrong one by more.
+It is one forward of a batch: row 0 is the prompt; in the other rows the input of every layer is row
+0's with a relative noise of a few units of rounding. The change that this causes in a layer's
+output, per unit, is the layer's *spread*. Another correct way to compute the layer differs by a
+small multiple of the spread, however ill-conditioned the layer is; a wrong one by more.
 
-Each layer is looked at by itself: noise does not travel, and the rows behind a router take the
-experts of row 0. A token whose own choice of experts changes with the noise is not *clear*.
+Each layer is measured by itself: noise does not travel, and after a router all rows use the experts
+of row 0. A token whose own choice of experts changes with the noise is not *clear*.
 """
 
 import inspect
@@ -23,28 +23,28 @@ from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.loader import EXPERTS_IMPLEMENTATION
 
 NOISE = 8.0
-"""Standard deviation of the noise, in units of rounding of the value it is added to."""
+"""Standard deviation of the noise, in rounding units of the value that it is added to."""
 NUM_NOISY = 4
-"""Rows with noise: two with some noise, two with its negative. A near tie hides from all of them
-about once in 10,000 tokens."""
+"""Rows with noise: two with some noise, two with its negative. All of them miss a near tie about
+once in 10,000 tokens."""
 QUIET = 2.0**-8
-"""Root mean square of the input of a layer that is made quiet. The epsilon of a norm shows then,
-and what a layer adds is not hidden below the residual stream."""
+"""Root mean square of the input of a layer that is made quiet. The epsilon of a norm then has an
+effect, and the layer's addition is not hidden below the residual stream."""
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding."""
+    """Return the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What a layer's experts were given."""
+    """The inputs of a layer's experts."""
 
     ids_TK: Tensor
     weights_TK: Tensor
     clear_T: Tensor
-    """The choice is the same in every row."""
+    """True for tokens whose choice is the same in every row."""
     spread_T: Tensor
     """Spread of the weights, where the choice is clear."""
 
@@ -55,14 +55,14 @@ class LayerPass:
 
     x_TD: Tensor
     attn_TD: Tensor | None = None
-    """What the attention gave."""
+    """Output of the attention."""
     attn_spread_T: Tensor | None = None
     given_TD: Tensor | None = None
-    """What the layer was given of it."""
+    """Output of the attention that the rest of the layer reads, perhaps made quiet."""
     routing: Routing | None = None
-    """What its router chose."""
+    """Choice of the router."""
     experts_TK: Tensor | None = None
-    """The experts that ran."""
+    """Experts that ran."""
     out_TD: Tensor | None = None
     spread_T: Tensor | None = None
 
@@ -72,7 +72,7 @@ class Pass:
     """One forward over some tokens."""
 
     embedded_TD: Tensor | None = None
-    """Input of the first layer as it came."""
+    """Input of the first layer as the model made it."""
     layers: list[LayerPass] = field(default_factory=list)
     last_TD: Tensor | None = None
     """Input of the last norm."""
@@ -83,7 +83,7 @@ class Pass:
 
 @contextmanager
 def pinned(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as a runner does: experts by grouped_mm, attention by sdpa."""
+    """Let the model compute as a runner does: experts with grouped_mm, attention with sdpa."""
     config = base_model(model).config
     before = config._attn_implementation, getattr(config, "_experts_implementation", None)
     try:
@@ -100,15 +100,15 @@ def pinned(model: nn.Module) -> Iterator[None]:
 def record(
     model: nn.Module, parts: ModelParts, tokens: Sequence[Sequence[int]], *, quiet: bool
 ) -> list[Pass]:
-    """Run passes one after another on one cache, and say what each part did.
+    """Run passes one after another on one cache, and return the results of each part.
 
     Args:
-        model: In evaluation mode, with its weights in place.
-        parts: Of the model.
-        tokens: Of each pass.
-        quiet: Scale the input of every layer, what its attention adds, and the input of the last
-            norm to `QUIET`; and let tokens go to the experts one after the other, not to those that
-            the router chose.
+        model: Model in evaluation mode, with its weights in place.
+        parts: Parts of the model.
+        tokens: Token ids of each pass.
+        quiet: True scales the input of every layer, the output of its attention, and the input of
+            the last norm to `QUIET`, and sends tokens to the experts in turn, not to the chosen
+            ones.
     """
     device = next(model.parameters()).device
     last = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -126,7 +126,7 @@ def record(
 
 
 class _Recorder:
-    """Hooks on the parts of a model, as long as it is entered."""
+    """The hooks on the parts of a model, active inside a `with` block."""
 
     def __init__(self, parts: ModelParts, quiet: bool) -> None:
         self._parts, self._quiet = parts, quiet
@@ -155,18 +155,18 @@ class _Recorder:
         self._hooks.callback(handle.remove)
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._pass = Pass()
 
     def end(self, logits_BV: Tensor) -> Pass:
-        """The pass that ended."""
+        """Return the pass that ended."""
         done, logits = self._pass, logits_BV.float()
         done.logits_V = logits[0]
         done.logits_spread = float(_spread(logits[:, None])[0])
         return done
 
     def _input(self, x_BTD: Tensor) -> Tensor:
-        """Row 0, and row 0 with noise: the noise is seeded, the same on every device."""
+        """Return row 0, and row 0 with noise, which is seeded and the same on every device."""
         x_TD = x_BTD[0].float()
         if self._quiet:
             x_TD = x_TD * _quieting(x_TD)
@@ -199,7 +199,7 @@ class _Recorder:
         is_last = len(self._pass.layers) == len(self._parts.layers)
         if self._parts.around is None or not is_last:
             return None
-        made = self._input(x_BTD)  # what follows begins here, wherever the norm is
+        made = self._input(x_BTD)  # the rest of the model starts here, wherever the norm is
         self._pass.last_TD = _rows(made[:1])[0].clone()
         return (made, *out[1:]) if isinstance(out, tuple) else made
 
@@ -215,7 +215,7 @@ class _Recorder:
             shape = (1 + NUM_NOISY, len(layer.x_TD), -1)
             layer.routing = _routing(ids.reshape(shape), weights.reshape(shape))
             layer.experts_TK = chosen = ids.reshape(shape)[0].clone()
-            if self._quiet:  # experts that no token of the prompt is routed to have to be met too
+            if self._quiet:  # also test experts that no prompt token is routed to
                 slots = torch.arange(chosen.numel(), device=chosen.device)
                 layer.experts_TK = (slots % self._num_experts).view_as(chosen).to(chosen)
             rows = layer.experts_TK[None], weights.reshape(shape)[:1]
@@ -233,32 +233,32 @@ class _Recorder:
 
 
 def _enter_head(_: nn.Module, args: Any) -> Any:
-    """Let the last positions of several rows lie next to each other.
+    """Make the last positions of several rows contiguous.
 
-    torch multiplies them row by row elsewhere, each with a copy of the weight: in bf16 that took
-    20 s and 2 GB for the head of a model of 30B parameters, in place of 60 ms.
+    Otherwise torch multiplies them row by row, each with a copy of the weight: in bf16 that took 20
+    s and 2 GB for the head of a model of 30B parameters, instead of 60 ms.
     """
     return (args[0].contiguous(), *args[1:])
 
 
 def _quieting(x_TD: Tensor) -> Tensor:
-    """The factor that makes a tensor quiet."""
+    """Return the factor that makes a tensor quiet."""
     return QUIET / x_TD.square().mean().sqrt().clamp_min(1e-30)
 
 
 def _rows(x_BTD: Tensor) -> Tensor:
-    """Hidden states with all streams of a token in one row: [B, T, W]."""
+    """Return hidden states with all streams of a token in one row: [B, T, W]."""
     return x_BTD.flatten(2)
 
 
 def _spread(x_BTD: Tensor) -> Tensor:
-    """Per token, how far the rows with noise are from row 0, per unit of rounding: [T]."""
+    """Return the distance of the noisy rows from row 0, per token and unit of rounding: [T]."""
     moved = (x_BTD[1:].float() - x_BTD[:1].float()).square().sum(-1).mean(0).sqrt()
     return moved / NOISE
 
 
 def by_expert(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and weights with the ids of each token in order."""
+    """Return ids and weights, with the ids of each token in ascending order."""
     ids, order = ids_TK.sort(-1)
     return ids, weights_TK.float().gather(-1, order)
 

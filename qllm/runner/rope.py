@@ -1,20 +1,20 @@
-"""Position embeddings of a frame, by the model's own rotary module.
+"""Position embeddings of a frame, computed by the model's own rotary module.
 
-A model may have one kind of embedding for all layers, one for every type of layer (sliding and
-full attention turn by other angles), or none.
+A model may have one kind of embedding for all layers, one for every type of layer (sliding and full
+attention rotate by different angles), or none.
 
-Static rope types give a position the same values in every call, so they are computed once into
-a table. LongRoPE and dynamic NTK choose their frequencies by the *length* of a call, the position
-of its last token + 1. Here the length of a position is that of the call in which `generate` would
+Static rope types give a position the same values in every call, so they are computed once into a
+table. LongRoPE and dynamic NTK choose their frequencies by the *length* of a call, the position of
+its last token + 1. Here the length of a position is that of the call in which `generate` would
 compute it, which depends on the request alone:
 
     prompt of n tokens     0 ... n-1            length n, however the prompt is cut into passes
     decoded token          p >= n               length p + 1
-    Phi-3, Phi-3.5-MoE     every position       the number of tokens that are known
+    Phi-3, Phi-3.5-MoE     every position       the number of tokens known so far
 
-The third row is for families whose `generate` drops its cache when the original length is
-crossed (`Switch.recomputes`): the engine evicts the request there, and all of it is computed again
-with the long factors. In the others cached keys keep the factors they were computed with.
+The third row is for families whose `generate` drops its cache when the length exceeds the original
+length (`Switch.recomputes`). The engine evicts the request there and recomputes it with the long
+factors. In the other families, cached keys keep the factors with which they were computed.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from qllm.types import RequestId
 
 
 class _Holding(DynamicCache):
-    """A cache that says it holds so many tokens."""
+    """A cache that reports so many tokens."""
 
     num_tokens = 0
 
@@ -45,7 +45,7 @@ class _Holding(DynamicCache):
 
 
 def _drops_cache(model: Any, at: int) -> bool:
-    """Whether `generate` drops a cache of the original length when one more token comes."""
+    """Return True if `generate` drops a cache of the original length at the next token."""
     prepare: Any = getattr(model, "prepare_inputs_for_generation", None)
     name = None if prepare is None else cache_of_function(prepare)
     if name is None:
@@ -67,13 +67,13 @@ def _drops_cache(model: Any, at: int) -> bool:
 
 
 def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
-    """How the frequencies of a model depend on the length; None if they do not."""
+    """Return the dependence of a model's frequencies on the length; None if there is none."""
     kind = getattr(rotary_emb, "rope_type", "default")
-    if isinstance(kind, Mapping):  # by the type of the layer; discovery took static ones only
+    if isinstance(kind, Mapping):  # one kind per type of layer; discovery accepts only static ones
         return None
     config = base_model(model).config
     parameters = getattr(config, "rope_parameters", None) or {}
-    # Phi-3.5-MoE scales by `short_mscale` or `long_mscale` whatever the type
+    # Phi-3.5-MoE scales by `short_mscale` or `long_mscale`, whatever the type is.
     is_binary = kind == "longrope" or (kind != "default" and "long_mscale" in parameters)
     if kind in STATIC_ROPE and not is_binary:
         return None
@@ -87,10 +87,10 @@ class Ropes:
     """The tables of a model, by kind of embedding.
 
     Args:
-        model: The model.
-        parts: Its parts.
-        device: Of the tables.
-        dtype: Of the tables.
+        model: Model of transformers.
+        parts: Parts of the model.
+        device: Device of the tables.
+        dtype: Dtype of the tables.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class Ropes:
         return self.switch.at if self.switch is not None and self.switch.recomputes else None
 
     def rows(self, program: Program, requests: Mapping[RequestId, RequestState]) -> RowRopes:
-        """Embeddings of the rows of a program.
+        """Return the embeddings of the rows of a program.
 
-        They depend on each row's request alone; a row that is dead has no request. Layers that are
-        called as the model's forward calls them get token ids in their place, [1, T].
+        They depend only on each row's request; a dead row has no request. Layers that are called as
+        in the model's forward get token ids instead, [1, T].
         """
         if self._takes_ids:
             ids: list[int] = []

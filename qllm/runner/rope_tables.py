@@ -1,7 +1,7 @@
-"""Tables of position embeddings, and those of the rows of a frame.
+"""Tables of position embeddings, and the embeddings of the rows of a frame.
 
-Static rope types give a position the same values in every call, so they are computed once into
-a table; other types depend on a length too (`qllm.runner.rope`).
+Static rope types give a position the same values in every call, so they are computed once into a
+table; other types also depend on a length (`qllm.runner.rope`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,28 +17,28 @@ Tables = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """How the frequencies of a model depend on the length."""
+    """The dependence of a model's frequencies on the length."""
 
     at: int
-    """Longest length with the original frequencies."""
+    """Greatest length with the original frequencies."""
     is_binary: bool
-    """Every longer length has the same values; else each has its own."""
+    """True if all greater lengths have the same values; else each has its own."""
     recomputes: bool
-    """KV of a length up to `at` is not used beyond it."""
+    """True if KV of a length up to `at` is not used for greater lengths."""
 
     def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """The length n that chooses frequencies below position n; a later position p uses p + 1.
+        """Return the length n of the frequencies below position n; a later position p uses p + 1.
 
         Args:
-            num_prompt_tokens: Of the request.
-            num_tokens: Prompt and output known now.
+            num_prompt_tokens: Number of prompt tokens of the request.
+            num_tokens: Number of prompt and output tokens known now.
         """
         if self.recomputes and num_tokens > self.at:
             return num_tokens
         return num_prompt_tokens
 
     def regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """Name of what frequencies depend on beside positions: equal names, equal frequencies."""
+        """Return a name of the frequencies: equal names, equal frequencies at each position."""
         length = self.length_of(num_prompt_tokens, num_tokens)
         if length <= self.at:
             return "short"
@@ -51,11 +51,11 @@ class RopeRows(NamedTuple):
     tables: Tables
     num_positions: int
     places: list[tuple[int, int]]
-    """The address of each table, and the bytes of a position in it."""
+    """Address of each table, and the bytes of a position in it."""
 
     @classmethod
     def of(cls, given: Tables) -> "RopeRows":
-        """Find out where tables lie."""
+        """Return tables with their addresses."""
         tables = tuple(t.contiguous() for t in given)
         num = tables[0].shape[1]
         return cls(tables, num, [(t.data_ptr(), t.nbytes // num) for t in tables])
@@ -65,10 +65,10 @@ class RopeTable:
     """Embeddings of positions, by the lengths that matter to the model.
 
     Args:
-        rotary_emb: The model's module, or a call of it for one kind of layers.
-        device: Of the tables.
-        dtype: Of the tables.
-        switch: How the frequencies depend on the length; None if they do not.
+        rotary_emb: Rotary module of the model, or a call of it for one kind of layers.
+        device: Device of the tables.
+        dtype: Dtype of the tables.
+        switch: Dependence of the frequencies on the length; None if there is none.
     """
 
     def __init__(
@@ -82,15 +82,16 @@ class RopeTable:
         self._like = torch.empty(0, device=device, dtype=dtype)
         self.switch = switch
         self._tables: dict[bool, RopeRows] = {}
-        """Tables of positions [0, n), grown by doubling, of short and long frequencies."""
+        """Tables of positions [0, n), grown by doubling, of short (False) and long (True)
+        frequencies."""
 
     def _call(self, lo: int, hi: int, length: int) -> Tables:
-        """The module's values of positions [lo, hi) in a call of a length, at least `hi`."""
+        """Return the module's values of positions [lo, hi) in a call of a length, at least `hi`."""
         positions = torch.arange(lo, hi, device=self._like.device)
         if self.switch is None:
             found = self._module(self._like, positions.unsqueeze(0))
             return found if isinstance(found, tuple) else (found,)
-        # Dynamic NTK keeps the longest length that it was called with; a short call ends that.
+        # Dynamic NTK remembers the greatest length of a call; a short call resets that.
         first, last = positions.new_zeros((1, 1)), positions.new_full((1,), length - 1)
         self._module(self._like, first)
         cos, sin = self._module(self._like, torch.cat((positions, last)).unsqueeze(0))
@@ -98,14 +99,14 @@ class RopeTable:
         return cos[:, :-1], sin[:, :-1]
 
     def _rows(self, lo: int, hi: int, length: int) -> Tables:
-        """Positions [lo, hi) of one length, at least `hi`."""
+        """Return the values of positions [lo, hi) of one length, at least `hi`."""
         found = self._table(hi, length)
         if found is None:
             return self._call(lo, hi, length)
         return tuple(table[:, lo:hi] for table in found.tables)
 
     def _table(self, hi: int, length: int) -> RopeRows | None:
-        """What has positions below `hi` of one length; None if the length has no table."""
+        """Return a table with the positions below `hi` of one length; None if there is none."""
         switch = self.switch
         is_long = switch is not None and length > switch.at
         if switch is not None and is_long and not switch.is_binary:
@@ -122,16 +123,17 @@ class RopeTable:
         return found
 
     def rows_of(self, lo: int, hi: int, length: int) -> RopeRows | None:
-        """The table that positions [lo, hi) lie in one after the other, if there is one."""
+        """Return the table in which positions [lo, hi) are contiguous; None if there is none."""
         parts = self._split(lo, hi, length)
         return self._table(*parts[0][1:]) if len(parts) == 1 else None
 
     def of(self, ranges: Sequence[tuple[int, int]], lengths: Sequence[int] | None = None) -> Tables:
-        """Embeddings of ranges of positions, packed: T tokens.
+        """Return the embeddings of ranges of positions, packed: T tokens.
 
         Args:
             ranges: Positions [lo, hi) of each row.
-            lengths: `Switch.length_of` each row; without them every position has its own.
+            lengths: Result of `Switch.length_of` for each row; None gives every position its own
+                length.
         """
         parts = []
         for (lo, hi), length in zip(ranges, lengths or [0] * len(ranges), strict=True):
@@ -141,7 +143,7 @@ class RopeTable:
         return tuple(torch.cat(tables, 1) for tables in zip(*parts, strict=True))
 
     def _split(self, lo: int, hi: int, length: int) -> list[tuple[int, int, int]]:
-        """Ranges of one length each: lo, hi, length."""
+        """Return ranges with one length each: lo, hi, length."""
         switch = self.switch
         edge = hi if switch is None else max(length, switch.at)
         parts = [(lo, min(hi, edge), edge)] if lo < edge else []
@@ -154,13 +156,13 @@ class RopeTable:
 
 
 class RowRopes:
-    """Embeddings of the rows of a program, packed, put together when they are asked for.
+    """The embeddings of the rows of a program, packed, joined on demand.
 
     Args:
-        tables: Of the model, by kind (`LayerParts.rope_kind`); empty where layers have none.
-        ranges: See `RopeTable.of`.
-        lengths: See there.
-        given: In place of the tables' embeddings of the kind None.
+        tables: Tables of the model, by kind (`LayerParts.rope_kind`); empty if layers have none.
+        ranges: Positions of the rows: see `RopeTable.of`.
+        lengths: Lengths of the rows: see `RopeTable.of`.
+        given: Embeddings of the kind None, instead of those of the tables.
     """
 
     def __init__(
@@ -174,19 +176,19 @@ class RowRopes:
         self._whole: dict[str | None, Tables] = {} if given is None else {None: given}
         self._parts: dict[tuple[int, int, int, str | None], Tables] = {}
         self._kept: RopeRows | None = None
-        """Where addresses were given out: the model may have a longer table by now."""
+        """Table whose addresses kernels have; the model may have a longer table by now."""
 
     def of(
         self, group: int, lo: int, hi: int, tokens: Tensor | None, kind: str | None = None
     ) -> Tables:
-        """Those of tokens [lo, hi) of a group; empty where there are none.
+        """Return the embeddings of tokens [lo, hi) of a group; empty if there are none.
 
         Args:
             group: Number of the group.
             lo: First token.
-            hi: After the last.
-            tokens: Packed positions of the group's tokens; None if they are all tokens.
-            kind: Which embeddings.
+            hi: End of the tokens.
+            tokens: Packed positions of the group's tokens; None if the group has all tokens.
+            kind: Kind of the embeddings.
         """
         key = (group, lo, hi, kind)
         found = self._parts.get(key)
@@ -206,10 +208,10 @@ class RowRopes:
         return self._whole[kind]
 
     def addresses(self, group: int, lo: int, hi: int, tokens: Tensor | None) -> list[int]:
-        """Where a kernel finds what `of` gives, for as long as this lives.
+        """Return the addresses of the tensors of `of`, valid as long as this object lives.
 
-        A row that is alone is read where it lies in the tables: to cut it out by torch takes a
-        tenth of a millisecond when the weights of a step have pushed all code out of the caches.
+        A single row is read in place in the tables: cutting it out with torch takes a tenth of a
+        millisecond when the weights of a step have evicted all code from the caches.
         """
         if len(self._ranges) == 1 and None in self._tables:
             (first, end), length = self._ranges[0], self._lengths[0] if self._lengths else 0

@@ -1,8 +1,8 @@
-"""Runs programs on a Hugging Face model: the torch half of the sweep.
+"""Execution of programs on a Hugging Face model: the torch half of the sweep.
 
-A program is a list of ops; a frame is its tensors. `run` executes ops in order and polls after
-each of them, and inside EXPERTS after each range of work units. Stopping is returning the index
-of the first op not done: everything needed to go on is in the frame already.
+A program is a list of ops; a frame is its tensors. `run` executes ops in order and polls after each
+op, and inside EXPERTS after each range of work units. To stop, it returns the index of the first op
+not done; the frame already contains all that is needed to continue.
 """
 
 import time
@@ -47,10 +47,10 @@ class TorchRunner:
     Made by `cpu_runner` or `cuda_runner`; large because requests and frames change together.
 
     Args:
-        model: In evaluation mode, whole, on one device.
-        make_backend: Makes what it computes with, from the parts of the model.
+        model: Model in evaluation mode, whole, on one device.
+        make_backend: Factory of the backend, from the parts of the model.
         rounding: `expert_weights` and `activations` of `EngineConfig`; part of the identity.
-        clock: Nanoseconds, for segments only.
+        clock: Clock in nanoseconds, for segments only.
 
     Raises:
         ModelError: The model cannot be driven safely.
@@ -82,15 +82,15 @@ class TorchRunner:
         self.backend = make_backend(parts)
         attention.install(parts.attentions)
         try:
-            self.backend.enter()  # last: the weights of experts are packed, in place
+            self.backend.enter()  # last: it packs the experts' weights in place
         except BaseException:
-            self.close()  # the model is the caller's, as it was
+            self.close()  # restore the model for the caller
             raise
         self._follow_backend()
         self.shape, self.charge = charged(self.shape, model, parts, self._drivers)
 
     def _follow_backend(self) -> None:
-        """Take up what the backend computes with now."""
+        """Use what the backend computes with now."""
         compute, self._drivers = self.backend.compute, self.backend.drivers
         self.drivers = tuple(driver.kind for driver in self._drivers)
         self._ops: dict[OpKind, RunOp] = {
@@ -104,7 +104,7 @@ class TorchRunner:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Compute with transformers' own modules for a while, with no frame open."""
+        """Compute with transformers' modules inside the `with` block; no frame may be open."""
         try:
             with self.backend.as_reference():
                 self._follow_backend()
@@ -114,21 +114,21 @@ class TorchRunner:
 
     @property
     def cuts(self) -> CutRule:
-        """Where programs are cut."""
+        """Rule by which programs are cut."""
         return self.backend.cuts
 
     @property
     def names(self) -> dict[str, str]:
-        """What computes what, for results."""
+        """Implementation of each part by name, for results."""
         return self.backend.names
 
     @property
     def expert_bytes(self) -> int:
-        """Weights read so far: each expert once per layer of a program. May wait for the device."""
+        """Bytes of weights read, each expert once per layer of a program. May wait for the GPU."""
         return self._bytes_read + self.backend.bytes_read
 
     def close(self) -> None:
-        """Give the model's modules back what they had."""
+        """Restore the model's modules."""
         self.backend.close()
         attention.uninstall(self.parts.attentions)
 
@@ -187,17 +187,17 @@ class TorchRunner:
         self.backend.copy_ahead([self.requests[request_id].kv for request_id in request_ids])
 
     def token_ids(self, request_id: RequestId) -> list[int]:
-        """Prompt and output of a request."""
+        """Return the prompt and output tokens of a request."""
         return list(self.requests[request_id].ids)
 
     def num_committed(self, request_id: RequestId) -> int:
-        """Tokens of a request whose KV exists in every layer."""
+        """Return the number of tokens of a request whose KV exists in every layer."""
         return self.requests[request_id].kv.committed
 
     # frames
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]] = ()) -> None:
-        """See `Runner`; on a CPU, where no block is an address, tables may be left out."""
+        """See `Runner`; on a CPU, where blocks have no addresses, `tables` may be omitted."""
         if program.frame_id in self.frames:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:
@@ -212,7 +212,7 @@ class TorchRunner:
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self.frames[program.frame_id]
-        frame.grain = program.grain  # it may have changed since the frame was made
+        frame.grain = program.grain  # the grain may have changed since the frame was made
         with inference():
             return self._run(frame, program, start, stop)
 
@@ -312,11 +312,11 @@ class TorchRunner:
         return 0
 
     def new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
-        """What the ATTN op over tokens [lo, hi) of a group attends."""
+        """Return the inputs of the ATTN op over tokens [lo, hi) of a group."""
         return self.backend.new_step(frame.spans(self.requests, group, lo, hi), hi - lo)
 
     def _calling(self, frame: Frame, op: Op) -> tuple[Any, ...]:
-        """What a driver needs to call a layer as the model's forward does; nothing elsewhere."""
+        """Return a driver's extra arguments to call a layer as in the model's forward; else ()."""
         where = op[2:] if self.parts.around is not None else None
         return (frame.rope_of(*where), frame.step_of(*where, self.new_step)) if where else ()
 
@@ -347,7 +347,7 @@ class TorchRunner:
         return 0
 
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
-        """One range of units; returns the next position, 0 when the op is done."""
+        """Run one range of units; return the next position, 0 when the op is done."""
         state = frame.layer
         work = state.work or self._start_experts(state, op, frame.grain)
         x, stop = state.experts_x_TD, work.end_of_range(pos, self.backend.costs)
@@ -400,7 +400,7 @@ class TorchRunner:
         return 0
 
     def _logits(self, frame: Frame, program: Program, at: Index, stop: Stop) -> Swept:
-        """Prompts that are asked about, then blocks of the vocabulary; at the end, sample."""
+        """Compute requested prompt scores, then blocks of the vocabulary; at the end, sample."""
         (op, pos), group = at, program.ops[at.op].group
         parts, members = self.parts, program.groups[group]
         costs, vocabulary = self.backend.costs, self.backend.compute.head
@@ -418,7 +418,7 @@ class TorchRunner:
             pos = head.scores.run(vocabulary, parts, costs, pos, dead)
             return Swept(Index(op, pos), 0, 0, OpKind.HEAD, 0)
         first = pos - head.scores.num_units
-        if first >= num:  # tokens are chosen, a row at a time
+        if first >= num:  # tokens are chosen, one row at a time
             is_done = self._choose(frame, members, first - num)
             next_at = Index(op + 1, 0) if is_done else Index(op, pos + 1)
             return Swept(next_at, 0, 0, OpKind.HEAD, 0)
@@ -439,11 +439,11 @@ class TorchRunner:
         return choose_some(self, self.backend, rule, frame, members, num_before)
 
     def export_frame(self, program: Program, index: Index) -> dict[str, Tensor]:
-        """The tensors of a parked frame."""
+        """Return the tensors of a parked frame."""
         return self.frames[program.frame_id].export()
 
     def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
-        """Make the frame that `export_frame` described; its requests are there already."""
+        """Make the frame of an `export_frame`; its requests must be present already."""
         frame = Frame(program)
         with inference():
             frame.rope = self.rope.rows(program, self.requests)
@@ -460,7 +460,7 @@ class TorchRunner:
         self.frames[program.frame_id] = frame
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """KV (committed or not) and hidden states of a request, and what describes them."""
+        """Return the KV (committed or not) and hidden states of a request, with a description."""
         return self.requests[request_id].export()
 
     def import_request(
@@ -471,7 +471,7 @@ class TorchRunner:
         meta: dict[str, Any],
         blocks: Sequence[int] = (),
     ) -> None:
-        """Add a request with what `export_request` gave, in blocks that hold all its KV."""
+        """Add a request from an `export_request`, in blocks that hold all its KV."""
         prompt = meta["num_prompt_tokens"]
         self.add(request_id, meta["token_ids"], sampling, prompt, meta["max_total_tokens"])
         with inference():
@@ -479,5 +479,5 @@ class TorchRunner:
             self.requests[request_id].restore(here, meta, blocks)
 
     def fingerprint(self) -> str:
-        """Identity of the model: its settings, a sample of its weights' bytes, their format."""
+        """Return the model's identity: settings, a sample of its weights' bytes, their format."""
         return self._identity

@@ -1,19 +1,19 @@
 """Recurrent states of requests, by layer and position.
 
-A layer with a state does not attend to the keys of all positions: it carries a state from one token
-to the next, and cannot go back. So a request holds, for every such layer, states by the position at
-which the next token goes on:
+A layer with a state does not attend to the keys of all positions. It carries a state from one token
+to the next, and cannot go back. So a request holds, for every such layer, states by the position of
+the next token:
 
     states of a layer   {committed: s, hi: s'}     a pass over [committed, hi) reads s and leaves s'
 
-What a pass left is not committed before all layers have it; until then both are kept, so that a
-pass that is forgotten, stopped in between or run in another way finds where it began.
+The state after a pass is not committed before all layers have it. Until then both states are kept,
+so that a pass that is dropped, stopped or run in another way finds its first state.
 
-States that other requests are to begin with leave by reference: nobody writes to them any more.
+States for other requests are shared by reference; after that no pass writes to them.
 
-    marks     positions that a pass stops at on its way, each to leave a state there
-    lend      the prefix cache has the states of a position now
-    borrow    a request goes on from states that the prefix cache has
+    marks     positions at which a pass stops to leave a state
+    lend      give the prefix cache the states of a position
+    borrow    continue from states of the prefix cache
 """
 
 import copy
@@ -28,31 +28,31 @@ from qllm.models.hybrid import LightningState
 from qllm.models.layer_cache import LayerCache
 
 NewState = Callable[[], Any]
-"""Makes the state of one layer of a request that has no token yet."""
+"""Function that makes the state of one layer for a request without tokens."""
 
 
 class States:
-    """States of one request, by layer and position. Empty without recurrent layers."""
+    """The states of one request, by layer and position. Empty without recurrent layers."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Any]] = {}
         self.marks: frozenset[int] = frozenset()
-        """Positions whose states stay until they are lent, or the marks are others."""
+        """Positions whose states stay until they are lent, or the marks change."""
         self._lent: set[int] = set()
-        """Positions whose states others have, too."""
+        """Positions whose states the prefix cache also holds."""
 
     def _is_fixed(self, position: int, committed: int) -> bool:
-        """Whether nobody may write to the states of a position."""
+        """Return True if no pass may write to the states of a position."""
         return position == committed or position in self.marks or position in self._lent
 
     def stops(self, lo: int, hi: int) -> list[int]:
-        """Where a pass over [lo, hi) ends or leaves a state on its way, `lo` included."""
+        """Return `lo` and the positions at which a pass over [lo, hi) leaves a state or ends."""
         return [lo, *sorted(p for p in self.marks if lo < p < hi), hi]
 
     def lend(self, position: int) -> dict[int, Any] | None:
-        """The states of all layers at a position, for `borrow`; None if there is none.
+        """Return the states of all layers at a position, for `borrow`; None if there are none.
 
-        Nobody writes to them from now on; the position is marked no more.
+        From then on no pass writes to them, and the position is no longer marked.
         """
         self.marks -= {position}
         found = {i: held[position] for i, held in self._held.items() if position in held}
@@ -63,15 +63,15 @@ class States:
         return found
 
     def borrow(self, position: int, states: Mapping[int, Any]) -> None:
-        """Go on from states that `lend` gave; the caller commits the tokens before."""
+        """Continue from states that `lend` returned; the caller commits the tokens before."""
         self._held = {layer: {position: state} for layer, state in states.items()}
         self._lent = {position}
 
     def take(self, layer: int, position: int, committed: int, new_state: NewState) -> Any:
-        """The state with which a token at a position goes on, for `put` to hold when it went on.
+        """Return the state before a position; after it advances in place, pass it to `put`.
 
         Raises:
-            InvariantError: The layer was not run up to there, or has forgotten it.
+            InvariantError: The layer was not run up to the position, or has dropped its state.
         """
         if position == 0:
             return new_state()
@@ -87,13 +87,13 @@ class States:
     def advance(
         self, layer: int, position: int, committed: int, new_state: NewState
     ) -> tuple[Any | None, Any]:
-        """The state with which a token goes on, and one to be overwritten with the next, for `put`.
+        """Return the state before a token, and one to overwrite with the next state, for `put`.
 
-        They are one if nobody needs the first any more; the second is one that nobody needs, if
-        there is one. The first of a request without tokens is None.
+        Both are the same object if the first is no longer needed. The second is an unneeded state,
+        if there is one. The first is None for a request without tokens.
 
         Raises:
-            InvariantError: As `take`.
+            InvariantError: The layer was not run up to the position, or has dropped its state.
         """
         if position == 0:
             return None, new_state()
@@ -110,7 +110,7 @@ class States:
         return held[position], new_state() if spare is None else held.pop(spare)
 
     def last(self, layer: int, new_state: NewState) -> Any:
-        """The state of the last token that the layer has seen, itself."""
+        """Return the state of the last token that the layer has seen, not a copy."""
         held = self._held[layer]
         position = max(held)
         if isinstance(saved := held[position], Saved):
@@ -118,19 +118,19 @@ class States:
         return held[position]
 
     def put(self, layer: int, position: int, state: Any, committed: int) -> None:
-        """Hold a state, that of the committed tokens, and those of marks; the others go."""
+        """Store a state and drop all but this, the committed tokens' state, and those of marks."""
         held, kept = self._held.setdefault(layer, {}), {committed, *self.marks}
         self._held[layer] = {p: s for p, s in held.items() if p in kept} | {position: state}
 
     def clear(self) -> None:
-        """The request computes again from its first token."""
+        """Drop all states; the request recomputes from its first token."""
         self._held.clear()
         self._lent.clear()
         self.marks = frozenset()
 
     @property
     def layers(self) -> Collection[int]:
-        """Those that left a state: they write no keys and values."""
+        """Layers that have left a state; they write no keys and values."""
         return self._held.keys()
 
     @property
@@ -139,12 +139,12 @@ class States:
         return sum(t.nbytes for t in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Those of all states. Callable from any thread."""
+        """Return the tensors of all states. Callable from any thread."""
         held = [state for at in list(self._held.values()) for state in list(at.values())]
         return [t for state in held for t in tensors_of(state).values()]
 
     def export(self) -> dict[str, Tensor]:
-        """Copies by name: "state.LAYER.POSITION.NAME"."""
+        """Return copies by name: "state.LAYER.POSITION.NAME"."""
         return {
             f"state.{layer}.{position}.{name}": tensor.clone()
             for layer, by_position in self._held.items()
@@ -153,7 +153,7 @@ class States:
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `export` gave; other names are passed over."""
+        """Restore from `export`; tensors with other names are ignored."""
         found: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith("state."):
@@ -164,13 +164,13 @@ class States:
 
 
 class Saved(NamedTuple):
-    """A `LayerCache` that was restored; its layer makes the empty one."""
+    """The tensors of a restored `LayerCache`; the layer loads them into an empty one."""
 
     tensors: dict[str, Tensor]
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
-    """Tensors of one state, by name."""
+    """Return the tensors of one state, by name."""
     if isinstance(state, Saved):
         return state.tensors
     if isinstance(state, LayerCache):
@@ -186,7 +186,7 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 
 def _restored(tensors: Mapping[str, Tensor]) -> Any:
-    """The state that had these tensors."""
+    """Return the state that had these tensors."""
     if any(name.startswith("cache.") for name in tensors):
         return Saved(dict(tensors))
     if "value" in tensors:

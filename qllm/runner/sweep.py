@@ -1,8 +1,8 @@
-"""Consecutive ops of a program in one native call, where every part of the layers is ours.
+"""Consecutive ops of a program in one native call, for layers with kernels for every part.
 
-A call runs until the ops change, a part is not ours or a stop may be due, and leaves the frame as
-the ops one by one in `qllm.runner.runner` do. It may leave an op after any of its tasks
-(kernels/cpu/course.py). The loop is kernels/cpu/sweep.cpp.
+A call runs until the ops per layer change, a part has no kernel, or a stop may be due. It leaves
+the frame as `qllm.runner.runner` does, which runs the ops one by one. It may leave an op after any
+of its tasks (kernels/cpu/course.py). The loop is kernels/cpu/sweep.cpp.
 """
 
 import ctypes
@@ -108,29 +108,29 @@ class _Sweep(ctypes.Structure):
 
 
 class Sizes(NamedTuple):
-    """How much is done at once."""
+    """The amounts of work that run at once."""
 
     costs: CutCosts
-    """How large a range of expert units is."""
+    """Costs that set the size of a range of expert units."""
     unit_rows: int
     """Most rows of one expert unit."""
     single: bool
-    """Return after the first op or range."""
+    """True to return after the first op or range."""
 
 
 class Swept(NamedTuple):
-    """What was run in one go."""
+    """The result of one call."""
 
     at: Index
-    """The first op not done."""
+    """First op that is not done."""
     polled_ns: int
-    """The time in which it polled by itself; 0 if it did not."""
+    """Nanoseconds in which the call polled by itself; 0 if it did not."""
     longest_ns: int
-    """The longest time between two of these polls of a thread."""
+    """Longest nanoseconds between two of these polls of a thread."""
     longest_op: OpKind
-    """The op in which it was."""
+    """Op of that longest time."""
     expert_bytes: int
-    """Weights of the experts that had a unit; 0 where the device counts them."""
+    """Bytes of weights of the experts that had a unit; 0 if the device counts them."""
 
     def segment_ns(self, whole_ns: int) -> int:
         """Return the longest time without a poll; the caller's time around the polls counts."""
@@ -138,25 +138,25 @@ class Swept(NamedTuple):
 
 
 KEY_VALUES = 1 << 20
-"""Most values of keys, and of what is weighed for them, that one task of an attention reads: those
-of 4,096 tokens with heads of 128."""
+"""Most values that one attention task reads of keys, and of values: those of 4,096 tokens with
+heads of 128."""
 
 
 class LayerOps(NamedTuple):
-    """The ops of one layer as a call reads them."""
+    """The ops of one layer in the layout that a call reads."""
 
     ops: tuple[Op, ...]
     structs: "ctypes.Array[_LayerOp]"
     steps: list[Step]
-    """What the ATTN ops attend, which come first."""
+    """Inputs of the ATTN ops, which come first."""
 
 
 class Sweep:
-    """The layers of one model that run this way.
+    """The layers of one model that run in native calls.
 
     Args:
-        drivers: Of every layer.
-        banks: The experts of every layer.
+        drivers: Driver of every layer.
+        banks: Experts of every layer; None for a dense layer.
         top_k: Experts per token.
     """
 
@@ -165,7 +165,7 @@ class Sweep:
     ) -> None:
         self._banks = tuple(banks)
         found: list[NativeLayer] = []
-        """Layers that run in one call."""
+        """Layers that run in native calls."""
         self._layers: list[NativeLayer | None] = []
         for driver, bank in zip(drivers, banks, strict=True):
             layer = _native_layer(driver, bank, top_k)
@@ -173,14 +173,14 @@ class Sweep:
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
-        """The most of any layer: one call goes through several with the same buffers."""
+        """Most experts of any layer; one call uses the same buffers for several layers."""
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
-        """Buffers of the call before, of dense layers and of those with experts. A frame that is
+        """Buffers of the previous call, of dense layers and of those with experts. A frame that is
         parked inside a layer has its own."""
 
     def enter(self) -> None:
-        """Take up where the weights are; those of the experts are packed."""
+        """Read the addresses of the weights; those of the experts are packed."""
         self._structs = (_Layer * len(self._layers))()
         for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
             if layer is None:
@@ -201,16 +201,16 @@ class Sweep:
             )
 
     def leave(self) -> None:
-        """Run no more until `enter`: experts give their memory back."""
+        """Run no call until `enter`; experts free their packed memory."""
         self._structs = None
 
     @property
     def num_layers(self) -> int:
-        """How many layers run this way."""
+        """Number of layers that run in native calls."""
         return sum(layer is not None for layer in self._layers)
 
     def covers(self, op: Op) -> bool:
-        """Whether a call may start at an op."""
+        """Return True if a call may start at an op."""
         inside = op.kind is not OpKind.EMBED and op.layer < len(self._layers)
         return inside and self._layers[op.layer] is not None
 
@@ -226,20 +226,20 @@ class Sweep:
         """Run ops from `at`, at least one task of an op.
 
         Args:
-            frame: Of the program.
-            program: The frame's, or one with the first of its ops.
-            at: An op that is covered.
-            stop: Who may ask to stop. One without `watch` is looked at by the caller, so the call
-                returns at every boundary of the program's grain between ops and ranges.
-            new_step: Finds what an ATTN op attends.
-            sizes: How much is done at once.
+            frame: Frame of the program.
+            program: Program of the frame, or one with the first of its ops.
+            at: First op, which must be covered.
+            stop: Stop to poll. Without `watch` the caller polls it, so the call returns at every
+                boundary of the program's grain between ops and ranges.
+            new_step: Function that returns the inputs of an ATTN op.
+            sizes: Amounts of work that run at once.
 
         Returns:
-            What was done.
+            The completed work.
 
         Raises:
-            InvariantError: Expert units ran out of order (I1), or it was left.
-            ModelError: A router gave an id that is no expert's.
+            InvariantError: Expert units ran out of order (I1), or the sweep is not entered.
+            ModelError: A router gave an id of no expert.
         """
         if self._structs is None:
             raise InvariantError("these experts were given back to their module")
@@ -288,17 +288,17 @@ class Sweep:
         return Swept(index, s.call_ns, s.longest_ns, longest, s.expert_bytes)
 
     def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
-        """What a layer is given; layers after it write over it."""
+        """Return the input of a layer; later layers overwrite it."""
         x = frame.activate(group)
         if layer and self._layers[layer - 1] is None:
-            # A hook of the module before may have kept it.
+            # A hook of the module before may hold it.
             x = frame.x_TD = x.clone(memory_format=torch.contiguous_format)
         elif not x.is_contiguous():
             x = frame.x_TD = x.contiguous()
         return x
 
     def _end(self, start: int, end: int) -> int:
-        """The first layer of [start, end] where a call that starts at `start` cannot go on."""
+        """Return the first layer of [start, end] that a call from `start` cannot include."""
         return next((i for i in range(start, end) if self._layers[i] is None), end)
 
     def _look_ahead(
@@ -321,7 +321,7 @@ class Sweep:
     def _space(
         self, frame: Frame, layer: int, x_TD: Tensor, unit_rows: int, inside: bool
     ) -> LayerBuffers:
-        """Where the layer that runs first puts what it computes."""
+        """Return buffers for the results of the layer that runs first."""
         state, native, bank = frame.layer, self._layers[layer], self._banks[layer]
         held: LayerBuffers | None = state.space
         if held is not None:
@@ -343,7 +343,7 @@ class Sweep:
     def _leave(
         self, frame: Frame, s: _Sweep, space: LayerBuffers, x_TD: Tensor, ahead: LayerOps
     ) -> None:
-        """Let the frame hold what it would after the same ops one by one."""
+        """Bring the frame into the state after the same ops one by one."""
         frame.slots_done += s.slots_done
         for step in ahead.steps if s.num_layers else ahead.steps[: s.part]:
             step.reach()
@@ -362,7 +362,7 @@ class Sweep:
 
 
 def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeLayer | None:
-    """What a call needs of a layer; None if a part of it is not ours."""
+    """Return a layer as a call reads it; None if a part of it has no kernel."""
     layer = driver.whole if isinstance(driver, NativeDriver) else None
     if layer is None or layer.router is None:
         return layer
@@ -370,7 +370,7 @@ def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeL
 
 
 def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
-    """The stretch that an op lies in and where it begins; of bare ops, the op's layer."""
+    """Return the stretch of an op and its first index; for bare ops, the op's layer."""
     if isinstance(ops, Ops):
         return ops.stretch_of(index)
     same = ops[index].layer, ops[index].group
@@ -406,7 +406,7 @@ def _ahead(
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:
-    """Before an op: the units before `pos` are done and no others; all of them before COMBINE."""
+    """Raise unless exactly the units before `pos` are done; before COMBINE, all units."""
     if work is None:
         return
     if op.kind is OpKind.COMBINE:

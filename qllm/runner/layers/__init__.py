@@ -1,1 +1,1 @@
-"""The parts of one layer, each as transformers computes it or with kernels of our own."""
+"""The parts of one layer, computed by transformers' modules or by this project's kernels."""

@@ -1,14 +1,14 @@
 """Layers that are called as the model's own forward calls them (`qllm.models.around`).
 
-One request after the other, and one block of its tokens after the other. A layer with experts is
-driven by hooks and stops at them; other layers run whole. Whatever a layer keeps in the cache is a
-state of the request (`runner.states`):
+They run for one request after the other, and for one block of its tokens after the other. A layer
+with experts is driven by hooks and stops at them; other layers run whole. All that a layer keeps in
+the cache is a state of the request (`runner.states`):
 
     attend    committed state -> state of the new tokens, as far as the attention writes it
-    route     on a copy of that, which is dropped
-    combine   on that itself, which is complete then
+    route     on a copy of that state, which is dropped
+    combine   on that state itself, which is then complete
 
-A layer of which a call with several tokens does not go on from a state is called token by token.
+A layer is called token by token if a call with several tokens cannot continue from a state.
 """
 
 import copy
@@ -35,11 +35,11 @@ from qllm.runner.layers.hooked import (
 from qllm.runner.layers.recurrent import over_spans
 
 Ids = tuple[Tensor, ...]
-"""In the place of embeddings of positions: token ids, [1, T]."""
+"""Token ids, [1, T], instead of position embeddings."""
 
 
 def spans_of(around: Around, step: Step) -> Iterator[Span]:
-    """The tokens that are called together; single ones where calls do not go on."""
+    """Yield the tokens that are called together, or single ones if calls cannot continue."""
     for span in step.spans:
         if span.lo == 0 or around.goes_on:
             yield span
@@ -49,7 +49,7 @@ def spans_of(around: Around, step: Step) -> Iterator[Span]:
 
 
 def entry_of(around: Around, ids: Ids, step: Step, span: Span) -> Entry:
-    """How the layers are called for the tokens of a span, made once per step."""
+    """Return the arguments of the layers for the tokens of a span, made once per step."""
     found = step.entries.get(span.at)
     if found is None:
         here = ids[0][0, span.at : span.at + span.hi - span.lo]
@@ -58,7 +58,7 @@ def entry_of(around: Around, ids: Ids, step: Step, span: Span) -> Entry:
 
 
 def embed(around: Around, ids: Ids, step: Step) -> Tensor:
-    """Input of the first layer, [T, W]; zeros for dead tokens."""
+    """Return the input of the first layer, [T, W]; zeros for dead tokens."""
     x_1TW = around.like.new_zeros((1, step.num_tokens, around.like.shape[1]))
 
     def run(_: Tensor, span: Span) -> Tensor:
@@ -68,10 +68,10 @@ def embed(around: Around, ids: Ids, step: Step) -> Tensor:
 
 
 class AroundDriver:
-    """Runs one layer.
+    """The driver of one layer.
 
     Args:
-        parts: Of the layer.
+        parts: Parts of the layer.
     """
 
     covered: tuple[nn.Module, ...] = ()
@@ -92,12 +92,12 @@ class AroundDriver:
         self._gives = any(handed.layer == self._index for all_ in later for handed in all_)
         taken = {handed.layer for all_ in later for handed in all_}
         self._used_up = [layer for layer in self._sources if layer not in taken]
-        """Layers whose values no layer after this one takes."""
+        """Layers whose values no later layer uses."""
 
-    # what a program calls
+    # methods that a program calls
 
     def attend(self, x_TD: Tensor, rope: Ids, step: Step) -> Tensor:
-        """Outputs of the attention, [T, D]; of a layer that runs whole, its own, [T, W]."""
+        """Return attention outputs, [T, D]; for a layer that runs whole, its outputs, [T, W]."""
 
         def run(x_1TW: Tensor, span: Span) -> Tensor:
             held, committed = span.kv.states, span.kv.committed
@@ -125,7 +125,7 @@ class AroundDriver:
         return self._rows(outs[0][0])
 
     def route(self, x_TD: Tensor, mid_TD: Tensor, rope: Ids = (), step: Any = None) -> Routed:
-        """Experts of all tokens; those of dead ones are of no account."""
+        """Return the experts of all tokens; those of dead tokens have no effect."""
         assert self._hooked is not None
         num, copies = len(x_TD), dict[int, LayerCache]()
         found: list[tuple[slice, RoutedRows]] = []
@@ -161,7 +161,7 @@ class AroundDriver:
         rope: Ids = (),
         step: Any = None,
     ) -> Tensor:
-        """Outputs of the layer, [T, W], and what it keeps of the tokens is complete."""
+        """Return outputs of the layer, [T, W], and complete its state of the tokens."""
         hooked = self._hooked
         assert hooked is not None
 
@@ -182,21 +182,21 @@ class AroundDriver:
         return out_TW
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor, rope: Ids = (), step: Any = None) -> Tensor:
-        """What `attend` gave: the layer ran whole."""
+        """Return the output of `attend`, which ran the whole layer."""
         self._let_go(step)
         return mid_TD
 
     # arguments and values
 
     def _streams(self, x_TW: Tensor) -> Tensor:
-        """Hidden states as the layer takes them: [T, streams, D] or [T, D]."""
+        """Return hidden states in the shape that the layer reads: [T, streams, D] or [T, D]."""
         return x_TW.reshape(len(x_TW), *self._around.shape)
 
     def _rows(self, x_T: Tensor) -> Tensor:
         return x_T.reshape(len(x_T), -1)
 
     def _how(self, ids: Ids, step: Step, span: Span, state: LayerCache) -> dict[str, Any]:
-        """Arguments of a call for the tokens of a span, beside the hidden states."""
+        """Return the arguments of a call for the tokens of a span, except the hidden states."""
         around, entry = self._around, entry_of(self._around, ids, step, span)
         layers = list(entry.cache.layers)
         for index, own in state.layers.items():
@@ -219,7 +219,7 @@ class AroundDriver:
 
 
 def _put_together(num_tokens: int, parts: list[tuple[slice, Any]]) -> Tensor:
-    """Rows of all tokens, of which some have parts."""
+    """Return rows of all tokens; tokens without a part get zeros."""
     like = parts[0][1]
     if like.shape[0] == num_tokens:
         return like  # type: ignore[no-any-return]

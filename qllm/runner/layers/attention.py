@@ -1,13 +1,13 @@
-"""Our attention: per-sequence SDPA on KV slabs, inside the model's own attention modules.
+"""Per-sequence SDPA on KV slabs, inside the model's own attention modules.
 
-The modules are told to call it by a config of their own: a shallow copy of the model's config
-whose attention implementation is "qllm". The model's config is not touched, so
-`model.forward` still builds its masks as before; a call without a `Step` is passed on to the
-implementation that the model's config names *at that moment*. Nothing is switched while
-driving, which makes this safe when another thread uses the model.
+Each module gets its own config that makes it call this code: a shallow copy of the model's config
+with the attention implementation "qllm". The model's config does not change, so `model.forward`
+still builds its masks as before. A call without a `Step` is passed to the implementation that the
+model's config names *at that moment*. Nothing is switched while driving, so another thread may use
+the model.
 
-A `Step` is both the `past_key_values` that the module writes through and the context that rides
-along in the keyword arguments.
+A `Step` is both the `past_key_values` that the module writes through and the context in the keyword
+arguments.
 """
 
 import copy
@@ -35,14 +35,14 @@ class Span(NamedTuple):
     """Queries [lo, hi) of one request, at tokens [at, at + hi - lo) of the op."""
 
     kv: Any
-    """A `RequestKV`, of the kind that the backend makes."""
+    """A `RequestKV`, of the class that the backend makes."""
     at: int
     lo: int
     hi: int
 
 
 class SpanAddresses:
-    """Spans as our kernels read them: 6 integers each (`Span` of kernels/cpu/kernels.h)."""
+    """Spans in the layout of the kernels: 6 integers each (`Span` in kernels/cpu/kernels.h)."""
 
     def __init__(self, spans: Sequence[Span], slab: tuple[int, int, int], like: Tensor) -> None:
         self._values = array("q")
@@ -53,10 +53,10 @@ class SpanAddresses:
 
 
 class Step:
-    """What one ATTN op attends: spans in packed order, and their masks once they are made.
+    """The spans of one ATTN op in packed order, and their masks once they are made.
 
-    Spans of one request follow each other. A step without spans for some of its tokens (dead
-    rows) leaves zeros there.
+    Spans of one request are adjacent. A step without spans for some of its tokens (dead rows)
+    leaves zeros there.
     """
 
     __slots__ = (
@@ -75,21 +75,21 @@ class Step:
         self.spans = tuple(spans)
         self.num_tokens = num_tokens
         self.latent = latent
-        """The cache holds MLA latents, which the module expands after `update`."""
+        """True if the cache holds MLA latents, which the module expands after `update`."""
         self.single = len(self.spans) == num_tokens > 1
-        """Every token is a sequence of its own: a decode batch."""
+        """True if every token is a sequence of its own: a decode batch."""
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
-        """Tokens that a span covers; the others are dead."""
+        """Number of tokens that a span covers; the others are dead."""
         self._addresses: SpanAddresses | None = None
         self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
         self.entries: dict[int, Any] = {}
-        """How layers are called for some tokens (`models.around.Entry`), by the first of them."""
+        """Calls of layers for some tokens (`models.around.Entry`), by the first token."""
 
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values; give back what the module shall attend to."""
+        """Write keys and values; return those that the module attends to."""
         if self.single:
             tokens = zip(torch.split(k_1GTH, 1, 2), torch.split(v_1GTH, 1, 2), strict=True)
             for span, (k, v) in zip(self.spans, tokens, strict=True):
@@ -110,20 +110,20 @@ class Step:
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
     def addresses(self, slab: tuple[int, int, int], like: Tensor) -> SpanAddresses:
-        """The spans for our kernels; the KV of new requests is reserved (see `SlabKV.base`).
+        """Return the spans for the kernels, and reserve the KV of new requests (see `SlabKV.base`).
 
-        Who lets a kernel write there calls `reach`.
+        A caller that lets a kernel write there must call `reach`.
         """
         if self._addresses is None:
             self._addresses = SpanAddresses(self.spans, slab, like)
         return self._addresses
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the first of the step, for modules that are called for one span."""
+        """Return the position of the first token, for modules that are called for one span."""
         return self.spans[0].lo if self.spans else 0
 
     def reach(self) -> None:
-        """The positions of the spans are written, or will be before they are read."""
+        """Mark the positions of the spans as written; they are, or will be before they are read."""
         if not self._reached:
             for kv, _, _, hi in self.spans:
                 kv.reach(hi)
@@ -135,24 +135,24 @@ class Step:
         return max((span.hi for span in self.spans), default=0)
 
     def first_key(self, window: int | None) -> int:
-        """Position of a block of keys at or before the first that a span sees."""
+        """Return the start of a block of keys, at or before the first key that a span sees."""
         if window is None or not self.spans:
             return 0
         return max(0, min(span.lo for span in self.spans) + 1 - window) // KEY_BLOCK * KEY_BLOCK
 
     def sequences(self) -> list[tuple[RequestKV, int]]:
-        """The requests of the spans and how far each is attended, in order."""
+        """Return the requests of the spans, each with the end of its attended keys, in order."""
         last: dict[int, tuple[RequestKV, int]] = {}
         for span in self.spans:
             last[id(span.kv)] = (span.kv, span.hi)
         return list(last.values())
 
     def keys(self, layer_idx: int, k_1GTH: Tensor, v_1GTH: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Per span, the keys and values of positions [0, hi)."""
+        """Return, per span, the keys and values of positions [0, hi)."""
         if not self.latent:
             pairs = [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
             tiles = k_1GTH.shape[1] // pairs[0][0].shape[1] if pairs else 1
-            if tiles > 1:  # the module repeats the heads, one after the other (JetMoE)
+            if tiles > 1:  # the module repeats all heads in turn (JetMoE)
                 pairs = [(k.repeat(1, tiles, 1, 1), v.repeat(1, tiles, 1, 1)) for k, v in pairs]
             return pairs
         start, at = {}, 0
@@ -166,7 +166,7 @@ class Step:
         return out
 
     def mask(self, q_TH: Tensor, first: int, lo: int, hi: int, window: int | None) -> Tensor:
-        """Additive mask of queries [lo, hi) over keys [first, hi); made once per step."""
+        """Return the mask to add for queries [lo, hi) over keys [first, hi), made once per step."""
         key = (first, lo, hi, -window if isinstance(window, Chunk) else window or 0)
         mask = self.masks.get(key)
         if mask is None:
@@ -182,12 +182,12 @@ class Step:
 
 
 def _first_seen(q: Any, window: int) -> Any:
-    """First position that a query at position q sees."""
+    """Return the first position that a query at position q sees."""
     return q // window * window if isinstance(window, Chunk) else q - window + 1
 
 
 class OwnStep(Protocol):
-    """A step that attends by itself, over KV that is not in slabs."""
+    """A step that computes attention itself, over KV that is not in slabs."""
 
     def attend(
         self,
@@ -197,7 +197,7 @@ class OwnStep(Protocol):
         window: int | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """Attention of all queries over the KV written so far: [1, T, N, H]."""
+        """Return the attention of all queries over the KV written so far: [1, T, N, H]."""
         ...
 
 
@@ -205,13 +205,13 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 def _family_eager(module: nn.Module) -> Attend:
-    """The eager attention function that the module's own file defines."""
+    """Return the eager attention function that the module's own file defines."""
     found: Attend = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return found
 
 
 def _visible(span: Span, kv: KV, window: int | None) -> tuple[int, KV, int | None]:
-    """First key in sight, the keys and values from there, and the window if it still hides some."""
+    """Return the first visible key, keys and values from it on, and the window if it hides some."""
     if window is None or span.hi <= window:
         return 0, kv, None
     first = max(0, _first_seen(span.lo, window))
@@ -231,7 +231,7 @@ def _one(
     eager: Attend | None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of one span: out[1, T, N, H]."""
+    """Return the attention of one span: out[1, T, N, H]."""
     lo, hi = span.lo, span.hi
     one_query = hi - lo == 1
     if eager is not None:
@@ -246,15 +246,15 @@ def _one(
 def _attend_span(
     q_1NTH: Tensor, kv: KV, span: Span, step: Step, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention of the queries of one span by torch: out[1, T, N, H].
+    """Return the causal attention of the queries of one span, by torch: out[1, T, N, H].
 
     Args:
         q_1NTH: Queries of the span.
         kv: Keys and values of positions [0, span.hi).
-        span: Where the queries are.
-        step: Keeps the masks.
-        scaling: Of the scores; None is 1 / sqrt(H).
-        window: Of a sliding attention.
+        span: Positions of the queries.
+        step: Step that keeps the masks.
+        scaling: Factor of the scores; None is 1 / sqrt(H).
+        window: Keys that a query of sliding attention sees; None is all.
     """
     lo, hi = span.lo, span.hi
     first, (k, v), window = _visible(span, kv, window)
@@ -284,9 +284,10 @@ def attend(
     qllm_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """The function behind the name "qllm" in transformers' attention interface.
+    """Compute attention; transformers' attention interface calls it by the name "qllm".
 
-    The window is the driver's: the families state it in the mask, not always in the call.
+    The window comes from the driver, because families state it in the mask and not always in the
+    call.
     """
     if qllm_step is None:
         fallback = _configured(module)
@@ -319,7 +320,7 @@ def _dead(query: Tensor, value: Tensor, num_tokens: int) -> Tensor:
 
 
 def _configured(module: nn.Module) -> Attend:
-    """What the model's own config asks for now."""
+    """Return the function that the model's own config names now."""
     own: Any = module.config
     config = getattr(own, "qllm_original", own)
     found: Attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -329,7 +330,7 @@ def _configured(module: nn.Module) -> Attend:
 
 
 def install(modules: Sequence[nn.Module]) -> None:
-    """Make attention modules call `attend`; calling it twice changes nothing."""
+    """Make attention modules call `attend`; idempotent."""
     AttentionInterface.register(NAME, attend)
     copies: dict[int, Any] = {}
     for module in modules:
@@ -345,7 +346,7 @@ def install(modules: Sequence[nn.Module]) -> None:
 
 
 def uninstall(modules: Sequence[nn.Module]) -> None:
-    """Give the modules back the config they had."""
+    """Restore the modules' configs."""
     for module in modules:
         config: Any = module.config
         module.config = getattr(config, "qllm_original", config)

@@ -1,7 +1,7 @@
-"""Gated DeltaNet with our kernel, in the place of the module's forward.
+"""Gated DeltaNet with this project's kernel instead of the module's forward.
 
-One call for all requests of a step; the states lie where `RecurrentMixer` keeps them, in the same
-tensors. A token's bits depend neither on how its prompt was cut nor on the rows beside it.
+One call runs all requests of a step; the states are in the tensors of `RecurrentMixer`. A token's
+bits depend neither on the cuts of its prompt nor on the other rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from qllm.runner.states import NewState
 
 
 def is_delta_net(parts: LayerParts) -> bool:
-    """Return whether what carries the state of a layer is a known Gated DeltaNet."""
+    """Return True if the module with a layer's state is a known Gated DeltaNet."""
     attn, new_state = parts.self_attn, parts.new_state
     return (
         attn is not None and new_state is not None and delta_net(attn, new_state).kind is not None
@@ -36,17 +36,17 @@ def is_delta_net(parts: LayerParts) -> bool:
 
 
 def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | None":
-    """The mixer of a layer, if it is a Gated DeltaNet that the kernels can run.
+    """Return the mixer of a layer, if it is a Gated DeltaNet that the kernels can run; else None.
 
     Args:
-        parts: Of the layer.
-        arena: Where packed weights lie; None: our kernels are not used.
+        parts: Parts of the layer.
+        arena: Allocator of packed weights; None uses no kernels.
     """
     attn: Any = parts.self_attn
     if arena is None or not is_delta_net(parts):
         return None
     if is_heard(attn):
-        return None  # the module computes, and calls its hooks
+        return None  # the module computes, so that its hooks run
     widths = (attn.head_k_dim, attn.head_v_dim)
     are_read = all(map(is_usable, (attn.conv1d.weight[:, 0], attn.norm.weight)))
     are_read = are_read and all(map(is_read, delta_linears(attn)))
@@ -57,12 +57,12 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
 
 
 class DeltaMixer:
-    """Runs the Gated DeltaNet of one layer over the spans of a step.
+    """The Gated DeltaNet of one layer, run over the spans of a step.
 
     Args:
-        module: The model's, a known Gated DeltaNet.
-        new_state: Of this layer.
-        arena: Where packed weights lie.
+        module: Module of the model, a known Gated DeltaNet.
+        new_state: Function that makes a state of this layer.
+        arena: Allocator of packed weights.
     """
 
     def __init__(self, module: Any, new_state: NewState, arena: cpu.Arena) -> None:
@@ -82,15 +82,15 @@ class DeltaMixer:
         )
 
     forward = None
-    """Not called."""
+    """Always None: it is never called."""
 
     def __call__(self, forward: object = None, *args: Any, **given: Any) -> Tensor:
-        """Compute what the module's forward would, with a `Step` where the cache would be.
+        """Compute the output of the module's forward; a `Step` is in the place of the cache.
 
         Args:
-            forward: Of the module; not called.
-            args: x, [1, T, D], first or by name.
-            given: The rest.
+            forward: Forward of the module; not called.
+            args: Input x, [1, T, D], first or by name.
+            given: Other keyword arguments.
         """
         x_1TD = args[0] if args else given["hidden_states"]
         rows = _of_requests(given[self.cache_name].spans)
@@ -100,7 +100,7 @@ class DeltaMixer:
         return out_TD.unsqueeze(0)
 
     def _rounds(self, rows: Sequence[Span]) -> Iterator[list[DeltaSpan]]:
-        """Spans that run at once; those of a request that leaves a state on its way, in turn."""
+        """Yield spans that run at once; the pieces of a request run one after the other."""
         for some in zip_longest(*map(_pieces, rows)):
             pieces = [piece for piece in some if piece is not None]
             taken = [
@@ -115,7 +115,7 @@ class DeltaMixer:
                 piece.kv.states.put(self.index, piece.hi, after, piece.kv.committed)
 
     def _state(self) -> Any:
-        """A state of transformers with tensors for the kernel to write."""
+        """Return a state of transformers with tensors that the kernel writes."""
         state, tensors = self._new_state(), self._kernel.new_state()
         state.lazy_initialization(
             conv_states=tensors.conv.unsqueeze(0), recurrent_states=tensors.heads.unsqueeze(0)
@@ -129,13 +129,13 @@ def _inside(state: Any) -> DeltaState:
 
 
 def _pieces(span: Span) -> list[Span]:
-    """A span, cut where it leaves a state on its way."""
+    """Return a span, cut where it leaves a state midway."""
     kv, at, first, last = span
     return [Span(kv, at + lo - first, lo, hi) for lo, hi in pairwise(kv.states.stops(first, last))]
 
 
 def _of_requests(spans: Sequence[Span]) -> list[Span]:
-    """One span per request: those of one request follow each other."""
+    """Return one span per request; the spans of one request must be adjacent."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
@@ -149,7 +149,7 @@ def _of_requests(spans: Sequence[Span]) -> list[Span]:
 
 
 def _rows_of(module: Any) -> list[Tensor | Quantised]:
-    """All projections of the input, to be put on top of each other: q, k, v, z, b, a."""
+    """Return all projections of the input, in the order of stacking: q, k, v, z, b, a."""
     if not hasattr(module, "in_proj_qkvz"):
         return [weight_of(getattr(module, f"in_proj_{x}")) for x in ("qkv", "z", "b", "a")]
     heads, key = module.num_k_heads, module.head_k_dim

@@ -1,15 +1,15 @@
-"""Layer drivers: who runs one decoder layer, in the parts that a program names.
+"""Layer drivers, which run one decoder layer in the parts that a program names.
 
-Every driver has the same five methods over the tokens of an op. `x` is what the layer was given
-and `mid` whatever the driver keeps between attention and the sum at the end: the fast driver
-keeps x + attention, the hooked driver the bare attention output.
+Every driver has the same methods over the tokens of an op. `x` is the input of the layer. `mid` is
+what the driver keeps between attention and the sum at the end: x + attention in the fast driver,
+the bare attention output in the hooked driver.
 
     mid = attend(x, rope, step)                                            ATTN
     routed = route(x, mid)              work units over routed.x_TD        ROUTE, EXPERTS
     x' = combine(x, mid, routed, experts)     or dense(x, mid)             COMBINE
 
-All are row-wise except `attend`, which sees the cache through `step`. The fast driver holds the
-glue of eight families; every computation is a call of the model's own submodules.
+All are row-wise except `attend`, which reads the cache through `step`. The fast driver contains the
+code between the submodules for eight families; every computation calls a submodule of the model.
 """
 
 from collections.abc import Callable
@@ -28,23 +28,23 @@ from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
 Rope = tuple[Tensor, ...]
-"""Embeddings of the op's positions: cos and sin, each [1, T, H]; one tensor of complex numbers
+"""Embeddings of the op's positions: cos and sin, each [1, T, H]; or one tensor of complex numbers
 [1, T, H / 2]; or nothing."""
 
 
 class Routed(NamedTuple):
-    """What routing gave for the tokens of an op."""
+    """The result of routing for the tokens of an op."""
 
     x_TD: Tensor
     """Input of the experts."""
     ids_TK: Tensor
     weights_TK: Tensor
     kept: dict[str, RouterExtras] | None = None
-    """What the driver keeps for `combine`, by name; "shared" of the fast driver."""
+    """Tensors that the driver keeps for `combine`, by name; "shared" in the fast driver."""
 
 
 class LayerDriver(Protocol):
-    """Runs one layer."""
+    """The driver of one layer."""
 
     kind: Driver
     covered: tuple[nn.Module, ...]
@@ -55,15 +55,15 @@ class LayerDriver(Protocol):
         ...
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
-        """Choose experts; run the shared ones. Only in a layer with experts."""
+        """Choose experts and run the shared ones. Only in a layer with experts."""
         ...
 
     def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
-        """Input of the next layer, given the weighted sum of the routed experts."""
+        """Return the input of the next layer, from the weighted sum of the routed experts."""
         ...
 
     def dense(self, x_TD: Tensor, mid_TD: Tensor) -> Tensor:
-        """Input of the next layer. Only in a layer without experts."""
+        """Return the input of the next layer. Only in a layer without experts."""
         ...
 
 
@@ -81,12 +81,12 @@ def _attention(parts: LayerParts, x_1TD: Tensor, rope: Rope, step: Step) -> Tens
 
 
 def as_given(rope: Rope) -> Rope | Tensor | None:
-    """Embeddings as the model's forward gives them to its layers."""
+    """Return embeddings in the structure that the model's forward passes to its layers."""
     return rope if len(rope) > 1 else next(iter(rope), None)
 
 
 class FastDriver:
-    """Known glue over the model's own submodules; dense layers of a known family too."""
+    """A driver with known code between the model's submodules, also for known dense layers."""
 
     covered: tuple[nn.Module, ...] = ()
 
@@ -111,7 +111,7 @@ class FastDriver:
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         x = self._post_norm(mid_TD)
         first, weights_TK, last = self._router(x)
-        ids_TK = first if last.is_floating_point() else last  # logits are the other one
+        ids_TK = first if last.is_floating_point() else last  # the other one is the logits
         return Routed(x, ids_TK, weights_TK, self._shared(x))
 
     def _shared(self, x_TD: Tensor) -> dict[str, RouterExtras] | None:
@@ -135,13 +135,13 @@ class FastDriver:
 
 
 class HookedDriver:
-    """Hooks on the unmodified layer; `mid` is the bare output of its attention.
+    """A driver with hooks on the unmodified layer; `mid` is the bare output of its attention.
 
     Args:
-        parts: Of the layer.
-        mixer: Computes in the place of the module with a state (see `HookedLayer`); by default
-            the module itself does.
-        covered: Linear modules that are never called then.
+        parts: Parts of the layer.
+        mixer: Function that computes instead of the module with a state (see `HookedLayer`); None
+            lets the module compute.
+        covered: Linear modules that are then never called.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class HookedDriver:
 
 
 class WholeDriver:
-    """A layer that attends more than once: all of it runs where others attend."""
+    """A driver of a layer that attends more than once: the whole layer runs in `attend`."""
 
     covered: tuple[nn.Module, ...] = ()
 

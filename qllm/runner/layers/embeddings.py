@@ -11,12 +11,12 @@ from qllm.models.heard import is_heard
 
 
 class Embedding:
-    """Token ids to the residual stream of the first layer.
+    """The lookup from token ids to the residual stream of the first layer.
 
     Args:
-        parts: Of the model.
-        native: Copy the rows of a plain table with our kernels: a call of the module takes a tenth
-            of a millisecond when the weights of a step have pushed all code out of the caches.
+        parts: Parts of the model.
+        native: True if kernels copy the rows of a plain table. A call of the module takes a tenth
+            of a millisecond when the weights of a step have evicted all code from the caches.
     """
 
     def __init__(self, parts: ModelParts, native: bool) -> None:
@@ -29,7 +29,7 @@ class Embedding:
             self._blank = cpu.Blank(width, self._table.dtype)
 
     def __call__(self, ids: list[int]) -> Tensor:
-        """Rows [T, D].
+        """Return rows [T, D].
 
         Raises:
             IndexError: An id is not in the table.
@@ -37,7 +37,7 @@ class Embedding:
         if self._table is None or is_heard(self._module):
             x_TD: Tensor = self._module(torch.tensor(ids, device=self._device))
             if self._native or is_heard(self._module):
-                x_TD = x_TD.clone()  # it, or a hook, may keep it, and layers write over their input
+                x_TD = x_TD.clone()  # a hook may hold the original, which layers overwrite
         else:
             x_TD = self._rows(ids)
         return x_TD if self._multiplier is None else x_TD * self._multiplier
@@ -53,7 +53,7 @@ class Embedding:
 
 
 def _table_of(module: nn.Module) -> Tensor | None:
-    """The weight of a module that does nothing but look up its rows."""
+    """Return the weight of a module that only looks up its rows; None for other modules."""
     if type(module) is not nn.Embedding or module.max_norm is not None:
         return None
     if "forward" in vars(module) or not module.weight.is_contiguous():

@@ -1,7 +1,7 @@
-"""The experts of every layer, with torch or with our kernels.
+"""The experts of every layer, with torch or with this project's kernels.
 
-`TorchBank` is equal to transformers' `grouped_mm` experts: it multiplies the same rows by the same
-matrices and sums in the same order.
+`TorchBank` gives the bits of transformers' `grouped_mm` experts: it multiplies the same rows by the
+same matrices and sums in the same order.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from qllm.runner.layers.work import Bank, Unit, Work
 
 
 class TorchBank:
-    """Weights of one layer's experts, as one [in, out] view per expert."""
+    """The weights of one layer's experts, as one [in, out] view per expert."""
 
     def __init__(self, experts: nn.Module, rule: RowRule, *, in_place: bool) -> None:
         module: Any = experts
@@ -47,14 +47,14 @@ class TorchBank:
         self.num_experts = len(self.up)
         own = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
         self._by_row = own and down.shape[1] % 64 != 0
-        """A gate over rows that merge: vector and scalar code differ in the last bit at the end
-        of a tensor, so odd widths go row by row."""
+        """True if the gate runs row by row, because joined rows of odd widths differ in the last
+        bit: the end of a tensor runs scalar code instead of vector code."""
         self.up_width = gate_up.shape[2]
         self.out_width = down.shape[2]
         self.dtype = gate_up.dtype
         self._rule = rule
         self._in_place = in_place and rule is PLAIN
-        """Write matmul results in place. Measured: faster in bf16, slower in fp32."""
+        """True to write products in place. Measured: faster in bf16, slower in fp32."""
         self.kernel = "torch mm" if held is None else f"torch mm, dequantised {held.kind}"
         self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
         if held is not None:
@@ -68,7 +68,7 @@ class TorchBank:
         units: list[Unit],
         out_SF: Tensor,
     ) -> None:
-        """Rows of `x_SD` and `out_SF` start at the first unit's."""
+        """Multiply rows of units; `x_SD` and `out_SF` start at the row of the first unit."""
         base = units[0].lo
         for expert, lo, hi in units:
             x, out = x_SD[lo - base : hi - base], out_SF[lo - base : hi - base]
@@ -94,16 +94,16 @@ class TorchBank:
         self._matmul(h_SF, self.down, self.down_bias, units, out_SD)
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over k of weight times slot."""
+        """Return the sum over k of weight times slot."""
         num_tokens, top_k = weights_TK.shape
         weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
         return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
     def pack(self) -> None:
-        """Nothing: the weights stay where they are."""
+        """Do nothing: the weights stay in the module."""
 
     def unpack(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: the weights are in the module."""
 
 
 def expert_banks(
@@ -113,18 +113,19 @@ def expert_banks(
     expert_weights: str = "auto",
     activations: str = "bf16",
 ) -> tuple[Bank | None, ...]:
-    """The experts of every layer.
+    """Return the experts of every layer; None for a dense layer.
 
     Args:
-        parts: Of the model.
-        rule: In which blocks torch multiplies.
-        native: Our kernels, for experts that they are made for.
-        expert_weights: Their format: see `EngineConfig.expert_weights`.
-        activations: What those read that are rounded here: see `EngineConfig.activations`.
+        parts: Parts of the model.
+        rule: Blocks of rows in which torch multiplies.
+        native: True to use kernels for the experts that they support.
+        expert_weights: Format of the weights: see `EngineConfig.expert_weights`.
+        activations: Dtype of the rows of experts that are rounded here: see
+            `EngineConfig.activations`.
 
     Raises:
-        ConfigError: The format is not "auto", or activations are not "bf16", and a layer is not for
-            our kernels.
+        ConfigError: The format is not "auto", or activations are not "bf16", and the kernels do not
+            support a layer.
     """
     modules = [layer.experts for layer in parts.layers]
     if expert_weights != "auto":

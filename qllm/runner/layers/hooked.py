@@ -1,17 +1,17 @@
-"""Hooked layers: drive a layer whose glue is unknown, by hooks on the unmodified layer.
+"""Hooked layers: drivers of layers of unknown structure, by hooks on the unmodified layer.
 
-A layer is called three times over the same rows. While it runs, its parts are replaced, on the
-instance, by stubs that hand back what they gave before or unwind the call:
+A layer is called three times over the same rows. During a call its parts are replaced, on the
+instance, by stubs that return earlier results or unwind the call:
 
     attend    layer(x): norm, attention: unwind                          -> attention's output
     route     layer(x): norm, [attention], add, norm, shared, router, experts: unwind
                                           -> input, ids and weights of the experts; shared outputs
     combine   layer(x): norm, [attention], add, norm, [shared], router, [experts], add  -> new x
 
-[...] is a stored result; the experts run outside, between the last two. What runs again is norms,
-adds and the router, on the same rows, so that the bits are those of one plain call. A dense layer
-has no `route`, and `combine` runs its MLP. Nothing of a request stays in a `HookedLayer`: between
-calls there are only tensors, and the rows of any frame may come next.
+[...] is a stored result; the experts run outside, between the last two calls. Norms, adds and the
+router run again, on the same rows, so the bits are those of one plain call. A dense layer has no
+`route`, and `combine` runs its MLP. A `HookedLayer` stores no data of a request: between calls
+there are only tensors, and the next rows may be those of any frame.
 """
 
 import inspect
@@ -26,12 +26,12 @@ from qllm.models.replaced import Stub, Unwind, replaced
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
 Beside = Mapping[int, Tensor]
-"""Tensors that a module returned beside the first, by their place in its tuple."""
+"""Tensors that a module returned after the first, by their place in its tuple."""
 NOTHING: Beside = {}
 
 
 class RoutedRows(NamedTuple):
-    """The arguments of the experts, and what was computed beside them."""
+    """The arguments of the experts, and the outputs of shared experts."""
 
     hidden: Tensor
     """[T, D]"""
@@ -46,18 +46,18 @@ class RoutedRows(NamedTuple):
 class HookedLayer:
     """One decoder layer and its parts.
 
-    The parts' `forward` is replaced during a call, so a model may be driven, and used otherwise,
-    from one thread only.
+    The parts' `forward` is replaced during a call, so only one thread may drive or otherwise use a
+    model.
 
     Args:
-        layer: Takes x_1TD first and returns it, or a tuple that starts with it.
-        attention: Inside the layer; returns its output, or a tuple that starts with it. None: the
-            layer has none, and `attend` gives nothing, [T, 0].
-        router: Inside the layer; None if there is none, or it is not known.
-        experts: Inside the layer; None in a dense layer.
-        mixer: Called in place of the attention's forward, which it is given first.
-        attention_len: Length of the tuple that the attention returns; 0 if it returns no tuple.
-            Attention modules of transformers return (output, weights); else as seen by `attend`.
+        layer: Layer that reads x_1TD first and returns it, or a tuple that starts with it.
+        attention: Attention inside the layer; returns its output, or a tuple that starts with it.
+            None if the layer has none; `attend` then returns an empty tensor, [T, 0].
+        router: Router inside the layer; None if there is none, or it is not known.
+        experts: Experts inside the layer; None in a dense layer.
+        mixer: Function called instead of the attention's forward, which is its first argument.
+        attention_len: Length of the attention's tuple; 0 if it returns no tuple. Attention modules
+            of transformers return (output, weights); `attend` updates the length.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HookedLayer:
         return self.attend_all(x_TD, **kwargs)[0]
 
     def attend_all(self, x_TD: Tensor, **kwargs: object) -> tuple[Tensor, Beside]:
-        """As `attend`, and what the attention returned beside it."""
+        """Do the same as `attend`; also return the attention's other outputs."""
         if self._attention is None:
             return x_TD[:, :0], NOTHING
         real: Stub = self._attention.forward
@@ -109,7 +109,7 @@ class HookedLayer:
     def route(
         self, x_TD: Tensor, attn_TD: Tensor, beside: Beside = NOTHING, **kwargs: object
     ) -> RoutedRows:
-        """Run up to the experts on attention's stored output.
+        """Run the layer up to the experts on the stored output of attention.
 
         Raises:
             ModelError: The layer did not reach its experts, or called a part twice.
@@ -157,7 +157,7 @@ class HookedLayer:
         experts_TD: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Beside]:
-        """As `combine`, given what the attention returned too; and what the layer returned too."""
+        """Do the same as `combine` with the attention's other outputs; return the layer's, too."""
         calls = _Calls()
         names = self._attention_name
         stubs = self._stored_attention(calls, attn_TD, beside)
@@ -211,12 +211,12 @@ class HookedLayer:
 
 
 def tensors_beside(out: Sequence[Any]) -> Beside:
-    """The tensors in a tuple that a module returned, but for the first."""
+    """Return the tensors in a module's tuple, without the first."""
     return {i: t for i, t in enumerate(out) if i and isinstance(t, Tensor)}
 
 
 class _Calls:
-    """Makes stubs, and counts how often each is called."""
+    """A factory of stubs, which counts the calls of each."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
@@ -232,7 +232,10 @@ class _Calls:
         return stub
 
     def keeping(self, name: str, real: Stub, outs: dict[str, RouterExtras]) -> Stub:
-        """Run, and keep what is row by row; what is not kept is run again by `combine`."""
+        """Return a stub that runs the part and keeps a row-wise output.
+
+        `combine` runs a part with another output again.
+        """
 
         def stub(*args: Any, **given: Any) -> object:
             self._add(name)
@@ -260,7 +263,7 @@ def _first(args: tuple[Any, ...], given: Mapping[str, Any]) -> Tensor:
 def _siblings(
     layer: nn.Module, experts: nn.Module, others: tuple[nn.Module | None, ...]
 ) -> dict[str, nn.Module]:
-    """Modules with weights beside the experts in the MoE block: shared experts."""
+    """Return the other modules with weights in the MoE block: shared experts."""
     block = next((m for m in layer.modules() if any(c is experts for c in m.children())), None)
     if block is None:
         raise ModelError(f"{type(layer).__name__} does not contain the experts it is given")

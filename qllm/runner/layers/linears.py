@@ -1,4 +1,4 @@
-"""The linear modules and the head: multiplied by our kernels where they can read the weights."""
+"""The linear modules and the head, with this project's kernels where they can read the weights."""
 
 import ctypes
 from array import array
@@ -29,16 +29,16 @@ HEAD_BLOCK = 2048
 
 
 class Linears:
-    """The `nn.Linear`s of the layers, ours or following the row rule, between `do` and `undo`.
+    """The layers' `nn.Linear` modules, with kernels or the row rule between `do` and `undo`.
 
     Only instances are changed.
 
     Args:
-        parts: Of the model.
-        rule: In which blocks torch multiplies.
-        native: Copy weights for our kernels, where they can read them.
+        parts: Parts of the model.
+        rule: Blocks of rows in which torch multiplies.
+        native: True to copy weights for the kernels that can read them.
         covered: Modules that are never called.
-        arena: Where weights for our kernels lie.
+        arena: Allocator of the kernels' weights.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Linears:
                 self._forwards.append((module, ours))
 
     def do(self) -> None:
-        """Give the modules our forward."""
+        """Replace the modules' forward."""
         for module, forward in self._forwards:
             module.forward = forward  # type: ignore[assignment, method-assign]
 
     def undo(self) -> None:
-        """Give the modules back their own."""
+        """Restore the modules' forward."""
         for module, _ in self._forwards:
             held = linear_in(module)
             if held is None:
@@ -102,7 +102,7 @@ def _torch_name(held: QuantisedLinear | None) -> str:
 
 
 def _named(weight: Tensor | Quantised) -> str:
-    """What multiplies a weight, for people."""
+    """Return the name of a weight's kernel, as text for people."""
     kind = f" {weight.kind}" if isinstance(weight, Quantised) else ""
     return f"qllm {cpu.kind()}{kind}"
 
@@ -135,11 +135,11 @@ class Head:
     """The output head as vocabulary blocks, so that a segment can be a part of it.
 
     Args:
-        lm_head: Its module.
-        norm: Of what it is given, [B, D] to [B, D].
-        rule: Of products that are torch's.
-        native: Whether our kernels multiply: `is_read`.
-        arena: Where they keep what they pack.
+        lm_head: Module of the head.
+        norm: Norm of the head's input, [B, D] to [B, D].
+        rule: Blocks of rows in which torch multiplies.
+        native: True if kernels multiply: `is_read`.
+        arena: Allocator of packed weights.
     """
 
     def __init__(
@@ -171,7 +171,11 @@ class Head:
     def best(
         self, x_BD: Tensor, blocks: HeadBlocks, peaks_B: "array[float]", ids_B: "array[int]"
     ) -> bool:
-        """Let some blocks raise each row's largest logit and its id; False if they are not ours."""
+        """Update each row's largest logit and its id with some blocks.
+
+        Returns:
+            False if there are no kernels for the head.
+        """
         if self._native is None:
             return False
         x_BD = x_BD.contiguous()
@@ -182,7 +186,7 @@ class Head:
         return True
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
-        """Logits [B, up to block_size] of one block."""
+        """Return the logits [B, up to block_size] of one block."""
         if self._native is not None:
             return self._native[block].linear(x_BD)
         weight = self._weights[block]

@@ -1,8 +1,8 @@
-"""The driver with our CPU kernels: a layer's parts where they are known, the fast driver's else.
+"""The driver with this project's CPU kernels for known parts; the fast driver runs the others.
 
-A part that is not known (`qllm.models.parts.known`), that a hook listens to, or whose
-shape the kernels are not made for, stays with torch. Results round where the modules round and
-differ from theirs only by the order of fp32 sums.
+Torch runs a part that is not known (`qllm.models.parts.known`), that has a hook, or whose shape the
+kernels do not support. Results round where the modules round and differ from theirs only by the
+order of fp32 sums.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, Ro
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether the kernels know a norm; one that rounds once may have a weight in fp32."""
+    """Return True if the kernels support a norm; one that rounds once may have a weight in fp32."""
     kind = None if module is None or is_heard(module) else norm_kind(module)
     weight = None if kind is None else module.weight
     wide = str(kind).startswith("rms_wide")
@@ -53,12 +53,12 @@ def _norm(module: Any) -> Norm:
 
 
 def native_norm(module: Any) -> Norm | None:
-    """A norm of our kernels in place of a module, where they know it."""
+    """Return the kernels' norm for a module; None if they do not support it."""
     return _norm(module) if _is_norm(module) else None
 
 
 def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
-    """Linear modules of one input, on top of each other."""
+    """Return linear modules that read the same input as one matrix, stacked along the outputs."""
     biases = [x.bias for x in linears]
     if any(b is not None for b in biases):
         given = zip(linears, biases, strict=True)
@@ -69,13 +69,13 @@ def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
 
 
 def _num_rotated(attn: Any) -> int:
-    """The first values of a head, which are turned."""
+    """Return the number of values at the start of a head that are rotated."""
     is_part = str(attention_kind(attn)).startswith(("gated", "part"))
     return num_turned(attn) if is_part else int(attn.head_dim)
 
 
 def _halves_of_heads(linear: nn.Linear, heads: int) -> tuple[nn.Linear, nn.Linear]:
-    """The first and the second half of the outputs of every head, each with its bias."""
+    """Return the first and the second half of the outputs of every head, each with its bias."""
     found = []
     for half in (0, 1):
         part = nn.Linear(1, 1, bias=False)
@@ -93,23 +93,23 @@ def _half(x: Tensor, heads: int, half: int) -> Tensor:
 
 
 class NativeLayer(NamedTuple):
-    """A layer of which all but the experts is ours (kernels/cpu/sweep.h)."""
+    """A layer whose parts all have kernels, apart from the experts (kernels/cpu/sweep.h)."""
 
     attention: Attention | Latents
     out: cpu.Matrix
     router: Router | None
-    """None in a dense layer."""
+    """Router; None in a dense layer."""
     mlp: Mlp | None
-    """Shared experts, or all of a dense layer."""
+    """Shared experts, or the MLP of a dense layer."""
     norm: Norm | None
-    """Before it in a dense layer."""
+    """Norm before the MLP in a dense layer."""
     number: int
     """Number of the layer."""
     window: int | None
     scale: float
-    """Factor of what is added to the residual stream."""
+    """Factor of the terms that are added to the residual stream."""
     slab: tuple[int, int, int]
-    """See `Attention`."""
+    """KV heads and widths of the slabs: see `Attention`."""
 
     @property
     def top_k(self) -> int:
@@ -118,11 +118,11 @@ class NativeLayer(NamedTuple):
 
     @property
     def weights(self) -> torch.dtype:
-        """Dtype of the experts' weights, as the router gives them."""
+        """Dtype of the experts' weights, as the router returns them."""
         return torch.bfloat16 if self.router is None else self.router.dtype
 
     def fits(self, others: "Iterable[NativeLayer]") -> bool:
-        """Whether it can run in one call with them."""
+        """Return True if it can run in one call with the other layers."""
         return all(
             self.slab == x.slab
             and (
@@ -134,7 +134,7 @@ class NativeLayer(NamedTuple):
 
 
 class NativeDriver(FastDriver):
-    """A layer of known glue; each part with our kernels if it can be."""
+    """The driver of a layer of known structure; each part uses kernels if it can."""
 
     def __init__(
         self, parts: LayerParts, arena: cpu.Arena, mixer: DeltaMixer | None = None
@@ -143,7 +143,7 @@ class NativeDriver(FastDriver):
         self._arena, self.mixer = arena, mixer
         self._first_norm = native_norm(self._norm)
         self._gate: cpu.Matrix | None = None
-        """The product that makes it, of what the norm before attention gives."""
+        """Weight that makes the gate from the output of the norm before attention."""
         self._attention: Attention | Latents | None = None
         self._router_kernel: Router | None = None
         self._mlp_kernel: Mlp | None = None
@@ -162,7 +162,7 @@ class NativeDriver(FastDriver):
         elif not parts.is_moe and _is_norm(self._post_norm) and self._knows_mlp(parts.mlp, None):
             self._make_mlp(parts.mlp, None)
 
-    # -- what is known
+    # -- known parts
 
     def _knows_attention(self, attn: Any) -> bool:
         kind = attention_kind(attn)
@@ -253,7 +253,7 @@ class NativeDriver(FastDriver):
             up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
         expanded = linear_in(attn.kv_b_proj)
         if expanded is not None:
-            expanded.read("bf16")  # its factors are bf16
+            expanded.read("bf16")  # its factors become bf16
         expand = values_of(attn.kv_b_proj).view(attn.num_heads, -1, attn.kv_lora_rank)
         self._attention = Latents(
             _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
@@ -304,7 +304,7 @@ class NativeDriver(FastDriver):
         elif kind == "sparse_mixer":
             jitter = torch.tensor(
                 2 * router.router_jitter_noise, dtype=torch.bfloat16
-            )  # as it is compared
+            )  # as the model compares it
             settings = {"kind": kind, "renormalise": False, "wide": False, "jitter": float(jitter)}
         norm = _norm(self._post_norm)
         weight = router.weight.detach()
@@ -313,7 +313,7 @@ class NativeDriver(FastDriver):
 
     @property
     def names(self) -> Iterator[str]:
-        """The parts that run with our kernels."""
+        """Names of the parts that run with kernels."""
         if self._attention is not None:
             yield "attention"
         if self._router_kernel is not None:
@@ -323,7 +323,7 @@ class NativeDriver(FastDriver):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all but the experts is ours."""
+        """True if all parts but the experts have kernels."""
         parts, mixes = self._parts, self._attention is not None
         if self.mixer is not None:
             mixes = self._first_norm is not None
@@ -336,7 +336,7 @@ class NativeDriver(FastDriver):
 
     @property
     def whole(self) -> NativeLayer | None:
-        """What one call over several layers needs of this one; None if a part is not ours."""
+        """Data of this layer for one call over several layers; None if a part has no kernel."""
         attention, router, mlp = self._attention, self._router_kernel, self._mlp_kernel
         parts = self._parts
         if attention is None or self._gate is not None or not self.is_complete:
@@ -353,7 +353,7 @@ class NativeDriver(FastDriver):
             attention.slab,
         )
 
-    # -- what runs
+    # -- execution
 
     def attend(self, x_TD: Tensor, rope: Rope, step: Step) -> Tensor:
         if self.mixer is not None:
@@ -370,7 +370,7 @@ class NativeDriver(FastDriver):
     def attend_some(
         self, x_TD: Tensor, rope: Rope, step: Step, pos: int, begun: Begun | None, num_keys: int
     ) -> tuple[Tensor | None, Begun | None, int]:
-        """As the function `attend_some`, over so many keys, a multiple of KEY_BLOCK."""
+        """Do the same as the function `attend_some` over `num_keys`, a multiple of KEY_BLOCK."""
         kernel, window = self._attention, self._parts.window
         if kernel is None:
             return self.attend(x_TD, rope, step), None, 0
@@ -423,19 +423,19 @@ def attend_some(
     begun: Begun | None,
     costs: CutCosts,
 ) -> tuple[Tensor | None, Begun | None, int]:
-    """`driver.attend`; where our kernels attend, over as many keys as a segment may take.
+    """Run `driver.attend`; with kernels, over as many keys as a segment allows.
 
     Args:
-        driver: Of the layer.
-        x_TD: As of `attend`.
-        rope: As of `attend`.
-        step: As of `attend`.
-        pos: First key not seen, if the call before gave something; else it begins.
-        begun: What the call before gave.
-        costs: Of the model.
+        driver: Driver of the layer.
+        x_TD: Input of the layer: see `LayerDriver.attend`.
+        rope: Position embeddings: see `LayerDriver.attend`.
+        step: Spans of the op: see `LayerDriver.attend`.
+        pos: First key not read, if the previous call returned a `Begun`; else ignored.
+        begun: State that the previous call returned; None starts the op.
+        costs: Costs of the model.
 
     Returns:
-        `mid`, or what to go on with and the next `pos`.
+        `mid`, or the state to continue from and the next `pos`.
     """
     if isinstance(driver, NativeDriver):
         pos = 0 if begun is None else pos

@@ -1,14 +1,14 @@
-"""Experts with our CPU kernels, their weights packed in place of the module's.
+"""Experts with this project's CPU kernels, their weights packed in place of the module's.
 
     pack     layer by layer: pack into new memory on huge pages, free the module's
-    unpack   layer by layer: allocate, put every bit back, free the packed
+    unpack   layer by layer: allocate, restore every bit, free the packed weights
 
-int8 is not undone: what comes back are the rounded weights.
+int8 is not undone: unpacking gives the rounded weights.
 
-The experts are in memory once, and one layer of them twice while it is packed. Packing into
-the module's own memory would save that layer, but that memory is on pages of 4 KiB, where a
-product with one row runs at half of the speed (see `cpu.huge_empty`). Meanwhile the module's
-parameters keep shape and dtype on the meta device, and its forward raises.
+The experts are in memory once, and one layer of them twice while it is packed. Packing into the
+module's own memory would save that layer. But that memory is on pages of 4 KiB, where a product
+with one row runs at half the speed (see `cpu.huge_empty`). Meanwhile the module's parameters keep
+shape and dtype on the meta device, and its forward raises.
 """
 
 from typing import Any, NoReturn
@@ -26,11 +26,11 @@ from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rou
 from qllm.runner.layers.work import Work
 
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
-"""Format of expert weights -> inputs per scale: None is bf16, 0 all inputs."""
+"""Inputs per scale by format of expert weights: None is bf16, 0 all inputs."""
 
 
 def is_covered(experts: Any) -> bool:
-    """Whether our kernels are made for experts: SwiGLU, or gpt_oss's clamped gate."""
+    """Return True if the kernels support experts: SwiGLU, or gpt_oss's clamped gate."""
     weights = [getattr(experts, name) for name in WEIGHTS]
     in_memory = quantised_in(experts) is not None or all(map(is_usable, weights))
     return (
@@ -45,15 +45,15 @@ class NativeBank:
     """The experts of one layer; they compute between `pack` and `unpack`.
 
     Args:
-        experts: A module that `is_covered`.
-        weights: "auto", "int8" or "int8-g64": see `EngineConfig.expert_weights`.
+        experts: Module that `is_covered`.
+        weights: Format "auto", "int8" or "int8-g64": see `EngineConfig.expert_weights`.
     """
 
     def __init__(self, experts: Any, weights: str = "auto") -> None:
         self._module = experts
         self._packed: Experts | None = None
         self._parameters: dict[str, nn.Parameter] = {}
-        """The module's own, without their memory while the weights are packed."""
+        """The module's own parameters, without memory while the weights are packed."""
         up, down = experts.gate_up_proj, experts.down_proj
         self._weights, self._group = weights, GROUPS[weights]
         self.kernel = f"qllm {cpu.kind()}" + ("" if weights == "auto" else f" {weights}")
@@ -83,11 +83,11 @@ class NativeBank:
                 own.data = own.data.new_empty(0)
                 self._parameters[name] = own
         self._packed, self.unit_bytes = packed, packed.num_bytes
-        module.forward = self._refuse  # holds the bank, so the weights outlive the runner
+        module.forward = self._refuse  # it holds the bank, so the weights outlive the runner
         setattr(module, PACKED, True)
 
     def unpack(self) -> None:
-        """Give the module its weights back."""
+        """Restore the module's weights."""
         packed, module = self._packed, self._module
         if packed is None:
             return
@@ -108,15 +108,15 @@ class NativeBank:
         delattr(module, PACKED)
 
     def _outputs(self, weight: Tensor) -> Tensor:
-        """A view with a row per output."""
+        """Return a view with a row per output."""
         return weight.t() if self._module.is_transposed else weight
 
     def _gate_first(self, rows: Tensor) -> Tensor:
-        """[2F, ...] with the gate's rows before those of up."""
+        """Return [2F, ...] with the gate's rows before those of up."""
         return rows if self._module.is_concatenated else torch.cat([rows[0::2], rows[1::2]])
 
     def _module_order(self, rows: Tensor) -> Tensor:
-        """[2F, ...] with the gate's rows first, as the module has them."""
+        """Return rows [2F, ...] in the module's order; the given rows have the gate's first."""
         if self._module.is_concatenated:
             return rows
         return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
@@ -137,7 +137,7 @@ class NativeBank:
 
     @property
     def address(self) -> int:
-        """Address of `Experts` in kernels.h; until `unpack`."""
+        """Address of `Experts` in kernels.h; valid until `unpack`."""
         return self._entered().address
 
     def _entered(self) -> Experts:
@@ -151,7 +151,7 @@ class NativeBank:
         self._entered().run(x_TD, work.token_S, units, stop - start, work.slots_SD)
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over k of weight times slot."""
+        """Return the sum over k of weight times slot."""
         return cpu.combine(slots_SD, inverse_S, weights_TK)
 
 

@@ -1,4 +1,4 @@
-"""Experts whose weights a checkpoint holds quantised, for our kernels or for torch."""
+"""Experts that a checkpoint stores quantised, for this project's kernels or for torch."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ from qllm.runner.layers.native_experts import NativeBank
 class QuantisedBank(NativeBank):
     """Experts of one layer that compute on packed codes.
 
-    They were packed as they were read, and stay so when the runner is closed, where another runner
-    finds them. The module's own forward computes with their values all the while.
+    The weights were packed when they were read. They stay packed when the runner is closed, so
+    another runner can use them. The module's own forward computes with their values all the time.
 
     Args:
-        held: The weights of a module that `is_covered`.
-        module: It.
+        held: Weights of a module that `is_covered`.
+        module: Module of the experts.
     """
 
     def __init__(self, held: QuantisedExperts, module: object) -> None:
@@ -30,7 +30,7 @@ class QuantisedBank(NativeBank):
         self.unit_bytes = held.num_bytes // self.num_experts
 
     def pack(self) -> None:
-        """Take the weights that are packed."""
+        """Use the weights that are packed already."""
         weights = [self._held.weights[name] for name in WEIGHTS]
         up, down = (w.stack if isinstance(w, Weights) else None for w in weights)
         if up is None or down is None:
@@ -41,12 +41,12 @@ class QuantisedBank(NativeBank):
         )
 
     def unpack(self) -> None:
-        """Compute no more; nobody gets anything back."""
+        """Stop computing; the weights stay packed."""
         self._packed = None
 
 
 class Dequantising(Sequence[Tensor]):
-    """Matrices [in, out] of experts for torch; each is made when it is asked for."""
+    """The matrices [in, out] of experts for torch; each is made on access."""
 
     def __init__(self, held: QuantisedExperts, name: str, num: int, is_transposed: bool) -> None:
         self._held, self._name, self._num, self._is_transposed = held, name, num, is_transposed

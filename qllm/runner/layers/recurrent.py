@@ -1,9 +1,8 @@
 """Mixers that run for one request after the other.
 
-Layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short convolutions.
-
-The model's own module computes, one request after the other, with a state of one request in the
-place of transformers' cache (`runner.states`). And attention that asks the cache for the length.
+They are layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short
+convolutions. The model's own module computes, with a state of one request instead of transformers'
+cache (`runner.states`). Attention that asks the cache for the length runs likewise.
 """
 
 import inspect
@@ -20,15 +19,15 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.states import NewState
 
 _TRIED = 5
-"""Tokens per call when it is tried whether calls go on from each other."""
+"""Tokens per call when the code tests that calls continue from each other."""
 _CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+"""Relative difference that rounding explains in any dtype; a missing state makes far more."""
 
 
 def over_spans(
     x_1TD: Tensor, spans: Sequence[Span], run: Callable[[Tensor, Span], Tensor]
 ) -> Tensor:
-    """[1, T, width]: what `run` gives for the tokens of each span, zeros for dead ones."""
+    """Return the outputs of `run` for each span's tokens, [1, T, width]; zeros for dead ones."""
     outs: list[Tensor | int] = []
     at = 0
     for span in spans:
@@ -44,15 +43,15 @@ def over_spans(
 
 
 class OneByOne:
-    """Runs an attention for one span after the other: it asks the cache where the sequence is."""
+    """A runner of an attention for one span after the other: it asks the cache for the length."""
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
         """Call the module's forward as its layer does.
 
         Args:
-            forward: Of the module.
-            args: x, [1, T, D], first or by name.
-            given: The rest; the same `Step` as cache and as "qllm_step".
+            forward: Forward of the module.
+            args: Input x, [1, T, D], first or by name.
+            given: Other keyword arguments; the same `Step` as cache and as "qllm_step".
         """
         step: Step = given["qllm_step"]
         cache_name = next(name for name, value in given.items() if value is step)
@@ -71,11 +70,11 @@ class OneByOne:
 
 
 class RecurrentMixer:
-    """Runs the mixer of one layer over the spans of a step.
+    """The mixer of one layer, run over the spans of a step.
 
     Args:
-        module: The model's.
-        new_state: Of this layer.
+        module: Module of the model.
+        new_state: Function that makes a state of this layer.
     """
 
     def __init__(self, module: Any, new_state: NewState) -> None:
@@ -89,22 +88,22 @@ class RecurrentMixer:
 
     @property
     def name(self) -> str:
-        """Class of the module."""
+        """Class name of the module."""
         return type(self._module).__name__
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The module's own."""
+        """Forward of the module."""
         found: Callable[..., Any] = self._module.forward
         return found
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        """Call the module's forward as its layer does, with a `Step` where the cache would be.
+        """Call the module's forward as its layer does; a `Step` is in the place of the cache.
 
         Args:
-            forward: Of the module.
-            args: x, [1, T, D], first or by name.
-            given: The rest.
+            forward: Forward of the module.
+            args: Input x, [1, T, D], first or by name.
+            given: Other keyword arguments.
         """
         x_1TD = args[0] if args else given["hidden_states"]
 
@@ -115,7 +114,10 @@ class RecurrentMixer:
         return (out, *[None] * self._num_beside) if self._is_tuple else out
 
     def _can_go_on(self, forward: Callable[..., Any], like: Tensor) -> bool:
-        """Whether a call with several tokens goes on from a state; some begin anew (Jamba)."""
+        """Return True if a call with several tokens continues from a state.
+
+        Some modules restart (Jamba).
+        """
         made = torch.Generator().manual_seed(0)
         x_1TD = torch.randn((1, 2 * _TRIED, like.shape[2]), generator=made, dtype=torch.float32).to(
             like

@@ -1,8 +1,8 @@
-"""Level L2: matrix products whose rows do not depend on how many rows there are.
+"""Level L2: matrix products whose rows do not depend on the number of rows.
 
-Libraries pick a kernel by the number of rows, so the bits of a row may change with its batch
-mates. A `RowRule` says in which blocks rows are multiplied so that they do not. The rule is
-found at start, per dtype, by trying it on the model's own weights.
+Libraries pick a kernel by the number of rows, so the bits of a row may change with the other rows
+of its batch. A `RowRule` sets blocks in which rows are multiplied so that the bits do not change.
+The rule is found at start, per dtype, by tests on the model's own weights.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -17,17 +17,17 @@ from qllm.errors import ModelError
 
 
 class RowRule(NamedTuple):
-    """Multiply in blocks of at most `max_rows`, each filled up with zeros to `multiple` rows."""
+    """A rule: multiply in blocks of at most `max_rows`, padded with zeros to `multiple` rows."""
 
     max_rows: int
     multiple: int
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear`, block by block."""
+        """Compute `F.linear`, block by block."""
         return self.apply(x, lambda block: _linear(block, weight, bias))
 
     def apply(self, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-        """A product of the rows of x [..., in], block by block."""
+        """Compute a product of the rows of x [..., in], block by block."""
         rows = x.numel() // x.shape[-1]
         if rows <= self.max_rows and rows % self.multiple == 0:
             return multiply(x)
@@ -47,29 +47,30 @@ class RowRule(NamedTuple):
 _linear = F.linear
 PLAIN = RowRule(1 << 30, 1)
 RULES = (RowRule(1 << 30, 4), RowRule(1 << 30, 16), RowRule(32, 4), RowRule(16, 16))
-"""Tried in this order; the last one has one shape only. Not tried: single rows, which differ
-from the same row in company so rarely (0.1 % of rows in bf16) that a test may miss it."""
+"""Rules in the order of trial; the last one has one shape only. Single rows are not tried: they
+differ from the same row among others so rarely (0.1 % of rows in bf16) that a test may miss it."""
 PROBE_ROWS = 1024
-"""Rows of the self-test; each is compared alone and in company."""
+"""Rows of the self-test; each is compared alone and among others."""
 
 
 CURVES = {torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.silu, F.gelu, torch.exp, Tensor.exp}
-"""Vector and scalar code of these differ in the last bit; the end of a tensor runs scalar."""
+"""Functions whose vector and scalar code differ in the last bit; the end of a tensor runs
+scalar."""
 VECTOR = 64
-"""No vector loop handles more values at once."""
+"""Most values that a vector loop handles at once."""
 
 
 class RowBlocks(TorchFunctionMode):
-    """While entered, products of this thread follow a rule, and curves end on whole vectors.
+    """A context in which products of this thread follow a rule, and curves end on whole vectors.
 
-    Other threads do not notice.
+    Other threads are not affected.
     """
 
     def __init__(self, rule: RowRule) -> None:
         super().__init__()
         self.rule = rule
         self.padded = False
-        """Whether a curve had to be filled up."""
+        """True if a curve had to be padded."""
 
     def __torch_function__(
         self,
@@ -99,7 +100,7 @@ def _holds(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
 
 
 _held: dict[object, bool] = {}
-"""Verdicts of this process: kernels are chosen by shape, dtype, device and threads."""
+"""Test results of this process: kernels are chosen by shape, dtype, device and threads."""
 
 
 def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
@@ -111,12 +112,12 @@ def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
 
 
 def matrices(model: nn.Module, but: Container[int] = ()) -> Iterator[Tensor]:
-    """Every matrix of a model in [out, in] form; of stacked experts the first.
+    """Yield every matrix of a model as [out, in]; of stacked experts the first.
 
-    Those that are quantised are on the meta device.
+    Quantised ones are on the meta device.
 
     Args:
-        model: The model.
+        model: Model of transformers.
         but: Parameters to leave out, by their `id`.
     """
     for module in model.modules():
@@ -131,7 +132,7 @@ def matrices(model: nn.Module, but: Container[int] = ()) -> Iterator[Tensor]:
 
 
 def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> RowRule:
-    """The first rule under which rows are independent, for one weight of every shape given.
+    """Return the first rule under which rows are independent, tested with one weight per shape.
 
     Raises:
         ModelError: No rule holds on this machine.

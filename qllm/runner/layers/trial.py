@@ -1,7 +1,4 @@
-"""What layers with a state are found to do before anything is served.
-
-How much they carry, and whether a prompt cut into chunks leaves what a whole one does.
-"""
+"""Start-up tests of layers with a state: its size, and the states after a prompt in chunks."""
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -25,24 +22,24 @@ NUM_TRIED = 10
 """Tokens of the prompt that is cut."""
 CUTS = {"chunks": [0, 4, 7, NUM_TRIED], "tokens": [*range(NUM_TRIED + 1)]}
 GROWS, OTHERS = range(8, 14), (1, 4, 64)
-"""Numbers of tokens of which it is looked at what they leave: first those behind the taps of a
-convolution, in the window of an attention."""
+"""Numbers of tokens whose state size is measured: first those beyond the taps of a convolution and
+within the window of an attention."""
 LEAST_TOKEN_BYTES = 64
-"""A token counts as so many where no layer keeps KV."""
+"""Bytes charged per token if no layer keeps KV."""
 CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+"""Relative difference that rounding explains in any dtype; a missing state makes far more."""
 
 
 class Carried(NamedTuple):
-    """What a pass over a prompt gave."""
+    """The results of a pass over a prompt."""
 
     out_TD: Tensor
     states: dict[str, Tensor]
-    """By name; what they are is their module's business."""
+    """Tensors of the state by name; only the module knows their meaning."""
 
 
 def carry(mixer: RecurrentMixer | DeltaMixer, x_TD: Tensor, cuts: list[int]) -> Carried:
-    """Run the mixer of a layer over the tokens of one request, a pass between every two cuts."""
+    """Run the mixer of a layer over the tokens of one request, one pass between every two cuts."""
     kv, outs, call = SlabKV(0, len(x_TD)), [], cast(Callable[..., Any], mixer)
     for lo, hi in pairwise(cuts):
         step = Step([Span(kv, 0, lo, hi)], hi - lo, latent=False)
@@ -55,17 +52,17 @@ def carry(mixer: RecurrentMixer | DeltaMixer, x_TD: Tensor, cuts: list[int]) -> 
 
 
 def mixers_of(drivers: Iterable[LayerDriver]) -> list[RecurrentMixer | DeltaMixer]:
-    """What runs the layers that carry a state."""
+    """Return the mixers of the layers that carry a state."""
     found = (getattr(driver, "mixer", None) for driver in drivers)
     return [mixer for mixer in found if isinstance(mixer, RecurrentMixer | DeltaMixer)]
 
 
 def state_bytes(drivers: Iterable[LayerDriver], like_TD: Tensor) -> int:
-    """Bytes of the states of all layers at one position of a request.
+    """Return the bytes of the states of all layers at one position of a request.
 
     Args:
-        drivers: Of all layers.
-        like_TD: Width, dtype and device of their input, at least one row.
+        drivers: Drivers of all layers.
+        like_TD: Tensor with width, dtype and device of their input, at least one row.
     """
     token = torch.zeros_like(like_TD[:1])
     with torch.inference_mode():
@@ -74,11 +71,11 @@ def state_bytes(drivers: Iterable[LayerDriver], like_TD: Tensor) -> int:
 
 
 def kv_token_bytes(parts: ModelParts, model: nn.Module) -> int:
-    """Bytes of keys and values of one token in all layers, as they are cached.
+    """Return the bytes of keys and values of one token in all layers, as they are cached.
 
     Args:
-        parts: Of the model.
-        model: Its config is asked where an attention does not say it.
+        parts: Parts of the model.
+        model: Model, whose config is read if an attention module lacks a size.
     """
     config = base_model(model).config
     size = parts.like.element_size()
@@ -98,10 +95,11 @@ def _kv_width(attn: Any, config: Any) -> int:
 
 
 class Charge(NamedTuple):
-    """What a request of n tokens takes at most: `request_bytes + n * token_bytes`."""
+    """The most bytes of a request of n tokens: `request_bytes + n * token_bytes`."""
 
     state_bytes: int
-    """States at one position that do not grow with the tokens; 0 where layers keep keys beside."""
+    """Bytes of states at one position that do not grow with the tokens; 0 if layers also keep
+    keys."""
     request_bytes: int
     token_bytes: int
 
@@ -109,10 +107,10 @@ class Charge(NamedTuple):
 def charged(
     shape: ModelShape, model: nn.Module, parts: ModelParts, drivers: Iterable[LayerDriver]
 ) -> tuple[ModelShape, Charge]:
-    """A shape that says what tokens states are charged, and the bytes.
+    """Return the shape with `state_tokens`, which a request's states count as, and the bytes.
 
-    A request has the states that it goes on from, and those that it writes. Where keys are among
-    them a token counts twice, too.
+    A request has the states that it continues from, and those that it writes. If they contain keys,
+    a token also counts twice.
     """
     if parts.around is not None:
         fixed, growing = growth_of(parts.around)
@@ -125,9 +123,9 @@ def charged(
 
 
 def growth_of(around: Around) -> tuple[int, int]:
-    """Bytes that a request keeps whatever its length, and for every token, at most.
+    """Return the most bytes that a request keeps whatever its length, and those for every token.
 
-    A token counts as one does while windows are not full and nothing is compressed.
+    The bytes per token are measured while windows are not full and nothing is compressed.
     """
     kept = {num: around.kept_bytes(num) for num in (*GROWS, *OTHERS)}
     growing = max(kept[hi] - kept[lo] for lo, hi in pairwise(GROWS))
@@ -138,12 +136,12 @@ def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact:
     """Compare a prompt in chunks, and token by token, with the same prompt in one pass.
 
     Args:
-        mixer: Of a layer.
-        like_TD: Width, dtype and device of its input.
-        exact: Bits are to be equal, not close.
+        mixer: Mixer of a layer.
+        like_TD: Tensor with width, dtype and device of its input.
+        exact: True if bits must be equal, not close.
 
     Raises:
-        ModelError: They differ, so that no chunk, no decode step could be right.
+        ModelError: They differ, so that no chunk and no decode step could be right.
     """
     made = torch.Generator().manual_seed(0)
     shape = (NUM_TRIED, like_TD.shape[1])

@@ -1,10 +1,10 @@
-"""One EXPERTS op: which rows go to which expert, in units that may stop and go on anywhere.
+"""One EXPERTS op: the rows of each expert, in units; the op may stop after any unit.
 
     ids_TK -> sort the S = T * K slots by expert -> units (expert, rows [a, b) of the sorted slots)
     unit -> rows [a, b) of slots_SD            combine: sum over k of weight * slot, in slot order
 
-One output row per (token, k) makes the result independent of the order and the partition of the
-units. Consecutive units run as one range of about a millisecond.
+Each (token, k) has its own output row, so the result does not depend on the order and the partition
+of the units. Consecutive units run as one range of about a millisecond.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from qllm.runner.cuts import CutCosts
 
 
 class Unit(NamedTuple):
-    """Rows [lo, hi) of the sorted slots, all of one expert."""
+    """The rows [lo, hi) of the sorted slots, all of one expert."""
 
     expert: int
     lo: int
@@ -30,32 +30,35 @@ class Bank(Protocol):
     """The experts of one layer."""
 
     kernel: str
-    """What multiplies, for results."""
+    """Name of the implementation that multiplies, for results."""
     num_experts: int
     out_width: int
     dtype: torch.dtype
     unit_bytes: int
-    """Weights of one expert."""
+    """Bytes of one expert's weights."""
 
     def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
         """Run units [start, stop) into their slots."""
         ...
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over k of weight times slot, [T, D]; `inverse_S` finds the slot of every (t, k)."""
+        """Return the sum over k of weight times slot, [T, D].
+
+        `inverse_S` contains the slot of every (t, k).
+        """
         ...
 
     def pack(self) -> None:
-        """Take the weights that it computes with, if they are the module's."""
+        """Take the weights from the module and pack them, if the module has them."""
         ...
 
     def unpack(self) -> None:
-        """Give them back."""
+        """Return the weights to the module."""
         ...
 
 
 class Work:
-    """The EXPERTS op of one layer: its units, and the slots that are done."""
+    """The EXPERTS op of one layer: its units, and the units that are done."""
 
     __slots__ = ("bank", "done", "flat", "ids_TK", "inverse_S", "slots_SD", "token_S", "units")
 
@@ -71,7 +74,7 @@ class Work:
         self.inverse_S = torch.from_numpy(inverse).to(device)
         self.units = _cut(flat[order].tolist(), unit_rows)
         self.flat = array("q", [value for unit in self.units for value in unit])
-        """The units as integers, for kernels that are given an address."""
+        """Units as integers, for kernels that read them from an address."""
         shape = (len(order), bank.out_width)
         self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
         self.done = bytearray(len(self.units))
@@ -80,7 +83,7 @@ class Work:
     def of(
         cls, bank: Bank, ids_TK: Tensor, ints: Tensor, units: list[Unit], slots_SD: Tensor
     ) -> "Work":
-        """One that our kernels have sorted already; `ints` is token_S and then inverse_S."""
+        """Return work that kernels have sorted already; `ints` is token_S and then inverse_S."""
         work = cls.__new__(cls)
         work.bank, work.ids_TK, work.units, work.slots_SD = bank, ids_TK, units, slots_SD
         work.token_S, work.inverse_S = ints.chunk(2)
@@ -89,17 +92,17 @@ class Work:
         return work
 
     def rows(self, start: int, stop: int) -> int:
-        """Rows of units [start, stop)."""
+        """Return the number of rows of units [start, stop)."""
         return self.units[stop - 1].hi - self.units[start].lo
 
     def bytes_read(self, start: int, stop: int) -> int:
-        """Weights of the experts whose first unit is in [start, stop)."""
+        """Return the bytes of the experts whose first unit is in [start, stop)."""
         known = {self.units[start - 1].expert} if start else set()
         experts = {unit.expert for unit in self.units[start:stop]}
         return len(experts - known) * self.bank.unit_bytes
 
     def end_of_range(self, start: int, costs: CutCosts) -> int:
-        """The end of the range of units that begins at `start`: as long as `costs` allow."""
+        """Return the end of the range of units from `start` on, as long as `costs` allow."""
         stop, ns = start, 0.0
         while stop < len(self.units) and ns < costs.range_ns:
             _, lo, hi = self.units[stop]
@@ -108,7 +111,7 @@ class Work:
         return stop
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
-        """Run units [start, stop); return the slots they filled."""
+        """Run units [start, stop); return the number of slots that they filled."""
         if self.done.find(1, start, stop) >= 0:
             raise InvariantError(f"an expert unit of [{start}, {stop}) would run twice (I1)")
         self.bank.run(x_TD, self, start, stop)
@@ -116,12 +119,12 @@ class Work:
         return self.rows(start, stop)
 
     def restore(self, slots_SD: Tensor, done: Tensor) -> None:
-        """Take up the slots and the done-mask of a checkpoint."""
+        """Restore the slots and the done-mask of a checkpoint."""
         self.slots_SD.copy_(slots_SD)
         self.done[:] = bytes(done.tolist())
 
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """Weighted sum of the slots of tokens [lo, hi)."""
+        """Return the weighted sum of the slots of tokens [lo, hi)."""
         top_k = self.ids_TK.shape[1]
         inverse_S = self.inverse_S[lo * top_k : hi * top_k]
         return self.bank.combine(self.slots_SD, inverse_S, weights_TK[lo:hi]).to(dtype)

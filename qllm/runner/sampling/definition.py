@@ -10,7 +10,7 @@ The order of operations is that of vLLM:
     rules                   -inf for tokens that may not come (`runner/sampling/limits.py`)
     argmax                  if greedy; the lowest id wins a tie
     weights                 exp((x - max x) / temperature), rounded to multiples of 2^-44
-    min_p                   tokens that weigh less than this share of the likeliest have no weight
+    min_p                   tokens below this share of the likeliest token's weight have no weight
     top_k                   tokens whose logit is no smaller than the k-th largest stay
     top_p                   the smallest set of largest logits with that share of the weight; the
                             lowest ids win a tie
@@ -18,11 +18,11 @@ The order of operations is that of vLLM:
 
 transformers applies `min_p` last: the nuclei differ when both it and `top_p` are set.
 
-Weights are whole numbers, so a sum of them has no order: rows are cut, vectorised and spread over
-threads as a kernel likes, and it finds the same token. `exponentials` and the other steps in fp64
-use operations that IEEE 754 rounds in one way, and none is fused. The CPU kernel
-(`kernels/cpu/sampling.inc`) computes the same bits; this module is what it is held against, and
-what runs where it was not built.
+Weights are whole numbers, so their sum does not depend on its order. A kernel may cut and vectorise
+rows and spread them over threads in any way, and finds the same token. `exponentials` and the other
+steps in fp64 use operations that IEEE 754 rounds in one way, and none is fused. The CPU kernel
+(`kernels/cpu/sampling.inc`) computes the same bits; this module is the kernel's reference in tests,
+and runs if the kernel was not built.
 
 The uniform number is a pure function of (seed, position), by Philox-4x32-10.
 """
@@ -46,16 +46,16 @@ Floats64 = npt.NDArray[np.float64]
 
 WORD = 0xFFFFFFFF
 MAX_BIAS = float(np.finfo(np.float32).max)
-"""A larger bias cannot win or lose any more; sums and products stay finite in fp64."""
+"""Largest bias: a larger one cannot change the token; sums and products stay finite in fp64."""
 FLOOR = -32.0
-"""Tokens with exp(FLOOR) or less of the likeliest one's weight have none."""
+"""Log of the weight, relative to the likeliest token's, at or below which a token has no weight."""
 MOST_COLD = float(np.finfo(np.float64).max)
-"""The inverse of temperatures that have none in fp64."""
+"""Inverse that replaces those of temperatures too small for fp64."""
 SHARE_BITS = 53
-"""A uniform number is a whole number of this many bits."""
+"""Bits of a uniform number, which is a whole number."""
 NO_BIAS: Floats64 = np.empty(0, np.float64)
 LN2_HIGH, LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
-"""ln 2 in two parts: a small whole number times the first is exact."""
+"""Two parts of ln 2; a small whole number times the first is exact."""
 
 
 def philox4x32(
@@ -86,13 +86,13 @@ def share_of(seed: int, position: int) -> int:
 
 
 class SampledRow(NamedTuple):
-    """A row of logits and all that its token depends on."""
+    """A row of logits and all inputs that its token depends on."""
 
     logits_V: Tensor
     """Raw logits [V], bf16 or fp32, contiguous, on the CPU."""
     sampling: SamplingParams
     share: int
-    """The uniform number, as a whole number of 53 bits."""
+    """Uniform number, as a whole number of 53 bits."""
     bias_ids: Ids = NO_IDS
     """Distinct tokens that `logit_bias` names."""
     bias: Floats64 = NO_BIAS
@@ -102,21 +102,21 @@ class SampledRow(NamedTuple):
     outputs: Ids = NO_IDS
     """Tokens of the answer so far; empty without penalties."""
     rules: Rules | None = None
-    """The tokens that may not come; None allows all."""
+    """Tokens that are not allowed; None allows all."""
 
 
 class Choice(NamedTuple):
-    """A row's token."""
+    """The token of a row."""
 
     peak: float
-    """The largest raw logit. Without a finite one there is no token."""
+    """Largest raw logit. Without a finite one there is no token."""
     token_id: int | None
-    """None if no token may come."""
+    """Chosen token; None if no token is allowed."""
     logprobs: Logprobs | None
 
 
 def readable(logits_V: Tensor) -> Tensor:
-    """Return logits as a `SampledRow` has them."""
+    """Return logits in the dtype and layout of a `SampledRow`."""
     logits_V = logits_V.cpu()
     return (logits_V if logits_V.dtype is torch.bfloat16 else logits_V.float()).contiguous()
 
@@ -158,14 +158,14 @@ def adjusted(row: SampledRow, raw_V: Floats32) -> Floats64:
 
 
 def weight_bits(vocab_size: int) -> int:
-    """Return b, where the likeliest token weighs 2^b: the sum of all stays below 2^62."""
+    """Return b: the likeliest token weighs 2^b, and the sum of all stays below 2^62."""
     return min(44, 62 - vocab_size.bit_length())
 
 
 def exponentials(z_V: Floats64, bits: int) -> Floats64:
-    """Return 2^bits * exp(z), z in [-32, 0], to about 1e-14 of it.
+    """Return 2^bits * exp(z), z in [-32, 0], with a relative error of about 1e-14.
 
-    A power of two, and Taylor's polynomial of what is left, in pairs of terms.
+    It is a power of two times Taylor's polynomial of the rest, in pairs of terms.
     """
     n = np.rint(z_V * 1.4426950408889634)
     r = (z_V - n * LN2_HIGH) - n * LN2_LOW
@@ -180,7 +180,7 @@ def exponentials(z_V: Floats64, bits: int) -> Floats64:
 
 
 def weights(x_V: Floats64, sampling: SamplingParams) -> Ids:
-    """Return what each token weighs, a whole number: 0 is a token that cannot come.
+    """Return the weight of each token, a whole number; a token with 0 cannot be chosen.
 
     Args:
         x_V: Logits after bias, penalties and rules; their maximum is finite.
@@ -206,19 +206,19 @@ def weights(x_V: Floats64, sampling: SamplingParams) -> Ids:
 
 
 def draw(w_V: Ids, share: int) -> int:
-    """Return the first token whose weight, with those before it, exceeds share / 2^53 of all."""
+    """Return the first token at which the running sum of weights exceeds share / 2^53 of all."""
     cumulative_V = np.cumsum(w_V)
     target = share * int(cumulative_V[-1]) >> SHARE_BITS
     return int(np.searchsorted(cumulative_V, target, side="right"))
 
 
 def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
-    """Report the raw distribution; equal logits are listed by rising id.
+    """Return log-probabilities of the raw distribution; equal logits are listed by rising id.
 
     Args:
         logits_V: Raw logits; their maximum is finite.
-        token_id: The token that was chosen.
-        num_top: Likeliest tokens to report.
+        token_id: Chosen token.
+        num_top: Number of likeliest tokens to report.
     """
     x_V, bits = logits_V.astype(np.float64), weight_bits(len(logits_V))
     peak = float(x_V.max())
@@ -235,7 +235,7 @@ def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
 
 
 def choose_all(rows: Sequence[SampledRow]) -> list[Choice]:
-    """Choose the tokens of rows: by the kernel, side by side on its threads, where it was built."""
+    """Choose the tokens of rows, with the kernel in parallel on its threads if it was built."""
     if native is None:
         return [choose(row) for row in rows]
     tops = [_Top.of(row) for row in rows]
@@ -247,7 +247,7 @@ def choose_all(rows: Sequence[SampledRow]) -> list[Choice]:
 
 
 class _Top(NamedTuple):
-    """Memory for the likeliest tokens of a row."""
+    """The memory for the likeliest tokens of a row."""
 
     ids: Ids
     logprobs: Floats32

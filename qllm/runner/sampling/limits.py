@@ -1,4 +1,4 @@
-"""Which tokens a request may not produce next: a form, a list of ids, words, an end too soon."""
+"""The limits of a request's next token: a grammar, a list of ids, words, and too early ends."""
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -20,20 +20,20 @@ NO_IDS: Ids = np.empty(0, np.int64)
 
 
 class Rules(NamedTuple):
-    """The tokens that may come next."""
+    """The rules for the next token."""
 
     forced: int | None = None
-    """The one token that may come; with it the other rules say nothing."""
+    """Only allowed token; with it the other rules have no effect."""
     words: npt.NDArray[np.int32] | None = None
     """Bit i % 32 of word i // 32 allows token i; None allows all."""
     allowed: Ids = NO_IDS
-    """All tokens that may come, if there are some."""
+    """Only allowed tokens; empty sets no limit."""
     banned: Ids = NO_IDS
     ends: Ids = NO_IDS
-    """Tokens that are banned unless nothing else may come."""
+    """Tokens that are banned unless no other token is allowed."""
 
     def apply(self, x_V: npt.NDArray[np.float64]) -> None:
-        """Set the logits of tokens that may not come to -inf, in place."""
+        """Set the logits of tokens that are not allowed to -inf, in place."""
         if self.forced is not None:
             x_V.fill(-np.inf)
             x_V[self.forced] = 0
@@ -52,13 +52,13 @@ class Rules(NamedTuple):
 
 
 class Limits:
-    """The limits of one request. What they forbid depends on its output alone.
+    """The limits of one request. The tokens that they forbid depend on its output alone.
 
     Args:
-        sampling: Its settings.
-        vocabulary: Of the model.
-        matcher: Its grammar, built already; None builds it here, if it has one.
-        prompt_ids: Its prompt, which may have begun to reason.
+        sampling: Settings of the request.
+        vocabulary: Vocabulary of the model.
+        matcher: Matcher of its grammar; None builds it here, if there is a grammar.
+        prompt_ids: Prompt, which may have started the reasoning.
 
     Raises:
         InvalidRequestError: The grammar is refused.
@@ -83,10 +83,10 @@ class Limits:
         self._ends = _ids(sorted(self._end_ids))
 
     def rules(self, outputs: Sequence[int], vocab_size: int) -> Rules | str:
-        """Return the rules for the next token, or why no token may come next.
+        """Return the rules for the next token, or the reason that no token is allowed.
 
         Args:
-            outputs: The tokens of the answer so far.
+            outputs: Tokens of the answer so far.
             vocab_size: Number of logits of a row.
 
         Raises:
@@ -97,7 +97,7 @@ class Limits:
         words, banned, waits = None, NO_IDS, len(outputs) < self._min_tokens
         if self._matcher is not None:
             if (said := self._of_form(outputs)) is None:
-                banned = self._ends  # an answer that has a form does not end before it
+                banned = self._ends  # the reasoning before a grammar does not end the answer
             elif (why := self._allow(self._matcher, said)) is not None:
                 return why
             else:
@@ -126,25 +126,25 @@ class Limits:
         )
 
     def _allow(self, matcher: Matcher, said: Sequence[int]) -> str | None:
-        """Find out what the form allows behind `said`, and why nothing may come if so."""
+        """Compute the tokens allowed after `said`; return the reason if the grammar allows none."""
         why = None if self._thinking is None else self._thinking.wrong
         return why or matcher.allow(said)
 
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
-        """Begin with what the next `forbid` needs, if `outputs` do not end the answer.
+        """Start the work of the next `rules`, unless `outputs` end the answer.
 
         Args:
-            builder: Runs it on a thread.
-            outputs: The tokens of the answer, with the one that was chosen just now.
+            builder: Executor that runs the work on a thread.
+            outputs: Tokens of the answer, with the one that was just chosen.
         """
         if self._matcher is not None and outputs[-1] not in self._end_ids:
             if self._thinking is not None:
-                self._thinking.forced(outputs)  # reads them
+                self._thinking.forced(outputs)  # it reads the outputs
             if (said := self._of_form(outputs)) is not None:
                 self._matcher.go_ahead(builder, said)
 
     def _of_form(self, outputs: Sequence[int]) -> Sequence[int] | None:
-        """The tokens that the form holds: those behind the reasoning; None while that goes on."""
+        """Return the tokens after the reasoning, which the grammar checks; None during it."""
         if self._thinking is None:
             return outputs
         return None if self._thinking.ended is None else outputs[self._thinking.ended :]
@@ -153,7 +153,7 @@ class Limits:
 def _thinking(
     sampling: SamplingParams, vocabulary: Vocabulary, prompt_ids: Sequence[int]
 ) -> Thinking | None:
-    """What follows the reasoning: for a budget, and for a form that begins behind it."""
+    """Return a tracker of the reasoning if a budget or a grammar after it needs one."""
     budget = sampling.thinking_token_budget
     if sampling.structured_outputs is None:
         return None if budget is None else Thinking(budget, vocabulary, prompt_ids)

@@ -1,7 +1,8 @@
-"""Choose the next tokens: each row by its own logits, settings and random numbers.
+"""Sampling of the next tokens: each row by its own logits, settings and random numbers.
 
-`runner/sampling/definition.py` defines how. A row never meets another row and no state moves, so a
-seeded request gets the same tokens in any batch, in any order, and again after it was preempted.
+`runner/sampling/definition.py` defines the order of steps. Rows never affect each other and no
+random state advances. So a seeded request gets the same tokens in any batch, in any order, and
+again after it was preempted.
 """
 
 import math
@@ -31,18 +32,18 @@ from qllm.types import RequestId, Sampled, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What the sampler keeps of one request. It never changes."""
+    """The sampler's data of one request. It never changes."""
 
     sampling: SamplingParams
     seed: int
     is_plain: bool
-    """The token is the argmax of the raw logits, and nothing else is asked for."""
+    """True if the token is the argmax of the raw logits, and nothing else is requested."""
     prompt_ids: Ids
     """Distinct ids of the prompt; empty unless `repetition_penalty` needs them."""
     bias_ids: Ids
     bias: Floats64
     limits: Limits | None
-    """What tokens may not come. Its state follows the output, whatever was asked before."""
+    """Rules of forbidden tokens. Their state depends on the output alone, not on earlier calls."""
 
 
 def _build_request(
@@ -66,7 +67,7 @@ def _build_request(
 def _row(
     request: _Request, logits_V: torch.Tensor, position: int, outputs: Sequence[int]
 ) -> SampledRow | str:
-    """Return a row to choose from, or why no token may come."""
+    """Return a row to choose from, or the reason that no token is allowed."""
     sampling, limits = request.sampling, request.limits
     rules = None if limits is None else limits.rules(outputs, len(logits_V))
     if isinstance(rules, str):
@@ -84,16 +85,18 @@ def _row(
 
 
 class Sampler:
-    """Keeps each request's settings and chooses its tokens."""
+    """The settings of all requests, and the choice of their tokens."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, _Request] = {}
         self.vocabulary: Vocabulary | None = None
-        """The model's; without it no request may have limits (`SamplingParams.limits_tokens`)."""
+        """Vocabulary of the model; without it no request may have limits
+        (`SamplingParams.limits_tokens`)."""
         self.built: dict[RequestId, Matcher] = {}
-        """Grammars of requests that are to be added, built on another thread."""
+        """Grammars of requests that will be added, built on another thread."""
         self._builder: ThreadPoolExecutor | None = None
-        """Finds out beside the model's next pass what grammars allow; made for the first."""
+        """Thread that computes allowed tokens of grammars during the model's next pass; made on
+        first use."""
 
     def add(
         self, request_id: RequestId, sampling: SamplingParams, prompt_ids: Sequence[int]
@@ -114,7 +117,7 @@ class Sampler:
         self._requests[request_id] = _build_request(sampling, prompt_ids, limits)
 
     def remove(self, request_id: RequestId) -> None:
-        """Forget a request.
+        """Remove a request.
 
         Raises:
             InvariantError: The request is unknown.
@@ -123,9 +126,9 @@ class Sampler:
             raise InvariantError(f"request {request_id} is not in the sampler")
 
     def simple(self, request_id: RequestId) -> tuple[SamplingParams, int] | None:
-        """Settings and seed of a request that a kernel can sample for, None for others.
+        """Return settings and seed of a request that a kernel can sample; None for others.
 
-        A kernel follows temperature, top_k, top_p and min_p, and reports no log-probabilities.
+        A kernel supports temperature, top_k, top_p and min_p, and reports no log-probabilities.
         """
         request = self._requests[request_id]
         p = request.sampling
@@ -145,13 +148,13 @@ class Sampler:
 
         Args:
             logits_BV: Raw logits, of any float dtype and on any device; read in fp32.
-            request_ids: The request of each row.
+            request_ids: Request of each row.
             positions: Index in the whole sequence, prompt included, of the token to choose.
-            outputs: The ids each request has produced so far.
+            outputs: Ids that each request has produced so far.
 
         Raises:
-            ValueError: A row's logits hold NaN or no finite maximum, or a token id of its
-                request is outside the vocabulary; the message names the request.
+            ValueError: A row's logits hold NaN or no finite maximum, or a token id of its request
+                is outside the vocabulary; the message names the request.
             InvariantError: The arguments differ in length, or a request is unknown.
         """
         if not len(request_ids) == len(logits_BV) == len(positions) == len(outputs):
@@ -167,7 +170,7 @@ class Sampler:
         requests = [self._requests[i] for i in request_ids]
         logits_BV = logits_BV.detach()
         if logits_BV.device.type != "cpu" and all(r.is_plain for r in requests):
-            best = logits_BV.argmax(dim=1)  # only the answers leave the device
+            best = logits_BV.argmax(dim=1)  # only the argmax leaves the device
             peak = logits_BV.gather(1, best[:, None])[:, 0]
             both = zip(request_ids, best.tolist(), peak.float().tolist(), positions, strict=True)
             return [self.greedy(*row) for row in both]
@@ -187,7 +190,7 @@ class Sampler:
         return [sampled[b] for b in range(len(requests))]
 
     def _sampled(self, request_id: RequestId, found: Choice, position: int) -> Sampled:
-        """Return the token of a choice, or why there is none."""
+        """Return the token of a choice, or the reason that there is none."""
         token_id = 0 if found.token_id is None else found.token_id
         token = self.greedy(request_id, token_id, found.peak, position)
         if found.token_id is None:
@@ -200,13 +203,13 @@ class Sampler:
         return self._builder
 
     def plain(self, ids: Sequence[RequestId], dead: Container[RequestId]) -> list[int]:
-        """Places of those that are dead, or whose token is the argmax of raw logits."""
+        """Return indices of dead requests and of those whose token is the argmax of raw logits."""
         return [i for i, one in enumerate(ids) if one in dead or self._requests[one].is_plain]
 
     def greedy(self, request_id: RequestId, token_id: int, peak: float, position: int) -> Sampled:
-        """The token of a plain request: the lowest id of the largest logit, `peak`.
+        """Return the token of a plain request: the lowest id of the largest logit, `peak`.
 
-        NaN counts as the largest of all, so a finite peak says that the whole row can be used.
+        NaN counts as the largest of all, so a finite peak shows that the whole row is usable.
 
         Raises:
             ValueError: The peak is not finite; the message names the request.
@@ -220,19 +223,19 @@ class Sampler:
 
 
 class Unread(NamedTuple):
-    """Tokens that were sampled on a device and are not read yet."""
+    """Tokens that were sampled on a device and are not yet read."""
 
     request_ids: list[RequestId]
     positions: list[int]
     tokens_R: torch.Tensor
     peaks_R: torch.Tensor
-    """The largest logit of each row."""
+    """Largest logit of each row."""
 
     def read(self, sampler: Sampler, dead: Collection[RequestId]) -> list[Sampled]:
-        """Wait for the device; rows that died meanwhile have no token.
+        """Wait for the device and return the tokens; rows that died meanwhile have none.
 
         Raises:
-            ValueError: See `Sampler.greedy`.
+            ValueError: A peak is not finite: see `Sampler.greedy`.
         """
         tokens, peaks = torch.stack((self.tokens_R.double(), self.peaks_R.double())).cpu().tolist()
         rows = zip(self.request_ids, tokens, peaks, self.positions, strict=True)
@@ -240,7 +243,7 @@ class Unread(NamedTuple):
 
 
 def _check_ids(request_id: RequestId, request: _Request, vocabulary: int) -> None:
-    """Refuse ids outside the vocabulary; those of outputs are our own, and in it."""
+    """Raise if an id is outside the vocabulary; ids of outputs are always inside."""
     for name, ids in (("logit_bias", request.bias_ids), ("prompt", request.prompt_ids)):
         if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""Log-probabilities of prompts: what HEAD does before it samples, for requests that ask for them.
+"""Log-probabilities of prompts: the work of HEAD before sampling, for requests that want them.
 
-A unit is one block of the vocabulary for a block of positions, or one row of logits read:
+A unit is one block of the vocabulary for a block of positions, or one row of logits to read:
 
     positions   [0, R)                          [R, 2R)
     units       vocabulary 0 .. V-1, rows       vocabulary 0 .. V-1, rows       ...
 
-So a segment stays within its bound, and no more than R rows of logits exist at once.
+So a segment stays within its bound, and at most R rows of logits exist at once.
 """
 
 from array import array
@@ -32,20 +32,20 @@ class Head(Protocol):
 
 
 class ScoreCosts(Protocol):
-    """How much fits into a segment (`runner.cuts.Costs`)."""
+    """The amounts of work that fit into a segment (`runner.cuts.CutCosts`)."""
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int: ...
     def rows_to_read(self, vocab_size: int) -> int: ...
 
 
 class Score:
-    """The log-probabilities of one prompt, and how far they are.
+    """The log-probabilities of one prompt, and their progress.
 
     Args:
-        member: Which row of HEAD the request is.
-        chunks: Last hidden states of the prompt, not normed, in as many pieces as it came.
-        targets: The tokens that follow them.
-        num_top: Alternatives to report.
+        member: Index of the request's row in HEAD.
+        chunks: Last hidden states of the prompt, not normed, one piece per pass.
+        targets: Tokens that follow them.
+        num_top: Number of alternatives to report.
         shape: Blocks of the vocabulary, and positions per block.
     """
 
@@ -62,7 +62,7 @@ class Score:
         self._sampling = SamplingParams(temperature=0, logprobs=num_top)
         self.found = PromptLogprobs.empty(num_top)
         self.blocks: list[Tensor] = []
-        """Logits of the present block of positions, [R, up to the head's block_size] each."""
+        """Logits of the current block of positions, [R, up to the head's block_size] each."""
         self._chunks = list(chunks)
         self._num_blocks, self._rows = shape
         self._normed_RD: Tensor | None = None
@@ -71,7 +71,7 @@ class Score:
         self.num_units = full * per_block + (self._num_blocks + rest) * (rest > 0)
 
     def run(self, head: Head, parts: ModelParts, costs: ScoreCosts, unit: int) -> int:
-        """Do some units from `unit` on; return the first one not done."""
+        """Run some units from `unit` on; return the first one not done."""
         block, at = divmod(unit, self._num_blocks + self._rows)
         first = block * self._rows
         rows = min(self._rows, len(self.targets) - first)
@@ -91,7 +91,7 @@ class Score:
         return unit + stop - at
 
     def _hidden(self, start: int, stop: int) -> Tensor:
-        """Hidden states of the tokens [start, stop); copies no others."""
+        """Return hidden states of the tokens [start, stop) without copying others."""
         found, at = [], 0
         for chunk in self._chunks:
             if at < stop and start < at + len(chunk):
@@ -113,12 +113,12 @@ class Score:
         return choice.logprobs
 
     def tensors(self) -> list[Tensor]:
-        """All it holds."""
+        """Return all tensors."""
         normed = [] if self._normed_RD is None else [self._normed_RD]
         return [*self._chunks, *self.blocks, *normed]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named copies, from which `restored` makes the same."""
+        """Yield named copies, from which `restored` makes the same object."""
         numbers = [self.member, self.num_top, self._num_blocks, self._rows]
         yield "numbers", torch.tensor(numbers)
         yield "targets", torch.tensor(self.targets, dtype=torch.int64)
@@ -131,7 +131,7 @@ class Score:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "Score":
-        """Restore from what `export` gave."""
+        """Return the object of an `export`."""
         member, num_top, num_blocks, rows = tensors["numbers"].tolist()
         score = cls(
             member, [tensors["x"]], tensors["targets"].tolist(), num_top, (num_blocks, rows)
@@ -148,7 +148,7 @@ class Score:
 
 
 class Scores:
-    """The prompts of one HEAD, one after the other."""
+    """The prompts of one HEAD op, one after the other."""
 
     def __init__(self, each: Sequence[Score] = ()) -> None:
         self.each = tuple(each)
@@ -162,7 +162,7 @@ class Scores:
         unit: int,
         dead: Container[int],
     ) -> int:
-        """Do some units from `unit` on; return the first one not done. Dead rows are skipped."""
+        """Run some units from `unit` on; return the first one not done. Dead rows are skipped."""
         before = 0
         for score in self.each:
             if unit < before + score.num_units:
@@ -173,25 +173,25 @@ class Scores:
         return unit
 
     def add_to(self, member: int, sampled: Sampled) -> Sampled:
-        """Give the first token of a row what was asked about its prompt."""
+        """Add the prompt's log-probabilities to the first token of a row."""
         for score in self.each:
             if score.member == member:
                 return sampled._replace(prompt=score.found)
         return sampled
 
     def tensors(self) -> list[Tensor]:
-        """All they hold."""
+        """Return all tensors."""
         return [x for score in self.each for x in score.tensors()]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Named copies, from which `restored` makes the same."""
+        """Yield named copies, from which `restored` makes the same object."""
         for i, score in enumerate(self.each):
             for name, x in score.export():
                 yield f"score.{i}.{name}", x
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "Scores":
-        """Restore from what `export` gave."""
+        """Return the object of an `export`."""
         parts: dict[int, dict[str, Any]] = {}
         for name, x in tensors.items():
             if name.startswith("score."):

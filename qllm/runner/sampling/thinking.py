@@ -1,4 +1,4 @@
-"""Reasoning: where it ends, and its budget: when that is spent, `</think>` is produced."""
+"""Reasoning in answers: its end, and its budget. After the budget, `</think>` is forced."""
 
 from collections.abc import Sequence
 
@@ -6,25 +6,24 @@ from qllm.grammar import Vocabulary
 from qllm.types import THINK, THOUGHT
 
 WINDOW = 16
-"""Tokens in which a tag lies, however a tokenizer has split it."""
+"""Most tokens of a tag, however a tokenizer splits it."""
 
 
 def starts_inside(vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> bool:
-    """Whether an answer begins inside its reasoning: the prompt ends with `<think>`."""
+    """Return True if an answer starts inside its reasoning: the prompt ends with `<think>`."""
     if not prompt_ids:
         return False
     return vocabulary.decode(prompt_ids[-WINDOW:]).rstrip().endswith(THINK)
 
 
 class Thinking:
-    """Follows the reasoning in one answer. Its state is a function of the answer's tokens.
+    """The state of the reasoning in one answer. It is a function of the answer's tokens.
 
     Args:
-        budget: Most tokens of reasoning, all of its passages together, tags not counted; None
-            sets no bound.
-        vocabulary: Of the model.
-        prompt_ids: Of the request; where they end with `<think>` the answer begins inside.
-        once: Nothing behind the first `</think>` is reasoning: it has a form, which begins there.
+        budget: Most tokens of reasoning in all passages together, without tags; None sets no bound.
+        vocabulary: Vocabulary of the model.
+        prompt_ids: Prompt of the request; if it ends with `<think>`, the answer starts inside.
+        once: True if only the first passage is reasoning: the grammar starts after its `</think>`.
     """
 
     def __init__(
@@ -40,32 +39,32 @@ class Thinking:
         self._last = vocabulary.encode(THOUGHT[-1])[0] if once else None
         self._starts_inside = starts_inside(vocabulary, prompt_ids)
         self._ids = {tag: vocabulary.id_of(tag) for tag in (THINK, THOUGHT)}
-        """The tokens that tags are; of a tag that is one a spelled one is not meant as a tag."""
+        """Token of each tag, or None. If a tag has a token, the same text in other tokens is no
+        tag."""
         self._restart()
 
     def _restart(self) -> None:
         self._num_read = self._num_spent = self._behind = 0
         self._begun: int | None = 0 if self._starts_inside else None
         self._has_spoken = False
-        """Whether more than white space was said behind the last tag: `<think>` is none there."""
+        """True if more than white space follows the last tag: `<think>` is then no tag."""
         self._is_open = False
-        """Whether only the last character of the tag that ends it is missing."""
+        """True if only the last character of the end tag is missing."""
         self.ended: int | None = None
-        """Tokens of the answer up to the end of the first passage; None before."""
+        """Number of answer tokens up to the end of the first passage; None before."""
         self.wrong: str | None = None
-        """Why nothing may come behind the reasoning."""
+        """Reason that no token is allowed after the reasoning."""
 
     @property
     def is_inside(self) -> bool:
-        """Whether the answer reasons behind the tokens that were read."""
+        """True if the tokens read so far end inside the reasoning."""
         return self._begun is not None
 
     def forced(self, outputs: Sequence[int]) -> int | None:
-        """The token that must come next, as part of `</think>`; None if any may.
+        """Return the next token if it is forced as part of `</think>`; None if any is allowed.
 
         Args:
-            outputs: The tokens of the answer so far; since the last call they only became more, or
-                it began again.
+            outputs: Tokens of the answer so far; they continue those of the last call, or restart.
         """
         if len(outputs) < self._num_read:
             self._restart()
@@ -75,22 +74,22 @@ class Thinking:
         if self._begun is None:
             return None
         if self._budget is None or len(outputs) < (limit := self._limit(self._begun)):
-            return self._last if self._is_open else None  # no token that has more behind the tag
+            return self._last if self._is_open else None  # no token with text after the tag
         place = len(outputs) - limit + self._num_begun(outputs[self._begun : limit])
         return self._end[place] if place < len(self._end) else None
 
     def _limit(self, begun: int) -> int:
-        """Tokens of the answer with which the budget is spent."""
+        """Return the number of answer tokens at which the budget is spent."""
         assert self._budget is not None
         return begun + self._budget - self._num_spent
 
     def _num_begun(self, spent: Sequence[int]) -> int:
-        """How many tokens of the tag the model has produced by itself when its budget is spent."""
+        """Return the number of tag tokens that the model itself produced at the end of `spent`."""
         most = min(len(spent), len(self._end) - 1)
         return next((n for n in range(most, 0, -1) if list(spent[-n:]) == self._end[:n]), 0)
 
     def _read(self, outputs: Sequence[int]) -> None:
-        """Look for a tag that ends with the last token that was read."""
+        """Find a tag that ends with the last token that was read."""
         if self._once and self.ended is not None:
             return
         first = max(self._num_read - WINDOW, self._behind)
@@ -113,7 +112,7 @@ class Thinking:
                 self.wrong = f"its reasoning ends inside a token that goes on with {more!r}"
 
     def _look_for_begin(self, text: str, token_id: int) -> None:
-        """Begin a passage if a tag ends with a token, where nothing else was said."""
+        """Start a passage if a tag ends with a token, and no other text came before."""
         if not self._has_spoken and self._ends(THINK, text, token_id):
             self._begun = self._behind = self._num_read
         elif said := text.strip():
@@ -121,6 +120,6 @@ class Thinking:
             self._has_spoken = self._has_spoken or not may_begin
 
     def _ends(self, tag: str, text: str, token_id: int) -> bool:
-        """Whether a tag is at the end of a text, or inside its last token."""
+        """Return True if a tag ends with the last token of a text, or inside it."""
         own = self._ids[tag]
         return tag in text if own is None else token_id == own
