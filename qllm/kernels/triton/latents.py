@@ -59,7 +59,7 @@ def write_latents(
     q_TQ: Tensor | None = None,
     q_norm: Norm | None = None,
 ) -> Tensor | None:
-    """Norm latents and rotate keys into their slots; norm compressed queries.
+    """Write normed latents and rotated keys to their slots; return normed compressed queries.
 
     For a slot of -1 it writes no latents and keys, but zeros to the token's row of `out_TNR`, which
     no later kernel writes.

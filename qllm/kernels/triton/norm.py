@@ -60,7 +60,7 @@ def _silu_mul(x, out, x_t, I: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, wide: bool = False) -> Tensor:
-    """Normalise: weight * x / sqrt(mean(x^2) + eps), the mean in fp32, rounded before the weight.
+    """Return weight * x / sqrt(mean(x^2) + eps), the mean in fp32, rounded before the weight.
 
     Args:
         x_TD: Rows, the last dimension contiguous.

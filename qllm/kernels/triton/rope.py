@@ -138,7 +138,7 @@ def rotate_and_write(
     norms: HeadNorms | None = None,
     limit: float | None = None,
 ) -> None:
-    """Norm and rotate queries in place; write normed and rotated keys, and values, to their slots.
+    """Normalise and rotate queries in place; write such keys, and values, to their slots.
 
     The two halves of a head rotate with each other. For a slot of -1 it writes no keys and values,
     but zeros to the token's row of `out_TNE`, which no later kernel writes.
