@@ -39,16 +39,16 @@ class KeptMemory {
   int64_t num_bytes_ = 0;
 };
 
-// What a call polls.
+// The stop that a call polls.
 struct Polls {
-  int64_t inside = 0;  // whether it may stop between two tasks
-  const int64_t* watch = nullptr;  // a word that changes when there may be a reason to stop; or null
-  int64_t seen = 0;                // what it was
-  int64_t stop_ns = kNever;        // monotonic time after which there is one
-  int64_t tasks_left = kNever;     // most tasks
+  int64_t inside = 0;  // whether the call may stop between two tasks
+  const int64_t* watch = nullptr;  // a word that changes when a stop may be due; or null
+  int64_t seen = 0;                // its value when it was read
+  int64_t stop_ns = kNever;        // monotonic time after which a stop is due
+  int64_t tasks_left = kNever;     // most tasks before a stop
 };
 
-// What Python reads of a course.
+// The part of a course that Python reads.
 struct Place {
   int64_t done = 0;        // tasks of the op that are done
   int64_t kept_bytes = 0;  // memory that it keeps
@@ -56,21 +56,21 @@ struct Place {
 
 class Course : public Place {
  public:
-  // Begins or goes on with an op on this thread, which has no course; tasks that are done are
-  // counted off `polls`. At least one task is done, if there is one and `polls` allows one.
+  // Begins or continues an op on this thread, which must have no course; completed tasks are
+  // subtracted from `polls`. At least one task runs, if there is one and `polls` allows one.
   void begin(Polls& polls);
-  // Whether the op is done; if so the next one begins with none of its tasks done.
+  // Ends the call; true if the op is done. Then the next op begins with no completed tasks.
   bool end();
 
-  // The longest time between two polls of a thread since it was taken; without polls inside, the
-  // longest op.
+  // The longest time between two polls of a thread since the last call of this; without polls
+  // inside ops, the time of the longest op.
   int64_t take_longest();
 
-  // Memory for a use of the op. Once the op is left it only says where that is, and is no larger: a
-  // later product may need more of what an earlier one, which is not done, still reads.
+  // Memory for a use of the op. Once the op is left, it returns the same memory and never grows it:
+  // a later product may ask for more than an earlier one, which is not done and still reads it.
   void* kept(int64_t use, int64_t bytes);
 
-  // For the pool. `since` is when the thread polled before.
+  // For the pool. `since` is the time of the thread's previous poll.
   bool must_stop(int64_t task, int64_t& since);
   void saw(int64_t now, int64_t& since);
 
@@ -79,10 +79,10 @@ class Course : public Place {
 
   KeptMemory memory_;
   Polls* polls_ = nullptr;
-  int64_t at_ = 0;         // tasks of the op that calls have gone past
-  int64_t first_ = 0;      // the task that is done without a poll
-  int64_t before_ = 0;     // tasks that were done when this call began
-  int64_t since_ = 0;      // when the thread that has the course polled
+  int64_t at_ = 0;         // tasks of the op in the calls that have ended
+  int64_t first_ = 0;      // the task that runs without a poll
+  int64_t before_ = 0;     // tasks that were done before this call
+  int64_t since_ = 0;      // when the owner's thread polled last
   bool left_ = false;      // a call of `run_tasks` ended before its last task
   std::atomic<int64_t> longest_ns_{0};
 };
@@ -93,8 +93,8 @@ int64_t new_use();
 
 namespace {  // every instruction set has its own, as in vec.h
 
-// One use of such memory: what tasks leave for later ones, its start on a cache line. Larger memory
-// for the same use loses what was in it.
+// One use of such memory: data of tasks for later tasks, on a cache line. Asking for more memory
+// for the same use discards its contents.
 template <class T>
 class Kept {
  public:

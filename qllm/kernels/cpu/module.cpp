@@ -1,4 +1,4 @@
-// The Python module: functions over raw addresses. Who calls it owns the memory; the GIL is free
+// The Python module: functions over raw addresses. The caller owns the memory; the GIL is free
 // while a kernel runs.
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -76,7 +76,8 @@ struct Function<Free, void (*)(const Kernels&, A...)> {
 };
 
 #if defined(__x86_64__)
-// Tiles are there, and Linux lets this process use them: their registers are large, so it asks.
+// True if the processor has tiles and Linux lets this process use them. Their registers are large,
+// so a process must ask.
 bool has_tiles() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
@@ -157,7 +158,7 @@ PyObject* delete_course(PyObject*, PyObject* address) {
   Py_RETURN_NONE;
 }
 
-// Copies of at most so many bytes keep the GIL: they take less time than to wait for who takes it.
+// Copies of at most so many bytes keep the GIL: they take less time than waiting to get it back.
 constexpr int64_t kShort = 1 << 18;
 
 PyObject* copy_rows(PyObject*, PyObject* const* args, Py_ssize_t num) {

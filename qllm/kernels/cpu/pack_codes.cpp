@@ -27,7 +27,8 @@ inline void put_worth(uint8_t* to, int64_t at, const void* from, int64_t index, 
   if (size == 4) memcpy(to + at * 4, (const char*)from + index * 4, 4);
 }
 
-// Eight codes of "i4" as their sizes, with a sign above: 8, which is 0, becomes 0, and 7 a 9.
+// Eight codes of "i4" as sizes with a sign above them: the code 8, of value 0, becomes 0, and 7
+// becomes 9.
 inline uint32_t with_sign(uint32_t x) {
   x ^= 0x88888888;
   const uint32_t negative = x >> 3 & 0x11111111;
@@ -41,7 +42,7 @@ inline uint32_t spread(uint32_t x) {
   return (x | x << 4) & 0x0f0f0f0f;
 }
 
-// The first four of eight codes as bytes, each with one of the second four above it.
+// The first four of eight codes as bytes, each with a code of the second four in its high half.
 inline uint32_t folded(uint32_t x) { return spread(x & 0xffff) | spread(x >> 16) << 4; }
 
 inline void store(uint8_t* to, uint32_t value) {
@@ -56,14 +57,14 @@ inline uint32_t gathered(uint32_t x) {
   return (x | x >> 8) & 0xffff;
 }
 
-// Eight codes of 4 bits as they lie in a block, half of them in each half of the word.
+// Eight codes of 4 bits in the layout of a block, half of them in each half of the word.
 template <int64_t kCode>
 inline uint32_t turned(uint32_t x) {
   if constexpr (kCode == kE2m1) return gathered(x) | gathered(x >> 4) << 16;
   return folded(kCode == kI4 ? with_sign(x) : x);
 }
 
-// Eight codes of one output, of 16 the first, into a block.
+// Eight codes of one output into a block; the output is the first of 16.
 template <int64_t kCode>
 inline void pack_block(uint8_t* to, const uint8_t* from, uint32_t mask) {
   if constexpr (kCode == kI8) {
@@ -83,7 +84,8 @@ inline void pack_block(uint8_t* to, const uint8_t* from, uint32_t mask) {
   store(to + 8, word >> 16);
 }
 
-// Blocks of one output, of 16 the `lane`th, a `stride` apart; what lacks in the last is 0.
+// Blocks of one output, the `lane`th of 16, a `stride` apart; missing codes of the last block are
+// 0.
 template <int64_t kCode>
 void pack_row(uint8_t* to, int64_t stride, int64_t lane, const uint8_t* from, int64_t inputs) {
   constexpr bool wide = kCode == kI8;
@@ -101,12 +103,12 @@ void pack_row(uint8_t* to, int64_t stride, int64_t lane, const uint8_t* from, in
 void pack_row(int64_t code, uint8_t* to, int64_t stride, int64_t lane, const uint8_t* from,
               int64_t inputs) {
   auto pack = code == kU4 ? pack_row<kU4> : code == kI4 ? pack_row<kI4>
-              : code == kE2m1 ? pack_row<kE2m1> : pack_row<kI8>;  // e4m3 is bytes too
+              : code == kE2m1 ? pack_row<kE2m1> : pack_row<kI8>;  // e4m3 codes are bytes, too
   pack(to, stride, lane, from, inputs);
 }
 
-// `kNum` whole blocks of four outputs in codes of 4 bits, of which the first output is one of 0, 4, 8
-// and 12: as `pack_row` four times, the words side by side.
+// `kNum` whole blocks of four outputs in codes of 4 bits; the first output is 0, 4, 8 or 12. The
+// same as `pack_row` four times, with the words side by side.
 template <int64_t kCode, int64_t kNum>
 inline uint8_t* pack_blocks(uint8_t* to, int64_t stride, const uint8_t* from, int64_t row) {
   uint32_t x[4 * kNum];
@@ -132,7 +134,7 @@ void pack_four(uint8_t* to, int64_t stride, const uint8_t* from, int64_t row, in
   for (; blocks; blocks--, from += kWord) to = pack_blocks<kCode, 1>(to, stride, from, row);
 }
 
-// Whether no code of a group stands for anything but 0.
+// Returns true if all codes of a group have the value 0.
 bool is_empty(const uint8_t* from, int64_t bytes, int64_t code) {
   uint8_t mask = code == kE2m1 ? 0x77 : code == kE4m3 ? 0x7f : 0xff, zero = code == kI4 ? 0x88 : 0;
   for (int64_t i = 0; i < bytes; i++)
@@ -140,7 +142,7 @@ bool is_empty(const uint8_t* from, int64_t bytes, int64_t code) {
   return true;
 }
 
-// Whether a code of e4m3 is NaN: all bits but the sign.
+// Returns true if a code of e4m3 is NaN: all bits but the sign are set.
 bool has_no_number(const uint8_t* from, int64_t num) {
   uint64_t carried = 0, word;
   for (; num >= 8; num -= 8, from += 8) {
@@ -157,7 +159,8 @@ inline bool is_good(float worth) {
   return size == 0 || (size >= 1 / kMostWorth && size <= kMostWorth);
 }
 
-// Both sides are met in strides, which no prefetcher follows: without this each line is waited for.
+// Reads and writes have strides that no prefetcher follows: without this the code waits for each
+// line.
 template <int kWritten>
 inline void fetch(const uint8_t* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, kWritten);
@@ -170,14 +173,14 @@ struct Group {
   int64_t index, begin, cols;          // of the group; first output, and outputs with padding
   int64_t inputs, row;                 // of this group; bytes of an output's codes, of all inputs
   const uint8_t* from;                 // codes of the first output
-  uint8_t *scales, *offsets, *blocks;  // where they go
+  uint8_t *scales, *offsets, *blocks;  // destinations
 
   int64_t num_outputs() const { return lesser(cols, c.n - begin); }
   int64_t num_bytes() const { return inputs / codes_per_byte(f); }
   int64_t stride() const { return cols / kLanes * block_size(f); }
 };
 
-// The scale of one output, and its offset; what was found about them.
+// Writes the scale and offset of one output; returns the Found bits of both.
 int64_t put_worths(const Group& g, int64_t output, bool& is_zero) {
   const Format& f = g.f;
   const int64_t groups = (g.c.k + f.group - 1) / f.group, at = (g.begin + output) * groups + g.index;
@@ -208,12 +211,12 @@ int64_t put_worths(const Group& g, int64_t output, bool& is_zero) {
   return found;
 }
 
-// The codes of one output; what was found about them.
+// Writes the codes of one output; returns their Found bits.
 int64_t put_codes(const Group& g, int64_t output, bool is_zero) {
   const int64_t lane = output % kLanes;
   const uint8_t* from = g.from + output * g.row;
   uint8_t* to = g.blocks + output / kLanes * block_size(g.f);
-  if (is_zero) {  // kernels know zeros by their code
+  if (is_zero) {  // kernels recognise zeros by their code
     static const uint8_t kZeros[kBlockInputs / 2] = {0x88, 0x88, 0x88, 0x88};
     for (int64_t left = g.inputs; left > 0; left -= kBlockInputs, to += g.stride())
       pack_row(kI4, to, g.stride(), lane, kZeros, lesser(kBlockInputs, left));
@@ -267,7 +270,7 @@ void pack_panel(Codes& c, const Format& f, int64_t index) {
 
 void pack_codes(const Kernels&, Codes* weights, int64_t num, const Format& format) {
   if (num == 0) return;
-  int64_t panels = num_panels(weights[0].n);  // all are of one shape
+  int64_t panels = num_panels(weights[0].n);  // all have one shape
   parallel(num * panels, [&](int64_t task) {
     pack_panel(weights[task / panels], format, task % panels);
   });

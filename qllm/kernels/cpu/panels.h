@@ -1,4 +1,5 @@
-// How packed weights are laid out, whatever the instruction set: see kernels.h and quantised.inc.
+// The layout of packed weights, the same for every instruction set: see kernels.h and
+// quantised.inc.
 #pragma once
 
 #include "kernels.h"

@@ -17,7 +17,7 @@ namespace {
 
 class Pool {
  public:
-  // Waits until nobody has the threads: other callers run their tasks themselves meanwhile.
+  // Waits until no caller uses the threads; meanwhile other callers run their tasks themselves.
   void resize(int threads) {
     for (int spins = 0; taken_.exchange(true); spins++) pause(spins);
     {
@@ -37,9 +37,9 @@ class Pool {
 
   int size() const { return size_.load(std::memory_order_relaxed); }
 
-  // Runs tasks [first, count) and returns the first that was not; all run without a course. The
-  // caller takes tasks too, and waits only for workers that entered while there were some: a worker
-  // that gets no core holds up no other thread. `since` is when the caller polled last.
+  // Runs tasks [first, count) and returns the first that did not run; without a course all run. The
+  // caller runs tasks too. It waits only for workers that entered while tasks were left, so a
+  // worker that gets no core delays no other thread. `since` is the time of the caller's last poll.
   int64_t run(int64_t first, int64_t count, int64_t most, Task task, const void* context,
               Course* course, int64_t& since) {
     bool alone = size() < 2 || count - first < 2 || taken_.exchange(true);
@@ -134,7 +134,8 @@ class Pool {
   Course* course_ = nullptr;
 };
 
-// Never destroyed: threads may outlive main. A fork has none of them, so it begins anew.
+// Never destroyed: threads may outlive main. A forked process has none of the threads, so it makes
+// a new pool.
 std::atomic<Pool*> instance{new Pool};
 std::atomic<pid_t> owner{getpid()};
 
@@ -237,7 +238,7 @@ void run_tasks(int64_t count, int64_t most, Task task, const void* context) {
     stop = std::min(count, std::max<int64_t>(
                                course->before_ - course->at_ + course->polls_->tasks_left, first));
   if (first < stop) {
-    course_of_thread = nullptr;  // tasks have none
+    course_of_thread = nullptr;  // tasks have no course
     stop = pool().run(first, stop, most, task, context, course, course->since_);
     course_of_thread = course;
     course->done = course->at_ + stop;

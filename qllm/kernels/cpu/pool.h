@@ -1,5 +1,5 @@
-// A small thread pool: tasks are taken one by one, so a thread that the system stops holds up one
-// task and not a share. Waiting spins for some microseconds and then sleeps.
+// A small thread pool. Threads take tasks one by one, so a thread that the system suspends delays
+// one task and not a share of them. A waiting thread spins for some microseconds and then sleeps.
 #pragma once
 
 #include <stdint.h>
@@ -8,15 +8,16 @@ namespace qllm {
 
 using Task = void (*)(const void* context, int64_t task, int64_t then);
 
-// Threads that compute, the caller included: of all callers, from any of them, at any time.
+// Sets the number of threads for all callers, each caller's own thread included. Callable from any
+// thread at any time.
 void set_threads(int threads);
 int num_threads();
 
-// Run tasks [0, count) on all threads; returns when all are done. A thread takes up to `most` that
-// follow each other at a time, and fewer towards the end, so that none waits long for another.
-// `then` is the task that it will probably run next, which may be past the last. While another
-// caller has the threads, the tasks run on the caller's own. With a course (course.h) some of them
-// may be done already, or be left for later.
+// Runs tasks [0, count) on all threads; returns when all are done. A thread takes up to `most`
+// adjacent tasks at a time, and fewer towards the end, so that no thread waits long for another.
+// `then` is the task that the thread will probably run next, which may be after the last. While
+// another caller uses the threads, the tasks run on the caller's own thread. With a course
+// (course.h) some tasks may be done already, or be left for later.
 void run_tasks(int64_t count, int64_t most, Task task, const void* context);
 
 namespace {

@@ -6,7 +6,7 @@
 namespace qllm {
 namespace {  // every instruction set has its own, as in vec.h
 
-// Memory of one thread that is kept between calls, its start on a cache line.
+// Memory of one thread that lives between calls and starts on a cache line.
 template <class T>
 class Scratch {
  public:

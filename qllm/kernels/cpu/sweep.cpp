@@ -17,8 +17,8 @@ const Part kAllKeys{nullptr, nullptr, 0, int64_t(1) << 62, 1, 1};
 
 constexpr int64_t kFewMore = 4;
 
-// A task goes through so many keys as `key_values` are: one with all of a long context would go on for
-// many milliseconds. What rows have seen is kept between the parts.
+// One task reads as many keys as `key_values` allows: a task over a whole long context would run
+// for many milliseconds. The state of rows is kept between the parts.
 void attend_keys(const Kernels& k, uint16_t* out, const uint16_t* q, const Heads& heads,
                  const Sweep& s, const Layer& layer, const LayerOp& part) {
   static const Kept<float> sums_, softmax_;
@@ -66,7 +66,7 @@ void route(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& 
   if (layer.mlp) k.mlp(s.shared + first, s.normed + first, *layer.mlp, rows);
 }
 
-// Slots in order of their expert, equal ones in order of (token, k); units are cut at `unit_rows`.
+// Sorts slots by expert, then by (token, k); units have at most `unit_rows` rows.
 bool start_experts(Sweep& s, const Layer& layer) {
   static thread_local Scratch<int64_t> ends_;
   int64_t num = layer.experts->num, slots = s.tokens * s.top_k, lo = 0;
@@ -79,7 +79,7 @@ bool start_experts(Sweep& s, const Layer& layer) {
   s.num_units = 0;
   for (int64_t e = 0; e < num; e++) {
     int64_t end = lo + ends[e];
-    ends[e] = lo;  // where its next slot goes
+    ends[e] = lo;  // place of its next slot
     for (; lo < end; lo = s.units[s.num_units++].hi)
       s.units[s.num_units] = {e, lo, end - lo < s.unit_rows ? end : lo + s.unit_rows};
   }
@@ -91,7 +91,7 @@ bool start_experts(Sweep& s, const Layer& layer) {
   return true;
 }
 
-// The end of the range of units that begins at `s.pos`.
+// The end of the range of units that starts at `s.pos`.
 int64_t end_of_range(const Sweep& s) {
   int64_t stop = s.pos, rows = 0;
   for (double ns = 0; stop < s.num_units && ns < s.range_ns; stop++) {

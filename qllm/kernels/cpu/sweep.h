@@ -10,20 +10,20 @@ namespace qllm {
 // As OpKind of qllm/scheduler/program.py.
 enum Kind : int64_t { kAttn = 1, kRoute = 2, kExperts = 3, kCombine = 4 };
 
-// A layer of which every part is ours.
+// A layer with kernels for every part.
 struct Layer {
-  const Attention* attention;  // null where there are latents
+  const Attention* attention;  // null for a layer with latents
   const Latents* latents;
   const Matrix* out;
   const Router* router;  // null in a dense layer, as its experts
   const Experts* experts;
-  const Mlp* mlp;    // shared experts, or all of a dense layer; or null
-  const Norm* norm;  // before it in a dense layer
+  const Mlp* mlp;    // shared experts, or the MLP of a dense layer; or null
+  const Norm* norm;  // before the MLP in a dense layer
   int64_t index, window, expert_bytes;
-  float scale;  // of what is added to the residual stream
+  float scale;  // factor of the terms that are added to the residual stream
 };
 
-// One op of every layer, over tokens [lo, hi); an ATTN op also says what it attends.
+// One op of every layer, over tokens [lo, hi); for an ATTN op, also its spans.
 struct LayerOp {
   int64_t kind, lo, hi;
   const Span* spans;
@@ -37,38 +37,39 @@ struct Sweep {
   int64_t num_parts, end_layer;
   int64_t tokens, width, top_k, wide;  // T, D, K; weights are fp32
 
-  // x [T, D] is what the layer was given, `next` what it gives: each layer gives the other one.
+  // x [T, D] is the input of the layer, `next` its output: each layer swaps the two.
   uint16_t *x, *next;
-  uint16_t *mid, *normed, *shared;   // [T, D]; what shared experts gave
+  uint16_t *mid, *normed, *shared;   // [T, D]; output of the shared experts
   void* weights;                     // [T, K]
   uint16_t* slots;                   // [S, D], S = T * K
   int64_t *ids, *token, *inverse;    // [S]
   Unit* units;                       // room for S
 
-  // Units of one range: of so many rows at most, one unit at least, and as `Work` of
-  // qllm/runner/layers/work.py says.
+  // Units of one range: at most so many rows, at least one unit, and a time limit as in `Work` of
+  // qllm/runner/layers/work.py.
   int64_t unit_rows, range_rows;
   double range_ns, unit_ns, row_ns;
-  int64_t key_values;  // most of keys, and of what is weighed for them, that one task goes through
+  int64_t key_values;  // most values, of keys and of values, that one attention task reads
 
-  // What the op that is begun has done inside; anything else that is kept is in the tensors.
+  // Progress inside the op that has begun; all other state is in the tensors.
   Course* course;
 
-  // Return at the boundaries of this grain when asked: when the word at `watch` is not `seen`, or
-  // after `stop_ns` of the monotonic clock, or `tasks_left` tasks. Without a watch every boundary
-  // between ops or ranges returns. At the grain of experts every task of an op ends at a boundary.
+  // Return at the boundaries of this grain if a stop is due: the word at `watch` is not `seen`, or
+  // the monotonic clock is past `stop_ns`, or `tasks_left` tasks are done. Without a watch, return
+  // at every boundary between ops or ranges. At the grain of experts every task of an op ends at a
+  // boundary.
   int64_t grain;  // as Grain of qllm/types.py
   const int64_t* watch;
   int64_t seen, stop_ns, tasks_left;
   int64_t single;  // return after the first op or range
 
-  // Where it is; `pos` and `num_units` are those of an EXPERTS op.
+  // The current place; `pos` and `num_units` are those of an EXPERTS op.
   int64_t layer, part, pos, num_units;
 
-  // What was done in this call: how long it took, the longest time between two polls of a thread, and
-  // in which op that was.
+  // The work of this call: its time, the longest time between two polls of a thread, and the op in
+  // which that was.
   int64_t num_layers, call_ns, longest_ns, longest_kind, slots_done, expert_bytes;
-  int64_t failed;  // a router gave an id that is no expert's
+  int64_t failed;  // a router gave an id of no expert
 };
 
 // Runs until `end_layer` or a boundary.
@@ -83,7 +84,8 @@ struct HeadBlocks {
   const Matrix* const* blocks;
   int64_t width, end;
 
-  // As in Sweep. The head is as the inside of a layer: it returns at the grain of experts alone.
+  // The same as in Sweep. The head counts as the inside of a layer: it returns early only at the
+  // grain of experts.
   Course* course;
   int64_t grain;
   const int64_t* watch;
@@ -91,7 +93,7 @@ struct HeadBlocks {
 
   int64_t at;  // the first block that is not done
 
-  // What was done in this call.
+  // The work of this call.
   int64_t call_ns, longest_ns;
 };
 

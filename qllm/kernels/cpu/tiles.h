@@ -58,12 +58,13 @@ inline void dot_fma(Words c, const Words a, const Words b) { add_products(c, a, 
 #endif
 #endif
 
-// Tiles are the thread's own while one of these lives. What was in them is lost.
+// While one of these lives, the thread owns the tiles. Their contents before are lost.
 class Tiles {
 #if !defined(QLLM_EMULATE)
 
  public:
-  // Of what 4 to 7 are multiplied, so many bytes: a row of 4 and 5, four in each of 6 and 7.
+  // Sets the tiles up for inputs of `bytes` bytes: a row of tiles 4 and 5, four in each row of 6
+  // and 7.
   explicit Tiles(int64_t bytes = 64) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -74,7 +75,7 @@ class Tiles {
     config.rows[6] = config.rows[7] = uint8_t(bytes / 4);
     asm volatile("ldtilecfg %0" : : "m"(config) : "memory");
   }
-  ~Tiles() { asm volatile("tilerelease" : : : "memory"); }  // cheaper to switch threads
+  ~Tiles() { asm volatile("tilerelease" : : : "memory"); }  // makes a switch of threads cheaper
 
   template <int T>
   void zero() {
@@ -85,7 +86,7 @@ class Tiles {
   void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
   }
-  // Sixteen rows of 16 numbers of 32 bits, one after the other.
+  // Sixteen contiguous rows of 16 numbers of 32 bits.
   template <int T>
   void store(void* to) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(int64_t(64)), "i"(T) : "memory");
@@ -95,7 +96,8 @@ class Tiles {
   void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
-  // The same of signed bytes in A and unsigned ones in B, four in a row there: whole numbers.
+  // The same for signed bytes in A and unsigned bytes in B, four adjacent ones per sum: whole
+  // numbers.
   template <int C, int A, int B>
   void dot_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
@@ -124,7 +126,7 @@ class Tiles {
   void store(void* to) {
     memcpy(to, at_[T], sizeof at_[T]);
   }
-  // As Intel's manual has TDPBF16PS.
+  // As Intel's manual defines TDPBF16PS.
   template <int C, int A, int B>
   void dot() {
     (has_fma() ? dot_fma : dot_plain)(at_[C], at_[A], at_[B]);

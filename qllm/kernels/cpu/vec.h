@@ -21,7 +21,7 @@
 #endif
 
 namespace qllm {
-namespace {  // every instruction set has its own: nothing here may be merged by the linker
+namespace {  // every instruction set has its own: the linker must not merge anything here
 
 using bf16 = uint16_t;
 
@@ -120,8 +120,8 @@ struct Vec {
     }
   }
 #if defined(QLLM_BF16)
-  // Written here: with the intrinsic g++ 12 copies every sum and spills most, where there are many
-  // (measured: 0.45 of the speed for 8 to 96 rows).
+  // Written as assembly: with the intrinsic, g++ 12 copies every sum and spills most, if there are
+  // many (measured: 0.45 of the speed for 8 to 96 rows).
   static F dot(F acc, Pairs a, Pairs b) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
@@ -329,7 +329,7 @@ struct Vec {
 
 #endif
 
-// `dot` with one pair for all lanes, which the instruction itself reads from memory if it can.
+// `dot` with one pair for all lanes; the instruction itself reads the pair from memory if it can.
 inline Vec::F dot_pair(Vec::F acc, Vec::Pairs a, const bf16* p) {
 #if defined(QLLM_BF16)
   struct Two {
