@@ -25,7 +25,7 @@ from qllm.kernels.quantised import FOUR_BIT, I4_ZERO, INTEGERS, Quantised
 MOST_INPUTS = 128
 """Inputs of the longest run."""
 LEAST = 2.0**-100
-"""Limit of a run's largest absolute value below which the run counts as zeros."""
+"""A run whose largest absolute value is below this counts as zeros."""
 LARGEST = 127
 
 

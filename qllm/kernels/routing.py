@@ -202,7 +202,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights | str:
 
 
 def max_tiles(num_slots: int, num_experts: int, rows: int) -> int:
-    """Return the most tiles of `rows` rows that the slots of so many experts can fill."""
+    """Return the largest number of tiles of `rows` rows that slots of so many experts can fill."""
     return min(num_slots, num_slots // rows + num_experts)
 
 

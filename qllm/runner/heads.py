@@ -123,7 +123,7 @@ class HeadState:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
-        """Return the state of `export`."""
+        """Restore the state from an `export`."""
         greedy = tensors.get("head.greedy")
         ids = () if greedy is None else greedy.tolist()
         head = cls(tensors["head.x"], ids, Scores.restored(tensors))

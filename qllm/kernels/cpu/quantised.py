@@ -161,7 +161,7 @@ class QuantisedStack:
         self._judging = threading.Lock()
 
     def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
-        """Pack weights from number `first` on; a sequence of weights with the same inputs is one.
+        """Pack weights from number `first` on; a sequence of weights is stacked into one weight.
 
         Several threads may pack at the same time, each into different places.
 
@@ -233,7 +233,7 @@ class QuantisedStack:
         Args:
             expert: Number of the weight.
             out_NK: Destination.
-            values: bf16 [`packed_numel`] to compute in; stays in cache if several are unpacked.
+            values: Memory for the values, bf16 [`packed_numel`]; reuse keeps it in the cache.
         """
         if values is None:
             values = torch.empty(cpu.packed_numel(self._n, self._k), dtype=torch.bfloat16)
@@ -325,7 +325,7 @@ def _format(weight: Quantised, k: int) -> tuple[object, ...]:
 
 
 def stacked(weights: Sequence[Quantised]) -> Quantised | None:
-    """Return weights of the same inputs as one; None if there are none, or formats differ."""
+    """Join weights that read the same inputs; return None if there are none, or formats differ."""
     if not weights or not all(_alike(weights[0], other) for other in weights):
         return None
     first = weights[0]

@@ -303,7 +303,7 @@ def _ties(top_p, whole, above, each, equal):
 @triton.jit
 def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
               C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Return the token of a row: first draw its chunk, then the token; -1 if none has weight.
+    """Draw the token of a row: first its chunk, then the token; -1 if none has weight.
 
     `masses` and `ties` [C_PAD]: the weight of each chunk, and the number of tokens at the bound's
     logit that stay in it, the lowest ids.

@@ -131,7 +131,7 @@ class Score:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "Score":
-        """Return the object of an `export`."""
+        """Restore the object from an `export`."""
         member, num_top, num_blocks, rows = tensors["numbers"].tolist()
         score = cls(
             member, [tensors["x"]], tensors["targets"].tolist(), num_top, (num_blocks, rows)
@@ -191,7 +191,7 @@ class Scores:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "Scores":
-        """Return the object of an `export`."""
+        """Restore the object from an `export`."""
         parts: dict[int, dict[str, Any]] = {}
         for name, x in tensors.items():
             if name.startswith("score."):
