@@ -1,14 +1,14 @@
-// One op as a row of tasks that can be left after any of them and gone on with later.
+// One op as a sequence of tasks: the kernels can leave it after any task and continue it later.
 //
 // While a thread has a course, the tasks of all its `run_tasks` calls are one sequence. Threads take
-// them in order, one or a few small ones at a time, and poll before they take. Each thread that finds
-// a reason to stop ends what it has taken and takes no more. So what is done is the first `done`
-// tasks, whatever the number of threads. What comes after them in the op is called all the same and
-// does nothing.
+// them in order, one or a few small ones at a time, and poll before they take. A thread that finds
+// a stop due completes the tasks that it has taken and takes no more. So the first `done` tasks are
+// complete, whatever the number of threads. The code of the op after them still runs, but does
+// nothing.
 //
-// To go on, the op is called again from its beginning with the same course. Calls of `run_tasks`
-// whose tasks are done return at once, and `Kept` memory holds what they left. So an op writes
-// memory that outlives one of its tasks in tasks alone, or writes the same again.
+// To continue, the op is called again from its start with the same course. Calls of `run_tasks`
+// whose tasks are done return at once, and `Kept` memory holds their results. So only tasks may
+// write memory that outlives a task of an op, unless the op writes the same values again.
 #pragma once
 
 #include <stdint.h>

@@ -1,9 +1,9 @@
-// AMX: eight tiles of 16 rows of 64 bytes, and the products of two of bf16, or of bytes. Where QLLM_TILES is
-// not defined there are none; QLLM_EMULATE has the same arithmetic in plain C++, so that what is
-// built on tiles can be tested on a machine without them.
+// AMX: eight tiles of 16 rows of 64 bytes, and products of two tiles of bf16, or of bytes. Without
+// QLLM_TILES there are no tiles; QLLM_EMULATE has the same arithmetic in plain C++, so that code
+// for tiles can be tested on a machine without them.
 //
-// Instructions are written here and not taken from immintrin.h: g++ 12 does not say there that
-// they read and write memory.
+// Instructions are written as assembly and not taken from immintrin.h: the header of g++ 12 does
+// not declare that they read and write memory.
 #pragma once
 
 #include <stdint.h>
