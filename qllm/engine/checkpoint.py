@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from qllm.engine import archive
 from qllm.engine.delayed import Held, HoldingIngress
-from qllm.engine.live import Live
-from qllm.engine.loop import EngineLoop
+from qllm.engine.loop import EngineLoop, Live
 from qllm.errors import CheckpointError
 from qllm.ingress import Submission, Update
 from qllm.ingress.admission import refusal

@@ -8,12 +8,11 @@ take what arrived -> decide -> effects -> run a program until its end or a bound
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 from qllm.engine.costs import StepCosts
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
-from qllm.engine.live import Live, request_of
 from qllm.engine.prompt_updates import Revising, why
 from qllm.engine.protocol import Deciding, Newcomers, Sink
 from qllm.errors import PolicyError, contained, without_ticket
@@ -29,6 +28,27 @@ from qllm.types import FinishReason, Grain, Priority, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
 """Errors of the policy that are kept for statistics: the latest."""
+
+
+class Live(NamedTuple):
+    """A request as the engine loop keeps it: its submission and the scheduler's counters."""
+
+    submission: Submission
+    request: Request
+
+
+def request_of(item: Submission) -> Request:
+    """Return the scheduler's view of a request that arrives."""
+    return Request(
+        request_id=item.request_id,
+        priority=item.priority,
+        arrival_ns=item.arrival_ns,
+        num_prompt_tokens=item.num_prompt_tokens,
+        num_tokens=len(item.token_ids),
+        max_tokens=item.max_tokens,
+        slo=item.slo,
+        is_open=item.is_open,
+    )
 
 
 class EngineLoop:

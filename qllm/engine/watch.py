@@ -16,8 +16,7 @@ from math import isinf
 from typing import Any
 
 from qllm.config import EngineConfig
-from qllm.engine.live import Live
-from qllm.engine.loop import EngineLoop
+from qllm.engine.loop import EngineLoop, Live
 from qllm.record.metrics import class_name
 from qllm.record.timeline import Timeline, track_of
 from qllm.record.trace import Event

@@ -100,11 +100,10 @@ FLOORS = {
     ),
     "engine.costs": Floor("policy scheduler.program", PURE),
     "engine.limits": Floor(f"{BASE} scheduler", PURE),
-    "engine.live": Floor("ingress scheduler", PURE),
     "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
     "engine.delayed": Floor("types ingress", PURE),
     "engine.handover": Floor(
-        f"{BASE} engine.costs engine.delayed engine.kv engine.live engine.loop engine.remote "
+        f"{BASE} engine.costs engine.delayed engine.kv engine.loop engine.remote "
         "engine.storage ingress models record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch"},
     ),
@@ -114,7 +113,7 @@ FLOORS = {
         PURE,
     ),
     "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.live engine.kv engine.protocol "
+        f"{BASE} engine.costs engine.effects engine.kv engine.protocol "
         "engine.prompt_updates ingress record runner.protocol scheduler",
         PURE,
     ),

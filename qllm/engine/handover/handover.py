@@ -26,8 +26,7 @@ from qllm.config import EngineConfig
 from qllm.engine.handover.compatible import Carried, Terms, digest_of, page_parts
 from qllm.engine.handover.format import Header, read_header, tensor
 from qllm.engine.handover.outbox import Outbox
-from qllm.engine.live import Live
-from qllm.engine.loop import EngineLoop
+from qllm.engine.loop import EngineLoop, Live
 from qllm.engine.storage.identity import layout_of, software
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.errors import MOVED, CheckpointError
