@@ -1,8 +1,8 @@
 """Checkpoint files: tensors and a JSON document in one safetensors file, written atomically.
 
-The file is its owner's alone. It is refused unless it is whole, ours, and of this version: it says
-the sum of what it holds. What that is is the business of the runner (tensors) and of the engine
-(everything else).
+Only the owner may read the file. A file is refused unless it is whole, ours, and of this version:
+its header has a checksum of its content. The runner defines the tensors; the engine defines
+everything else.
 """
 
 import json
@@ -75,7 +75,7 @@ def _check_header(path: str | Path, header: Mapping[str, str]) -> None:
 
 
 def _sum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """The sum of a document and of tensors on the CPU: their names, types, shapes and bytes."""
+    """Return the checksum of a document and CPU tensors: their names, types, shapes and bytes."""
     parts: list[bytes | memoryview] = [text.encode()]
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -1,4 +1,4 @@
-"""An engine put together: a model, its runner, a scheduler and the loop over them."""
+"""Assembly of an engine: a model, its runner, a scheduler and the loop over them."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -60,11 +60,11 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
-    """The runner for the device that a model is on.
+    """Return the runner for the device that a model is on.
 
     Raises:
-        ConfigError: A setting that CUDA does not have.
-        ModelError: The model cannot be driven safely.
+        ConfigError: A setting that CUDA does not support.
+        ModelError: The model cannot be run safely.
     """
     if model.device.type != "cuda":
         return cpu_runner(
@@ -102,7 +102,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
 
 
 def refuse_rounding(model: Any, expert_weights: str) -> None:
-    """Return if the experts of a model on a device are what was asked for."""
+    """Raise ConfigError unless the experts on the device have the rounding of the setting."""
     if expert_weights == "auto":
         return
     held = all_quantised(model).values()
@@ -118,13 +118,13 @@ def refuse_rounding(model: Any, expert_weights: str) -> None:
 def spare_of(
     config: EngineConfig, why_inexact: str, streams: Callable[[], StreamApi], device: torch.device
 ) -> Spare | None:
-    """Room for KV beside the pages of a device; None if the settings ask for none.
+    """Return spare room for KV outside the pages of a device; None if no setting asks for it.
 
     Args:
         config: Settings.
-        why_inexact: See `Backend`.
-        streams: What makes copies.
-        device: Where the pages will be; how fast it copies is measured.
+        why_inexact: Reason why results are not exact, see `Backend`.
+        streams: Factory of the API that makes copies.
+        device: Device of the pages; its copy speed is measured.
     """
     num_kept = 0
     if config.prefix_cache == "approximate" or (config.prefix_cache and not why_inexact):
@@ -138,14 +138,14 @@ def spare_of(
 
 @contextmanager
 def naming_family(model: Any, what: str) -> Iterator[None]:
-    """Turn what an unknown model makes raise into a ModelError that names its family.
+    """Turn any error that an unknown model causes into a ModelError that names its family.
 
     Args:
-        model: Of transformers.
-        what: What is done with it here, for the message.
+        model: A transformers model.
+        what: Activity with the model, for the message.
 
     Raises:
-        ModelError: Anything went wrong that is neither a setting, nor a device, nor memory.
+        ModelError: An error other than one of settings, device or memory.
     """
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", None) or type(model).__name__
@@ -166,17 +166,17 @@ def naming_family(model: Any, what: str) -> Iterator[None]:
 
 
 class LoadedRunner:
-    """Loads the runner of a model and describes the model to front ends, whatever the loop.
+    """Loader of a model's runner, which also describes the model to front ends. Any loop uses it.
 
     Args:
         loaded: The model.
         policy: A policy object.
         config: Settings.
-        threads: Threads torch computes with; None leaves torch's choice.
+        threads: Threads of torch; None leaves torch's choice.
 
     Raises:
-        ConfigError: A setting that the device does not have.
-        ModelError: The model cannot be driven safely.
+        ConfigError: A setting that the device does not support.
+        ModelError: The model cannot be run safely.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class LoadedRunner:
                     with naming_family(loaded.model, f"the start-up check (drivers: {drivers})"):
                         check_conformance(loaded.model, self.runner)
                 except BaseException:
-                    self.runner.close()  # the model is the caller's, as it was
+                    self.runner.close()  # give the caller the model back as it was
                     raise
         on_cuda = loaded.model.device.type == "cuda"
         self.limits = limits_of(config, self.runner.capabilities, whole_steps=on_cuda)
@@ -211,11 +211,11 @@ class LoadedRunner:
 
     @property
     def max_total_tokens(self) -> int:
-        """Longest request, prompt and answer."""
+        """Return the token limit of a request: prompt and answer together."""
         return self.info.shape.longest(self.config.pool_tokens)
 
     def run(self, serve: Callable[[], object]) -> BaseException | None:
-        """Serve on this thread until the loop is closed; return what it crashed with."""
+        """Serve on this thread until the loop is closed; return the error of a crash."""
         count = 1 if self.runner.backend.is_native else self.threads
         if count is not None:
             set_own_torch_threads(count)
@@ -227,11 +227,11 @@ class LoadedRunner:
         return None
 
     def stats_of(self, loop: Any, decider: Any) -> dict[str, Any]:
-        """Numbers of the run so far that every loop on the host has. Callable from any thread.
+        """Return the statistics that every loop on the host has. Callable from any thread.
 
         Args:
-            loop: An `EngineLoop`; its thread counts on meanwhile.
-            decider: Who decides: knows the frame that runs, and those that are parked.
+            loop: An `EngineLoop`; its thread keeps counting during the call.
+            decider: The scheduler; it has the running frame and the parked frames.
         """
         segments = self.runner.segments
         kind = segments.longest_op
@@ -254,7 +254,7 @@ class LoadedRunner:
         }
 
     def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
-        """A frame as statistics show it. Of one that runs the place is where it last began to."""
+        """Return a frame for statistics. A running frame is shown where its last run began."""
         program, index = parked.program, parked.index
         held = self.runner.frames.get(program.frame_id)
         op = program.ops[min(index.op, len(program.ops) - 1)]
@@ -271,7 +271,7 @@ class LoadedRunner:
 
 
 def time_stats(config: EngineConfig, counts: Mapping[str, int]) -> dict[str, float]:
-    """Seconds that both classes had, those that the floor gave, and the floor.
+    """Return the seconds that each class had, the seconds that the BE floor gave, and the floor.
 
     Args:
         config: Settings.
@@ -292,17 +292,17 @@ class EngineCore(LoadedRunner):
         loaded: The model.
         policy: A policy object.
         config: Settings.
-        ingress: Where requests come from.
-        sink: Where tokens go.
+        ingress: Source of requests.
+        sink: Receiver of tokens.
         now_ns: The engine's clock.
-        threads: Threads torch computes with; None leaves torch's choice.
-        decided: See `EngineLoop`.
-        pull: Fetches KV of other engines.
-        weights: Digest of the model's weights; None has it taken where it is needed.
+        threads: Threads of torch; None leaves torch's choice.
+        decided: Callback after each decision, see `EngineLoop`.
+        pull: Function that fetches KV of other engines.
+        weights: Digest of the model's weights; None computes it where it is needed.
 
     Raises:
-        ConfigError: A setting that the device does not have.
-        ModelError: The model cannot be driven safely.
+        ConfigError: A setting that the device does not support.
+        ModelError: The model cannot be run safely.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class EngineCore(LoadedRunner):
     ) -> None:
         self.handover: HandOver | None = None
         if weights is None and (config.kv_dir is not None or config.handover_gib):
-            with torch_threads(threads):  # now, since the runner packs them
+            with torch_threads(threads):  # must happen before the runner packs the weights
                 weights = weights_digest(loaded.model)
         weights = weights or ""
         super().__init__(loaded, policy, config, threads)
@@ -360,16 +360,16 @@ class EngineCore(LoadedRunner):
         except BaseException:
             if (kept := getattr(self, "kept", None)) is not None:
                 kept.close()
-            self.runner.close()  # the model is the caller's, as it was
+            self.runner.close()  # give the caller the model back as it was
             raise
         self._watch = Watch(self.loop, config, self.runner)
 
     def serve(self) -> BaseException | None:
-        """Serve on this thread until the loop is closed; return what it crashed with."""
+        """Serve on this thread until the loop is closed; return the error of a crash."""
         return self.run(self.loop.serve)
 
     def end_all(self, open_requests: Iterable[RequestId], crash: BaseException | None) -> None:
-        """Whatever is still open ends now: the loop will not come back."""
+        """End every request that is still open. Used when the loop will not run again."""
         reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
         text = None if crash is None else crash_text(crash)
         open_ids = dict.fromkeys(open_requests)
@@ -389,11 +389,11 @@ class EngineCore(LoadedRunner):
 
     @property
     def held(self) -> tuple[Submission, ...]:
-        """Requests that the loop does not know yet: of their grammar or KV something is missing."""
+        """Requests that wait for their grammar or KV; the loop does not know them yet."""
         return tuple(held.submission for held in self.loading.held)
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far. Callable from any thread."""
+        """Return the statistics of the run so far. Callable from any thread."""
         loop = self.loop
         return {
             **self.stats_of(loop, loop.scheduler),
@@ -418,11 +418,11 @@ class EngineCore(LoadedRunner):
         }
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
-        """What is new since an entry of the timeline (`Watch.look`). Callable from any thread."""
+        """Return timeline entries after number `since` (`Watch.look`). Callable from any thread."""
         return self._watch.look(since, whole)
 
     def _state_stats(self) -> dict[str, int]:
-        """What layers that carry a state take; zeros where none does, but for a token's bytes."""
+        """Return the bytes of layers that carry a state: zeros without them, except per token."""
         requests, charge = list(self.runner.requests.values()), self.runner.charge
         return {
             "bytes_per_request": charge.request_bytes,
@@ -438,21 +438,21 @@ class EngineCore(LoadedRunner):
         return prefix.stats() | self.kept.stats()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all kept KV. Called on the loop's thread."""
+        """Delete all cached KV. Called on the loop's thread."""
         if self.loop.prefix is not None:
             self.loop.prefix.reset()
 
     def delete_kv(self, tag: bytes) -> int:
-        """Delete the kept KV of an owner or a salt. Called on the loop's thread."""
+        """Delete the cached KV of an owner or a salt. Called on the loop's thread."""
         if self.handover is not None:
             self.handover.outbox.delete(tag)
         return 0 if self.loop.prefix is None else self.loop.prefix.delete(tag, self.held)
 
     def settle_file(self) -> None:
-        """Wait until what was deleted is no more in the file. Callable from other threads.
+        """Wait until deleted KV is erased from the file. Callable from other threads.
 
         Raises:
-            QllmError: It cannot be deleted there, or not in time.
+            QllmError: The KV cannot be erased, or not in time.
         """
         self.kept.settle()
 
@@ -468,7 +468,7 @@ def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
 
 
 def _refuse_too_much_kv(config: EngineConfig, runner: TorchRunner) -> None:
-    """Refuse to keep more KV than the machine has memory; nothing would fail before it is full."""
+    """Refuse more KV than the machine has memory. Otherwise an error comes only at run time."""
     kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
     each, memory = kv_token_bytes(runner.parts, runner.model), memory_bytes()
     if (kept + config.swap_kv_tokens) * each > memory:
@@ -480,11 +480,11 @@ def _refuse_too_much_kv(config: EngineConfig, runner: TorchRunner) -> None:
 
 
 def crash_text(crash: BaseException) -> str:
-    """How a crash of the loop is told to those who wait."""
+    """Return the text that waiting clients receive after a crash of the loop."""
     return f"{CRASHED}: {type(crash).__name__}: {crash}"
 
 
 def _said(config: EngineConfig) -> str:
-    """What became of the weights of a model that is not quantised."""
+    """Return how the weights of an unquantised model were stored."""
     how, stored = config.expert_weights, "as they were stored"
     return stored if how == "auto" else f"{stored}, experts rounded to {how}"

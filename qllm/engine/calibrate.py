@@ -1,4 +1,4 @@
-"""What steps cost, measured before an engine serves: for a loop that does not fit costs itself."""
+"""Measurement of step costs before an engine serves, for a loop that does not fit costs itself."""
 
 from collections.abc import Callable
 
@@ -14,20 +14,20 @@ from qllm.scheduler.program import START, Program
 from qllm.types import FrameId, Grain, RequestId, SamplingParams
 
 PROMPT = 32
-"""Tokens of each request that decodes here."""
+"""Prompt tokens of each request that decodes here."""
 ROUNDS = 3
 GREEDY = SamplingParams(temperature=0, seed=0)
 
 
 def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> CostTable:
-    """Prefill, then decode 1, 2, 4 ... requests at once, and fit the table from what it took.
+    """Run a prefill and decodes of 1, 2, 4 ... requests, and fit a cost table to the times.
 
     Args:
-        runner: With no request in it; it has none afterwards.
-        limits: As many requests, tokens and blocks are used as they allow.
-        now_ns: The clock; when `runner.run` has returned, it must include the work of that run.
+        runner: A runner without requests; it has none afterwards.
+        limits: Upper bounds of requests, tokens and blocks here.
+        now_ns: A clock. After `runner.run` returns, it must include the work of that run.
     """
-    costs, stop = StepCosts(), StopWord(now_ns)  # nobody lowers it
+    costs, stop = StepCosts(), StopWord(now_ns)  # never lowered here
     prompt = max(1, min(PROMPT, limits.max_step_tokens))
     sizes = [1 << level for level in range(COST_LEVELS) if 1 << level <= limits.max_num_seqs]
     room, each = limits.num_blocks, limits.block_size
@@ -61,7 +61,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
 
 
 def _blocks(sizes: list[int], prompt: int, shape: ModelShape, block_size: int) -> int:
-    """KV blocks of requests of which the first take part in the decodes of every size."""
+    """Return the KV blocks of the requests; the first ones take part in decodes of every size."""
     rounds = [ROUNDS * sum(size > i for size in sizes) for i in range(sizes[-1])]
     return sum(shape.blocks_for(prompt + tokens, block_size) for tokens in rounds)
 

@@ -1,7 +1,7 @@
 """Checkpoints: the unfinished requests of one engine, finished in another process.
 
-A snapshot lives in the runner, beside the KV it needs. Its portable form is everything: parked
-frames with their programs and activations, KV, sampling positions and counters, in one file.
+A snapshot lives in the runner, next to the KV it needs. A checkpoint has everything in one file:
+parked frames with their programs and activations, KV, sampling positions and counters.
 Both functions run on the engine's thread, between two programs.
 """
 
@@ -30,40 +30,41 @@ T = TypeVar("T")
 
 
 class Adopted(Protocol):
-    """What stands for a restored request where it is waited for: a handle, or its stand-in."""
+    """A handle of a restored request, or an object that replaces the handle."""
 
     @property
     def number(self) -> RequestId:
-        """Its id in this engine."""
+        """Id of the request in this engine."""
         ...
 
     def on_token(self, sampled: Sampled) -> bool:
-        """Take one of the tokens that it had already."""
+        """Take a token that the request had before the checkpoint."""
         ...
 
 
 H = TypeVar("H", bound=Adopted)
 Adopt = Callable[[str, tuple[int, ...], SamplingParams, int], H]
-"""Called with name, prompt, sampling and class of a request."""
+"""A function of the name, prompt, sampling and class of a request; it returns the handle."""
 
 
 def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
-    """Write every unfinished request to `path`; they go on here too.
+    """Write every unfinished request to `path`; the requests also continue here.
 
-    Those that are held back (`HoldingIngress`) are written as not begun: what each waits for is
-    made again where they are restored. Open prompts are left out: who could finish them is here.
+    Requests that are held back (`HoldingIngress`) are written as not begun: the engine that
+    restores them makes again what each waits for. Streaming prompts are left out: only clients of
+    this engine can complete them.
 
     Raises:
         CheckpointError: The file cannot be written.
     """
-    loop.take()  # what was submitted before the checkpoint was asked for
+    loop.take()  # includes requests that arrived before the checkpoint was requested
     tensors: dict[str, Any] = {}
     requests, frames = [], []
     unfinished = {n: live for n, live in loop.live.items() if not live.request.is_open}
     for number, live in unfinished.items():
         state, meta = runner.export_request(number)
         told = {**_request_meta(live, loop.now_ns()), "runner": meta}
-        # what a request found in the prefix cache and has not copied yet stays here
+        # KV that was found in the prefix cache but not copied yet is not saved
         told["counters"]["num_computed_tokens"] = meta["committed"]
         requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
@@ -93,7 +94,7 @@ def load(
     adopt: Adopt[H],
     now_ns: int,
 ) -> list[H]:
-    """Take over the requests of a checkpoint.
+    """Restore the requests of a checkpoint.
 
     Raises:
         CheckpointError: The file is truncated, foreign, of another version or model, or its KV
@@ -164,7 +165,7 @@ def _transport(loop: EngineLoop) -> HoldingIngress[Any]:
 
 
 def _settings(loop: EngineLoop, runner: TorchRunner) -> dict[str, Any]:
-    """What the ops of a program and its bits depend on, beside the model."""
+    """Return the settings that a program's ops and bits depend on, in addition to the model."""
     return {
         "batch_invariant": loop.scheduler.limits.batch_invariant,
         "max_segment_ns": loop.scheduler.limits.max_segment_ns,
@@ -250,7 +251,7 @@ def _load_request(
     adopt: Adopt[H],
     now_ns: int,
 ) -> H:
-    # the front end had the log-probabilities so far, and it is gone: the rest would be misplaced
+    # the front end that had the earlier log-probabilities is gone: later ones would be misplaced
     asked = trace.sampling_from_dict(meta["sampling"])
     sampling = replace(asked, logprobs=None)
     ids = tuple(meta["runner"]["token_ids"])
@@ -283,7 +284,7 @@ def _load_request(
 def _load_held(
     loop: EngineLoop, runner: TorchRunner, meta: Mapping[str, Any], adopt: Adopt[H], now_ns: int
 ) -> list[Submission | Update]:
-    """What arrives here of a request that was held back there."""
+    """Return the items by which a request that was held back arrives in this engine."""
     held, ids = meta["held"], tuple(meta["held"]["token_ids"])
     sampling, num_output = trace.sampling_from_dict(meta["sampling"]), held["num_output_tokens"]
     if num_output:

@@ -1,4 +1,4 @@
-"""The cost table of the view, fitted from what runs took."""
+"""A cost table for the policy's view, fitted to measured runs."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ from qllm.policy import CostTable, Tier
 from qllm.scheduler.program import Program
 
 SAMPLES_PER_COST = 4
-"""Weight of the past when a cost is measured again: new = (3 * old + seen) / 4."""
+"""Weight of the old value when a cost is measured again: new = (3 * old + seen) / 4."""
 COST_LEVELS = 9
-"""Decode costs are kept for 1, 2, 4, ... 256 rows."""
+"""Number of decode costs: for 1, 2, 4, ... 256 rows."""
 
 
 class StepCosts:
-    """Fits the cost table of the view from measured runs.
+    """A fit of the view's cost table to measured runs.
 
     Args:
-        move_token_ns: Asked what moving a token to main memory takes; 0 on a CPU, where KV does not
-            move, and on a device that has no KV yet.
+        move_token_ns: Function that returns the time to swap a token out to main memory; 0 on a
+            CPU, where KV stays in place, and on a device that has no KV yet.
     """
 
     def __init__(self, move_token_ns: Callable[[], int] = lambda: 0) -> None:
@@ -24,10 +24,10 @@ class StepCosts:
         self._prefill_token_ns = 0
         self._memory_ns = move_token_ns
         self._tiers_ns: list[int] = []
-        """What moving a token takes, per tier beyond main memory."""
+        """Time to move a token, for each tier beyond main memory."""
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
-        """Learn from a program that ran from its start to its end at one go."""
+        """Learn from a program that ran from start to end without a stop."""
         decodes = sum(1 for row in program.rows if row.num_tokens == 1)
         tokens = program.num_tokens - decodes
         layers = program.num_layers
@@ -47,9 +47,9 @@ class StepCosts:
         return self.table()
 
     def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> None:
-        """Learn from KV that moved to a tier beyond main memory, or back; those before are known.
+        """Learn from KV moved to a tier beyond main memory, or back; nearer tiers are known.
 
-        The next table has it.
+        The next table contains the result.
         """
         seen, at = elapsed_ns // num_tokens, tier - Tier.MEMORY - 1
         if at == len(self._tiers_ns):
@@ -58,11 +58,11 @@ class StepCosts:
             self._tiers_ns[at] = _blend(self._tiers_ns[at], seen)
 
     def prefill_ns(self, num_tokens: int) -> int:
-        """Predicted time to compute tokens of a prompt; 0 before any were computed."""
+        """Return the predicted time to compute prompt tokens; 0 before any prompt was computed."""
         return num_tokens * self._prefill_token_ns
 
     def table(self) -> CostTable:
-        """The table as it is known now; unknown sizes follow from their neighbours."""
+        """Return the current table; sizes that were not measured follow from their neighbours."""
         known = self._decode_ns or {0: 1_000_000}
         values: list[int] = []
         for level in range(COST_LEVELS):

@@ -1,4 +1,4 @@
-"""Requests that arrive at the engine loop once something of theirs is ready: the base of such."""
+"""The base class of ingresses that delay a request until something it needs is ready."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -12,10 +12,10 @@ W = TypeVar("W")
 
 
 class Inbox(Ingress, Protocol):
-    """A transport that takes items of this process too."""
+    """A transport that also accepts items of this process."""
 
     def put(self, item: Item) -> None:
-        """Hand over an item. Callable from any thread."""
+        """Add an item. Callable from any thread."""
         ...
 
 
@@ -24,44 +24,45 @@ class Held(NamedTuple):
 
     submission: Submission
     updates: tuple[Update | Revision, ...]
-    """What was asked of it since, in order."""
+    """Updates that arrived since, in order."""
 
 
 class HoldingIngress(ABC, Generic[W]):
-    """A transport that holds requests back while something of theirs is made; others go by.
+    """A transport that delays requests until something they need is ready; others pass at once.
 
-    Updates of a request that is held follow it when it is let go; a cancel lets it go at once. What
-    makes a prompt whole may be held too (`_hold_revision`): its request is there meanwhile.
+    Updates of a delayed request follow it when it is released; a cancel releases it at once. The
+    revision that completes a prompt may be delayed too (`_hold_revision`): the loop then knows its
+    request already.
 
     Args:
-        inner: The transport; it may hold requests back too.
+        inner: The transport; it may delay requests too.
     """
 
     def __init__(self, inner: Inbox) -> None:
         self._inner = inner
         self._held: dict[RequestId, tuple[Submission | Revision, W]] = {}
-        """With what each waits for."""
+        """Delayed items, and what each waits for."""
         self._updates: dict[RequestId, list[Update | Revision]] = {}
 
     @abstractmethod
     def _begin(self) -> None:
-        """Called in every `drain`, before a request is held or let go."""
+        """Prepare a `drain`. Called before any request is delayed or released."""
 
     @abstractmethod
     def _hold(self, item: Submission) -> W | None:
-        """Begin to make what a request waits for; None if it waits for nothing."""
+        """Start to make what a request needs; return None if it needs nothing."""
 
     def _hold_revision(self, item: Revision) -> W | None:
-        """The same for what makes a prompt whole."""
+        """Start to make what a revision needs that completes a prompt; None if it needs nothing."""
         return None
 
     @abstractmethod
     def _is_ready(self, item: Submission, wanted: W) -> bool:
-        """Whether a request waits no longer."""
+        """Return True if a request waits no longer."""
 
     @abstractmethod
     def _let_go(self, item: Submission, wanted: W) -> Submission:
-        """What arrives of a request that waits no longer, or was cancelled."""
+        """Return the submission of a request that waits no longer, or was cancelled."""
 
     @property
     def stop(self) -> ArrivalWord:
@@ -70,7 +71,7 @@ class HoldingIngress(ABC, Generic[W]):
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Requests that are held here or by the transport below."""
+        """Requests that are delayed here or by the inner transport."""
         below = self._inner.held if isinstance(self._inner, HoldingIngress) else ()
         here = (
             Held(item, tuple(self._updates.get(number, ())))
@@ -80,7 +81,7 @@ class HoldingIngress(ABC, Generic[W]):
         return (*below, *here)
 
     def put(self, item: Item) -> None:
-        """Hand over an item of this process. Callable from any thread."""
+        """Add an item of this process. Callable from any thread."""
         self._inner.put(item)
 
     def wait(self, timeout_ns: int | None) -> None:
@@ -88,8 +89,8 @@ class HoldingIngress(ABC, Generic[W]):
         self._inner.wait(timeout_ns)
 
     def drain(self) -> list[Item]:
-        """Take what has waited and what has arrived, but for what begins to wait."""
-        arrived = self._inner.drain()  # what is ready later wakes the loop once more
+        """Return released and new items, except requests that begin to wait."""
+        arrived = self._inner.drain()  # the loop wakes again when an item is ready later
         self._begin()
         found: list[Item] = []
         ready = [n for n, (x, wanted) in self._held.items() if self._is_ready(_request(x), wanted)]
@@ -113,7 +114,7 @@ class HoldingIngress(ABC, Generic[W]):
         return self._hold_revision(item) if isinstance(item, Revision) else None
 
     def _take(self, number: RequestId) -> list[Item]:
-        """What is held no more of a request, and what was asked of it meanwhile."""
+        """Release a request; return it and the updates that arrived meanwhile."""
         item, wanted = self._held.pop(number)
         told = self._let_go(_request(item), wanted)
         first = told if isinstance(item, Submission) else replace(item, rest=told)

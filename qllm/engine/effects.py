@@ -1,4 +1,4 @@
-"""What a decision does to the runner before its program runs, and the events that say so."""
+"""Effects of a decision on the runner before its program runs, and the events that record them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,12 +21,12 @@ from qllm.scheduler.program import Program
 
 
 class Effects:
-    """Does effects to a runner, and tells the prefix cache and the record.
+    """Applies effects to a runner, and notifies the prefix cache and the record.
 
     Args:
-        runner: Has the KV and the frames.
+        runner: Owner of KV and frames.
         prefix: The prefix cache, or None.
-        emit: Takes events.
+        emit: Receiver of events.
         now_ns: The engine's clock.
     """
 
@@ -41,10 +41,10 @@ class Effects:
         self.tokens_out = 0
         """Tokens whose KV was swapped out so far."""
         self.tokens_in = 0
-        """Tokens whose KV came back so far."""
+        """Tokens whose KV was swapped in so far."""
 
     def apply(self, effect: Effect, reason: str = "dead") -> None:
-        """Do one effect; `reason` says why a frame is dropped."""
+        """Apply one effect; `reason` is why a frame is dropped."""
         if isinstance(effect, Accept):
             self._accept(effect)
         elif isinstance(effect, SwapOut | SwapIn | EvictKv):
@@ -61,7 +61,7 @@ class Effects:
         self._emit(trace.planned(program, effect.from_frames, now))
 
     def _load(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
-        """Take up what the prefix cache has of requests that were given their first blocks."""
+        """Load the KV that the prefix cache has for requests that were given their first blocks."""
         if self._prefix is None:
             return
         for request_id, table in zip(program.request_ids, tables, strict=True):

@@ -1,7 +1,7 @@
-"""The engine whose loop is on the device: this process launches it, watches, and tells of it.
+"""The engine whose loop is on the device: this process launches the loop and reports on it.
 
-Front ends come and go between two launches; a word in the device's memory ends the one that runs.
-Statistics are read from copies of the device's blocks, made while it works on.
+Front ends connect and leave between two launches; a word in the device's memory ends a launch.
+Statistics are read from copies of the device's blocks, made while the device works.
 """
 
 import time
@@ -30,7 +30,7 @@ from qllm.models.loader import LoadedModel
 from qllm.types import NS_PER_MS, RequestId, RequestStatus
 
 LOOK_S = 0.1
-"""The front ends that the device has cut off are looked for this often."""
+"""Seconds between two checks for front ends that the device has cut off."""
 POLICY_ERRORS = {
     layout.EMPTY_PLAN: "planned nothing although requests wait",
     layout.STALLS: "has waited for too long",
@@ -39,7 +39,7 @@ POLICY_ERRORS = {
 
 
 class GpuEngine(ServedEngine):
-    """The loop on the device."""
+    """An engine with the loop on the device."""
 
     @staticmethod
     def check(policy: Any, config: EngineConfig) -> None:
@@ -51,7 +51,7 @@ class GpuEngine(ServedEngine):
         super().__init__(loaded, policy, config, context)
         self.prepared = prepared = LoadedRunner(loaded, policy, config, context.threads)
         runner, backend = prepared.runner, prepared.runner.backend
-        assert isinstance(backend, CudaBackend)  # `EngineConfig.check_place` has seen the device
+        assert isinstance(backend, CudaBackend)  # `EngineConfig.check_place` checked the device
         self._context, self._calls = context, deque[Callable[[], None]]()
         self._leaving: set[int] = set()
         self._far: dict[int, DeviceRings] = {}
@@ -89,7 +89,7 @@ class GpuEngine(ServedEngine):
             self._follow()
 
     def _follow(self) -> None:
-        """See which front ends the device has let go."""
+        """Find the front ends that the device has cut off."""
         for number, why in self._engine.gone():
             self.post(self._engine.unpin)
             self._forget(number)
@@ -99,14 +99,14 @@ class GpuEngine(ServedEngine):
                 self._context.broken(number, why)
 
     def _forget(self, number: int) -> None:
-        """Close the link of a front end at once, and its memory while nothing runs."""
+        """Close the link of a front end at once; free its memory between two launches."""
         if self._links is not None:
             self._links.remove(number)
         if (block := self._far.pop(number, None)) is not None:
             self.post(block.close)
 
     def end(self, crash: BaseException | None) -> None:
-        """Nothing: the device has ended all requests, or its context is lost and nobody can."""
+        """Do nothing: the device has ended all requests, or its context is lost."""
 
     def flush(self) -> bool:
         return False
@@ -115,7 +115,7 @@ class GpuEngine(ServedEngine):
 
     def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
         def attach() -> None:
-            doorbell.close()  # the device rings none: its front ends look by themselves
+            doorbell.close()  # the device rings no doorbell: its front ends poll
             try:
                 self._engine.attach(block)
             except QllmError as error:
@@ -128,7 +128,7 @@ class GpuEngine(ServedEngine):
         assert home is not None
         rings: DeviceRings = self.on_loop(
             lambda: DeviceRings(number, capacities, home, self._device)
-        )  # between two launches: CUDA waits for the loop before it gives memory
+        )  # between two launches: CUDA allocates memory only after the loop has ended
         return rings
 
     def attach_over(self, block: DeviceRings, link: Link) -> None:
@@ -197,7 +197,7 @@ class GpuEngine(ServedEngine):
         }
 
     def _frames(self, state: Any, head: dict[str, int]) -> list[dict[str, Any]]:
-        """What runs and what is parked, of a copy of the scheduler's state."""
+        """Return the running and the parked frames, from a copy of the scheduler's state."""
         block, shape = self._engine.loop.server.block, self.prepared.info.shape
         frames, rows = block.view("frames", state), block.view("frame_rows", state)
         parked = block.view("parked", state)[: head["num_parked"]].tolist()

@@ -1,4 +1,4 @@
-"""Grammars are built beside the engine loop: a request that has one arrives when it is built."""
+"""Grammars, built on threads of their own: a request with a grammar arrives once it is built."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +13,12 @@ Built = Future[Matcher]
 
 
 class GrammarIngress(HoldingIngress[Built]):
-    """A transport that holds requests back while a thread of their class builds their grammar.
+    """A transport that delays requests until a thread of their class has built their grammar.
 
     Args:
         inner: The transport.
-        vocabulary: Of the model.
-        built: Where the sampler finds the grammar of a request when it is added.
+        vocabulary: The model's vocabulary.
+        built: Finished grammars by request; the sampler reads them when a request is added.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class GrammarIngress(HoldingIngress[Built]):
         super().__init__(inner)
         self._vocabulary, self._built = vocabulary, built
         self._builders: dict[bool, ThreadPoolExecutor] = {}
-        """By whether the class is latency-sensitive; made when there is something to build."""
+        """Pools by "is latency-sensitive"; each is made at its first grammar."""
 
     def close(self) -> None:
-        """Build nothing more; nothing is waited for."""
+        """Stop building, without waiting."""
         for builder in self._builders.values():
             builder.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
-        self._built.clear()  # of requests that were refused
+        self._built.clear()  # grammars of requests that were refused
 
     def _hold(self, item: Submission) -> Built | None:
         form = item.sampling.structured_outputs
@@ -58,7 +58,7 @@ class GrammarIngress(HoldingIngress[Built]):
     def _let_go(self, item: Submission, wanted: Built) -> Submission:
         bare = replace(item, sampling=replace(item.sampling, structured_outputs=None))
         if wanted.cancel() or not wanted.done():
-            return bare  # it was cancelled, and ends at once
+            return bare  # a cancelled request ends at once
         error = wanted.exception()
         if error is None:
             self._built[item.request_id] = wanted.result()

@@ -1,4 +1,4 @@
-"""What decisions depend on of an engine's settings."""
+"""Limits of decisions, derived from an engine's settings."""
 
 from qllm.config import EngineConfig
 from qllm.scheduler.decision import Limits
@@ -8,12 +8,12 @@ from qllm.types import CAPABILITIES, NS_PER_MS, Cap
 def limits_of(
     config: EngineConfig, capabilities: Cap = CAPABILITIES, *, whole_steps: bool = False
 ) -> Limits:
-    """The limits of an engine whose runner has these capabilities.
+    """Return the limits of an engine whose runner has these capabilities.
 
     Args:
         config: Settings.
-        capabilities: What the runner can do.
-        whole_steps: Each boundary inside a step costs it a launch.
+        capabilities: Abilities of the runner.
+        whole_steps: True if each boundary inside a step costs a launch.
     """
     if config.num_swap_blocks:
         capabilities |= Cap.KV_SWAP

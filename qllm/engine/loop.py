@@ -27,7 +27,7 @@ from qllm.scheduler.request import Request
 from qllm.types import FinishReason, Grain, Priority, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
-"""Errors of the policy that are kept for statistics: the latest."""
+"""Number of latest policy errors kept for statistics."""
 
 
 class Live(NamedTuple):
@@ -52,21 +52,21 @@ def request_of(item: Submission) -> Request:
 
 
 class EngineLoop:
-    """Runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
+    """A loop that runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
 
     Large because the state of live requests has one owner; effects, costs and prefixes are apart.
 
     Args:
-        ingress: Where submissions come from.
+        ingress: Source of submissions.
         scheduler: State and decisions.
-        runner: Executes programs.
-        sink: Where tokens go.
+        runner: Executor of programs.
+        sink: Receiver of tokens.
         now_ns: The engine's clock.
-        record: Takes every event, or None.
-        fallback: A policy for when the chosen one breaks, or None to fail its requests.
+        record: Receiver of every event, or None.
+        fallback: A policy used when the chosen policy breaks; None fails its requests.
         prefix: The prefix cache, or None.
-        decided: Told after every decision how many requests live, and how many of them wait.
-        costs: Learns what runs take; a new one if None.
+        decided: Callback after each decision: number of live requests, number of waiting ones.
+        costs: Fit of run times; None makes a new one.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class EngineLoop:
         self.listeners: tuple[Callable[[trace.Event], object], ...] = (
             () if record is None else (record.append,)
         )
-        """Each is called with every event, on the loop's thread; replaced as a whole."""
+        """Functions called with every event on the loop's thread; the tuple is replaced as a whole.
+        """
         self.fallback = fallback
         self.decided = decided
         self.prefix = prefix
@@ -100,28 +101,28 @@ class EngineLoop:
         self.revising = Revising(scheduler, runner, self.effects, prefix, self._emit, now_ns)
         self.costs = StepCosts() if costs is None else costs
         self.newcomers: Newcomers | None = None
-        """Asked for the KV that a request brings from another engine."""
+        """Receiver of requests that bring KV from another engine."""
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
-        """A heap of when requests time out, of those that have ended too."""
+        """A heap of timeouts; it also contains requests that have ended."""
         self.pending: deque[Item] = deque()
-        """Drained from the ingress and not looked at yet."""
+        """Items drained from the ingress but not handled yet."""
         self.closing = False
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.num_preemptions = 0
-        """Latencies measured so far, those that the deque has forgotten included."""
+        """Number of measured latencies, including those that the deque dropped."""
         self.policy_errors: deque[str] = deque(maxlen=MAX_POLICY_ERRORS)
         self.longest_plan_ns = 0
 
     # -- the loop
 
     def serve(self) -> None:
-        """Serve until `close` was called."""
+        """Serve until `close` is called."""
         while not self.closing:
             self.step()
 
     def step(self) -> bool:
-        """Take what arrived, run one program; return whether anything ran."""
+        """Take new items and run one program; return True if a program ran."""
         self.take()
         now = self.now_ns()
         self._expire(now)
@@ -161,7 +162,7 @@ class EngineLoop:
         self._emit(trace.EngineClosed(at_ns=self.now_ns()))
 
     def take(self) -> None:
-        """Take in all that has arrived. Called between two programs, by a `Call` of these too."""
+        """Take all items that have arrived. Called between two programs, also by a `Call`."""
         self.pending.extend(self.ingress.drain())
         while self.pending:
             item = self.pending.popleft()
@@ -177,7 +178,7 @@ class EngineLoop:
                 self._call(item)
 
     def _take_in(self, item: Submission) -> None:
-        """Admit a request, or end it: whatever is in it, the loop goes on."""
+        """Admit a request, or end it. The loop continues whatever the request contains."""
         text = refusal(item, self.runner.shape, self.scheduler.limits.max_kv_tokens)
         try:
             if text is None:
@@ -193,7 +194,7 @@ class EngineLoop:
             self.end(item.request_id, FinishReason.ERROR, text)
 
     def _revise(self, item: Revision) -> None:
-        """Give an open request another prompt, or end it: whatever is in it, the loop goes on."""
+        """Replace the prompt of a streaming request, or end it. The loop continues in any case."""
         live = self.live.get(item.request_id)
         if live is None:
             return
@@ -206,7 +207,7 @@ class EngineLoop:
             self.finish(item.request_id, FinishReason.ERROR, why(error))
 
     def _update(self, item: Update) -> None:
-        """Another class for a request, a pause, or its end; nothing if it has ended."""
+        """Change a request's class, pause it, or end it. Does nothing if it has ended."""
         live = self.live.get(item.request_id)
         if live is None:
             return
@@ -234,7 +235,7 @@ class EngineLoop:
             call.answer(result, None)
 
     def admit(self, item: Submission) -> Request:
-        """Start to know a request."""
+        """Add a request to the runner and the scheduler."""
         self.meet(item)
         request = request_of(item)
         most = self.most_tokens if item.is_open else request.max_total_tokens
@@ -253,13 +254,13 @@ class EngineLoop:
         return request
 
     def restored(self, item: Submission, request: Request, *, swapped: bool = False) -> None:
-        """Take over a request of a checkpoint; the runner has to know it before the next step."""
+        """Add a request of a checkpoint. The runner must know it before the next step."""
         self.meet(item)
         self.scheduler.adopt(request, swapped=swapped)
         self._know(item, request)
 
     def disown(self, request_id: RequestId) -> None:
-        """Undo `restored`, or what came before it, of a checkpoint that was not whole."""
+        """Undo `restored`, fully or in part, for a checkpoint that was not whole."""
         text = "its checkpoint is not whole"
         if request_id in self.live:
             self.finish(request_id, FinishReason.ERROR, text)
@@ -270,20 +271,20 @@ class EngineLoop:
     def restored_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
     ) -> None:
-        """Take over a parked frame of a checkpoint, which the runner knows already."""
+        """Add a parked frame of a checkpoint, which the runner knows already."""
         self.scheduler.adopt_frame(program, index, dead, now_ns)
         self._emit(trace.planned(program, (), now_ns))
         self._emit(trace.parked(program, index, now_ns, None))
 
     def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
-        """End a request without a word to the runner: the loop will not come back."""
+        """Finish a request without telling the runner. Used when the loop is about to exit."""
         self.live.pop(request_id, None)
         now = self.now_ns()
         finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
         self.sink.on_finish(request_id, reason, error, self._emit(finished))
 
     def meet(self, item: Submission) -> None:
-        """Put a submission on record."""
+        """Record the arrival of a submission."""
         prompt = item.token_ids[: item.num_prompt_tokens]
         self._emit(
             trace.Arrived(
@@ -387,7 +388,7 @@ class EngineLoop:
                 self._emit(trace.CostsUpdated(at_ns=end_ns, table=table._asdict()))
 
     def _evict_outgrown(self, sampled: Sequence[RequestId]) -> None:
-        """Let requests start over that have just outgrown their KV (`ModelShape`)."""
+        """Evict requests that have just outgrown their KV (`ModelShape`): they start again."""
         above = self.runner.shape.recompute_above
         if above is None:
             return
@@ -436,10 +437,10 @@ class EngineLoop:
             self.finish(sampled.request_id, FinishReason.LENGTH)
 
     def _raise_fault(self, error: Exception) -> None:
-        """End the engine if its device is lost: no later program could run.
+        """Raise if the device is lost: no later program could run, so the engine ends.
 
         Raises:
-            DeviceError: It is.
+            DeviceError: The device is lost.
         """
         fault = self.runner.fault(error)
         if fault is not None:
@@ -466,7 +467,7 @@ class EngineLoop:
             self.finish(request.request_id, FinishReason.ERROR, text)
 
     def _policy_broke(self, error: PolicyError) -> None:
-        """End the requests to blame; if there is a fallback, it takes over a broken policy."""
+        """End the requests to blame, or replace a broken policy by the fallback if there is one."""
         self.policy_errors.append(str(error))
         found = self.scheduler.blame(error, self.now_ns())
         can_fall_back = self.fallback is not None and self.scheduler.policy is not self.fallback
@@ -497,15 +498,15 @@ class EngineLoop:
             listen(event)
         return self.metrics.feed(event)
 
-    # -- what the outside may read
+    # -- for other threads to read
 
     @property
     def num_waiting(self) -> int:
-        """Known requests that hold no KV, and have something to compute."""
+        """Number of live requests that hold no KV and have tokens to compute."""
         requests = [live.request for live in list(self.live.values())]
         return sum(1 for r in requests if not (r.is_admitted or r.is_idle))
 
     @property
     def most_tokens(self) -> int:
-        """Longest sequence that is served."""
+        """Length in tokens of the longest sequence that the engine serves."""
         return self.runner.shape.longest(self.scheduler.limits.max_kv_tokens)

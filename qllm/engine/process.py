@@ -1,9 +1,9 @@
-"""The engine's process, as `ProcessClient` starts it.
+"""The engine's process, started by `ProcessClient`.
 
-The loop runs on the main thread; a thread per front end answers what is rare. Requests and tokens
-go through rings alone. The connection to a front end carries start-up, checkpoints, statistics
-and the trace; when it breaks, the front end is gone and its requests are freed. The first front
-end owns the engine: without it the engine ends.
+The loop runs on the main thread; each front end has a thread that answers rare questions.
+Requests and tokens travel only through rings. The connection to a front end carries start-up,
+checkpoints, statistics and the trace. When the connection breaks, the front end is gone and its
+requests are freed. The first front end owns the engine: the engine ends with it.
 """
 
 import logging
@@ -48,9 +48,9 @@ from qllm.types import RequestId, RequestStatus
 LOG = logging.getLogger("qllm.engine")
 OWNER = 0
 LISTEN_AGAIN_S = 0.1
-"""Until front ends are met again, after there was no descriptor for one."""
+"""Seconds until the engine accepts front ends again after it ran out of descriptors."""
 GRACE_S = 5.0
-"""How long an engine without its owner, or with tokens that nobody takes, goes on."""
+"""Seconds that an engine continues without its owner, or with tokens that no client reads."""
 
 
 def main(fd: int) -> None:
@@ -69,7 +69,7 @@ def main(fd: int) -> None:
 class EngineProcess:
     """One engine and its front ends.
 
-    Large because it has a method per question that a front end may ask.
+    Large because it has a method for each question of a front end.
     """
 
     def __init__(self, owner: Connection, start: Start) -> None:
@@ -88,7 +88,7 @@ class EngineProcess:
 
     @property
     def engine(self) -> ServedEngine:
-        """The engine, once it is loaded."""
+        """The engine. Available once it is loaded."""
         if self._engine is None:
             raise EngineClosedError("the engine has not loaded its model yet")
         return self._engine
@@ -113,7 +113,7 @@ class EngineProcess:
             return 1
         freeze_garbage()
         if remote is not None:
-            remote.listen()  # whoever started us may tell others at once
+            remote.listen()  # our starter may announce the address at once
         self._welcome(self._owner)
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -134,7 +134,7 @@ class EngineProcess:
         return 0 if crash is None else 1
 
     def _unlink(self) -> None:
-        """Let no further front end attach."""
+        """Remove the socket file, so that no further front end can connect."""
         if self._start.listen is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self._start.listen)
@@ -152,7 +152,7 @@ class EngineProcess:
         kind.check(policy, start.config)
         loaded = load(start.model, **start.load)
         weights, code = None, ""
-        if start.takes_digest:  # before the runner packs them
+        if start.takes_digest:  # must happen before the runner packs the weights
             with torch_threads(start.threads):
                 weights, code = weights_digest(loaded.model), software()
         context = ProcessContext(
@@ -180,7 +180,7 @@ class EngineProcess:
     # -- front ends
 
     def _welcome(self, connection: Connection) -> int:
-        """Make a front end's rings, tell it where they are and serve it; its number."""
+        """Create a front end's rings, send their location and serve it; return its number."""
         prepared = self.engine.prepared
         block, doorbell = self._new_memory(), Doorbell.create()
         hello = Hello(
@@ -206,11 +206,11 @@ class EngineProcess:
         return block.number
 
     def _new_memory(self) -> FrontEndMemory:
-        """The memory of one more front end of this machine."""
+        """Create the memory of one more front end of this machine."""
         return FrontEndMemory.create(*self._place())
 
     def _place(self) -> tuple[int, tuple[int, int, int, int]]:
-        """The number of one more front end, and the bytes of its rings."""
+        """Return the number of one more front end, and the bytes of its rings."""
         with self._front_end_lock:
             number = self._num_front_ends
             self._num_front_ends += 1
@@ -232,7 +232,7 @@ class EngineProcess:
             connection = Connection(link.detach())
             try:
                 number = self._welcome(connection)
-            except OSError:  # it left already
+            except OSError:  # the front end left already
                 connection.close()
                 continue
             self._attend(connection, number)
@@ -244,7 +244,7 @@ class EngineProcess:
         return thread
 
     def _serve_front_end(self, connection: Connection, number: int) -> None:
-        """Answer what a front end asks until it is gone."""
+        """Answer a front end's questions until it is gone."""
         poll, pidfd = select.poll(), None
         try:
             poll.register(connection.fileno(), select.POLLIN)
@@ -278,18 +278,18 @@ class EngineProcess:
             connection.send(("error", ConfigError(text)))
 
     def _broken(self, number: int, why: str) -> None:
-        """The rings of a front end make no sense: it is told so by the end of its connection."""
+        """Disconnect a front end whose rings contain invalid data."""
         LOG.warning("front end %d is cut off: %s", number, why)
         if number == OWNER:
             self._control.error = why
         connection = self._connections.get(number)
-        if connection is None:  # it has left
+        if connection is None:  # the front end has left
             return
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
 
     def _left(self, number: int) -> None:
-        """A front end is gone: nobody waits for its requests."""
+        """Free the requests of a front end that is gone."""
         if number != OWNER:
             self.engine.leave(number)
         elif self._engine is None:
@@ -322,7 +322,7 @@ class EngineProcess:
         self.engine.leave(front_end.number)
 
     def _hand(self, wire: Wire, ticket: str) -> None:
-        """Another engine fetches the KV of a request that has left."""
+        """Let another engine fetch the KV of a request that has left."""
         assert self._start.meeting is not None
         set_own_torch_threads(1)
         outbox = self.engine.handed.giving.outbox
@@ -332,7 +332,7 @@ class EngineProcess:
             outbox.drop(ticket)
 
     def _answer_far(self, op: str, args: list[Any]) -> Any:
-        """What a front end of another host may ask; the rest needs this machine."""
+        """Answer a question of a front end on another host; refuse those that need this machine."""
         if op == "beat":
             control = self._control
             said = {"draining": control.draining, "error": control.error}
@@ -353,7 +353,7 @@ class EngineProcess:
             return self._op_delete_kv(bytes.fromhex(args[0]))
         raise ConfigError(f"{op!r:.40} is for front ends of the engine's own host")
 
-    # -- what front ends may ask, on their threads
+    # -- questions of front ends, answered on their threads
 
     def _op_statuses(self, request_ids: list[RequestId]) -> list[RequestStatus | None]:
         return self.engine.statuses(request_ids)
@@ -402,7 +402,7 @@ THREAD = "with run_in='thread' nothing has to be pickled"
 
 
 def portable_error(error: Exception) -> Exception:
-    """The error if it survives the way to another process, else one that says the same."""
+    """Return the error if it can be pickled to another process, else one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever its pickling does
@@ -412,7 +412,7 @@ def portable_error(error: Exception) -> Exception:
 
 
 def _absolute_model_path(model: str) -> str:
-    """The name of a model for a process that may have another working directory."""
+    """Return the name of a model for a process that may have another working directory."""
     is_path = model not in ("tiny", *ALIASES) and os.path.exists(model)
     return os.path.abspath(model) if is_path else model
 
@@ -435,14 +435,14 @@ def _listener(path: str | None) -> socket.socket | None:
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket."""
+    """Return process and user at the other end of a Unix socket."""
     data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", data)
     return pid, uid
 
 
 def _pidfd(pid: int) -> int | None:
-    """A descriptor that is readable once the process is gone; None where it cannot be seen."""
+    """Return a descriptor that is readable once the process ends; None if it is not visible."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -450,7 +450,7 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _kind_of(config: EngineConfig) -> type[ServedEngine]:
-    """The kind of engine that the setting `loop` asks for. All take the same arguments."""
+    """Return the class of engine for the setting `loop`. All classes take the same arguments."""
     if config.loop == "host":
         return LoopEngine
     from qllm.engine.gpu import GpuEngine  # cuda-bindings are needed only here

@@ -1,11 +1,11 @@
-"""A prompt that grows, changes, or is whole at last, between two programs.
+"""Updates of a streaming prompt between two programs: it grows, changes, or becomes whole.
 
-    keep          tokens that the caller leaves as they were
-    num_kept      tokens of those whose KV is still right: all of them, or none where rope factors
-                  follow the length and have just changed, or a layer carries a state
+    keep          first tokens that the client left unchanged
+    num_kept      those of them whose KV is still valid: all, or none where rope factors follow the
+                  length and have just changed, or a layer carries a state
 
-Nothing runs meanwhile, so no prompt changes under a running row (I12). A parked row goes on if it
-ends where nothing has changed; else it dies, and what was committed before it stays.
+No program runs meanwhile, so no prompt changes under a running row (I12). A parked row continues
+if it ends before the first change; else it is killed, and what was committed before it stays.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,22 @@ from qllm.scheduler.request import Request
 
 
 class Revised(NamedTuple):
-    """What a revision did to the counters of its request."""
+    """Result of a revision in the counters of its request."""
 
     num_kept: int
     num_lost: int
-    """Tokens that were computed in every layer, and are not any more."""
+    """Tokens that were computed in every layer and must be computed again."""
 
 
 class Revising:
-    """Applies revisions, and counts what they cost.
+    """Applies revisions, and counts their cost.
 
     Args:
         scheduler: State and decisions.
-        runner: Has the prompts and the KV.
-        effects: Does what the scheduler says.
+        runner: Owner of prompts and KV.
+        effects: Executor of the scheduler's effects.
         prefix: The prefix cache, or None.
-        emit: Takes events.
+        emit: Receiver of events.
         now_ns: The engine's clock.
     """
 
@@ -56,15 +56,15 @@ class Revising:
         self._prefix, self._emit, self._now_ns = prefix, emit, now_ns
         self.num_revisions = 0
         self.lost_tokens = 0
-        """Tokens that were computed and then changed, or computed with other rope factors."""
+        """Tokens that were computed, and then changed or got other rope factors."""
         self.num_restarts = 0
-        """Prompts that began again from their first token, though that had not changed."""
+        """Prompts that were computed again from the first token, although that had not changed."""
 
     def whole(self, before: Submission, request: Request, item: Revision) -> Submission:
-        """The request as a revision leaves it.
+        """Return the request with a revision applied.
 
         Raises:
-            InvalidRequestError: No front end of ours asks for it, or it is too long.
+            InvalidRequestError: A revision that our front ends never send, or a prompt too long.
         """
         if not request.is_open:
             raise InvalidRequestError("its prompt was whole already, and cannot change any more")
@@ -86,13 +86,13 @@ class Revising:
         return whole
 
     def apply(self, whole: Submission, request: Request, item: Revision, record: bool) -> None:
-        """Let a request go on with another prompt.
+        """Continue a request with another prompt.
 
         Args:
-            whole: As `whole` gave it.
-            request: Whose.
+            whole: Result of `whole`.
+            request: The request to change.
             item: The revision.
-            record: Put the prompt on record.
+            record: True puts the prompt on record.
         """
         number, count, keep = request.request_id, len(whole.token_ids), item.keep
         now = self._now_ns()
@@ -123,7 +123,7 @@ class Revising:
         number, count = request.request_id, len(whole.token_ids)
         asks = whole.sampling.prompt_logprobs is not None
         if not whole.is_open:
-            keep = min(keep, count - 1)  # logits are those of a token that is computed
+            keep = min(keep, count - 1)  # the last token must be computed: it gives the logits
         kept = 0 if asks else self._runner.keepable(number, keep, count)
         self.num_restarts += kept == 0 < min(keep, request.num_written_tokens)
         if not whole.is_open:
@@ -140,6 +140,6 @@ class Revising:
 
 
 def why(error: Exception) -> str:
-    """What a request ends with whose revision could not be applied."""
+    """Return the error text of a request whose revision could not be applied."""
     is_ours = isinstance(error, InvalidRequestError)
     return str(error) if is_ours else f"{type(error).__name__}: {error}"

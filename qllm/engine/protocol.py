@@ -1,4 +1,4 @@
-"""What the loop asks of its neighbours: a sink for tokens, and a scheduler."""
+"""Protocols of the loop's neighbours: a sink for tokens, and a scheduler."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from qllm.types import FinishReason, FrameId, RequestId, Sampled
 
 
 class Sink(Protocol):
-    """Where tokens go. Called on the loop's thread: be quick."""
+    """The receiver of tokens. Called on the loop's thread: it must be quick."""
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
         """Take one token; return True if the answer is complete (a stop string)."""
@@ -36,27 +36,27 @@ class Sink(Protocol):
         error: str | None,
         metrics: RequestMetrics | None,
     ) -> None:
-        """The request ended; called exactly once per request."""
+        """End a request. Called exactly once per request."""
         ...
 
 
 class Newcomers(Protocol):
-    """Has the KV of requests that come from another engine."""
+    """The KV of requests that come from another engine."""
 
     def enter(self, item: Submission, request: Request) -> bool:
-        """Let the runner and the scheduler know a request with its KV; False if none has come.
+        """Add a request with its KV to the runner and the scheduler; return False if no KV came.
 
         Args:
-            item: The runner knows it, without KV.
-            request: The scheduler does not know it yet.
+            item: The request, which the runner knows without KV.
+            request: The request, which the scheduler does not know yet.
         """
         ...
 
 
 class Deciding(Protocol):
-    """What the loop asks of a scheduler: `Scheduler`; tests have one in C++.
+    """The scheduler as the loop uses it: `Scheduler`; tests have one in C++.
 
-    It has many members because it is all that crosses that line.
+    It has many members because the loop uses nothing else of the scheduler.
     """
 
     policy: Any

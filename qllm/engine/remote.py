@@ -1,7 +1,7 @@
-"""Where an engine lets front ends of other hosts in.
+"""A listener for front ends on other hosts.
 
-Each has a TCP connection of its own (`qllm.ingress.remote.meeting`) for what is rare, and rings
-over NIXL for requests and tokens. When its connection ends or is silent, it is gone.
+Each front end has a TCP connection (`qllm.ingress.remote.meeting`) for rare messages, and rings
+over NIXL for requests and tokens. A front end is gone once its connection ends or is silent.
 """
 
 import base64
@@ -22,10 +22,10 @@ from qllm.ingress.remote.nixl import KINDS, Link, Peer
 
 LOG = logging.getLogger("qllm.engine")
 MAX_STRANGERS = 8
-"""Connections that have not proved themselves yet; one more is closed at once."""
+"""Limit of connections that have not authenticated yet; one more is closed at once."""
 ACCEPT_AGAIN_S = 0.1
 MAX_LATENCIES = 1000
-"""Latencies that one answer lists."""
+"""Limit of latencies in one answer."""
 
 
 class RemoteMemory(Protocol):
@@ -42,7 +42,7 @@ class RemoteMemory(Protocol):
 
 
 class RemoteFrontEnd(NamedTuple):
-    """A front end of another host that has met us."""
+    """A front end of another host that completed the handshake."""
 
     number: int
     block: Any
@@ -52,15 +52,16 @@ class RemoteFrontEnd(NamedTuple):
 
 
 class RemoteListener:
-    """Listens, and serves each front end on a thread of its own.
+    """A listener that serves each front end on a thread of its own.
 
     Args:
-        meeting: Where, and who may.
-        make_memory: Makes the memory of one more front end; a `ConfigError` turns it away.
-        enter: Told of a front end that is ready: attach it.
-        leave: Told of a front end that is gone.
-        answer: Answers an operation of a front end by name.
-        hand: Lets another engine read what is kept under a ticket, over a connection.
+        meeting: Address, and the secret of allowed clients.
+        make_memory: Function that makes the memory of one more front end; a `ConfigError` refuses
+            it.
+        enter: Callback for a front end that is ready; it attaches the front end.
+        leave: Callback for a front end that is gone.
+        answer: Function that answers an operation of a front end by name.
+        hand: Function that lets another engine read the KV of a ticket, over a connection.
 
     Raises:
         ConfigError: The address cannot be listened on.
@@ -91,11 +92,11 @@ class RemoteListener:
         self.address = meeting.address._replace(host=host, port=port)
 
     def listen(self) -> None:
-        """Let front ends connect; they wait until `open`."""
+        """Accept connections; front ends wait until `open`."""
         self._listener.listen()
 
     def open(self, card: EngineCard) -> None:
-        """Let front ends in from now on."""
+        """Serve front ends from now on."""
         self._card = card
         threading.Thread(target=self._listen, name="qllm-remote", daemon=True).start()
         LOG.info("front ends of other hosts meet the engine at %s", self.address)
@@ -104,7 +105,7 @@ class RemoteListener:
         while True:
             try:
                 sock, (host, *_) = self._listener.accept()
-            except OSError as error:  # it left already, or there are no descriptors left
+            except OSError as error:  # the front end left already, or no descriptors are left
                 LOG.warning("a front end could not be let in: %s", error)
                 time.sleep(ACCEPT_AGAIN_S)
                 continue
@@ -141,7 +142,7 @@ class RemoteListener:
             wire.close()
 
     def _serve_engine(self, wire: Wire, ticket: str, host: str) -> None:
-        """Another engine fetches KV."""
+        """Let another engine fetch KV."""
         try:
             self._hand(wire, ticket)
         except QllmError as error:
@@ -152,7 +153,7 @@ class RemoteListener:
             wire.close()
 
     def _know(self, wire: Wire) -> dict[str, Any]:
-        """Make sure of the other side; what it wants."""
+        """Authenticate the other side; return its request."""
         wire.be_engine(self._meeting.secret)
         asked = wire.receive()
         if asked["profile"] != self._meeting.profile:
@@ -190,17 +191,17 @@ class RemoteListener:
 
 
 def offer(link: Link) -> dict[str, Any]:
-    """What the other side needs, as a message."""
+    """Return the message that the other side needs to connect."""
     peer = link.offer._asdict()
     return {**peer, "metadata": base64.b64encode(peer["metadata"]).decode()}
 
 
 def peer_from(message: dict[str, Any]) -> Peer:
-    """What the other side offers.
+    """Return the peer that the other side offers.
 
     Raises:
-        MeetingError: It offers nothing; its reason is in the text.
-        ValueError: It is no offer.
+        MeetingError: A refusal of the other side, with its reason.
+        ValueError: Not a valid offer.
     """
     if "error" in message:
         raise MeetingError(str(message["error"]))
@@ -212,5 +213,5 @@ def peer_from(message: dict[str, Any]) -> Peer:
 
 
 def trim_latencies(stats: dict[str, Any]) -> dict[str, Any]:
-    """Statistics with the latest latencies alone, small enough to ask for often."""
+    """Return statistics with only the latest latencies, small enough to request often."""
     return {**stats, "preempt_latencies_ms": stats["preempt_latencies_ms"][-MAX_LATENCIES:]}

@@ -1,9 +1,9 @@
-"""An engine behind the rings of its front ends, as its process sees it.
+"""An engine behind the rings of its front ends, seen from its process.
 
     LoopEngine   the loop of the host (`qllm.engine.loop`)
     GpuEngine    the loop on the device (`qllm.engine.gpu`); the host watches
 
-Which of them serves is the setting `loop`. Both take the same records and give the same answers.
+The setting `loop` selects one. Both take the same records and give the same answers.
 """
 
 import itertools
@@ -30,40 +30,40 @@ from qllm.scheduler.rules import refuse_policy
 from qllm.types import CAPABILITIES, RequestId, RequestStatus, SamplingParams
 
 Broken = Callable[[int, str], None]
-"""Called with the number of a front end that was cut off, and why."""
+"""A callback with the number of a front end that was cut off, and the reason."""
 
 
 class ProcessContext(NamedTuple):
-    """What an engine needs of its process."""
+    """Resources that an engine gets from its process."""
 
     control: ControlMemory
     doorbell: Doorbell
-    """What an idle engine sleeps on."""
+    """Doorbell that an idle engine sleeps on."""
     now_ns: Callable[[], int]
     broken: Broken
     profile: str | None
-    """Profile of the links to front ends of other hosts; None if none may come."""
+    """Profile of the links to front ends of other hosts; None allows none."""
     threads: int | None
     pull: Pull | None = None
-    """Fetches KV of other engines."""
+    """Function that fetches KV of other engines."""
     weights: str | None = None
-    """Digest of the model's weights, if it was taken."""
+    """Digest of the model's weights, if it was computed."""
 
 
 class ServedEngine(ABC):
-    """One engine. One thread calls `serve`, then `end` and `flush`; all else is for any thread.
+    """One engine. One thread calls `serve`, then `end` and `flush`; the rest is for any thread.
 
-    It has many methods because each is one question of a front end, most a line or two.
+    It has many methods because each answers one question of a front end, most in a line or two.
 
     Args:
         loaded: The model.
-        policy: A policy object; `check` has seen it.
+        policy: A policy object that passed `check`.
         config: Settings.
-        context: Its place.
+        context: Resources of the process.
 
     Raises:
-        ConfigError: A setting that is not for it, or something it needs is missing; says what.
-        ModelError: The model cannot be driven safely.
+        ConfigError: A setting that does not apply, or a missing requirement, named in the text.
+        ModelError: The model cannot be run safely.
     """
 
     prepared: LoadedRunner
@@ -71,71 +71,71 @@ class ServedEngine(ABC):
     @staticmethod
     @abstractmethod
     def check(policy: Any, config: EngineConfig) -> None:
-        """Return if it can run a policy: asked before a model is loaded.
+        """Raise if the engine cannot run a policy. Called before a model is loaded.
 
         Raises:
-            ConfigError: It cannot; says why.
+            ConfigError: The policy cannot run; the text has the reason.
         """
 
     def __init__(
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
     ) -> None:
         self.ended = threading.Event()
-        """Set once every request has ended and no call is answered any more."""
+        """Set once every request has ended and calls are no longer answered."""
 
     # -- the engine's thread
 
     @abstractmethod
     def serve(self) -> BaseException | None:
-        """Serve until closed; return what the loop crashed with."""
+        """Serve until closed; return the error of a crash."""
 
     @abstractmethod
     def end(self, crash: BaseException | None) -> None:
-        """End every request that is open: the loop will not come back."""
+        """End every open request. Used when the loop will not run again."""
 
     @abstractmethod
     def flush(self) -> bool:
-        """Write what found no room before; whether some of it must wait."""
+        """Write records that found no room before; return True if some must still wait."""
 
     # -- front ends
 
     @abstractmethod
     def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
-        """Serve one more front end of this machine, from soon on."""
+        """Start to serve one more front end of this machine, soon."""
 
     def remote_memory(self, number: int, capacities: tuple[int, int, int, int]) -> Any:
-        """The memory of one more front end behind a link (`qllm.engine.remote.RemoteMemory`).
+        """Return the memory of one more front end behind a link (`engine.remote.RemoteMemory`).
 
         Raises:
-            ConfigError: There is no place for it.
+            ConfigError: No place is left for it.
         """
         return FrontEndMemory.create(number, capacities)
 
     def attach_over(self, block: Any, link: Link) -> None:
-        """Serve one more front end, at the other end of a link, from soon on.
+        """Start to serve one more front end at the other end of a link, soon.
 
         Args:
-            block: What `remote_memory` made.
-            link: Connected; the engine closes it.
+            block: Result of `remote_memory`.
+            link: A connected link; the engine closes it.
         """
         raise ConfigError(f"loop={self.prepared.config.loop!r} has no front ends over links")
 
     @abstractmethod
     def leave(self, number: int) -> None:
-        """A front end has left: free its requests, soon, and its link."""
+        """Free the requests and the link of a front end that has left, soon."""
 
     @abstractmethod
     def close(self) -> None:
         """End every request with `cancelled` and stop serving, soon."""
 
-    # -- what front ends may ask
+    # -- questions of front ends
 
     @abstractmethod
     def post(self, function: Callable[[], None]) -> None:
-        """Have the loop's thread call something between two programs; it must not raise."""
+        """Let the loop's thread call a function between two programs; it must not raise."""
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
-        """Call something on the loop's thread and return its result."""
+        """Call a function on the loop's thread and return its result."""
         done = threading.Event()
         box: list[Any] = [None, EngineClosedError("the engine was closed; make a new one")]
 
@@ -156,49 +156,49 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus | None]:
-        """Where requests are; None of those that are not known."""
+        """Return the status of each request; None for an unknown request."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far."""
+        """Return the statistics of the run so far."""
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
-        """What is new since an entry of the timeline; empty where the loop emits no events."""
+        """Return timeline entries after number `since`; empty where the loop emits no events."""
         return {}
 
     def costs_ns(self) -> tuple[float, float, float] | None:
-        """What a token of a prompt, a decode step of one row, and a token of a full one take.
+        """Return the costs of a prompt token, a decode step of one row, and a token of a full step.
 
-        In nanoseconds; None if it is unknown.
+        In nanoseconds; None if unknown.
         """
         return None
 
     def events(self, since: int) -> list[Event]:
-        """Events of the trace from an index on."""
+        """Return the events of the trace from an index on."""
         return self.prepared.trace.events[since:]
 
     def checkpoint(self, path: str) -> int:
-        """Write every unfinished request to a file; return how many."""
+        """Write every unfinished request to a file; return their number."""
         raise self._has_none("checkpoint")
 
     def reset_prefix_cache(self) -> None:
-        """Forget all kept KV."""
+        """Delete all cached KV."""
         raise self._has_none("a prefix cache")
 
     def delete_kv(self, tag: bytes) -> int:
-        """Delete the kept KV of an owner (16 bytes) or a salt of it (32); the number of pages."""
+        """Delete the cached KV of an owner (16 bytes) or salt (32); return the number of pages."""
         raise self._has_none("a prefix cache")
 
     def restore(self, path: str, first: RequestId) -> list[Restored]:
-        """Take over the requests of a checkpoint, which get the numbers from `first` on."""
+        """Restore the requests of a checkpoint; their numbers start at `first`."""
         raise self._has_none("restore")
 
     @property
     def handed(self) -> HandedIngress:
-        """Where requests come from that another engine handed over; knows what hands over here.
+        """The queue of requests that other engines migrated to this one.
 
         Raises:
-            ConfigError: This engine does neither.
+            ConfigError: This engine does not migrate requests.
         """
         raise self._has_none("hand-over")
 
@@ -208,11 +208,11 @@ class ServedEngine(ABC):
 
 
 class LoopEngine(ServedEngine):
-    """The loop of the host."""
+    """An engine with the loop of the host."""
 
     @staticmethod
     def check(policy: Any, config: EngineConfig) -> None:
-        """Every policy runs here."""
+        """Accept every policy."""
 
     def __init__(
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
@@ -316,10 +316,10 @@ class LoopEngine(ServedEngine):
 
 
 def check_compilable(policy: Any) -> None:
-    """Return if native decisions can be made for a policy.
+    """Raise unless native decisions can be made for a policy.
 
     Raises:
-        ConfigError: They cannot, or the extension is missing; says why.
+        ConfigError: The policy has none, or the extension is missing; the text has the reason.
     """
     from qllm.device.native import load_native  # only native decisions need the extension
     from qllm.device.rank import rank_tree

@@ -1,13 +1,13 @@
-"""What a live page sees of a loop: its latest events, kept only while somebody looks.
+"""The live page's view of a loop: its latest events, recorded only while a client polls.
 
-The loop's thread appends references of events to a bounded queue; all else happens on the thread
-that looks. Looking takes a lease: when it runs out, the loop stops appending by itself.
+The loop's thread appends references of events to a bounded queue; everything else happens on the
+thread that polls. A poll renews a lease: when it ends, the loop stops appending by itself.
 
-A look (`QLLMEngine.watch(since, whole)`) gives `entries` of the timeline (`qllm.record.timeline`)
-after number `since`, and `seq`, the `since` of the next look; `now_ms` of the engine's clock; what
-is `parked` and `running`; counts of tokens, KV blocks and preemptions. `whole` adds the open
-requests: `counts` per track and status, and the first 200. No text, no token ids. With
-`loop="conditional"` nothing is recorded and the answer is empty.
+A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline
+(`qllm.record.timeline`) after number `since`, and `seq`, the `since` of the next poll; `now_ms` of
+the engine's clock; what is `parked` and `running`; counts of tokens, KV blocks and preemptions.
+`whole` adds the open requests: `counts` per track and status, and the first 200. It returns no
+text and no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
 """
 
 import threading
@@ -24,22 +24,22 @@ from qllm.runner.runner import TorchRunner
 from qllm.types import NS_PER_MS, NS_PER_S
 
 LEASE_NS = 5 * NS_PER_S
-"""For which events are kept after a look."""
+"""Time for which the loop records events after a poll."""
 MAX_EVENTS = 50_000
-"""Events that are kept between two looks; of more, the latest."""
+"""Maximum number of events buffered between two polls; older ones are dropped."""
 MAX_LISTED = 200
-"""Requests that one look lists."""
+"""Maximum number of requests that one poll lists."""
 
 
 class Watch:
-    """The events of one loop, for those who look."""
+    """The events of one loop, for clients that poll."""
 
     def __init__(self, loop: EngineLoop, config: EngineConfig, runner: TorchRunner) -> None:
         self._loop, self._config, self._runner = loop, config, runner
         self._lock = threading.Lock()
-        """Held by who looks."""
+        """Held by the thread that polls."""
         self._changing = threading.Lock()
-        """Held for moments by whoever changes the lease or the loop's listeners."""
+        """Held briefly by the thread that changes the lease or the loop's listeners."""
         self._new: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._until_ns = 0
         self._timeline = Timeline()
@@ -52,7 +52,7 @@ class Watch:
             self._leave(event.at_ns)
 
     def _leave(self, at_ns: int) -> None:
-        """Stop to listen, if nobody has looked since the lease was found to be over."""
+        """Stop listening, unless a poll has renewed the lease meanwhile."""
         with self._changing:
             if at_ns > self._until_ns:
                 listeners = self._loop.listeners
@@ -62,16 +62,16 @@ class Watch:
 
     @property
     def is_on(self) -> bool:
-        """Whether the loop keeps events."""
+        """True if the loop records events."""
         return self._listen in self._loop.listeners
 
     def look(self, since: int, whole: bool) -> dict[str, Any]:
-        """What is new, see `QLLMEngine.watch`."""
+        """Return the new events, see `QLLMEngine.watch`."""
         with self._lock:
             now_ns = self._loop.now_ns()
             with self._changing:
                 self._until_ns = now_ns + LEASE_NS
-                is_on = self.is_on  # and stays so while the lease lasts
+                is_on = self.is_on  # the lease keeps it on
             if is_on:
                 self._read()
             else:
@@ -91,7 +91,7 @@ class Watch:
         return {**found, **self._requests(now_ns)} if whole else found
 
     def _begin(self) -> None:
-        """Start to listen, knowing what is there already."""
+        """Start listening; the timeline starts with what exists already."""
         loop, timeline = self._loop, self._timeline
         self._new.clear()
         timeline.forget()
@@ -108,7 +108,7 @@ class Watch:
 
     def _read(self) -> None:
         if len(self._new) == MAX_EVENTS:
-            self._timeline.forget()  # some are lost, so what was open may have ended
+            self._timeline.forget()  # events were dropped: intervals that look open may have ended
         for _ in range(len(self._new)):
             self._timeline.feed(self._new.popleft())
 
@@ -127,7 +127,7 @@ class Watch:
         }
 
     def _requests(self, now_ns: int) -> dict[str, Any]:
-        """Counts of the open requests, and the first of them: LS first, then by arrival."""
+        """Return counts of the open requests, and the first of them: LS first, then by arrival."""
         live = list(self._loop.live.values())
         counts = Counter((track_of(x.request.priority), x.request.status.value) for x in live)
         live.sort(key=lambda x: (x.request.priority, x.request.arrival_ns))
