@@ -1,1 +1,1 @@
-"""The cached KV as the engine's loop sees it: which page is where, decided without a clock."""
+"""The cached KV as the engine's loop sees it: the place of each page, decided without a clock."""

@@ -1,4 +1,4 @@
-"""Requests whose KV lies in a file arrive at the scheduler once it is loaded, or is late."""
+"""An ingress that delays requests whose KV lies in a file until it is loaded, or is late."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,12 @@ from qllm.types import RequestId
 
 
 class LoadingIngress(HoldingIngress[Staged]):
-    """A transport that holds requests back while their pages are read.
+    """A transport that delays requests while their pages are read.
 
     Args:
         inner: The transport.
-        prefix: The prefix cache, or None: then nothing is held back.
-        has_kv: Whether a request comes with KV, and needs no pages.
+        prefix: The prefix cache; None delays nothing.
+        has_kv: Predicate: the request comes with KV and needs no pages.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LoadingIngress(HoldingIngress[Staged]):
         return item
 
     def wait(self, timeout_ns: int | None) -> None:
-        """Sleep until something arrives, pages are to be looked at, or the time has passed."""
+        """Sleep until something arrives, pages must be checked, or the time has passed."""
         if self._prefix is not None:
             due = self._prefix.next_turn_ns
             if due is not None:

@@ -1,13 +1,13 @@
-"""The prefix cache: KV pages that outlive their request, and are copied into others.
+"""The prefix cache: KV pages that outlive their request and are copied into other requests.
 
-A page is kept as soon as its tokens are committed, so what happens to its request later (its
-end, a cancellation, an eviction) does not matter. A hit changes one thing: how many tokens are
-computed already. Pages of a hit are pinned when it is found, and copied when its request is
-first planned and has blocks: before that it costs no memory.
+A page is cached as soon as its tokens are committed, so later events of its request (its end, a
+cancellation, an eviction) do not matter. A hit changes one thing: how many tokens are already
+computed. Pages of a hit are pinned when it is found. They are copied when its request is first
+planned and has blocks; before that they cost no memory.
 
     arrival, eviction --> waits with `num_found_tokens` --> planned: blocks, copies --> computes
 
-Pages that lie in a file alone are loaded before their request arrives at the scheduler
+Pages that lie only in a file are loaded before their request arrives at the scheduler
 (`qllm.engine.kv.loading`).
 """
 
@@ -27,36 +27,36 @@ from qllm.scheduler.request import Request
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, RequestId
 
 MOST_SOUGHT = 32
-"""Waiting requests of a class, the oldest, that look for new pages in a turn of the loop."""
+"""Number of oldest waiting requests per class that look for new pages in an iteration of the loop.
+"""
 
 
 POLL_NS = 5 * NS_PER_MS
-"""How often an idle loop looks at pages on their way to or from the file."""
+"""Interval at which an idle loop checks pages on their way to or from the file."""
 TTL_NS = NS_PER_S // 10
-"""An idle loop looks for KV that is too old not more often."""
+"""Minimum time between two searches of an idle loop for expired KV."""
 
 
 class PrefixCache:
     """Pages by name, and the requests that read and fill them. Lives on the engine's thread.
 
-    Large because every way in and out of the store goes with a pin, which has one owner.
+    Large because every way in and out of the store needs a pin, which has one owner.
 
     Args:
-        runner: Copies KV.
-        identity: Everything that decides the bits of KV beside tokens, salt and rope.
-        store: Which pages are kept.
+        runner: Copier of KV.
+        identity: Everything that decides the bits of KV besides tokens, salt and rope.
+        store: The cached pages.
         page_size: Tokens of a page.
-        found: Told how many tokens of a waiting request are there, and in which pages if requests
+        found: Callback: number of cached tokens of a waiting request, and their pages if requests
             share blocks.
         now_ns: The engine's clock.
-        copy_bytes: Most bytes copied before an LS arrival is looked for; None is no limit. BE
-            requests that wait find no more than this together, and of the pages of a step no more
-            are kept at once.
+        copy_bytes: Most bytes copied between two checks for LS arrivals; None is no limit. All
+            waiting BE requests together find no more than this, and one step caches no more pages.
         tier: Pages in a file, or None.
-        ttl_ns: KV that nobody has used for so long is deleted; None keeps it.
-        named: Told the first pages of a request's blocks, and their size: others may take the
-            blocks by reference. None where every request has a copy.
-        states: Kept beside the pages of a model whose layers carry them, or None.
+        ttl_ns: Time after which unused KV is deleted; None keeps it.
+        named: Callback: the first pages of a request's blocks, and their size; other requests may
+            then share the blocks by reference. None where every request has a copy.
+        states: Cached states of a model whose layers carry them, or None.
     """
 
     def __init__(
@@ -81,45 +81,45 @@ class PrefixCache:
         self._told, self._named, self.now_ns = found, named, now_ns
         self._users: dict[RequestId, User] = {}
         self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
-        """Those that hold no KV and may read, LS and others, oldest first."""
+        """Requests that hold no KV and may read pages: LS and others, oldest first."""
         self._seen = store.generation
         self._page_bytes = 0
         self._num_be_pages = 0
-        """Pages that BE requests have found and not copied yet."""
+        """Pages that BE requests have found but not copied yet."""
         self._arriving: dict[RequestId, Staged] = {}
-        """Loaded for requests that the loop takes in this turn."""
+        """KV loaded for requests that the loop admits in this iteration."""
         self._unkept: set[RequestId] = set()
-        """Requests to come of which nothing is kept."""
+        """Requests still to arrive whose KV is not cached."""
         self._num_copied_out = 0
-        """Pages kept since the loop's last turn began."""
+        """Pages cached since the loop's last iteration began."""
         self._num_shared_tokens = 0
 
     @property
     def _most_pages(self) -> int:
-        """Most pages that are copied at once; one until it is known how large a page is."""
+        """Return the most pages copied at once; one until the size of a page is known."""
         if self._copy_bytes is None:
             return self.store.capacity
         return max(1, self._copy_bytes // self._page_bytes) if self._page_bytes else 1
 
     def chain(self, item: Submission, ids: Sequence[int]) -> Chain:
-        """The names of the pages of a request that has these tokens."""
+        """Return the names of the pages of a request that has these tokens."""
         regime = self._runner.kv_regime(item.num_prompt_tokens, len(ids))
         root = (self._identity.encode(), regime.encode(), item.cache_salt)
         return Chain(ids, self.page_size, root)
 
     def add(self, item: Submission, request: Request) -> None:
-        """A request arrived; the scheduler knows it."""
+        """Add a request that arrived; the scheduler knows it."""
         user = User(request, item, self.chain(item, item.token_ids), request.priority > Priority.LS)
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
         user.is_deleted = item.request_id in self._unkept
         self._users[request.request_id] = user
-        self._pace()  # before a step: its prefill runs beside the mover
+        self._pace()  # before a step: the request's prefill runs at the same time as the mover
         self._wait(request.request_id)
 
     def lost(self, request_id: RequestId) -> None:
-        """A request lost its KV and starts again."""
+        """Reset a request that lost its KV and starts again."""
         user = self._users.get(request_id)
         if user is not None:
             self._begin_again(user, user.chain.token_ids)
@@ -134,7 +134,7 @@ class PrefixCache:
         self._wait(user.request.request_id)
 
     def revised(self, request_id: RequestId, item: Submission, num_kept: int) -> None:
-        """The prompt of a request has changed behind its first `num_kept` tokens."""
+        """Update a request whose prompt changed after its first `num_kept` tokens."""
         user = self._users.get(request_id)
         if user is None:
             return
@@ -148,7 +148,7 @@ class PrefixCache:
             self._begin_again(user, item.token_ids)
 
     def remove(self, request_id: RequestId) -> None:
-        """A request ended."""
+        """Remove a request that ended."""
         for waiting in self._waiting:
             waiting.pop(request_id, None)
         user = self._users.pop(request_id, None)
@@ -158,7 +158,7 @@ class PrefixCache:
                 self.states.forget(user)
 
     def updated(self, request_id: RequestId) -> None:
-        """A request has another class, is paused, or goes on."""
+        """Update a request that changed its class, was paused, or continues."""
         user = self._users.get(request_id)
         if user is None:
             return
@@ -168,7 +168,7 @@ class PrefixCache:
             return
         if not user.request.is_paused:
             self._seek(user)
-        elif user.pinned:  # others may need the pages, and what BE requests find is bounded
+        elif user.pinned:  # other requests may need the pages; BE requests find a bounded number
             self._unpin(user)
             self._found(user, user.num_staged)
 
@@ -188,7 +188,7 @@ class PrefixCache:
             self.states.unpin(user)
         if user.is_be:
             self._num_be_pages -= len(user.pinned)
-            self._seen = -1  # there is room for others to find more
+            self._seen = -1  # there is room for other requests to find more
         user.pinned = ()
 
     def _wait(self, request_id: RequestId) -> None:
@@ -198,7 +198,7 @@ class PrefixCache:
             self._seek(user)
 
     def seek(self) -> None:
-        """A turn of the loop begins: look again for those that wait, if there are new pages."""
+        """Begin an iteration: if there are new pages, search again for waiting requests."""
         self._num_copied_out = 0
         if self._seen != self.store.generation:
             self._seen = self.store.generation
@@ -235,9 +235,9 @@ class PrefixCache:
         self._told(user.request.request_id, num_tokens, pages)
 
     def load(self, request_id: RequestId, table: Sequence[int]) -> int:
-        """A request has its blocks: copy what was found; return how many tokens.
+        """Copy found pages into a request that now has its blocks; return the number of tokens.
 
-        What lies in blocks that it took by reference is there already.
+        Pages in blocks that it shares by reference need no copy.
         """
         user, size = self._users.get(request_id), self.page_size
         if user is None:
@@ -273,13 +273,13 @@ class PrefixCache:
         return len(names) * size
 
     def _mark(self, user: User) -> None:
-        """Have a request that has its KV leave states on its way."""
+        """Let a request that has its KV store states while it computes."""
         if self.states is not None:
             names = user.chain.usable(user.request.num_prompt_tokens)
             self.states.mark(user, self.store.find(names))
 
     def _refer(self, user: User, table: Sequence[int]) -> int:
-        """Tokens of a request that lie in blocks which it took by reference."""
+        """Use the blocks that a request shares by reference; return the number of their tokens."""
         if self._named is None:
             return 0
         num_tokens = user.request.num_shared_tokens
@@ -292,7 +292,7 @@ class PrefixCache:
             self._named(user.request.request_id, names, self.page_size)
 
     def keep(self, request_id: RequestId) -> None:
-        """Keep the pages of a request that were committed just now."""
+        """Cache the pages of a request that were just committed."""
         user = self._users.get(request_id)
         if user is None or user.is_deleted:
             return
@@ -313,12 +313,12 @@ class PrefixCache:
             tier.touch(names, priority, now, until)
 
     def _keep_pages(self, user: User, names: Sequence[Name], now: int) -> tuple[list[Name], int]:
-        """Keep pages of a request; return those that are here, pinned, and how many are done."""
+        """Cache pages of a request; return those in RAM, pinned, and the number handled."""
         here: list[Name] = []
         for i, name in enumerate(names):
             if name not in self.store:
                 if self._num_copied_out >= self._most_pages:
-                    return here, i  # the rest is kept after a later step
+                    return here, i  # the rest is cached after a later step
                 if not self._keep_page(user, i, name, now):
                     tier = self.tier
                     if tier is not None and name in tier.index:
@@ -331,7 +331,7 @@ class PrefixCache:
         return here, len(names)
 
     def _keep_page(self, user: User, i: int, name: Name, now: int) -> bool:
-        """Keep one page more of a request; False if there is no room for it."""
+        """Cache one more page of a request; return False if there is no room for it."""
         store, size, tier = self.store, self.page_size, self.tier
         request, tag = user.request, tag_of(user.submission.cache_salt)
         has_room = store.make_room(request.priority, now)
@@ -350,15 +350,15 @@ class PrefixCache:
         return True
 
     def took(self, request_id: RequestId, token_id: int) -> None:
-        """A request has one more token."""
+        """Append a sampled token to a request."""
         user = self._users.get(request_id)
         if user is not None:
             user.chain.token_ids.append(token_id)
 
-    # -- the file, and what is deleted
+    # -- the file, and deletion
 
     def turn(self) -> None:
-        """A turn of the loop begins: pages that were read are here, more go out, old ones go."""
+        """Begin an iteration: accept pages that were read, store more, delete expired ones."""
         now = self.now_ns()
         self._arriving.clear()
         if self.tier is not None:
@@ -377,14 +377,14 @@ class PrefixCache:
         return [self.store, *([] if self.states is None else [self.states.store])]
 
     def _pace(self) -> None:
-        """Have the file leave the machine to LS requests, if there are any that go on."""
+        """Slow down the file's threads if there are LS requests that continue."""
         if self.tier is not None:
             live = (user.request for user in self._users.values())
             self.tier.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
 
     @property
     def next_turn_ns(self) -> int | None:
-        """When a turn is due though nothing arrives; None if none is."""
+        """Return when the next iteration is due even if nothing arrives; None if none is due."""
         now = self.now_ns()
         if self.tier is not None and self.tier.is_busy:
             return now + POLL_NS
@@ -395,7 +395,7 @@ class PrefixCache:
         return max(now + TTL_NS, min(used) + self._ttl_ns) if used else None
 
     def coming(self, item: Submission) -> Staged | None:
-        """Start to load what a request needs of the file; None if it need not wait for it."""
+        """Start to load a request's pages from the file; return None if it need not wait."""
         if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
             return None
         names = self.chain(item, item.token_ids).usable(item.num_prompt_tokens)
@@ -413,12 +413,12 @@ class PrefixCache:
         return None if load is None else Staged(load, target)
 
     def is_due(self, load: PageLoad) -> bool:
-        """Whether a request waits for its load no longer."""
+        """Return True if a request need not wait for its load any more."""
         assert self.tier is not None
         return load.is_over or not self.tier.is_open or self.now_ns() >= load.late_ns
 
     def came(self, request_id: RequestId, staged: Staged) -> None:
-        """A request waits no longer; `add` follows, or it is refused."""
+        """Stop the wait of a request. `add` follows, or the request is refused."""
         if staged.load.is_over:
             self._arriving[request_id] = staged
         else:
@@ -427,10 +427,10 @@ class PrefixCache:
             self.tier.counts.late += self.is_due(staged.load)
 
     def delete(self, tag: Tag, held: Sequence[Submission]) -> int:
-        """Delete the kept KV of an owner (16 bytes) or of one of its salts (32 bytes).
+        """Delete the cached KV of an owner (16 bytes) or of one of its salts (32 bytes).
 
-        Requests in flight go on, those to come (`held`) too, and no more of their KV is kept.
-        Returns the number of pages.
+        Requests in flight and those still to come (`held`) continue, but no more of their KV is
+        cached. Returns the number of pages.
         """
         names = self._let_go(tag)
         for user in self._users.values():
@@ -458,7 +458,7 @@ class PrefixCache:
         return max(len(names), num_in_file)
 
     def reset(self) -> None:
-        """Forget all pages; requests that found some and wait compute theirs."""
+        """Delete all pages. Requests that found pages and wait compute their KV."""
         self._let_go(b"")
         for store in self._stores:
             store.reset()
@@ -466,7 +466,7 @@ class PrefixCache:
             self.tier.erase_all()
 
     def stats(self) -> dict[str, int]:
-        """Counts for statistics. Callable from any thread."""
+        """Return counts for statistics. Callable from any thread."""
         counts = self.store.counts
         return {
             "queried_tokens": counts.queries,

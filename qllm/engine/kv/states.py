@@ -1,15 +1,15 @@
-"""Recurrent states beside the kept pages of a model whose layers carry them.
+"""Recurrent states, cached next to the pages of a model whose layers carry them.
 
-A page says nothing of the states, and states are large, so they are kept after few pages, under
-their names: where a prompt ends, where a prompt leaves what is kept of others (the branch of a
-system prompt), and after the last page of an answer. A hit goes as far as the deepest of them.
+Pages do not contain states. States are large, so few are cached, each under the name of the page
+before it: where a prompt ends, where a prompt leaves the cached pages of others (the branch of a
+system prompt), and after the last page of an answer. A hit reaches as far as the deepest of them.
 
-    pages    [0][1][2][3][4][5][6]       kept under one chain of names
-    states            *        *         a request that shares pages 0 to 4 goes on after page 2,
+    pages    [0][1][2][3][4][5][6]       cached under one chain of names
+    states            *        *         a request that shares pages 0 to 4 continues after page 2,
                                          and leaves its states after page 4, too
 
-States are lent, not copied: nobody writes to them any more. Room for those that a pass is to leave
-is taken before it, so kept and coming states are never more than the store holds.
+States are lent, not copied: they are read-only once cached. Room for the states that a pass will
+leave is reserved before it, so cached and expected states never exceed the store.
 """
 
 from collections import Counter
@@ -26,8 +26,8 @@ class KeptStates:
     """States by the name of the page before them. Lives on the engine's thread.
 
     Args:
-        runner: Has the states of requests.
-        store: Which states are kept.
+        runner: Owner of the states of requests.
+        store: The cached states.
         page_size: Tokens of a page.
         state_bytes: Bytes of the states of all layers at one position.
         now_ns: The engine's clock.
@@ -44,28 +44,28 @@ class KeptStates:
         self.store, self.state_bytes = store, state_bytes
         self._runner, self._page_size, self._now_ns = runner, page_size, now_ns
         self._num_coming = 0
-        """States that passes are to leave, for which there is room."""
+        """States that passes will leave, for which room is reserved."""
 
-    # -- what a request finds
+    # -- states that a request finds
 
     def reach(self, names: Sequence[Name]) -> int:
-        """How many of the first pages end where states are kept."""
+        """Return the number of first pages up to the last page with cached states."""
         return next((i for i in range(len(names), 0, -1) if names[i - 1] in self.store), 0)
 
     def pin(self, user: User, name: Name) -> None:
-        """A waiting request will go on after a page; what it had found before is nobody's."""
+        """Pin the states from which a waiting request will continue; unpin any earlier ones."""
         self.unpin(user)
         self.store.pin([name])
         user.state = name
 
     def unpin(self, user: User) -> None:
-        """It will not, or it has them."""
+        """Unpin the states that a request found: it has copied them, or will not use them."""
         if user.state is not None:
             self.store.unpin([user.state])
             user.state = None
 
     def give(self, user: User, num_pages: int) -> None:
-        """A request has KV of its first pages: give it the states behind them."""
+        """Give a request, which has KV of its first pages, the states after those pages."""
         if user.state is None:
             return
         request, now = user.request, self._now_ns()
@@ -74,17 +74,17 @@ class KeptStates:
         self.store.touch([user.state], request.priority, now, user.until_ns(now))
         self.unpin(user)
 
-    # -- what it leaves
+    # -- states that a request leaves
 
     def mark(self, user: User, branch: int) -> None:
-        """Have a request that is about to compute leave states on its way.
+        """Let a request that is about to compute store states while it computes.
 
         Args:
-            user: It has its KV.
-            branch: Pages of it that are kept.
+            user: A request that has its KV.
+            branch: Number of its cached pages.
         """
         request, size = user.request, self._page_size
-        # as of `Chain.usable`: so far the same request could go, if it came again
+        # as in `Chain.usable`: a repeat of the same request could use KV up to here
         owed = 1 if request.num_tokens == request.num_prompt_tokens else 2
         ends = max(0, request.num_tokens - owed) // size * size, branch * size
         wanted = {p for p in ends if p > request.num_computed_tokens}
@@ -96,12 +96,12 @@ class KeptStates:
         self._runner.mark(request.request_id, user.marks)
 
     def forget(self, user: User) -> None:
-        """A request leaves no states after all: it starts again, or ends."""
+        """Release the room for states of a request that starts again, or ends."""
         self._num_coming -= len(user.marks)
         user.marks = frozenset()
 
     def keep(self, user: User) -> None:
-        """Tokens of a request were committed: keep the states that it left behind them."""
+        """Cache the states that a request left behind tokens that were just committed."""
         reached = user.request.num_computed_tokens
         passed = sorted(p for p in user.marks if p <= reached)
         for position in passed:
@@ -136,7 +136,7 @@ class KeptStates:
         return True
 
     def stats(self) -> dict[str, int]:
-        """Counts for statistics. Callable from any thread."""
+        """Return counts for statistics. Callable from any thread."""
         return {
             "kept_states": len(self.store),
             "max_states": self.store.capacity,
@@ -145,7 +145,7 @@ class KeptStates:
         }
 
     def check(self, users: Iterable[User]) -> None:
-        """Compare with the users.
+        """Compare the reserved room and the pins with the users.
 
         Raises:
             InvariantError: They differ.

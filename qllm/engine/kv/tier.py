@@ -1,12 +1,12 @@
-"""The file tier of the prefix cache, as the engine's thread sees it: which page lies where.
+"""The file tier of the prefix cache, as the engine's thread sees it: the place of each page.
 
-Pages that were kept go out while the engine computes, and come back for requests that begin with
-them. All decisions are here; a `Disk` does what they say on threads of its own and is looked at
-once per turn of the loop.
+Cached pages are stored while the engine computes, and loaded for requests that begin with them.
+All decisions are made here. A `Disk` executes them on threads of its own; the loop polls it once
+per iteration.
 
-    kept in RAM --> unsaved --> written --> in the file, found by name, also by the next engine
-                                               |
-    KV of a request  <-- read <----------------'   (not there, damaged, late: it is computed)
+    cached in RAM --> unsaved --> written --> in the file, found by name, also by the next engine
+                                                 |
+    KV of a request  <-- read <------------------'   (not there, damaged, late: it is computed)
 """
 
 from collections import OrderedDict
@@ -21,28 +21,28 @@ from qllm.scheduler.prefix import Name, PageStore, Tag
 from qllm.types import NS_PER_MS, Priority
 
 WRITING_BYTES = 16 << 20
-"""Pages on their way to the file at once; at least two."""
+"""Most bytes on their way to the file at once; always at least two pages."""
 GENTLE_SHARE = 0.01
-"""Part of a core that each direction may take while LS requests are there, but for their loads."""
+"""Share of a core for each direction while LS requests are there; their loads are not limited."""
 FIRST_NS_PER_BYTE = 10
-"""Until a page was read: 100 MB/s."""
+"""Estimate until a page was read: 100 MB/s."""
 FIRST_BUSY = 0.5
-"""Part of that time in which the thread that reads computes, until a page was read."""
+"""Share of that time in which the reading thread computes; an estimate until a page was read."""
 SLACK_NS = 200 * NS_PER_MS
-"""A load is not late before this."""
+"""Minimum time before a load counts as late."""
 LATE = 3
-"""A load is late once it takes so many times its estimate."""
+"""Factor over its estimate after which a load counts as late."""
 
 
 class StoredPage(NamedTuple):
-    """A page in the file: its place, and the sum of its bytes."""
+    """A page in the file: its slot and its checksum."""
 
     slot: int
     checksum: int
 
 
 class Write(NamedTuple):
-    """One page that is to go out."""
+    """A page to write."""
 
     name: Name
     slot: int
@@ -53,7 +53,7 @@ class Write(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A page that went out."""
+    """A page that was written."""
 
     name: Name
     kept: StoredPage
@@ -61,91 +61,91 @@ class Written(NamedTuple):
 
 @dataclass(slots=True)
 class PageLoad:
-    """The first pages of a request that waits for them, on their way into its KV.
+    """A request's first pages on their way into its KV; the request waits for them.
 
-    One thread reads them in order and stops at the first that is not there whole.
+    One thread reads them in order and stops at the first page that is missing or damaged.
     """
 
     pages: Sequence[tuple[Name, StoredPage | Any]]
-    """Each where it lies in the file, or the page itself if it is in RAM."""
+    """Each page's place in the file, or the page itself if it is in RAM."""
     into: Callable[[int, Any], None]
-    """Puts a page, by its number, into the KV that the request will have."""
+    """Function that stores a page, by its number, in the KV that the request will have."""
     is_ls: bool
     tag: Tag
     late_ns: int = 0
-    """When the request waits no longer."""
+    """Time at which the request stops waiting."""
     num_ready: int = 0
     num_read: int = 0
-    """Pages that came from the file."""
+    """Pages that were read from the file."""
     elapsed_ns: int = 0
-    """Time that those took, without what the thread rested."""
+    """Time taken by those pages, without the rests of the thread."""
     busy_ns: int = 0
-    """The part of it in which the thread computed: checksums, copies."""
+    """Part of it in which the thread computed: checksums, copies."""
     damaged: Name | None = None
-    """The page that was not there whole."""
+    """Name of the page that was missing or damaged."""
     is_over: bool = False
-    """Nothing is read any more."""
+    """True once reading has stopped."""
     is_given_up: bool = False
-    """Nobody wants it."""
+    """True once no request waits for it."""
 
 
 class Disk(Protocol):
-    """What moves pages. Nothing here waits."""
+    """Threads that write and read pages. No method blocks."""
 
     @property
     def failure(self) -> str | None:
-        """Why it moves nothing any more."""
+        """Reason why reading and writing stopped, or None."""
         ...
 
     def write(self, job: Write) -> None:
-        """Write a page, soon."""
+        """Queue a page to be written."""
         ...
 
     def read(self, load: PageLoad) -> None:
-        """Read pages, soon: LS first, before what is to be written."""
+        """Queue pages to be read: LS first, before any write."""
         ...
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Make pages unreadable, after what was asked for before."""
+        """Queue pages to be made unreadable, after all earlier jobs."""
         ...
 
     def be_gentle(self, gentle: bool) -> None:
-        """Whether LS requests are there: then all but their loads takes `GENTLE_SHARE`."""
+        """Tell if LS requests exist: then all except their loads is limited to `GENTLE_SHARE`."""
         ...
 
     def written(self) -> list[Written]:
-        """The pages that were written since the last call."""
+        """Return the pages that were written since the last call."""
         ...
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """What the tier did so far."""
+    """Counts of the tier so far."""
 
     stored: int = 0
     """Pages written."""
     loaded: int = 0
     """Pages read for requests."""
     damaged: int = 0
-    """Pages that were not there whole."""
+    """Pages that were missing or damaged."""
     late: int = 0
-    """Requests that did not wait longer and compute."""
+    """Requests that stopped waiting for a late load and compute."""
     quicker: int = 0
-    """Requests that compute because that takes less than the file."""
+    """Requests that compute because that is faster than the file."""
 
 
 class FileTier:
     """Pages in a file, and those on their way. Lives on the engine's thread.
 
-    It has many methods because a page may be asked for in each of its states, most in a few lines.
+    It has many methods because callers may ask for a page in any state, most in a few lines.
 
     Args:
-        disk: Moves pages.
-        index: What lies in the file; its `gone` is set.
-        free: Slots with nothing in them.
+        disk: Reader and writer of pages.
+        index: Pages in the file; its `gone` is set.
+        free: Empty slots.
         page_bytes: Bytes of a page.
         page_size: Tokens of a page.
-        costs: What moving and computing take; learns what loads took.
+        costs: Costs of moving and computing; it learns the times of loads.
     """
 
     def __init__(
@@ -160,42 +160,42 @@ class FileTier:
         self.disk, self.index, self.page_bytes = disk, index, page_bytes
         self._page_size, self._costs = page_size, costs
         self._busy = FIRST_BUSY
-        """Part of the time of reading in which its thread computes."""
+        """Share of the reading time in which the thread computes."""
         self._is_gentle = False
         self._free = list(free)
         index.gone = self._freed
         self.counts = TierCounts()
         self._unsaved: tuple[OrderedDict[Name, None], ...] = (OrderedDict(), OrderedDict())
-        """Pages in RAM that are not in the file, LS and others, oldest first."""
+        """Pages in RAM that are not in the file: LS and others, oldest first."""
         self._writing: dict[Name, Write | None] = {}
-        """On their way; None of one that was deleted meanwhile."""
+        """Pages being written; None for a page that was deleted meanwhile."""
         self._loads: list[PageLoad] = []
-        """Asked for and not over."""
+        """Loads that are not over."""
         self._lent: set[Name] = set()
-        """Pages that RAM has no room for and keeps until they are written."""
+        """Pages beyond the size of RAM's store, kept there until they are written."""
 
     def _freed(self, kept: StoredPage) -> None:
         self._free.append(kept.slot)
 
     @property
     def is_open(self) -> bool:
-        """Whether pages go out and come back."""
+        """True while pages can be stored and loaded."""
         return self.disk.failure is None
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether pages are kept that are not on their way to the file yet."""
+        """True if cached pages are not on their way to the file yet."""
         return self.is_open and any(self._unsaved)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on its way, or could be."""
+        """True if a page is on its way, or could be."""
         return self.is_open and bool(self._writing or self._loads or any(self._unsaved))
 
-    # -- out
+    # -- stores
 
     def offer(self, name: Name, is_ls: bool) -> None:
-        """A page is kept in RAM, or was used there: have it in the file too."""
+        """Mark a page that was cached or used in RAM to be stored in the file."""
         if name not in self.index and name not in self._writing:
             other, order = self._unsaved[is_ls], self._unsaved[not is_ls]
             if is_ls:
@@ -204,15 +204,15 @@ class FileTier:
                 order[name] = None
 
     def has_room(self) -> bool:
-        """Whether a page may be lent to RAM until it is written."""
+        """Return True if one more page may be lent to RAM until it is written."""
         return self.is_open and len(self._lent) < self._most
 
     def would_take(self, priority: int, now_ns: int) -> bool:
-        """Whether a page of this class will have a place in the file."""
+        """Return True if a page of this class will have a place in the file."""
         return self.is_open and (bool(self._free) or self.index.may_displace(priority, now_ns))
 
     def take_lent(self, name: Name, is_ls: bool) -> None:
-        """A page was lent to RAM: have it in the file and give it back then."""
+        """Store a page that was lent to RAM, and remove it from RAM after that."""
         self._lent.add(name)
         self.offer(name, is_ls)
 
@@ -223,11 +223,11 @@ class FileTier:
 
     @property
     def _most(self) -> int:
-        """Most pages on their way at once."""
+        """Return the most pages on their way at once."""
         return max(2, WRITING_BYTES // self.page_bytes)
 
     def store(self, ram: PageStore[Any], now_ns: int) -> None:
-        """Let pages go out, LS first, as many as may be on their way at once."""
+        """Start to store pages, LS first, as many as may be on their way at once."""
         most = self._most
         for priority, order in zip((Priority.LS, Priority.BE), self._unsaved, strict=True):
             while order and len(self._writing) < most:
@@ -249,7 +249,7 @@ class FileTier:
                 self._writing[name] = job
                 self.disk.write(job)
 
-    # -- back
+    # -- loads
 
     def load(
         self,
@@ -260,14 +260,14 @@ class FileTier:
         tag: Tag,
         now_ns: int,
     ) -> PageLoad | None:
-        """Start to load the first pages of a request; None if it need not wait for any.
+        """Start to load the first pages of a request; return None if it need not wait for any.
 
         Args:
             names: The pages of its prefix that it can use.
             ram: Pages that need not be read.
-            into: See `PageLoad`.
-            is_ls: Its class.
-            tag: Whose it is.
+            into: Function that stores a page, see `PageLoad`.
+            is_ls: True for an LS request.
+            tag: Owner and salt.
             now_ns: The engine's clock.
         """
         if not self.is_open:
@@ -301,29 +301,29 @@ class FileTier:
         return load
 
     def be_gentle(self, gentle: bool) -> None:
-        """Whether LS requests are there."""
+        """Tell if LS requests are there."""
         self._is_gentle = gentle
         self.disk.be_gentle(gentle)
 
     def _read_ns(self, num_pages: int) -> int:
-        """Predicted time to read pages at full speed."""
+        """Return the predicted time to read pages at full speed."""
         ns = self._costs.table().move(Tier.FILE, num_pages * self._page_size)
         return num_pages * self.page_bytes * FIRST_NS_PER_BYTE if ns is None else ns
 
     @property
     def _pace(self) -> float:
-        """How many times as long reading takes beside LS: after each page its thread rests."""
+        """Return the slowdown of reading next to LS requests: the thread rests after each page."""
         return 1 + self._busy * (1 / GENTLE_SHARE - 1)
 
     @property
     def num_coming(self) -> int:
-        """Pages that are being loaded."""
+        """Return the number of pages that are being loaded."""
         return sum(len(load.pages) for load in self._loads)
 
-    # -- each turn
+    # -- each iteration
 
     def turn(self, ram: PageStore[Any], now_ns: int) -> None:
-        """Take what was read and written, and let more go out."""
+        """Handle pages that were read and written, and start to store more."""
         for done in self.disk.written():
             self._written(done, ram, now_ns)
         for load in [load for load in self._loads if load.is_over]:
@@ -349,9 +349,9 @@ class FileTier:
 
     def _written(self, done: Written, ram: PageStore[Any], now_ns: int) -> None:
         job = self._writing.pop(done.name)
-        if job is None:  # deleted: its slot is erased after it
+        if job is None:  # deleted meanwhile: an erase of its slot is queued
             self._free.append(done.kept.slot)
-            if done.name in ram:  # kept again meanwhile
+            if done.name in ram:  # cached again meanwhile
                 self.offer(done.name, ram.is_ls(done.name))
             return
         self._give_back(done.name, ram)
@@ -362,7 +362,7 @@ class FileTier:
     # -- deletion
 
     def _forget(self, names: Iterable[Name]) -> None:
-        """Delete pages; one that is being read is nobody's by the time that it comes."""
+        """Delete pages. A page that is being read is dropped when it arrives."""
         slots = []
         for name in names:
             slots.append(self.index.read(name).slot)
@@ -371,13 +371,13 @@ class FileTier:
             self.disk.erase(slots)
 
     def expire(self, before_ns: int) -> None:
-        """Delete what nobody has used since then."""
+        """Delete pages that were not used since `before_ns`."""
         self._forget(self.index.unused_since(before_ns))
 
     def delete(self, tag: Tag, ram: PageStore[Any]) -> int:
-        """Delete the pages of an owner or a salt, those on their way too; return how many.
+        """Delete the pages of an owner or a salt, also those on their way; return their number.
 
-        What is in RAM is not pinned from here any more.
+        Pages in RAM are no longer pinned from here.
         """
         names = self.index.tagged(tag)
         self._forget(names)
@@ -395,15 +395,15 @@ class FileTier:
         return len(names) + len(slots)
 
     def erase_all(self) -> None:
-        """After all pages were deleted: leave nothing in the file, wherever it came from."""
+        """Erase the whole file, after all pages were deleted."""
         self.disk.erase(range(self.index.capacity))
 
     def touch(self, names: Sequence[Name], priority: int, now_ns: int, until_ns: int) -> None:
-        """A request uses pages, wherever it found them."""
+        """Record that a request uses pages, from RAM or from the file."""
         self.index.touch([n for n in names if n in self.index], priority, now_ns, until_ns)
 
     def pins(self) -> Iterator[Name]:
-        """The pages in RAM that are pinned from here."""
+        """Yield the pages in RAM that are pinned from here."""
         return iter(self._lent)
 
     def check(self) -> None:

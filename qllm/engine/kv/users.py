@@ -1,4 +1,4 @@
-"""What the prefix cache keeps of a live request."""
+"""State that the prefix cache keeps for each live request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,39 +21,39 @@ class Staged(NamedTuple):
 
 @dataclass(slots=True)
 class User:
-    """What the cache keeps of a live request."""
+    """The cache's state of a live request."""
 
     request: Request
     submission: Submission
     chain: Chain
     is_be: bool
-    """Its class is worse than LS."""
+    """True if its class is worse than LS."""
     staged: Staged | None = None
-    """Its first pages were loaded into KV that will be its own."""
+    """KV into which its first pages were loaded; it becomes the request's own."""
     pinned: Sequence[Name] = ()
-    """Pages after those, found and not copied yet."""
+    """Pages after those, found but not copied yet."""
     num_kept: int = 0
-    """Pages of it that were offered to the store."""
+    """Number of its pages that were offered to the store."""
     is_deleted: bool = False
-    """Its owner had all kept KV deleted: nothing more of it is kept."""
+    """True if its owner deleted all cached KV: no more of its KV is cached."""
     state: Name | None = None
-    """The page after which it goes on from kept states, pinned."""
+    """The page after which the request continues from cached states, pinned."""
     marks: frozenset[int] = frozenset()
-    """Positions where it will leave states, for which there is room."""
+    """Positions where the request will leave states, for which room is reserved."""
     turn: Name | None = None
-    """The page of its answer after which its states were kept last."""
+    """The page of its answer after which its states were last cached."""
 
     @property
     def num_staged(self) -> int:
-        """Pages that were loaded for it."""
+        """Number of pages that were loaded for it."""
         return 0 if self.staged is None else self.staged.load.num_ready
 
     @property
     def has_kv(self) -> bool:
-        """Whether it has blocks, or is swapped out: then what it has found stays as it is."""
+        """True if it has blocks or is swapped out: then its found pages stay fixed."""
         return self.request.is_admitted or self.request.num_swapped_tokens > 0
 
     def until_ns(self, now_ns: int) -> int:
-        """Until when it asks to keep pages that it uses now; 0 if it does not."""
+        """Return the time until which it asks to keep pages in use now; 0 if it does not ask."""
         ttl_s = self.submission.cache_ttl_s
         return 0 if ttl_s is None else now_ns + int(ttl_s * NS_PER_S)
