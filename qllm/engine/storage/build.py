@@ -1,4 +1,4 @@
-"""The kept KV of an engine: its prefix cache, and the file and threads under it."""
+"""Construction of an engine's cached KV: its prefix cache, and the file and threads under it."""
 
 import math
 import time
@@ -26,19 +26,19 @@ from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_S, Priority
 
 SETTLE_S = 60.0
-"""How long a caller waits for what was deleted to be gone from the file."""
+"""Seconds that a caller waits for deleted KV to be erased from the file."""
 
 
 class KeptPages:
-    """Makes the prefix cache of an engine, and has the file and the threads under it.
+    """Builder of an engine's prefix cache, and owner of the file and threads under it.
 
     Args:
         config: Settings.
-        runner: Has the KV.
+        runner: Owner of the KV.
         weights: Digest of the weights; only a file needs it.
-        ingress: Woken once an LS request has its pages.
+        ingress: Transport to wake once an LS request has its pages.
         now_ns: The engine's clock.
-        costs: What computing takes; learns what the file takes.
+        costs: Cost of computing; it learns the costs of the file.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class KeptPages:
         self._store: PageStore[Any] | None = None
 
     def prefix_cache(self, decider: Scheduler) -> PrefixCache | None:
-        """The prefix cache, if the engine has one.
+        """Return the prefix cache, if the engine has one.
 
         Raises:
             ConfigError: See `why_not`; or `kv_dir` cannot be used.
@@ -104,7 +104,7 @@ class KeptPages:
         keep_ls_ns: int,
         page_size: int,
     ) -> None:
-        """Take the folder, open its file and start to move pages."""
+        """Lock the folder, open its file and start the mover."""
         config = self._config
         num_slots = num_slots_in(int(config.kv_dir_gib * (1 << 30)), layout)
         if not num_slots:
@@ -142,7 +142,7 @@ class KeptPages:
         self._ingress.put(LOOK)
 
     def stats(self) -> dict[str, Any]:
-        """What the file holds and did; nothing without one. Callable from any thread."""
+        """Return the file's content and counts; empty without a file. Callable from any thread."""
         tier, mover = self._tier, self.mover
         if tier is None or mover is None or self._file is None:
             return {}
@@ -163,10 +163,10 @@ class KeptPages:
         }
 
     def settle(self) -> None:
-        """Wait until what was deleted is no more in the file. Not for the engine's thread.
+        """Wait until deleted KV is erased from the file. Not for the engine's thread.
 
         Raises:
-            QllmError: It cannot be deleted there, or not in time.
+            QllmError: The KV cannot be erased, or not in time.
         """
         if self.mover is not None and not self.mover.settle(SETTLE_S):
             why = self.mover.failure or f"the disk took longer than {SETTLE_S:g} s"
@@ -176,7 +176,7 @@ class KeptPages:
             )
 
     def _save_rest(self, mover: Mover) -> None:
-        """Let pages go out that are kept and not in the file yet."""
+        """Store cached pages that are not in the file yet."""
         until = time.monotonic() + CLOSE_S
         while (left := until - time.monotonic()) > 0 and mover.settle(left):
             if self._tier is None or self._store is None or not self._tier.has_unsaved:
@@ -184,7 +184,7 @@ class KeptPages:
             self._tier.turn(self._store, self._now_ns())
 
     def close(self) -> None:
-        """Write what is left, for a while, and give the folder back. Twice is once."""
+        """Store remaining pages for a limited time, and release the folder. Idempotent."""
         mover, self.mover = self.mover, None
         if mover is not None:
             self._save_rest(mover)

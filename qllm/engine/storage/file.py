@@ -1,10 +1,10 @@
-"""KV pages in one file: fixed slots, a directory of them, a header that says whose they are.
+"""KV pages in one file: fixed slots, a directory of them, a header that names their model.
 
     header 4 KiB | directory, 128 bytes per slot | slot 0 | slot 1 | ...
 
-A page is written before its entry, and an entry says the sum of its page: what a process leaves
-that dies at any byte is a page that is there, or one that is not. The file is of one engine at a
-time, which holds the lock beside it.
+A page is written before its entry, and an entry has the checksum of its page. So a process that
+dies at any byte leaves each page either complete or absent. The file belongs to one engine at a
+time, which holds the lock next to it.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from qllm.errors import ConfigError
 from qllm.private import private_fd
 
 BLOCK = 4096
-"""What is written is a multiple of it, and begins at one."""
+"""Size and alignment in bytes of every write."""
 MAGIC = b"qllm-kv\x02"
 FILE, LOCK = "pages.kv", "lock"
 ENTRY = np.dtype(
@@ -44,12 +44,12 @@ ENTRY = np.dtype(
         ("own_checksum", "<u8"),
     ]
 )
-"""Times are of the wall clock. `own_checksum` is that of the slot's number and of the rest."""
+"""Times are of the wall clock. `own_checksum` covers the slot's number and the other fields."""
 _ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
 
 
 class Layout(NamedTuple):
-    """What a page is."""
+    """Shapes and types of a page."""
 
     k: tuple[int, ...]
     """Shape of its keys: layers, heads, tokens, width."""
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A page of the file."""
+    """A page in the file."""
 
     slot: int
     name: bytes
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 
 
 class Blocks:
-    """A file that is read and written in whole blocks, past the page cache where that is possible.
+    """A file of whole blocks, which bypasses the page cache where the file system allows it.
 
     Args:
         path: A file that exists.
@@ -84,7 +84,7 @@ class Blocks:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR)
         self.is_direct = self._go_direct()
-        """Whether the page cache is passed by; some file systems cannot."""
+        """True if the page cache is bypassed; some file systems cannot."""
         _OPEN.add(self)
 
     def _go_direct(self) -> bool:
@@ -106,7 +106,7 @@ class Blocks:
             data, at = data[count:], at + count
 
     def read(self, data: memoryview, at: int) -> bool:
-        """Read blocks; whether all of them are there."""
+        """Read blocks; return True if all of them are there."""
         while data:
             count = os.preadv(self._fd, [data], at)
             if not count:
@@ -115,14 +115,14 @@ class Blocks:
         return True
 
     def erase(self, at: int, num_bytes: int) -> None:
-        """Have zeros in the place of what was there."""
+        """Overwrite bytes with zeros."""
         how = _ZERO_RANGE | _KEEP_SIZE
         if _fallocate(self._fd, how, ctypes.c_int64(at), ctypes.c_int64(num_bytes)):
             zeros = memoryview(mmap.mmap(-1, num_bytes))
             self.write(zeros, at)
 
     def close(self) -> None:
-        """Close it; twice is once."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -132,7 +132,7 @@ class Lock:
     """The right to use a folder, until it is closed or its process ends.
 
     Raises:
-        ConfigError: Another engine has it; names the process.
+        ConfigError: Another engine has the right; the text names its process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +151,7 @@ class Lock:
         _OPEN.add(self)
 
     def close(self) -> None:
-        """Give it back; twice is once."""
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -162,7 +162,7 @@ class KvFile:
 
     Args:
         blocks: The file.
-        layout: Of a page.
+        layout: Layout of a page.
         num_slots: Most pages.
     """
 
@@ -171,14 +171,14 @@ class KvFile:
         self._slot_bytes = _whole(layout.num_bytes)
         self._directory = mmap.mmap(-1, directory_bytes(num_slots))
         self._entries = np.frombuffer(self._directory, ENTRY, num_slots)
-        # one of each for all pages: the faults of a fresh one take longer than reading it
+        # shared by all pages: page faults of a fresh buffer take longer than reading it
         self._in, self._out = (mmap.mmap(-1, self._slot_bytes) for _ in range(2))
 
     def _at(self, slot: int) -> int:
         return BLOCK + len(self._directory) + slot * self._slot_bytes
 
     def scan(self) -> list[Entry]:
-        """Read the directory: all pages that it names, those used last at the end."""
+        """Return all entries of the directory, most recently used last."""
         if not self.blocks.read(memoryview(self._directory), BLOCK):
             return []
         found: dict[bytes, Entry] = {}
@@ -228,7 +228,7 @@ class KvFile:
         self.blocks.write(memoryview(self._directory)[at : at + BLOCK], BLOCK + at)
 
     def read(self, slot: int, name: bytes, checksum: int) -> tuple[Any, ...] | None:
-        """Read a page, which is valid until the next is read; None if it is not there whole.
+        """Read a page; return None if it is missing or damaged. It is valid until the next read.
 
         Raises:
             OSError: The file cannot be read.
@@ -238,7 +238,7 @@ class KvFile:
         return self._parts(self._in) if self._sum(self._in, name) == checksum else None
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Leave nothing of pages: neither entries nor KV.
+        """Erase pages: both their entries and their KV.
 
         Raises:
             OSError: The file cannot be written.
@@ -254,7 +254,7 @@ class KvFile:
         return checksum_of(name, memoryview(memory)[: self.layout.num_bytes])
 
     def _parts(self, memory: mmap.mmap) -> tuple[torch.Tensor, ...]:
-        """The keys and values that lie in a slot's memory."""
+        """Return views of the keys and values in a slot's memory."""
         parts, at = [], 0
         for shape in (self.layout.k, self.layout.v):
             count = math.prod(shape)
@@ -264,17 +264,17 @@ class KvFile:
         return tuple(parts)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self.blocks.close()
 
 
 def directory_bytes(num_slots: int) -> int:
-    """Bytes of the directory of so many slots."""
+    """Return the bytes of the directory of this many slots."""
     return _whole(num_slots * ENTRY.itemsize)
 
 
 def num_slots_in(num_bytes: int, layout: Layout) -> int:
-    """How many pages a file of so many bytes holds."""
+    """Return how many pages fit in a file of this many bytes."""
     room = num_bytes - 2 * BLOCK
     return max(0, room // (_whole(layout.num_bytes) + ENTRY.itemsize))
 
@@ -287,19 +287,19 @@ def open_file(
     reset: bool,
     blocks: type[Blocks] = Blocks,
 ) -> KvFile:
-    """Open the file of a folder, or make it. The caller holds the `Lock`.
+    """Open the file of a folder, or create it. The caller holds the `Lock`.
 
     Args:
-        folder: It exists.
-        layout: Of a page.
+        folder: A folder that exists.
+        layout: Layout of a page.
         num_slots: Most pages.
         identity: Everything that decides the bits of a page, by name.
-        reset: Replace a file that cannot be used.
-        blocks: How it is read and written.
+        reset: True replaces a file that cannot be used.
+        blocks: Class that reads and writes the file.
 
     Raises:
         ConfigError: The file is another model's, damaged or of another size, and `reset` is False.
-        OSError: The file cannot be made or read.
+        OSError: The file cannot be created or read.
     """
     path = folder / FILE
     header = make_header(layout, num_slots, identity)
@@ -312,12 +312,12 @@ def open_file(
     if wrong is not None or not path.exists():
         size = BLOCK + directory_bytes(num_slots) + num_slots * _whole(layout.num_bytes)
         _make(path, header, size)
-    path.chmod(0o600)  # it may have been copied here
+    path.chmod(0o600)  # it may be a copy with other permissions
     return KvFile(blocks(path), layout, num_slots)
 
 
 def make_header(layout: Layout, num_slots: int, identity: dict[str, Any]) -> bytes:
-    """The first block of a file."""
+    """Return the first block of a file."""
     says = {
         **{name: str(value) for name, value in identity.items()},
         "keys": str(layout.k),
@@ -334,7 +334,7 @@ def make_header(layout: Layout, num_slots: int, identity: dict[str, Any]) -> byt
 
 
 def why_foreign(path: Path, header: bytes) -> str | None:
-    """Say why a file is not one with this header; None if it is."""
+    """Return why a file does not have this header; None if it does."""
     with open(path, "rb") as file:
         found = file.read(BLOCK)
     if found == header:
@@ -357,10 +357,10 @@ def _said(header: bytes) -> dict[str, str]:
 
 
 def _make(path: Path, header: bytes, size: int) -> None:
-    """Make a file with room for all pages; one that is not whole never has its name."""
+    """Create a file with room for all pages; it gets its name only once complete."""
     new = path.with_suffix(".new")
     with suppress(FileNotFoundError):
-        path.unlink()  # its room may be needed
+        path.unlink()  # its space may be needed
     with suppress(FileNotFoundError):
         new.unlink()
     fd = private_fd(new, os.O_RDWR | os.O_EXCL)
@@ -385,8 +385,8 @@ def _entry_checksum(row: bytes, slot: int) -> int:
 
 
 def checksum_of(*parts: bytes | memoryview) -> int:
-    """64 bits of what lies in a file (XXH3); never 0, which is that of nothing."""
-    from xxhash import xxh3_64  # here, because an engine without a file does without it
+    """Return a 64-bit checksum (XXH3); never 0, which marks an empty entry."""
+    from xxhash import xxh3_64  # imported here: an engine without a file does not need it
 
     state = xxh3_64()
     for part in parts:
@@ -399,7 +399,7 @@ _OPEN: "weakref.WeakSet[Blocks | Lock]" = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """In a forked child: the lock and the file are the parent's."""
+    """Close the parent's lock and file in a forked child."""
     for held in list(_OPEN):
         held.close()
 

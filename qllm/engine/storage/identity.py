@@ -1,4 +1,4 @@
-"""What decides the bits of kept KV beside its tokens: what the header of a KV file says."""
+"""Everything that decides the bits of cached KV besides its tokens: the header of a KV file."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,7 +19,7 @@ from qllm.runner.runner import TorchRunner
 
 
 def layout_of(runner: TorchRunner, page_size: int) -> Layout:
-    """What a page is where our kernels run every layer."""
+    """Return the layout of a page where our kernels run every layer."""
     driver = runner.backend.drivers[0]
     assert isinstance(driver, NativeDriver)
     assert driver.whole is not None
@@ -31,7 +31,7 @@ def layout_of(runner: TorchRunner, page_size: int) -> Layout:
 
 @cache
 def software() -> str:
-    """What else decides bits: this package, its kernels, torch, and the machine's own."""
+    """Return the versions of the software that decides bits: this package, its kernels, torch."""
     digest = blake2b(digest_size=16)
     package = Path(kernels.__file__).parent
     for path in sorted(package.rglob("*")):
@@ -43,7 +43,7 @@ def software() -> str:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Digest of every byte of a model's weights and buffers, and of their formats.
+    """Return a digest of every byte of a model's weights and buffers, and of their formats.
 
     Buffers decide bits too: corrections of routers, angles of rotations.
     """

@@ -1,9 +1,9 @@
-"""Moves KV pages between RAM and a file: one thread per direction, none of them the engine's.
+"""Threads that copy KV pages between RAM and a file, one per direction.
 
-While LS requests are there, each direction takes a small share of a core (`GENTLE_SHARE`): a
-thread rests after every page. Loads of LS are never paced.
+While LS requests exist, each direction takes a small share of a core (`GENTLE_SHARE`): a thread
+rests after every page. Loads of LS are never paced.
 
-    loads of LS --> loads of others, paced --> stores, paced; while a load is paced, stores go on
+    loads of LS --> other loads, paced --> stores, paced; while a load is paced, stores continue
 """
 
 import logging
@@ -20,11 +20,11 @@ from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
 
 SHARE = 0.5
-"""Part of a core that writing may take while no LS request is there."""
+"""Share of a core that writing may take while no LS request exists."""
 LOADS_FIRST_S = 0.05
-"""A page that is to be written waits at most so long for pages that are being read."""
+"""Longest time in seconds that a page to be written waits for pages that are being read."""
 CLOSE_S = 5.0
-"""How long closing waits for a disk."""
+"""Seconds that `close` waits for a disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class Mover:
     """A `Disk` (`qllm.engine.kv.tier`) over a file.
 
     Args:
-        file: Closed by `close`.
-        wake: Called from the reading thread when an LS request has its pages.
+        file: The file; `close` closes it.
+        wake: Function called from the reading thread when an LS request has its pages.
         now_ns: The engine's clock.
     """
 
@@ -43,9 +43,9 @@ class Mover:
         self._file, self._wake, self._now_ns = file, wake, now_ns
         self._lock = threading.Condition()
         self._reads: tuple[deque[PageLoad], ...] = (deque(), deque())
-        """LS and others."""
+        """Loads of LS requests, and of others."""
         self._is_resting = False
-        """Whether the thread that reads leaves the machine to LS."""
+        """True while the reading thread rests so that LS can use the machine."""
         self._writes: deque[Write | tuple[int, ...]] = deque()
         """Pages to write, and slots to erase."""
         self._is_writing = False
@@ -63,32 +63,32 @@ class Mover:
     # -- the engine's thread
 
     def write(self, job: Write) -> None:
-        """Write a page, soon."""
+        """Queue a page to be written."""
         with self._lock:
             self._writes.append(job)
             self._lock.notify_all()
 
     def read(self, load: PageLoad) -> None:
-        """Read pages, soon: LS first, before what is to be written."""
+        """Queue pages to be read: LS first, before any write."""
         with self._lock:
             self._reads[not load.is_ls].append(load)
             self._lock.notify_all()
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Make pages unreadable, after what was asked for before."""
+        """Queue pages to be made unreadable, after all earlier jobs."""
         with self._lock:
             self._writes.append(tuple(slots))
             self._lock.notify_all()
 
     def be_gentle(self, gentle: bool) -> None:
-        """Whether LS requests are there: then all but their loads takes a small share."""
+        """Tell if LS requests exist: then all except their loads is limited to a small share."""
         if gentle is not self._is_gentle:
             with self._lock:
                 self._is_gentle = gentle
                 self._lock.notify_all()
 
     def written(self) -> list[Written]:
-        """The pages that were written since the last call."""
+        """Return the pages that were written since the last call."""
         found = []
         while self._done:
             found.append(self._done.popleft())
@@ -97,7 +97,7 @@ class Mover:
     # -- any thread
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until everything asked for is written and erased; False if time ran out."""
+        """Wait until all queued pages are written and erased; return False if time ran out."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._in_haste = True
@@ -110,7 +110,7 @@ class Mover:
             return not (self._writes or self._is_writing)
 
     def close(self) -> None:
-        """Move nothing more. A thread that a disk holds is left alone, with the file."""
+        """Stop the threads. If the disk blocks a thread, the thread and the file are left alone."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -142,7 +142,7 @@ class Mover:
             self._rest_from_reading(time.thread_time() - start)
 
     def _rest_from_reading(self, busy_s: float) -> None:
-        """Leave the machine to LS for a while."""
+        """Rest so that LS requests can use the machine."""
         with self._lock:
             self._is_resting = True
             self._lock.notify_all()
@@ -150,11 +150,11 @@ class Mover:
             self._is_resting = False
 
     def _may_read(self) -> bool:
-        """Whether the thread that reads need not rest: LS waits for pages, or is not there."""
+        """Return True if the reading thread need not rest: LS waits for pages, or is absent."""
         return self._closing or not self._is_gentle or bool(self._reads[0])
 
     def _next_read(self) -> PageLoad | None:
-        """The request whose next page is read now: the oldest, LS first."""
+        """Return the load whose next page is read now: the oldest, LS first."""
         with self._lock:
             for queue in self._reads:
                 if queue and queue[0].is_over:
@@ -165,7 +165,7 @@ class Mover:
             return None if self._closing else (self._reads[0] or self._reads[1])[0]
 
     def _read_one(self, load: PageLoad) -> None:
-        """Read the next page of a load, or end it."""
+        """Read the next page of a load, or end the load."""
         if load.num_ready < len(load.pages) and not load.is_given_up:
             name, page = load.pages[load.num_ready]
             if isinstance(page, StoredPage):
@@ -213,7 +213,7 @@ class Mover:
             return self._writes.popleft()
 
     def _may_write(self) -> bool:
-        """Whether no page is to be read, or none before the thread that reads has rested."""
+        """Return True if no page must be read, or none before the reading thread has rested."""
         is_free = self._is_resting and not self._reads[0]
         return self._closing or self._in_haste or is_free or not any(self._reads)
 
@@ -227,7 +227,7 @@ class Mover:
         self._done.append(Written(job.name, StoredPage(job.slot, checksum)))
 
     def _rest(self, busy_s: float) -> None:
-        """Leave the machine to others for a while."""
+        """Rest so that other threads can use the machine."""
         with self._lock:
             self._is_writing = False
             self._lock.notify_all()
@@ -236,11 +236,11 @@ class Mover:
 
 
 def _alone(serve: Callable[[], None]) -> None:
-    """Serve on this thread, with none of torch's beside it."""
+    """Serve on this thread, without helper threads of torch."""
     set_own_torch_threads(1)
     serve()
 
 
 def rest_s(busy_s: float, share: float = GENTLE_SHARE) -> float:
-    """How long a thread rests that was busy, to take a share of a core."""
+    """Return the seconds that a thread must rest after work, to take this share of a core."""
     return busy_s * (1 - share) / share

@@ -1,6 +1,6 @@
-"""How many threads torch computes with, on one thread of ours and on no other.
+"""A count of torch threads for a single thread of ours.
 
-OpenMP's threads spin for milliseconds after every operator, beside those that compute the model.
+OpenMP's threads spin for milliseconds after every operator, and slow the threads of the model.
 """
 
 from threading import Lock, Thread
@@ -11,9 +11,10 @@ _LOCK = Lock()
 
 
 def set_own_torch_threads(count: int) -> None:
-    """Let torch compute with so many threads on this thread, and on no other.
+    """Let torch compute with `count` threads on this thread only.
 
-    A thread that is new takes the number that was set last, wherever, so that is set again.
+    A new thread gets the count that any thread set last, so another thread sets the old count
+    again.
     """
     with _LOCK:
         before = torch.get_num_threads()

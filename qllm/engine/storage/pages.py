@@ -1,4 +1,4 @@
-"""Whether an engine has a prefix cache, and how the pages of a runner are copied."""
+"""Conditions for a prefix cache, and the copies of a runner's pages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ from qllm.types import RequestId
 
 
 class SlabTarget:
-    """A `LoadTarget`: KV in slabs.
+    """A `LoadTarget` that stores KV in slabs.
 
     Args:
-        kv: Of the request, empty.
+        kv: Empty KV of the request.
         page_size: Tokens of a page.
     """
 
@@ -26,63 +26,63 @@ class SlabTarget:
         self.kv, self._page_size = kv, page_size
 
     def put(self, number: int, page: tuple[Tensor, Tensor]) -> None:
-        """Take up a page; it is committed once the request is there."""
+        """Store a page; it is committed when the request arrives."""
         with torch.inference_mode():
             for layer, (k, v) in enumerate(zip(*page, strict=True)):
                 self.kv.write(layer, k.unsqueeze(0), v.unsqueeze(0), number * self._page_size)
 
 
 class KvPages:
-    """The `Keeper` of a runner, for pages of so many tokens."""
+    """The `Keeper` of a runner, for pages of one size in tokens."""
 
     def __init__(self, runner: TorchRunner, page_size: int) -> None:
         self._runner, self._page_size = runner, page_size
 
     def load_target(self, num_tokens: int) -> SlabTarget:
-        """Slabs for a request; memory is taken as pages come."""
+        """Make slabs for a request; memory is allocated as pages come."""
         return SlabTarget(self._runner.backend.new_kv(num_tokens), self._page_size)
 
     def adopt(self, request_id: RequestId, target: SlabTarget, num_tokens: int) -> None:
-        """Let the slabs be the request's, unless they were before an error."""
+        """Make the slabs the request's own, unless it has them from before an error."""
         request = self._runner.requests[request_id]
         if request.kv is not target.kv:
             request.kv = target.kv
             request.kv.committed = num_tokens
 
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
-        """See `RequestKV.copy_out`."""
+        """Return a copy of a page, see `RequestKV.copy_out`."""
         with torch.inference_mode():
             return self._runner.requests[request_id].kv.copy_out(lo, hi)
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
-        """Take all blocks of a request, unless it has them from before an error."""
+        """Assign all blocks to a request, unless it has them from before an error."""
         kv = self._runner.requests[request_id].kv
         if not kv.committed:
             kv.refer(table, num_tokens)
 
     def copy_in(self, request_id: RequestId, lo: int, hi: int, page: Any) -> None:
-        """Take up KV of tokens [lo, hi), unless it was before an error."""
+        """Copy in KV of tokens [lo, hi), unless it is there from before an error."""
         kv = self._runner.requests[request_id].kv
         if kv.committed < hi:
             with torch.inference_mode():
                 kv.copy_in(lo, page)
 
     def mark(self, request_id: RequestId, positions: frozenset[int]) -> None:
-        """See `States.marks`."""
+        """Set the positions of states to store, see `States.marks`."""
         self._runner.requests[request_id].kv.states.marks = positions
 
     def lend(self, request_id: RequestId, position: int) -> dict[int, Any] | None:
-        """See `States.lend`."""
+        """Return the states at a position, see `States.lend`."""
         return self._runner.requests[request_id].kv.states.lend(position)
 
     def borrow(self, request_id: RequestId, position: int, states: Mapping[int, Any]) -> None:
-        """See `States.borrow`."""
+        """Continue from lent states, see `States.borrow`."""
         kv = self._runner.requests[request_id].kv
         if kv.committed == position:
             kv.states.borrow(position, states)
 
     def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """See `Switch.regime`."""
+        """Return the rope regime, see `Switch.regime`."""
         switch = self._runner.rope.switch
         return "" if switch is None else switch.regime(num_prompt_tokens, num_tokens)
 
@@ -96,12 +96,12 @@ SHAPES = "the keys and values of its layers have different shapes, and a page ho
 
 
 def num_states(config: EngineConfig, runner: TorchRunner) -> int:
-    """How many states of whole requests the prefix cache keeps."""
+    """Return how many states of whole requests the prefix cache keeps."""
     return int(config.prefix_states_gib * (1 << 30)) // runner.charge.state_bytes
 
 
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
-    """Why an engine has no prefix cache; None if it has one.
+    """Return why an engine has no prefix cache; None if it has one.
 
     Raises:
         ConfigError: The settings ask for one that is not possible, or not exact.
