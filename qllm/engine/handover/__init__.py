@@ -1,1 +1,1 @@
-"""The hand-over of a request, with its KV, from one engine to another."""
+"""The migration of a request, with its KV, from one engine to another."""

@@ -1,4 +1,4 @@
-"""Requests that another engine handed over arrive at the loop with their KV, or without if late."""
+"""An ingress that delays migrated requests until their KV has arrived, or is late."""
 
 import time
 from concurrent.futures import Future
@@ -13,11 +13,11 @@ from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, RequestId
 
 SLACK_NS = 2 * NS_PER_S
-"""KV is not late before this; then it is once computing it would have taken as long."""
+"""Minimum time before KV counts as late; beyond it, the time that computing the KV would take."""
 EXPECT_S = 60.0
-"""A request that was announced and has not come after this does not come."""
+"""Seconds after which an announced request is no longer expected."""
 MAX_EXPECTED = 4096
-"""Requests that may be announced at once."""
+"""Limit of announced requests at one time."""
 
 
 @dataclass(slots=True)
@@ -25,39 +25,39 @@ class Coming:
     """The KV of a request, on its way."""
 
     late_ns: int
-    """When the request waits no longer."""
+    """Time at which the request stops waiting."""
     is_wanted: bool = True
     work: Future[Brought] | None = None
 
 
 class HandedIngress(HoldingIngress[Coming]):
-    """A transport that holds requests back while their KV is fetched from another engine.
+    """A transport that delays requests while their KV is fetched from another engine.
 
     Args:
         inner: The transport.
-        costs: What computing takes.
+        costs: Cost of computing.
     """
 
     def __init__(self, inner: Inbox, costs: StepCosts) -> None:
         super().__init__(inner)
         self._costs = costs
         self.handover: HandOver | None = None
-        """Fetches; set before anything arrives. Without one no request comes with KV."""
+        """Fetcher of KV, set before anything arrives. Without one no request comes with KV."""
         self._expected: dict[RequestId, tuple[Source, float]] = {}
 
     @property
     def giving(self) -> HandOver:
-        """What hands over here.
+        """The hand-over that requests leave by.
 
         Raises:
-            ConfigError: Nothing does.
+            ConfigError: This engine has none.
         """
         if self.handover is None:
             raise ConfigError("this engine hands nothing over: handover_gib=0")
         return self.handover
 
     def expect(self, request_id: RequestId, source: Source) -> None:
-        """Say where the KV is of a request that comes soon. Callable from any thread.
+        """Announce a request and the place of its KV. Callable from any thread.
 
         Raises:
             ConfigError: This engine fetches none.
@@ -71,12 +71,12 @@ class HandedIngress(HoldingIngress[Coming]):
         self._expected[request_id] = source, now
 
     def has_kv(self, request_id: RequestId) -> bool:
-        """Whether the KV of a request that arrives now has come."""
+        """Return True if the KV of a request that arrives now has come."""
         return self.handover is not None and request_id in self.handover.brought
 
     def _begin(self) -> None:
         if self.handover is not None:
-            self.handover.brought.clear()  # of requests that were refused
+            self.handover.brought.clear()  # KV of requests that were refused
 
     def _hold(self, item: Submission) -> Coming | None:
         source, _ = self._expected.pop(item.request_id, (None, 0.0))

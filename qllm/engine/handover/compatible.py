@@ -1,4 +1,4 @@
-"""What the KV of a request from another engine must be like to be taken here."""
+"""Conditions under which KV from another engine can be used here."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from qllm.ingress import Submission
 
 
 class Carried(NamedTuple):
-    """What a parcel says of a request."""
+    """Description of a request's KV in a parcel."""
 
     committed: int
-    """Tokens whose KV is there in every layer."""
+    """Tokens whose KV is present in every layer."""
     kept: tuple[int, int, int] | None
     """First token, end and next layer of a row that is part-way through the layers."""
     pages: tuple[str, ...]
@@ -23,28 +23,28 @@ class Carried(NamedTuple):
 
     @property
     def hi(self) -> int:
-        """Tokens whose KV is there in some layer."""
+        """Number of tokens whose KV is present in some layer."""
         return self.committed if self.kept is None else self.kept[1]
 
 
 class Terms(NamedTuple):
-    """What is taken: KV of the same bits, in the shape that this engine computes with."""
+    """Conditions of this engine: KV of the same bits, in the shape that it computes with."""
 
     identity: Mapping[str, str]
-    """Everything that decides the bits of KV beside tokens, by name."""
+    """Everything that decides the bits of KV besides tokens, by name."""
     layout: Layout | None
-    """A page's, where our kernels run every layer: they read KV by address."""
+    """Layout of a page, where our kernels run every layer: they read KV by address."""
     page_size: int
     num_layers: int
     num_kv_layers: int
     width: int
-    """Numbers of a hidden state."""
+    """Width of a hidden state."""
 
     def check(self, header: Header, item: Submission) -> Carried:
-        """Return what a parcel says, if it is of this request, in an engine like this one.
+        """Return a parcel's description, if it is of this request, in an engine like this one.
 
         Raises:
-            CheckpointError: It is not; says what differs.
+            CheckpointError: The parcel does not match; the text names the difference.
         """
         says = header.says
         theirs = says.get("identity")
@@ -85,7 +85,7 @@ class Terms(NamedTuple):
         return Carried(committed, None if kept is None else (lo, hi, layer), pages)
 
     def _names(self, header: Header, carried: Carried) -> set[str]:
-        """The tensors that belong to a request, by which layers have states."""
+        """Return the names of a request's tensors, which depend on the layers that have states."""
         states = {name for name in header.parts if name.startswith("state.")}
         layers = {name.split(".")[1] for name in states}
         for layer in layers if carried.committed else ():
@@ -121,17 +121,17 @@ class Terms(NamedTuple):
             raise CheckpointError(f"{name!r:.40} of another shape: {part.shape}")
 
     def _extent(self, kind: str, num_layers: int, carried: Carried) -> tuple[int, int]:
-        """Layers and tokens of a page, or of what of a layer is in none."""
+        """Return layers and tokens of a page, or of the part of a layer outside whole pages."""
         if kind == "page":
             return num_layers, self.page_size
         return 1, carried.hi - len(carried.pages) * self.page_size
 
 
 def page_parts(page: int) -> tuple[str, str]:
-    """Names of the keys and of the values of a page."""
+    """Return the names of the keys and of the values of a page."""
     return f"page.{page}.k", f"page.{page}.v"
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """Says which tokens a parcel is of."""
+    """Return a digest that identifies the tokens of a parcel."""
     return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()

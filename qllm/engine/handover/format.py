@@ -1,9 +1,9 @@
-"""KV of one request as bytes: a header that says what is in it, and tensors with sums of their own.
+"""KV of one request as bytes: a header that lists the content, and tensors with checksums.
 
     magic | bytes of JSON | sum | JSON, 0... | tensor 0, 0... | tensor 1, 0... | ...
 
-Each part begins at a multiple of 64 bytes, and its sum (XXH3) goes up to the next: no byte changes
-unseen. A reader believes no number before it is checked.
+Each part begins at a multiple of 64 bytes. Its checksum (XXH3) also covers the zeros up to the
+next part, so every changed byte is found. A reader checks each number before it uses it.
 """
 
 import json
@@ -21,7 +21,7 @@ from qllm.errors import CheckpointError
 
 MAGIC = b"qllm-ho\x01"
 HEAD = struct.Struct("<8sQQ")
-"""Magic, bytes of the JSON, sum of the header with this sum as zero."""
+"""Magic, bytes of the JSON, checksum of the header (computed with zero in its place)."""
 ALIGN = 64
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 8
@@ -35,39 +35,40 @@ DTYPES = {
 
 
 class TensorPart(NamedTuple):
-    """One tensor of a parcel."""
+    """A tensor of a parcel."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     at: int
-    """Its first byte in the parcel."""
+    """Offset of its first byte in the parcel."""
     checksum: int
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """First byte of the next part."""
+        """Offset of the next part."""
         return self.at + _whole(self.num_bytes)
 
 
 class Header(NamedTuple):
-    """What a parcel says of itself."""
+    """The header of a parcel."""
 
     says: dict[str, Any]
     parts: dict[str, TensorPart]
 
 
 def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mmap.mmap:
-    """Make the bytes of a parcel.
+    """Return the bytes of a parcel.
 
     Args:
-        says: Anything that JSON takes.
-        tensors: By name; several of one name become one, joined along their first dimension.
+        says: Any JSON value.
+        tensors: Lists of tensors by name; a list becomes one tensor, joined along the first
+            dimension.
     """
     parts, at = [], 0
     for name, pieces in tensors.items():
@@ -88,7 +89,7 @@ def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mm
 
 
 def _fill(memory: mmap.mmap, part: TensorPart, pieces: Sequence[Tensor]) -> None:
-    """Copy tensors into their place."""
+    """Copy tensors to their place."""
     at = part.at
     with torch.inference_mode():
         for piece in pieces:
@@ -99,7 +100,7 @@ def _fill(memory: mmap.mmap, part: TensorPart, pieces: Sequence[Tensor]) -> None
 
 
 def _header(says: Mapping[str, Any], parts: Sequence[TensorPart]) -> bytes:
-    """The header; its length does not depend on the sums."""
+    """Return the header; its length does not depend on the checksums."""
     listed = [
         [p.name, str(p.dtype).removeprefix("torch."), p.shape, f"{p.checksum:016x}"] for p in parts
     ]
@@ -110,10 +111,10 @@ def _header(says: Mapping[str, Any], parts: Sequence[TensorPart]) -> bytes:
 
 
 def header_bytes(head: bytes | memoryview) -> int:
-    """How long the header is of a parcel that begins like this.
+    """Return the length of the header of a parcel that begins with these bytes.
 
     Raises:
-        CheckpointError: It is no parcel, or its header is longer than any.
+        CheckpointError: Not a parcel, or a header longer than any.
     """
     if len(head) < HEAD.size:
         raise CheckpointError(f"a parcel of {len(head)} bytes has no header")
@@ -126,14 +127,14 @@ def header_bytes(head: bytes | memoryview) -> int:
 
 
 def read_header(memory: memoryview, num_bytes: int) -> Header:
-    """Read the header of a parcel, of which nothing else need be there yet.
+    """Read the header of a parcel. The rest of the parcel need not be there yet.
 
     Args:
         memory: Its first bytes.
-        num_bytes: Of the whole parcel, as far as it is known.
+        num_bytes: Bytes of the whole parcel, as far as they are known.
 
     Raises:
-        CheckpointError: It is damaged, or not one of a parcel of that size.
+        CheckpointError: The header is damaged, or does not fit a parcel of that size.
     """
     start = header_bytes(memory)
     if start > len(memory):
@@ -166,10 +167,10 @@ def _shape(listed: Any) -> tuple[int, ...]:
 
 
 def tensor(memory: mmap.mmap, part: TensorPart) -> Tensor:
-    """One tensor of a parcel that is there; it lies in `memory`.
+    """Return a tensor of a parcel that is complete; it is a view of `memory`.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The tensor is damaged.
     """
     if checksum_of(memoryview(memory)[part.at : part.end]) != part.checksum:
         raise CheckpointError(f"{part.name!r:.40} of a parcel is damaged")

@@ -1,12 +1,12 @@
-"""A request goes on in another engine, with its KV.
+"""Migration: a request continues in another engine, with its KV.
 
-    engine A   give: it leaves its frame, its KV waits under a ticket, and it ends here (`MOVED`)
-    front end  submits it again at B, prompt and output, and says where its KV is
-    engine B   holds it back, fetches the KV, checks it, and goes on where A was
+    engine A   give: takes it from its frame, keeps its KV under a ticket, ends it here (`MOVED`)
+    front end  submits it again at B, prompt and output, with the place of its KV
+    engine B   delays it, fetches the KV, checks it, and continues where A stopped
 
-What comes is believed if it is of the same model, weights, kernels and settings, of exactly these
-tokens, and undamaged. Otherwise, and if nothing comes in time, B computes the request as after an
-eviction: a hand-over changes how long a request takes, and never a token.
+B uses the KV only if model, weights, kernels, settings and tokens are exactly the same, and no
+byte is damaged. Otherwise, and if no KV comes in time, B computes the request as after an
+eviction: a migration changes how long a request takes, and never a token.
 """
 
 import logging
@@ -41,54 +41,58 @@ from qllm.scheduler.request import Request
 from qllm.types import FinishReason, Frontier, RequestId
 
 WORKERS = 2
-"""Requests whose KV is fetched at once."""
+"""Number of requests whose KV is fetched at the same time."""
 
 Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
-"""Told the header of a parcel and the bytes of all of it: which (offset, length) to fetch."""
+"""A function of a parcel's header and of its size in bytes. It returns the ranges (offset, length)
+to fetch.
+"""
 Pull = Callable[[Source, Callable[[int], None], Choose, Callable[[], bool]], mmap.mmap]
-"""Fetches a parcel. Asked for its place: raise if a parcel of so many bytes is not wanted, choose
-its ranges, and end soon once the last returns False. Raises whatever went wrong."""
+"""A function that fetches a parcel. Its arguments: the parcel's place; a function that raises if a
+parcel of so many bytes is refused; a function that chooses its ranges; a function that returns
+False once the fetch should stop. It raises any error that occurs.
+"""
 
 _log = logging.getLogger("qllm")
 
 
 class Brought(NamedTuple):
-    """What came of a request, checked."""
+    """KV of a request that arrived and was checked."""
 
     kv: RequestKV
     kept: SavedRows | None
     hidden: list[Tensor]
     num_found: int
-    """Tokens of it that lay in pages which were here."""
+    """Tokens of it that were already in pages of this engine."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was handed over so far."""
+    """Counts of migrations so far."""
 
     given: int = 0
     """Requests that left."""
     given_tokens: int = 0
     """Tokens whose KV left with them."""
     taken: int = 0
-    """Requests that came and went on where they were."""
+    """Requests that came and continued where they had stopped."""
     taken_tokens: int = 0
     found_tokens: int = 0
-    """Tokens taken that lay in pages which were here already."""
+    """Tokens among the taken ones that were already in pages of this engine."""
     missed: int = 0
-    """Requests that came and were computed, for whatever reason."""
+    """Requests that came and were computed again, for any reason."""
 
 
 class HandOver:
-    """Gives and takes requests with their KV. Lives on the engine's thread but for `fetch`.
+    """Sender and receiver of requests with KV. Lives on the engine's thread except for `fetch`.
 
     Args:
-        loop: Has the requests.
-        runner: Has their KV.
-        terms: What KV must be like.
-        most_bytes: Of KV that waits here, and of KV that comes.
-        put: Has the loop call something between two programs.
-        pull: Fetches a parcel, on a thread; None where nothing can be fetched.
+        loop: Owner of the requests.
+        runner: Owner of their KV.
+        terms: Conditions that KV must meet.
+        most_bytes: Limit for KV that waits here, and for KV that is fetched.
+        put: Function that lets the loop make a call between two programs.
+        pull: Function that fetches a parcel, on a thread; None where no KV can be fetched.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class HandOver:
         self.outbox = Outbox(most_bytes)
         self.counts = Counts()
         self.brought: dict[RequestId, Brought] = {}
-        """KV of requests that arrive in this turn of the loop."""
+        """KV of requests that arrive in this iteration of the loop."""
         self._workers = ThreadPoolExecutor(
             WORKERS, "qllm-fetch", initializer=set_own_torch_threads, initargs=(1,)
         )
@@ -116,11 +120,11 @@ class HandOver:
     # -- a request leaves
 
     def give(self, request_id: RequestId) -> str | None:
-        """End a request that goes on elsewhere; its ticket, which its end tells too.
+        """End a request that continues in another engine; return the ticket of its KV.
 
         Returns:
-            Empty if it leaves without KV: there is none, or no room; None if it is not known, or
-            waits for more of its prompt: then it stays.
+            Ticket, empty if the request leaves without KV: it has none, or there is no room. None
+            if the request is unknown or its prompt is still streaming: then it stays.
         """
         live = self._loop.live.get(request_id)
         if live is None or live.request.is_open:
@@ -131,7 +135,7 @@ class HandOver:
         return ticket
 
     def heard(self, event: trace.Event) -> None:
-        """Let each request leave that has got its first token here; a listener of the loop."""
+        """Send each request away at its first token here. Called as a listener of the loop."""
         if not isinstance(event, trace.Token):
             return
         live = self._loop.live.get(event.request_id)
@@ -140,7 +144,7 @@ class HandOver:
         self._put(Call(partial(self.give, event.request_id)))
 
     def _pack(self, live: Live) -> str:
-        """Let a row leave its frame, at the start of the layer it is in; the ticket of its KV."""
+        """Take a row out of its frame, at the start of its layer; return the ticket of its KV."""
         submission, request = live
         request_id, scheduler = request.request_id, self._loop.scheduler
         parked = scheduler.away.get(request_id)
@@ -173,7 +177,7 @@ class HandOver:
         return ticket
 
     def _tensors(self, kv: SlabKV, num_pages: int, hi: int) -> dict[str, Sequence[Tensor]]:
-        """KV below `hi`, where it lies: whole pages, then the rest of each layer, and states."""
+        """Return KV below `hi`, uncopied: whole pages, then the rest of each layer, and states."""
         size, found = self._terms.page_size, dict[str, Sequence[Tensor]]()
         slabs = [i for i, slab in enumerate(kv.slabs) if slab and i not in kv.states.layers]
         for page in range(num_pages):
@@ -183,7 +187,7 @@ class HandOver:
             for name, piece in zip("kv", kv.read(layer, num_pages * size, hi), strict=True):
                 found[f"{name}.{layer}"] = [piece]
         for name, state in kv.states.export().items():
-            if int(name.split(".")[2]) >= kv.committed:  # else it is to be overwritten
+            if int(name.split(".")[2]) >= kv.committed:  # KV of earlier layers will be overwritten
                 found[name] = [state]
         return found
 
@@ -191,7 +195,7 @@ class HandOver:
 
     @property
     def can_fetch(self) -> bool:
-        """Whether requests can come with KV."""
+        """True if requests can come with KV."""
         return self._pull is not None
 
     def now_ns(self) -> int:
@@ -201,12 +205,12 @@ class HandOver:
     def fetch(
         self, item: Submission, source: Source, wanted: Callable[[], bool]
     ) -> Future[Brought]:
-        """Begin to fetch the KV of a request, on another thread.
+        """Start to fetch the KV of a request, on another thread.
 
         Args:
             item: The request.
-            source: Where its KV is.
-            wanted: Asked again and again: False if nobody waits for it any more.
+            source: Place of its KV.
+            wanted: Function that is polled; False once the request no longer waits for the KV.
         """
         return self._workers.submit(self._fetch, item, source, wanted)
 
@@ -242,7 +246,7 @@ class HandOver:
                 self._num_coming -= taken
 
     def _pages_here(self, carried: Carried, item: Submission) -> dict[int, Any]:
-        """The pages of a request that the prefix cache has; called from another thread."""
+        """Return the request's pages that the prefix cache has. Called from another thread."""
         prefix, found = self._loop.prefix, dict[int, Any]()
         if prefix is None:
             return found
@@ -262,7 +266,7 @@ class HandOver:
         item: Submission,
         pages: Mapping[int, Any],
     ) -> Brought:
-        """Put what came into KV that will be the request's."""
+        """Put the fetched KV into KV that will be the request's."""
         size, parts = self._terms.page_size, header.parts
         rest = {n: tensor(memory, part) for n, part in parts.items() if not n.startswith("page.")}
         kv = self._runner.backend.new_kv(item.num_prompt_tokens + item.max_tokens)
@@ -282,7 +286,7 @@ class HandOver:
         return Brought(kv, kept, hidden, len(pages) * size)
 
     def enter(self, item: Submission, request: Request) -> bool:
-        """See `Newcomers.enter`: it goes on in blocks, or swapped out where they are short."""
+        """Admit a request with its KV: into blocks, or swapped out if they are short."""
         brought = self.brought.pop(item.request_id, None)
         if brought is None:
             return False
@@ -315,16 +319,16 @@ class HandOver:
         return True
 
     def missed(self, why: str) -> None:
-        """A request that was to come with KV is computed."""
+        """Count a request that was to come with KV and is computed."""
         self.counts.missed += 1
         _log.info("a request is computed, as its KV was not handed over: %s", why)
 
     def stats(self) -> dict[str, int]:
-        """Counts for statistics. Callable from any thread."""
+        """Return counts for statistics. Callable from any thread."""
         return {**asdict(self.counts), "waiting_bytes": self.outbox.num_bytes}
 
     def close(self) -> None:
-        """Fetch nothing more; nothing is waited for."""
+        """Stop fetching, without waiting."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 
@@ -336,15 +340,15 @@ def handover_of(
     put: Callable[[Call], None],
     pull: Pull | None,
 ) -> HandOver:
-    """The hand-over of an engine.
+    """Return the hand-over of an engine.
 
     Args:
-        loop: Has the requests.
-        runner: Has their KV.
+        loop: Owner of the requests.
+        runner: Owner of their KV.
         config: Settings.
         weights: Digest of the weights.
-        put: See `HandOver`.
-        pull: See `HandOver`.
+        put: Function of calls, see `HandOver`.
+        pull: Function that fetches, see `HandOver`.
     """
     identity = {
         "model": runner.fingerprint(),

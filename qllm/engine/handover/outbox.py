@@ -1,4 +1,4 @@
-"""KV of requests that have left an engine, until another one fetches it."""
+"""KV of requests that have left an engine, until another engine fetches it."""
 
 import mmap
 import secrets
@@ -14,7 +14,7 @@ from qllm.engine.handover.format import seal
 from qllm.scheduler.prefix import Tag
 
 KEEP_S = 60.0
-"""Nobody fetches KV that has waited so long: its request was computed again, or has ended."""
+"""Seconds after which KV is dropped: its request was computed again, or has ended."""
 
 
 @dataclass(slots=True)
@@ -31,10 +31,10 @@ class _Left:
 
 
 class Outbox:
-    """KV by ticket. Callable from any thread; a put copies nothing.
+    """KV by ticket. Callable from any thread; `put` copies nothing.
 
     Args:
-        most_bytes: What it holds; the oldest goes first.
+        most_bytes: Limit of its KV; the oldest KV is dropped first.
         now_s: A clock.
     """
 
@@ -52,12 +52,12 @@ class Outbox:
     def put(
         self, says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]], tag: Tag
     ) -> str:
-        """Keep KV, whose tensors nobody writes to any more; its ticket, empty if there is no room.
+        """Keep KV in tensors that are no longer written to; return its ticket, empty without room.
 
         Args:
-            says: See `seal`.
-            tensors: See `seal`.
-            tag: Whose it is.
+            says: Content of the header, see `seal`.
+            tensors: Tensors by name, see `seal`.
+            tag: Owner and salt.
         """
         num_bytes = sum(t.nbytes for pieces in tensors.values() for t in pieces)
         if num_bytes > self._most_bytes:
@@ -76,7 +76,7 @@ class Outbox:
             del self._left[ticket]
 
     def read(self, ticket: str) -> mmap.mmap | None:
-        """The parcel of a ticket, made by the first who asks; None if it is not there any more."""
+        """Return the parcel of a ticket, made at the first call; None if it is gone."""
         with self._lock:
             self._expire(self._now_s())
             left = self._left.get(ticket)
@@ -89,7 +89,7 @@ class Outbox:
             return left.sealed
 
     def drop(self, ticket: str) -> None:
-        """It was fetched; a ticket that is not known is fine."""
+        """Drop the KV of a ticket that was fetched. An unknown ticket is ignored."""
         with self._lock:
             self._left.pop(ticket, None)
 

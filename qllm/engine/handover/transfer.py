@@ -1,12 +1,12 @@
-"""KV goes from one engine to another: the one that wants it reads the other's memory over NIXL.
+"""Transfer of KV between engines: the taker reads the giver's memory over NIXL.
 
     taker   {"profile", "ticket"}              -->        after the handshake of front ends
-    giver   {"bytes", what a READ needs}       <--
-    taker   {what the giver's NIXL needs}      -->
+    giver   {"bytes", data for a READ}         <--
+    taker   {data for the giver's NIXL}        -->
     giver   {"ready"}                          <--
-    taker   READs of the header, then of what it wants; {"done"}
+    taker   READs of the header, then of the chosen ranges; {"done"}
 
-A giver does nothing meanwhile but let UCX make progress, which copies where UCX emulates.
+Meanwhile the giver only lets UCX make progress; UCX copies where it emulates a READ.
 """
 
 import mmap
@@ -29,10 +29,10 @@ from qllm.ingress.remote.nixl import Link, NixlError
 
 CONNECT_S = 2.0
 GIVE_S = 60.0
-"""A taker that has not said "done" after this gets no more."""
+"""Seconds after which a giver stops, if the taker has not sent "done"."""
 NAP_S = 0.0001
 READ_BYTES = 4 << 20
-"""Most bytes of one READ: between two of them a taker may be told to stop."""
+"""Most bytes of one READ: the taker can stop between two READs."""
 
 
 class Bytes:
@@ -50,7 +50,7 @@ class Bytes:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Bytes of the memory."""
         return len(self.memory)
 
     def write(self, at: int, data: bytes) -> None:
@@ -58,14 +58,14 @@ class Bytes:
         self.memory[at : at + len(data)] = data
 
     def close(self) -> None:
-        """It goes with its last user."""
+        """Do nothing: the memory is freed with its last user."""
 
 
 def give(wire: Wire, profile: str, parcel: mmap.mmap) -> bool:
-    """Let the engine at the other end read a parcel; whether it says that it has.
+    """Let the engine at the other end read a parcel; return True if it reports that it has.
 
     Raises:
-        MeetingError: It is gone.
+        MeetingError: The other engine is gone.
         NixlError: The memory cannot be offered.
     """
     link = Link(_name("giver"), profile, Bytes(parcel))
@@ -84,11 +84,11 @@ def give(wire: Wire, profile: str, parcel: mmap.mmap) -> bool:
 
 
 class Puller:
-    """Fetches parcels of engines that have the same secret. Callable from any thread.
+    """A fetcher of parcels from engines that have the same secret. Callable from any thread.
 
     Args:
-        secret: Of all engines and front ends.
-        profile: What NIXL goes over.
+        secret: Secret of all engines and front ends.
+        profile: Transport of NIXL.
     """
 
     def __init__(self, secret: bytes, profile: str) -> None:
@@ -101,12 +101,12 @@ class Puller:
         choose: Choose,
         is_wanted: Callable[[], bool],
     ) -> mmap.mmap:
-        """See `qllm.engine.handover.handover.Pull`.
+        """Fetch a parcel, see `qllm.engine.handover.handover.Pull`.
 
         Raises:
-            CheckpointError: There is nothing under the ticket, or nobody wants it any more.
-            ConfigError: The address is none.
-            MeetingError: The other engine is gone, or is not ours.
+            CheckpointError: The ticket has no KV, or the KV is no longer wanted.
+            ConfigError: The address is invalid.
+            MeetingError: The other engine is gone, or has another secret.
             NixlError: A READ failed.
         """
         address = parse_address(source.address)
@@ -141,7 +141,7 @@ class Puller:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"an offer of KV that makes no sense: {error!r:.100}") from error
         allow(num_bytes)
-        memory = mmap.mmap(-1, num_bytes)  # pages are taken as bytes come
+        memory = mmap.mmap(-1, num_bytes)  # memory is allocated page by page as bytes come
         link = Link(_name("taker"), self._profile, Bytes(memory))
         try:
             wire.send(offer(link))
@@ -162,13 +162,13 @@ class Puller:
 
 
 class _Reader:
-    """READs of one link, until they are done or nobody wants them."""
+    """READs of one link, until they are done or no longer wanted."""
 
     def __init__(self, link: Link, wire: Wire, is_wanted: Callable[[], bool]) -> None:
         self._link, self._wire, self._is_wanted = link, wire, is_wanted
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Read ranges (offset, length) of the other's memory to the same place in ours."""
+        """Read ranges (offset, length) of the other engine's memory to the same offsets here."""
         for group in _grouped(ranges):
             transfer = self._link.fetch([(at, at, size) for at, size in group])
             while not self._link.is_done(transfer):
@@ -180,7 +180,7 @@ class _Reader:
 
 
 def _grouped(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Ranges joined where they touch, cut to `READ_BYTES`, and grouped to that size."""
+    """Yield ranges, joined where they touch, cut to `READ_BYTES`, and grouped to that size."""
     joined: list[list[int]] = []
     for at, size in sorted(ranges):
         if joined and sum(joined[-1]) == at:
