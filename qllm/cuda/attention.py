@@ -1,4 +1,4 @@
-"""Attention of which every part is known, as few launches between its norm and the residual sum."""
+"""Attention of known kinds, in few launches between the layer's norm and the residual sum."""
 
 from typing import Any, Protocol
 
@@ -12,20 +12,20 @@ from qllm.models.parts.known import attention_kind, norm_kind, rotation_of_laten
 from qllm.runner.layers.drivers import Rope
 
 ROTATING = {"plain", "head_norm", "row_norm", "clipped_row_norm", "sinks"}
-"""Kinds of attention whose rotation a kernel does with the write of KV."""
+"""Kinds of attention whose kernel rotates keys as it writes KV."""
 
 
 class Attention(Protocol):
-    """Attention of which all is known."""
+    """Attention of a known kind."""
 
     def enter(self) -> None:
-        """Lay weights together."""
+        """Put weights that share an input into one tensor."""
 
     def leave(self) -> None:
         """Give the model's modules their own weights again."""
 
     def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
-        """What it makes of its normed input."""
+        """Return the attention's output for its normed input."""
         ...
 
 
@@ -33,8 +33,8 @@ class KnownAttention:
     """Attention over keys and values.
 
     Args:
-        attn: Of a kind in ROTATING.
-        window: Keys that a query sees, itself included; None is all.
+        attn: A module of a kind in ROTATING.
+        window: Number of keys that a query sees, itself included; None is all.
     """
 
     def __init__(self, attn: Any, window: int | None) -> None:
@@ -67,13 +67,13 @@ class KnownLatents:
     """Multi-head latent attention.
 
     Args:
-        attn: One that `is_known_attention`.
+        attn: A module that `is_known_attention` accepts.
     """
 
     def __init__(self, attn: Any) -> None:
         self._attn = attn
         self._is_compressed = attn.q_lora_rank is not None
-        """Whether queries are products of a shorter vector, which has a norm."""
+        """True if queries are computed from a shorter vector, which has a norm."""
         queries = attn.q_a_proj if self._is_compressed else attn.q_proj
         self._first = Together([queries, attn.kv_a_proj_with_mqa])
         self.enter, self.leave = self._first.enter, self._first.leave
@@ -99,7 +99,7 @@ def _norm(module: Any) -> Norm:
 
 
 def is_known_attention(attn: Any) -> bool:
-    """Whether `known_attention` knows all of a module."""
+    """Return True if `known_attention` supports a module."""
     if not keeps_latents(attn):
         return attention_kind(attn) in ROTATING
     return rotation_of_latents(attn) in {"halves", "pairs"} and all(
@@ -110,10 +110,10 @@ def is_known_attention(attn: Any) -> bool:
 
 
 def known_attention(attn: Any, window: int | None) -> Attention:
-    """What computes in the place of a module of attention that is known.
+    """Return the attention that replaces a module of a known kind.
 
     Args:
         attn: The module.
-        window: Keys that a query sees, itself included; None is all.
+        window: Number of keys that a query sees, itself included; None is all.
     """
     return KnownLatents(attn) if keeps_latents(attn) else KnownAttention(attn, window)

@@ -1,9 +1,9 @@
-"""A device as a backend: paged KV, fused kernels, experts in ranges, tokens sampled on the device.
+"""A backend for a device: paged KV, fused kernels, experts in ranges, sampling on the device.
 
-Routing stays on the device, and tokens are read once per step, when the runner finishes it. Stages
-that were captured as CUDA graphs are replayed where a program's ops are exactly a stage; all other
-ops run one by one. The host runs at most `AHEAD` pieces ahead of the device, so that stopping means
-stopping.
+Routing stays on the device, and the host reads tokens once per step, when the runner finishes it.
+Stages that were captured as CUDA graphs are replayed where a program's ops are exactly a stage;
+all other ops run one by one. The host runs at most `AHEAD` pieces ahead of the device, so a stop
+takes effect soon.
 """
 
 import time
@@ -46,28 +46,28 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import NS_PER_MS, Driver, Grain, SamplingParams
 
 AHEAD = 2
-"""Ops or stages that the host may have launched beyond the one that the device works on."""
+"""Ops or stages that the host may launch beyond the one that the device works on."""
 EXPERT_RANGES = 4
 """Pieces of an EXPERTS op of a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
 """Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
 AHEAD_MS = 1.6
-"""How long KV is copied out per step before it has to go."""
+"""Milliseconds per step for copies of KV ahead of a swap-out."""
 NOTHING = SamplingParams(temperature=0)
 
 
 def cuda_runner(
     model: nn.Module, *, clock: Callable[[], int] = time.perf_counter_ns, **settings: Any
 ) -> TorchRunner:
-    """A runner on a device.
+    """Return a runner on a device.
 
     Args:
-        model: In evaluation mode, whole, on the device.
-        clock: Nanoseconds, for segments only.
+        model: A whole model on the device, in evaluation mode.
+        clock: Clock in nanoseconds, used only for segments.
         **settings: Settings of `CudaBackend`.
 
     Raises:
-        ModelError: The model cannot be driven safely, or its experts have no kernel.
+        ModelError: The model cannot be run safely, or its experts have no kernel.
     """
     return TorchRunner(model, lambda parts: CudaBackend(model, parts, **settings), clock=clock)
 
@@ -75,24 +75,24 @@ def cuda_runner(
 class CudaBackend:
     """A `Backend` (`runner/backend.py`).
 
-    Large because a backend is all that depends on the device.
+    Large because a backend contains everything that depends on the device.
 
     Args:
-        model: The model of transformers, on the device.
+        model: The transformers model, on the device.
         parts: Its parts.
-        num_pages: KV pages: as many as the scheduler has blocks.
+        num_pages: Number of KV pages, equal to the scheduler's blocks.
         page_size: Tokens of a page, and of a block.
         max_num_seqs: Most rows of a captured stage.
         max_step_tokens: Most tokens of a captured stage.
         max_total_tokens: Longest sequence of a captured stage; at most the model's.
         kernels_name: "triton" or "torch"; None is Triton on CUDA, torch elsewhere.
-        graphs: How to capture; None captures on CUDA and nowhere else; False never does.
-        buckets: What to capture for; None is `default_buckets`.
+        graphs: API that captures; None captures on CUDA and nowhere else; False never does.
+        buckets: Sizes to capture; None is `default_buckets`.
         layers_per_stage: Layers per captured stage.
-        spare: Room for KV beside the pages; None is none.
+        spare: Room for KV in addition to the pages, or None.
 
     Raises:
-        ModelError: Experts of a kind that no kernel is made for.
+        ModelError: Experts of a kind without a kernel.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class CudaBackend:
         self._marks: deque[Any] = deque()
         self.stages: Stages | None = None
         self.not_captured = self._why_not_captured(model, graphs)
-        """Why steps run op by op; empty if they are captured."""
+        """Reason why steps run op by op; empty if they are captured."""
         self._to_capture: tuple[Any, ...] | None = None
         if not self.not_captured:
             api = TorchGraphApi() if graphs is None or isinstance(graphs, bool) else graphs
@@ -148,7 +148,7 @@ class CudaBackend:
             self._to_capture = api, wanted, sizes, layers_per_stage
 
     is_native = False
-    """Our CPU kernels run nothing here."""
+    """False: our CPU kernels run nothing here."""
     why_inexact = (
         "on CUDA the bits of a token's KV depend on the number of rows that its step is padded to, "
         "and a hit could change tokens"
@@ -170,7 +170,7 @@ class CudaBackend:
             self._capture(*self._to_capture)
             self._to_capture = None
 
-    # what there is
+    # names and numbers
 
     def _why_not_captured(self, model: nn.Module, graphs: GraphApi | bool | None) -> str:
         if graphs is False or (graphs is None and not self._on_cuda):
@@ -186,7 +186,7 @@ class CudaBackend:
 
     @property
     def names(self) -> dict[str, str]:
-        """What computes what, for results."""
+        """Return the names of the kernels in use, for results."""
         captured = self.not_captured
         if self.stages is not None:
             num, k = len(self.stages.captured), self.stages.layers_per_stage
@@ -201,7 +201,7 @@ class CudaBackend:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Run layers and norms by the model's own forwards for a while, with no frame open."""
+        """Run layers and norms by the model's own forwards meanwhile. No frame may be open."""
         self.layers.norms.leave()
         self.drivers = self.compute.drivers
         try:
@@ -212,7 +212,7 @@ class CudaBackend:
 
     @property
     def bytes_read(self) -> int:
-        """Weights read so far: each expert once per layer of a program. Waits for the device."""
+        """Bytes of experts read so far: each once per layer of a program. Waits for the device."""
         return self.layers.expert_bytes
 
     def forget(self, frame: Frame) -> None:
@@ -220,7 +220,7 @@ class CudaBackend:
             lane.forget(frame)
 
     def fault(self, error: Exception) -> DeviceError | None:
-        """A fault of CUDA stays: after it every call of this process fails."""
+        """Return the error of a lost device: after a CUDA fault every call of the process fails."""
         if not self._on_cuda:
             return None
         try:
@@ -300,13 +300,13 @@ class CudaBackend:
         self.layers.forget_bytes()
 
     def _rehearse(self, body: Body, bucket: Bucket, lane: Lane) -> None:
-        """Run the largest step outside of graphs: torch keeps the memory for ops one by one."""
+        """Run the largest step outside of graphs: torch keeps that memory for single ops."""
         body.of(Key(True, 0, self.shape.num_layers, bucket, embed=True, head=True), lane)()
 
     def run_some(
         self, runner: Asking, frame: Frame, program: Program, at: Index, stop: Stop
     ) -> Swept | None:
-        """Replay the stage that begins at an op, if one was captured that fits."""
+        """Replay the captured stage that begins at an op; return None if no captured stage fits."""
         part = None if at.pos else self._part(runner, frame, program, at.op)
         if part is None:
             return None
@@ -319,7 +319,7 @@ class CudaBackend:
         whole = frame.program  # `program` may end earlier
         rows = [row for row in whole.rows if row.request_id not in frame.dead]
         if any(runner.requests[row.request_id].owes_prompt for row in rows):
-            return None  # hidden states have to be kept, which a captured head does not
+            return None  # hidden states must be kept, which a captured head does not do
         part = self.stages.part(whole, op, program.grain, self._can_sample(runner, frame))
         if part is None or part.end_op > len(program.ops):
             return None
@@ -422,7 +422,7 @@ def _kv(runner: Asking, row: Row) -> PagedKV:
 
 
 def default_buckets(max_num_seqs: int, max_step_tokens: int) -> list[Bucket]:
-    """Decode batches in powers of two, and prefill steps by factors of four."""
+    """Return buckets for decode in powers of two, and for prefill by factors of four."""
     decode, prefill = [1], [64]
     while decode[-1] < max_num_seqs:
         decode.append(min(decode[-1] * 2, max_num_seqs))

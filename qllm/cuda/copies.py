@@ -1,15 +1,15 @@
-"""KV that moves between pages on the device and page-locked memory, beside the computing.
+"""Copies of KV between pages on the device and page-locked memory, parallel to computing.
 
-    out   page -> slot    on one stream      a page of a request is kept, or its KV is swapped out
-    in    slot -> page    on another         KV comes back into pages that the request has now
+    out   page -> slot    on one stream      a page is cached, or KV is swapped out
+    in    slot -> page    on another         KV is copied into the pages that the request has now
 
-Nothing here waits on the host. Who uses memory next waits on the device, for an event:
+Nothing here waits on the host. The next user of memory waits on the device, for an event:
 
     a page is written (computed, copied in)   after the copies that read it, and those that fill it
     a page is read (computed, copied out)     after the copies that fill it
     a slot is used                            after the copy that used it last
 
-So pages and slots are free, as far as counts go, as soon as nobody names them any more.
+So pages and slots count as free as soon as no object refers to them.
 """
 
 import time
@@ -24,17 +24,17 @@ from qllm.errors import InvariantError
 from qllm.types import NS_PER_MS
 
 PROBE_BYTES, PROBES = 8 << 20, 3
-"""What is copied to see how fast copies are, and how often."""
+"""Bytes of a trial copy, and number of trials."""
 
 
 def measured_bytes_per_ms(
     api: StreamApi, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns
 ) -> int:
-    """Bytes that a copy moves in a millisecond: the slower direction at its best. Waits.
+    """Return the bytes per millisecond of a copy: the slower direction at its best. Waits.
 
     Args:
-        api: Copies.
-        device: From and to where.
+        api: Interface that copies.
+        device: Device of the copies.
         now_ns: A clock.
     """
     here = api.lock(PROBE_BYTES).view(1, 1, 1, PROBE_BYTES)
@@ -54,7 +54,7 @@ def measured_bytes_per_ms(
 
 
 class Slot:
-    """Room for the KV of some tokens in page-locked memory; free again when it is forgotten.
+    """Room for the KV of some tokens in page-locked memory; free again once no object refers to it.
 
     As a pair it is keys and values, each [layers, heads, tokens, width].
     """
@@ -65,11 +65,11 @@ class Slot:
         self._arena, self.number = arena, number
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Return keys and values as others keep them."""
+        """Yield keys and values in the layout that other code uses."""
         return (t.transpose(1, 2) for t in self.tensors())
 
     def __del__(self) -> None:
-        """Give the room back."""
+        """Return the room to the arena."""
         self._arena.free.append(self.number)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ class Slot:
 
     @property
     def after(self) -> Any:
-        """The copy that used it last, as an event; None if none did."""
+        """Event of the copy that used it last; None if there was none."""
         return self._arena.after.get(self.number)
 
     @after.setter
@@ -87,11 +87,11 @@ class Slot:
 
 
 class Arena:
-    """Slots of so many tokens each.
+    """Slots of a fixed number of tokens.
 
     Args:
-        api: Locks the memory.
-        num_slots: How many.
+        api: Interface that locks memory.
+        num_slots: Number of slots.
         tokens: Tokens of a slot.
         pages: Keys and values on the device, each [layers, slots, heads, width].
     """
@@ -101,7 +101,7 @@ class Arena:
     ) -> None:
         self._api, self.num_slots, self.tokens = api, num_slots, tokens
         self.free: list[int] = list(range(num_slots - 1, -1, -1))
-        """Appended to from any thread."""
+        """Numbers of free slots. Any thread may append."""
         self.after: dict[int, Any] = {}
         shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in pages]
         sizes = [torch.Size(shape).numel() * pages[0].itemsize for shape in shapes]
@@ -116,20 +116,20 @@ class Arena:
         self._k, self._v = k, v
 
     def tensors(self, number: int) -> tuple[Tensor, Tensor]:
-        """See `Slot.tensors`."""
+        """Return keys and values of a slot, see `Slot.tensors`."""
         return self._k[number], self._v[number]
 
     def take(self) -> Slot | None:
-        """A free slot; None if there is none."""
+        """Return a free slot; None if there is none."""
         return Slot(self, self.free.pop()) if self.free else None
 
     def close(self) -> None:
-        """Give the memory back; no copy is under way."""
+        """Free the memory. No copy may be under way."""
         self._api.unlock(self._memory)
 
 
 class Copies:
-    """Starts copies and orders them with what computes.
+    """Starter of copies; it also orders them with the computing stream.
 
     Args:
         api: Streams and events.
@@ -142,18 +142,18 @@ class Copies:
         self._k, self._v = pages
         self._out, self._in = api.new_stream(), api.new_stream()
         self._reads: dict[int, Any] = {}
-        """The last copy that reads a page, as an event."""
+        """Events of the last copy that reads each page."""
         self._fills: dict[int, Any] = {}
-        """The last copy that fills a page which nothing has computed with since."""
+        """Events of the last copy that fills each page, until the page is used in computing."""
 
     def out(self, pages: Sequence[int], slots: Sequence[Slot]) -> None:
-        """Copy pages, as they are once all that was launched is over, into slots in order."""
+        """Copy pages into slots in order, after all work that was launched before."""
         events = [self._fills.get(page) for page in pages]
         event = self._copy(self._out, pages, slots, events, is_out=True)
         self._reads |= dict.fromkeys(pages, event)
 
     def into(self, pages: Sequence[int], slots: Sequence[Slot]) -> None:
-        """Fill pages, which nobody uses before `ready` or `own`, from slots in order."""
+        """Fill pages from slots in order. No kernel may use the pages before `ready` or `own`."""
         events = [of.get(page) for of in (self._reads, self._fills) for page in pages]
         event = self._copy(self._in, pages, slots, events, is_out=False)
         self._fills |= dict.fromkeys(pages, event)
@@ -177,11 +177,11 @@ class Copies:
         return event
 
     def ready(self, pages: Iterable[int]) -> None:
-        """Let what computes from now on read pages."""
+        """Let kernels launched from now on read pages."""
         self._wait(None, [self._fills.pop(page, None) for page in pages])
 
     def own(self, pages: Iterable[int]) -> None:
-        """Let what computes from now on write pages that are a request's alone."""
+        """Let kernels launched from now on write pages that belong to one request alone."""
         pages = list(pages)
         self._wait(
             None, [of.pop(page, None) for of in (self._fills, self._reads) for page in pages]
@@ -192,7 +192,7 @@ class Copies:
             self._api.wait(stream, event)
 
     def finish(self, slots: Iterable[Slot] = ()) -> None:
-        """Wait until slots are there; without any, until nothing moves. Not while serving."""
+        """Wait until slots are filled; without slots, until no copy runs. Not while serving."""
         events = [slot.after for slot in slots if slot.after is not None]
         for event in events or [self._api.record(s) for s in (self._out, self._in)]:
             self._api.finish(event)

@@ -1,4 +1,4 @@
-"""Routed experts on a device: routing never leaves it, and a unit is a range of experts."""
+"""Routed experts on a device: routing stays on it, and a work unit is a range of experts."""
 
 from typing import Any, NamedTuple
 
@@ -27,24 +27,24 @@ from qllm.runner.layers.work import Unit, Work
 
 
 class Router(NamedTuple):
-    """A known router: a product, and what becomes of it."""
+    """A known router: a product, and the rule that turns logits into weights."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
     rule: Rule
     top_k: int
     dtype: torch.dtype
-    """Dtype of the weights that it gives."""
+    """Dtype of its weights."""
     is_wide: bool
-    """Whether its product is in fp32, whatever the model's dtype."""
+    """True if its product is in fp32, whatever the model's dtype."""
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Logits [T, E] of rows, which are in fp32 if the router is wide."""
+        """Return logits [T, E] of rows, which are in fp32 if the router is wide."""
         return functional.linear(x_TD, self.weight_ED, self.bias_E)
 
 
 def known_router(router: Any) -> Router | None:
-    """What `choose` needs of a router of transformers, if it knows its kind and no hook listens."""
+    """Return the router as `choose` needs it; None if its kind is unknown, or a hook listens."""
     weight, kind = getattr(router, "weight", None), router_kind(router)
     if kind in {None, "softmax_fp32"} or weight is None or is_heard(router):
         return None
@@ -74,18 +74,18 @@ def _rule(router: Any, kind: str | None) -> Rule:
 
 
 def packed_weights(weights: ExpertWeights, held: QuantisedExperts) -> ExpertWeights | str:
-    """The same with quantised weights, or why the kernels are not made for them.
+    """Return the same experts with quantised weights, or the reason why no kernel supports them.
 
     Args:
-        weights: Of the layer, whose two products are on meta.
-        held: What they are.
+        weights: Weights of the layer; its two products are on meta.
+        held: Quantised values of those products.
     """
     stacks = [held.weights[name] for name in WEIGHTS]
     up, down = (w.whole if isinstance(w, DeviceWeights) else None for w in stacks)
     if up is None or down is None:
         return f"its experts are quantised ({held.kind}) and packed for the CPU"
     bias_EF = weights.up_bias_EF
-    if bias_EF is not None and weights.interleaved:  # gates come first in what is quantised
+    if bias_EF is not None and weights.interleaved:  # quantised values have gates first
         bias_EF = torch.cat((bias_EF[:, 0::2], bias_EF[:, 1::2]), 1)
     return weights._replace(
         up_EFD=up.codes, down_EDI=down.codes, up_bias_EF=bias_EF, interleaved=False,
@@ -97,9 +97,9 @@ class DeviceExperts:
     """The experts of one layer.
 
     Args:
-        weights: Of the layer.
-        kernels: Sort, multiply and sum.
-        hits: One integer on the device that counts experts whose weights were read.
+        weights: Weights of the layer.
+        kernels: Kernels that sort, multiply and sum.
+        hits: Counter on the device: experts whose weights were read.
     """
 
     def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:
@@ -113,12 +113,12 @@ class DeviceExperts:
         num_tokens: Tensor,
         add: Sum | None = None,
     ) -> Tensor:
-        """Weighted sum over the experts of each token, zero past `num_tokens`; then `add`."""
+        """Return `add` plus the weighted sum over each token's experts; zero past `num_tokens`."""
         routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self._hits)
         return self._run(x_TD, self.weights, routing, weights_TK, num_tokens, add)
 
     def can_share(self, shared: SharedWeights) -> bool:
-        """Whether shared experts can run as experts beside the layer's own."""
+        """Return True if shared experts can run as experts next to the layer's own."""
         w, (up, down) = self.weights, shared
         if w.packed is not None:
             return False
@@ -150,10 +150,10 @@ class DeviceExperts:
 
         Args:
             x_TD: Input of the experts.
-            logits_TE: Of the router.
-            router: Of the layer.
-            num_tokens: Of x_TD, those that are real; one number on the device.
-            add: What the answer is added to.
+            logits_TE: Logits of the router.
+            router: Router of the layer.
+            num_tokens: Number of real tokens in x_TD; one number on the device.
+            add: Terms to which the result is added.
             shared: Shared experts that run with them; see `can_share`.
         """
         weights = self.weights._replace(shared=shared)
@@ -179,14 +179,14 @@ class DeviceExperts:
         return out
 
     def begin(self, ids_TK: Tensor, num_ranges: int) -> "DeviceWork":
-        """The experts in ranges that may be stopped between."""
+        """Return the experts as ranges; the work may stop between two ranges."""
         return DeviceWork(self, ids_TK, num_ranges, self._hits)
 
 
 class DeviceWork(Work):
     """The EXPERTS op of one layer in ranges of experts.
 
-    The host does not know which slots a range fills, only that all of them fill all slots.
+    The host does not know which slots a range fills, only that all ranges together fill all slots.
     """
 
     __slots__ = ("_experts", "_num_tokens", "_routing", "bounds")

@@ -1,7 +1,7 @@
-"""Capture of CUDA graphs: the few calls that are needed, and the rule for what is in a graph.
+"""Capture of CUDA graphs: the few calls it needs, and the rule for the content of a graph.
 
-A graph that may become the body of a conditional node holds kernel, memcpy, memset and empty nodes
-only; anything else (a host function, an allocation, an event) is refused at capture with its name.
+The body of a conditional node may contain kernel, memcpy, memset and empty nodes only. Anything
+else (a host function, an allocation, an event) is refused at capture with its name.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,30 @@ from qllm.errors import ModelError
 ALLOWED = {"Kernel", "Memcpy", "Memset", "Empty"}
 """Node types of a captured stage."""
 WARM_UP = 1
-"""Runs before a capture: kernels are compiled and libraries make their workspaces there."""
+"""Runs before a capture, in which kernels are compiled and libraries make their workspaces."""
 
 
 class GraphApi(Protocol):
-    """What capture needs of CUDA."""
+    """CUDA calls that capture needs."""
 
     def new_pool(self) -> Any:
-        """A private memory pool for the intermediates of graphs."""
+        """Return a private memory pool for the intermediates of graphs."""
         ...
 
     def side_stream(self) -> AbstractContextManager[Any]:
-        """Work in this context is done, in order, beside nothing else."""
+        """Run the work of this context in order, with no other work at the same time."""
         ...
 
     def new_graph(self) -> Any:
-        """An empty graph that keeps its definition; it has `replay` once instantiated."""
+        """Return an empty graph that keeps its definition; it has `replay` once instantiated."""
         ...
 
     def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        """Record what is launched in this context into the graph; nothing runs."""
+        """Record kernels launched in this context into the graph; nothing runs."""
         ...
 
     def node_types(self, graph: Any) -> list[str]:
-        """Type of each node, in the order of `cudaGraphGetNodes`."""
+        """Return the type of each node, in the order of `cudaGraphGetNodes`."""
         ...
 
     def instantiate(self, graph: Any) -> None:
@@ -51,7 +51,7 @@ class GraphApi(Protocol):
 
 
 class TorchGraphApi:
-    """Torch's graphs, and cuda-bindings where torch has no call."""
+    """An API of torch's graphs, and of cuda-bindings where torch has no call."""
 
     def __init__(self) -> None:
         cuda: Any = torch.cuda
@@ -68,7 +68,7 @@ class TorchGraphApi:
         return torch.cuda.CUDAGraph(keep_graph=True)
 
     def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        # Another thread (tokenising, HTTP) may allocate meanwhile: its calls are none of ours.
+        # Other threads (tokenising, HTTP) may allocate meanwhile: their calls do not concern us.
         return torch.cuda.graph(
             graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -84,7 +84,7 @@ class TorchGraphApi:
 
 
 def raw_node_types(graph: Any) -> list[str]:
-    """Type of each node of one of torch's graphs, in the order of `cudaGraphGetNodes`."""
+    """Return the type of each node of a torch graph, in the order of `cudaGraphGetNodes`."""
     from cuda.bindings import runtime
 
     raw = runtime.cudaGraph_t(init_value=int(graph.raw_cuda_graph()))
@@ -101,10 +101,10 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Graphs:
-    """Captures functions into one private pool.
+    """Capturer of functions into one private pool.
 
-    The pool's memory is used anew by every graph, so only intermediates may live in it: what one
-    graph leaves for another is a tensor made before.
+    Every graph reuses the pool's memory, so only intermediates may be in it. A result that one
+    graph leaves for another is a tensor made before the capture.
     """
 
     def __init__(self, api: GraphApi) -> None:
@@ -114,11 +114,12 @@ class Graphs:
         """Return the graph of a function of device tensors; call `replay` on it.
 
         Args:
-            name: For messages.
-            run: Launches work; called `WARM_UP` times and then captured.
+            name: Name for messages.
+            run: Function that launches work; called `WARM_UP` times and then captured.
 
         Raises:
-            ModelError: It does something that a graph cannot hold; names it and where it is.
+            ModelError: It does something that a graph cannot contain; the text names it and its
+                place.
         """
         api = self._api
         with api.side_stream():
@@ -130,7 +131,7 @@ class Graphs:
             with api.capturing(graph, self._pool):
                 run()
         except RuntimeError as error:
-            cause = error.__context__ or error  # torch speaks of "a previous error" only
+            cause = error.__context__ or error  # torch itself reports only "a previous error"
             raise ModelError(f"stage {name} cannot be captured: {cause}") from error
         types = api.node_types(graph)
         for i, kind in enumerate(types):

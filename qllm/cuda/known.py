@@ -1,4 +1,4 @@
-"""A layer of which every part is known, as few launches: 12 for a decode step of Qwen3-MoE.
+"""A layer of known parts in few launches: 12 for a decode step of Qwen3-MoE.
 
     norm | q, k, v | head norms, rotation, write | attend | join | output | residual, norm
     router | choose and sort | up | down | combine, shared, residual
@@ -9,8 +9,8 @@ and 15 for DeepSeek-V3's, whose attention is over latents:
     out of latents | output | residual, norm
     router | choose and sort | up | down, of shared experts too | combine, residual
 
-A stage runs a whole layer; an op of a program that runs one by one runs `attend` here, and the
-rest by the model's own modules.
+A stage runs a whole layer. When ops run one by one, `attend` runs here, and the model's own
+modules run the rest.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from qllm.runner.layers.drivers import FastDriver, Rope
 
 
 def is_known(parts: LayerParts) -> bool:
-    """Whether a layer's glue and attention are known, and no hook listens to the attention."""
+    """Return True if glue and attention are known, and no hook listens to the attention."""
     attn = parts.self_attn
     return (
         parts.input_layernorm is not None
@@ -45,9 +45,9 @@ class KnownLayer(FastDriver):
     """A layer of known glue and known attention.
 
     Args:
-        parts: See `is_known`.
-        experts: Of the layer.
-        kernels: The device's.
+        parts: Parts for which `is_known` is true.
+        experts: Experts of the layer.
+        kernels: Kernels of the device.
     """
 
     def __init__(self, parts: LayerParts, experts: DeviceExperts | None, kernels: Kernels) -> None:
@@ -66,11 +66,11 @@ class KnownLayer(FastDriver):
 
     @property
     def chooses(self) -> bool:
-        """Whether a kernel makes experts and weights of the router's logits."""
+        """True if a kernel computes experts and weights from the router's logits."""
         return self._known_router is not None
 
     def enter(self) -> None:
-        """Lay weights together."""
+        """Put weights that share an input into one tensor."""
         self._attention.enter()
         if self._gate_up is not None:
             self._gate_up.enter()
@@ -85,13 +85,13 @@ class KnownLayer(FastDriver):
         return self._add(x_TD, self._attention(self._norm(x_TD), rope, step))
 
     def run(self, x_TD: Tensor, rope: Rope, step: PagedStep, num_tokens: Tensor) -> Tensor:
-        """The whole layer, for capture.
+        """Run the whole layer, for capture.
 
         Args:
             x_TD: Its input.
             rope: Cos and sin of the tokens' positions, each [1, T, H].
-            step: What the tokens attend.
-            num_tokens: Of x_TD, those that are real; one number on the device.
+            step: KV that the tokens attend to.
+            num_tokens: Number of real tokens in x_TD; one number on the device.
         """
         attended = self._attention(self._norm(x_TD), rope, step)
         mid, x, wide_x = self._add_and_norm(x_TD, attended)
@@ -111,9 +111,9 @@ class KnownLayer(FastDriver):
         return self._experts.run(x, ids_TK, weights_TK, num_tokens, add)
 
     def _shared_weights(self) -> SharedWeights | None:
-        """The shared experts, if they can run beside the others, as experts that all tokens take.
+        """Return the shared experts if they can run with the others; every token takes them.
 
-        Those that a gate scales are far wider than the others, so more of them would be rounded.
+        Shared experts scaled by a gate are far wider, so more partial results would be rounded.
         """
         if self._gate_up is None or self._known_router is None or self._parts.shared_gate:
             return None
@@ -125,7 +125,7 @@ class KnownLayer(FastDriver):
         return weights if self._experts.can_share(weights) else None
 
     def _add_and_norm(self, x_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum, its norm, and the norm in fp32 if the router computes in it."""
+        """Return the sum, its norm, and the norm in fp32 if the router computes in it."""
         norm: Any = self._post_norm
         wide = WIDE.get(str(norm_kind(norm)))
         is_wide = self._known_router is not None and self._known_router.is_wide

@@ -1,13 +1,12 @@
-"""The device tensors that the stages of one class read and write: one lane per class.
+"""Device tensors that the stages of one class read and write: one lane per class.
 
 A lane holds the rows of one frame at a time. Everything that changes from step to step is data in
 these tensors, copied there in one transfer.
 
-What a stage leaves for the next, the hidden state of every token, lies in hidden_SD: one row per
-KV slot, and a spare last one for padding and dead rows. A token has a slot for as long as it is
-under way, and nobody else has it. So a stage gathers the tokens of its group by their slots and
-puts them back at its end, and it costs nothing that frames are parked, that groups change, or that
-a row waits between two frames.
+A stage leaves the hidden state of every token for the next stage in hidden_SD: one row per KV
+slot, and a spare last row for padding and dead rows. A token has a slot to itself as long as it is
+under way. A stage gathers the tokens of its group by their slots and writes them back at its end.
+So parked frames, changes of groups, and rows that wait between two frames cost nothing.
 """
 
 from collections.abc import Sequence
@@ -24,16 +23,16 @@ from qllm.types import SamplingParams
 
 
 class Bucket(NamedTuple):
-    """What a graph is captured for."""
+    """Size for which a graph is captured."""
 
     tokens: int
     """Most tokens."""
     prefill: bool
-    """Rows may be longer than one token."""
+    """True if rows may be longer than one token."""
 
 
 class LaneRow(NamedTuple):
-    """One row as a lane takes it; a dead one has no KV."""
+    """A row of a lane; a dead row has no KV."""
 
     ids: Sequence[int]
     lo: int
@@ -44,7 +43,7 @@ class LaneHead(NamedTuple):
     """A row that samples."""
 
     last: int
-    """Its last token, in packed order."""
+    """Index of its last token, in packed order."""
     position: int
     params: SamplingParams
     seed: int
@@ -93,12 +92,12 @@ class Lane:
                 views[name] = view.view(torch.float64) if is_real else view
             at += size
         self._here = {name: view.numpy() for name, view in self._here.items()}
-        self.on_device["slots"].fill_(-1)  # nothing is loaded: all is padding
+        self.on_device["slots"].fill_(-1)  # no rows are loaded: all slots are padding
         self.tokens_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.peaks_R = torch.zeros(max_rows, dtype=torch.float32, device=device)
 
     def step_tensors(self, bucket: Bucket) -> tuple[Tensor, Tiles, Tensor]:
-        """Tables, tiles and slots of a bucket."""
+        """Return tables, tiles and slots of a bucket."""
         d, num = self.on_device, bucket.tokens
         rows = min(self.max_rows, num)
         parts = [TilePart(1, *(column[:rows] for column in d["decode"].view(4, -1)))]
@@ -110,9 +109,9 @@ class Lane:
         return tables, Tiles(tuple(parts), d["seq"][:num], d["pos"][:num]), d["slots"][:num]
 
     def load(self, rows: Sequence[LaneRow], heads: Sequence[LaneHead]) -> None:
-        """Copy the data of the rows to the device; stale parts are made harmless."""
+        """Copy the data of the rows to the device, and make stale parts harmless."""
         if self._copied is not None:
-            self._copied.synchronize()  # the transfer of before still reads the host's side
+            self._copied.synchronize()  # the previous transfer still reads the host's side
         h = self._here
         for name, nothing in (("slots", -1), ("seq", -1), ("pos", 0), ("ids", 0)):
             h[name][:] = nothing
@@ -151,17 +150,17 @@ class Lane:
             h["top_p"][i], h["min_p"][i] = p.top_p, p.min_p
 
     def put(self, x_TD: Tensor) -> None:
-        """Let the rows that are loaded go on from these hidden states."""
-        if x_TD is not self._taken:  # else they are where they were taken from
+        """Set the hidden states from which the loaded rows continue."""
+        if x_TD is not self._taken:  # else they are in place already
             self.hidden_SD.index_copy_(0, self.on_device["gather"][: len(x_TD)], x_TD)
 
     def take(self, num_tokens: int) -> Tensor:
-        """A copy of the hidden states of the rows that are loaded."""
+        """Return a copy of the hidden states of the loaded rows."""
         gather = self.on_device["gather"][:num_tokens]
         self._taken = self.hidden_SD.index_select(0, gather)
         return self._taken
 
     def forget(self, frame: Frame) -> None:
-        """A frame is gone."""
+        """Forget the rows of a frame that is gone."""
         if self.loaded is not None and self.loaded[0] == frame.program.frame_id:
             self.loaded = self._taken = None

@@ -1,9 +1,9 @@
 """MLA on a device: attention over latents that are never expanded.
 
-MLA keeps one vector per token from which the keys and values of all heads are products. Each query
-head is brought into the space of these latents before attention, and its output back out of it:
-two batched products of as many rows as there are queries, however long the context. Where all of
-the attention is known, `KnownLatents` runs it; elsewhere the module does, up to that product.
+MLA caches one vector per token; the keys and values of all heads are products of it. Each query
+head is projected into the space of these latents before attention, and its output out of it:
+two batched products of as many rows as there are queries, however long the context is.
+`KnownLatents` runs attention of a known kind; otherwise the module runs it, up to that product.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from qllm.models.parts.known import expansion
 
 
 def keeps_latents(module: nn.Module) -> bool:
-    """Whether an attention module caches latents and expands them itself."""
+    """Return True if an attention module caches latents and expands them itself."""
     return hasattr(module, "expand_kv")
 
 
@@ -29,8 +29,8 @@ class Latents:
         modules: Attention modules of all layers.
 
     Raises:
-        ModelError: One expands its latents in a way that is not known, or has a hook that no
-            kernel would call.
+        ModelError: A module expands its latents in an unknown way, or has a hook that no kernel
+            would call.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -50,12 +50,12 @@ class Latents:
                 )
 
     def enter(self) -> None:
-        """Let the modules expand nothing where a step gives them nothing to expand."""
+        """Skip the expansion where a step gives the modules no latents to expand."""
         for module in self.modules:
             module.expand_kv = _unless_empty(module.expand_kv)
 
     def leave(self) -> None:
-        """Give them back what they had."""
+        """Restore the modules."""
         for module in self.modules:
             vars(module).pop("expand_kv", None)
 
@@ -71,7 +71,7 @@ def _unless_empty(expand: Any) -> Any:
 
 
 def _expansion(module: Any) -> tuple[Tensor, Tensor]:
-    """The two halves of the expansion's weight: keys [N, D, R] and values [N, E, R]."""
+    """Return the halves of the expansion's weight: keys [N, D, R] and values [N, E, R]."""
     rank, key, value = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
     weight = module.kv_b_proj.weight.view(-1, key + value, rank)
     keys, values = torch.split(weight, [key, value], 1)
@@ -79,7 +79,7 @@ def _expansion(module: Any) -> tuple[Tensor, Tensor]:
 
 
 def into_latents(module: nn.Module, q_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries in the space of the latents [T, N, R], and their rotated part [T, N, F]."""
+    """Return queries in the space of the latents [T, N, R], and their rotated part [T, N, F]."""
     keys_NDR, _ = _expansion(module)
     width = keys_NDR.shape[1]
     q_TND, q_rope_TNF = torch.split(q_TND, [width, q_TND.shape[2] - width], 2)
@@ -87,7 +87,7 @@ def into_latents(module: nn.Module, q_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def out_of_latents(module: nn.Module, out_TNR: Tensor) -> Tensor:
-    """What attention gave as values [T, N, E], contiguous."""
+    """Return the attention's output as values [T, N, E], contiguous."""
     _, values_NER = _expansion(module)
     values_TNE = out_TNR.new_empty((*out_TNR.shape[:2], values_NER.shape[1]))
     out_NTR, values_NRE = out_TNR.transpose(0, 1), values_NER.transpose(1, 2)

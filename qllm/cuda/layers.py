@@ -1,4 +1,4 @@
-"""The layers of a model as a device runs them: who attends, norms and routes, without the host."""
+"""The layers of a model on a device: attention, norms and routing without the host."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ from qllm.runner.layers.drivers import LayerDriver, Rope
 
 
 class DeviceLayers:
-    """What the CUDA backend computes with.
+    """The modules and kernels that the CUDA backend computes with.
 
     Args:
-        model: On the device.
-        parts: Of the model.
-        drivers: What runs the layers that are not known.
-        kernels: The device's.
+        model: The model, on the device.
+        parts: Parts of the model.
+        drivers: Drivers of layers that are not known.
+        kernels: Kernels of the device.
 
     Raises:
-        ModelError: Experts or latents of a kind that no kernel is made for.
+        ModelError: Experts or latents of a kind without a kernel.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DeviceLayers:
         self._kernels = kernels
         self._device = parts.lm_head.weight.device
         self._hits: dict[int, Tensor] = {}
-        """Bytes of an expert -> how many of that size were read, one number on the device."""
+        """Number of experts read, by the bytes of an expert; each is one number on the device."""
         self.experts = tuple(self._experts(layer) for layer in parts.layers)
         self._latents = Latents(parts.attentions)
         self.norms = Norms(model, kernels)
@@ -67,7 +67,7 @@ class DeviceLayers:
         if isinstance(found, str):
             raise ModelError(f"layer {layer.index}: {found}; no device kernel is made for it")
         size = found.bytes_per_expert
-        if size not in self._hits:  # int32 would be full after hours of decoding
+        if size not in self._hits:  # int32 would overflow after hours of decoding
             self._hits[size] = torch.zeros(1, dtype=torch.int64, device=self._device)
         return DeviceExperts(found, self._kernels, self._hits[size])
 
@@ -79,7 +79,7 @@ class DeviceLayers:
             layer.enter()
 
     def leave(self) -> None:
-        """Give the modules back what they had."""
+        """Restore the modules."""
         self.norms.leave()
         self._latents.leave()
         for layer in self._known:
@@ -88,14 +88,14 @@ class DeviceLayers:
     def run(
         self, index: int, x_TD: Tensor, rope: Rope, step: PagedStep, num_tokens: Tensor
     ) -> Tensor:
-        """A whole layer, for capture: no host decision depends on a device value.
+        """Run a whole layer, for capture: no host decision depends on a device value.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
             x_TD: Its input.
             rope: Cos and sin of the tokens' positions, each [1, T, H].
-            step: What the tokens attend.
-            num_tokens: Of x_TD, those that are real; one number on the device.
+            step: KV that the tokens attend to.
+            num_tokens: Number of real tokens in x_TD; one number on the device.
         """
         driver, experts = self.drivers[index], self.experts[index]
         if isinstance(driver, KnownLayer):
@@ -109,17 +109,17 @@ class DeviceLayers:
 
     @property
     def expert_bytes(self) -> int:
-        """Weights read so far: each expert once per layer of a program. Waits for the device."""
+        """Return bytes of experts read: each once per layer of a program. Waits for the device."""
         return sum(int(hits) * size for size, hits in self._hits.items())
 
     def forget_bytes(self) -> None:
-        """Nothing was read so far."""
+        """Reset the counts of experts to zero."""
         for hits in self._hits.values():
             hits.zero_()
 
     @property
     def names(self) -> dict[str, str]:
-        """What computes what, for results."""
+        """Return the names of the kernels in use, for results."""
         name = self._kernels.name
         rotating, chooses = len(self._known), sum(layer.chooses for layer in self._known)
         return {

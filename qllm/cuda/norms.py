@@ -1,7 +1,7 @@
-"""RMSNorm modules of the model call our kernel while the CUDA backend drives it.
+"""RMSNorm modules of the model, which call our kernel while the CUDA backend runs it.
 
-The kernel knows norms that round before they multiply by their weight, and GPT-OSS's, which round
-afterwards.
+The kernel supports norms that round before they multiply by their weight, and GPT-OSS's, which
+round afterwards.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from qllm.kernels.select import Kernels
 from qllm.models.parts.known import norm_kind
 
 WIDE = {"rms": False, "rms_wide": True}
-"""Kinds of norms that the kernels know -> `wide` of `rms_norm`."""
+"""`wide` of `rms_norm` for each kind of norm that the kernel supports."""
 
 
 class Norms:
@@ -23,12 +23,12 @@ class Norms:
         self.modules: list[Any] = [m for m in model.modules() if norm_kind(m) in WIDE]
 
     def enter(self) -> None:
-        """Make them call our kernel."""
+        """Let the norms call our kernel."""
         for module in self.modules:
             module.forward = self._of(module)
 
     def leave(self) -> None:
-        """Give them back what they had."""
+        """Restore the norms' own forwards."""
         for module in self.modules:
             vars(module).pop("forward", None)
 

@@ -3,7 +3,7 @@
     page p      slots [p * page_size, (p + 1) * page_size) of every layer
     request     position t lies in slot pages[t // page_size] * page_size + t % page_size
 
-The pages of a request are its blocks, and whose block is whose is decided in one place:
+The pages of a request are its blocks. Only one place assigns blocks to requests:
 `qllm.scheduler.blocks.BlockPool`, or the native scheduler where it runs on the device.
 """
 
@@ -25,26 +25,26 @@ class Spare(NamedTuple):
     """Room for KV in page-locked memory of the host."""
 
     api: StreamApi
-    """Moves it."""
+    """Interface of its copies."""
     bytes_per_ms: int
-    """How fast, in one direction."""
+    """Speed of copies in one direction."""
     num_kept: int = 0
-    """KV pages of the prefix cache,"""
+    """Number of KV pages of the prefix cache."""
     kept_tokens: int = 64
-    """of so many tokens each."""
+    """Tokens of such a page."""
     num_swapped: int = 0
-    """Blocks of requests that are swapped out."""
+    """Number of blocks for requests that are swapped out."""
 
 
 class Pages:
-    """The memory of all pages. It is made at the first write, in the shape that is written.
+    """The memory of all pages. It is allocated at the first write, in the shape that is written.
 
     Args:
         num_layers: Number of layers.
         num_pages: Number of pages.
         page_size: Tokens of a page.
-        kernels: Write the slots.
-        spare: What there is beside it, made with it; None is nothing.
+        kernels: Kernels that write the slots.
+        spare: Room in addition to the pages, allocated with them; None is none.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Pages:
         self._v: Tensor | None = None
         self.copies: Copies | None = None
         self.kept: Arena | None = None
-        """For pages of the prefix cache."""
+        """Pages of the prefix cache."""
         self.swapped: Arena | None = None
-        """For KV that is swapped out."""
+        """KV that is swapped out."""
         self._lent = WeakSet[PagedKV]()
-        """Who has copies in that room that can be lost."""
+        """Requests whose copies in that room may be dropped."""
 
     def release(self) -> None:
-        """Free the memory; no request may use it any more."""
+        """Free the memory. No request may use it afterwards."""
         if self.copies is not None:
             self.copies.finish()
         for arena in (self.kept, self.swapped):
@@ -78,28 +78,28 @@ class Pages:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's KV in all layers; 0 until something was written."""
+        """Bytes of a token's KV in all layers; 0 until the first write."""
         if self._k is None or self._v is None:
             return 0
         return (self._k.nbytes + self._v.nbytes) // (self.num_pages * self.page_size)
 
     def lend(self, kv: "PagedKV", num: int) -> list[Slot]:
-        """Room for so many pages or fewer, until `take_swapped` needs it."""
+        """Return room for up to `num` pages. `take_swapped` may take it back."""
         arena = self.swapped
         self._lent.add(kv)
         taken = [] if arena is None else [arena.take() for _ in range(num)]
         return [slot for slot in taken if slot is not None]
 
     def keep_ahead(self, kv: "PagedKV", slots: list[Slot]) -> list[Slot]:
-        """Those of its slots that a request may go on to use, until `take_swapped` needs them."""
+        """Return slots of whole pages for a request to keep. `take_swapped` may take them back."""
         self._lent.add(kv)
         return slots[: kv.committed // self.page_size]
 
     def take_swapped(self, num: int) -> list[Slot]:
-        """Room for so many pages outside of the pool; none as long as no page was ever written.
+        """Return room for `num` pages outside of the pool; none if no page was ever written.
 
         Raises:
-            InvariantError: There is too little, which who counts it (`SwapSpace`) rules out.
+            InvariantError: There is too little room. `SwapSpace` counts it, so this is a bug.
         """
         if self.copies is None:
             return []
@@ -119,21 +119,21 @@ class Pages:
             self.swapped = Arena(spare.api, spare.num_swapped, self.page_size, memory)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys [S, G, D] and values [S, G, E] of a layer.
+        """Return keys [S, G, D] and values [S, G, E] of a layer.
 
         Raises:
-            InvariantError: Nothing was written yet.
+            InvariantError: No KV was written yet.
         """
         if self._k is None or self._v is None:
             raise InvariantError(f"layer {layer} has no KV (I9)")
         return self._k[layer], self._v[layer]
 
     def write(self, layer: int, k_TGD: Tensor, v_TGE: Tensor, slots_T: Tensor) -> None:
-        """Put keys and values of tokens into slots; -1 writes nothing."""
+        """Write keys and values of tokens into slots; -1 writes nothing."""
         self._kernels.write(k_TGD, v_TGE, *self.of(layer, k_TGD, v_TGE), slots_T)
 
     def of(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages of a layer for keys and values of this shape, made if there are none yet."""
+        """Return a layer's pages for keys and values of this shape; allocate them at first."""
         if self._k is None or self._v is None:
             slots = self.num_pages * self.page_size
 
@@ -148,7 +148,7 @@ class Pages:
 class PagedKV(RequestKV):
     """KV of one request. Checkpoints read and write through it; kernels use the slots.
 
-    It has many methods because it answers all of `RequestKV`.
+    It has many methods because it implements all of `RequestKV`.
     """
 
     __slots__ = ("__weakref__", "_ahead", "_away", "_memory", "_num_ready", "pages")
@@ -158,11 +158,11 @@ class PagedKV(RequestKV):
         self._memory = memory
         self.pages: list[int] = []
         self._num_ready = 0
-        """Pages, of the first, that what computes may use."""
+        """Number of first pages that kernels may use."""
         self._away: list[Slot] = []
-        """Where it lies while it is swapped out."""
+        """Slots of its KV while it is swapped out."""
         self._ahead: list[Slot] = []
-        """Copies of its first whole pages, for when it is swapped out."""
+        """Copies of its first whole pages, made ahead of a swap-out."""
 
     def hold(self, blocks: Sequence[int], hi: int) -> None:
         size = self._memory.page_size
@@ -173,7 +173,7 @@ class PagedKV(RequestKV):
         self.reach(hi)
 
     def _have(self, blocks: Sequence[int]) -> None:
-        """Take up the blocks that are new."""
+        """Add new blocks to the pages."""
         held = len(self.pages)
         if held and (len(blocks) < held or blocks[held - 1] != self.pages[-1]):
             raise InvariantError(f"the KV of a request moved from {self.pages} to {blocks}")
@@ -183,16 +183,16 @@ class PagedKV(RequestKV):
         self.pages += new
 
     def _compute_with(self, pages: Sequence[int]) -> None:
-        """Order what computes from now on after the copies that new pages are in."""
+        """Let kernels launched from now on wait for the copies that fill or read new pages."""
         copies = self._memory.copies
         if copies is not None:
             whole = max(self._num_ready, self.committed // self._memory.page_size)
-            copies.ready(pages[self._num_ready : whole])  # nobody writes them: others may read
+            copies.ready(pages[self._num_ready : whole])  # read-only: others may read
             copies.own(pages[whole:])
         self._num_ready = len(pages)
 
     def slot(self, position: int) -> int:
-        """Where the KV of a position lies."""
+        """Return the slot of a position."""
         size = self._memory.page_size
         return self.pages[position // size] * size + position % size
 
@@ -222,7 +222,7 @@ class PagedKV(RequestKV):
         num_whole = self.written // size
         self.pages, self._ahead = self.pages[: len(blocks)], self._ahead[:num_whole]
         self._away = self._away[: -(-self.written // size)]
-        self._num_ready = min(self._num_ready, num_whole)  # a page that is cut is written again
+        self._num_ready = min(self._num_ready, num_whole)  # a cut page is written again
 
     # pages that outlive the request
 
@@ -252,10 +252,10 @@ class PagedKV(RequestKV):
     # swap
 
     def copy_ahead(self, most: int) -> int:
-        """Copy whole pages out before they have to go, into room that nobody needs yet.
+        """Copy whole pages out ahead of a swap-out, into room that is not needed yet.
 
         Returns:
-            How many, at most `most`.
+            Number of copied pages, at most `most`.
         """
         first, copies = len(self._ahead), self._memory.copies
         pages = self.pages[first : self.committed // self._memory.page_size][:most]
@@ -268,7 +268,7 @@ class PagedKV(RequestKV):
         return len(slots)
 
     def give_back_ahead(self) -> None:
-        """Others need the room of what was copied ahead."""
+        """Give back the room of copies made ahead; other requests need it."""
         self._ahead = []
 
     def swap_out(self) -> bool:
@@ -285,7 +285,7 @@ class PagedKV(RequestKV):
         self._have(blocks)
         if self._away and copies is not None:
             copies.into(self.pages[: len(self._away)], self._away)
-        self._ahead = self._memory.keep_ahead(self, self._away)  # what is whole stays as it is
+        self._ahead = self._memory.keep_ahead(self, self._away)  # copies of whole pages stay valid
         self._away = []
         self._compute_with(self.pages)
 
@@ -302,7 +302,7 @@ class PagedKV(RequestKV):
             self.write(layer, k_1GSH, v_1GSH, 0)
             return
         k_SGD, v_SGE = (t[0].transpose(0, 1) for t in (k_1GSH, v_1GSH))
-        self._memory.of(layer, k_SGD, v_SGE)  # makes the memory, if there is none yet
+        self._memory.of(layer, k_SGD, v_SGE)  # allocates the memory if there is none yet
         if not self._away:
             self._away = self._memory.take_swapped(-(-self.written // self._memory.page_size))
             assert self._memory.copies is not None

@@ -2,12 +2,13 @@
 
     first stage  embedding + layers [0, k)      ...      last stage  layers + norm + head + sampling
 
-There are two classes, each with a lane of its own: programs that may stop only between steps
-replay one graph for the whole step; others replay k layers at a time and may be parked between.
-A step in whose middle rows of a cohort join or leave goes by k layers too, and is not parked.
-What no graph was captured for (a bucket too small, layers that a cohort leaves in the middle of a
-stage, settings that only the host can sample by) is run op by op by the runner, from the same
-frame.
+There are two classes, each with its own lane. Programs that may stop only between steps replay one
+graph for the whole step. Others replay k layers at a time and may be parked between stages.
+A step in whose middle rows of a cohort join or leave also runs k layers at a time, but is not
+parked.
+The runner runs ops one by one, from the same frame, where no graph was captured: a bucket too
+small, layers that a cohort leaves in the middle of a stage, settings that only the host can sample
+by.
 """
 
 import gc
@@ -29,10 +30,10 @@ from qllm.types import Grain
 
 
 class Key(NamedTuple):
-    """What one graph is for."""
+    """The identity of a graph."""
 
     whole: bool
-    """Whether its class is the one whose stages are whole steps."""
+    """True for the class whose stages are whole steps."""
     start: int
     end: int
     bucket: Bucket
@@ -55,12 +56,12 @@ class StagePart(NamedTuple):
 
 
 class Body:
-    """What a stage computes, from the tensors of its lane to the tensors of its lane.
+    """The computation of a stage, from the tensors of its lane to the tensors of its lane.
 
     Args:
-        parts: Of the model.
-        layers: Run it.
-        kernels: Sample, and what the steps need.
+        parts: Parts of the model.
+        layers: Layers that run them.
+        kernels: Kernels that sample and prepare steps.
         pages: The KV.
         rope: Cos and sin of every position, each [S, H].
     """
@@ -77,7 +78,7 @@ class Body:
         self._pages, self._rope = pages, rope
 
     def of(self, key: Key, lane: Lane) -> Callable[[], None]:
-        """The function to capture."""
+        """Return the function to capture."""
         return lambda: self._run(key, lane)
 
     def _run(self, key: Key, lane: Lane) -> None:
@@ -112,12 +113,12 @@ class Body:
 
 
 class Stages:
-    """The captured graphs, and which of them runs next.
+    """The captured graphs, and the choice of the next one.
 
     Args:
-        graphs: Captures.
-        body: What a stage computes.
-        lanes: By class: of whole steps, and of stages.
+        graphs: Capturer.
+        body: Computation of a stage.
+        lanes: Lanes by class: whole steps, and stages.
         num_layers: L.
         layers_per_stage: k.
     """
@@ -136,7 +137,7 @@ class Stages:
         self.num_replays = 0
 
     def keys(self, buckets: Iterable[Bucket]) -> list[Key]:
-        """Every stage of the buckets: both classes; prefill with and without the head."""
+        """Return every stage of the buckets: both classes; prefill with and without the head."""
         out = []
         for bucket in buckets:
             for whole in (True, False):
@@ -152,9 +153,9 @@ class Stages:
         """Capture every stage of the buckets.
 
         Raises:
-            ModelError: A stage does what a graph cannot hold.
+            ModelError: A stage does something that a graph cannot contain.
         """
-        gc.collect()  # a graph that is freed while another is captured ends that capture
+        gc.collect()  # freeing a graph during a capture would end that capture
         with torch.inference_mode():
             for key in self.keys(buckets):
                 run = self._body.of(key, self.lanes[key.whole])
@@ -166,17 +167,17 @@ class Stages:
         return next(fitting, None)
 
     def part(self, program: Program, op: int, grain: Grain, can_sample: bool) -> StagePart | None:
-        """The stage whose first op this is, if a graph was captured for it.
+        """Return the stage whose first op this is, if a graph was captured for it.
 
         Args:
-            program: What runs.
+            program: The program that runs.
             op: Index of the op.
-            grain: Where it may stop now.
-            can_sample: The device can sample all rows that do.
+            grain: Finest boundary at which it may stop now.
+            can_sample: True if the device can sample all rows that need it.
         """
         whole = grain is Grain.STEP
         part = self._part(program, op, can_sample, whole)
-        # rows of a cohort leave a step in the middle: it goes by stages, and is not parked there
+        # where rows of a cohort leave a step in the middle, it runs by stages and is not parked
         return self._part(program, op, can_sample, False) if whole and part is None else part
 
     def _part(self, program: Program, op: int, can_sample: bool, whole: bool) -> StagePart | None:
@@ -209,10 +210,10 @@ class Stages:
 
 
 def _cover(ops: Ops, op: int, k: int, num_layers: int) -> tuple[int, int, int, int, bool] | None:
-    """The stage of k layers that begins at an op; None where the ops are no such stage.
+    """Return the stage of k layers that begins at an op; None if the ops are not such a stage.
 
     Returns:
-        First and end layer, group, the op after it, and whether it begins with the embedding.
+        First and end layer, group, the op after it, and True if it begins with the embedding.
     """
     at, start, end, end_layer, group, embed = 0, -1, -1, -1, -1, False
     for stretch in ops.stretches:

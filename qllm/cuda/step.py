@@ -1,4 +1,4 @@
-"""What one ATTN op attends, as device tensors: the model's modules write and attend through it."""
+"""The KV of one ATTN op as device tensors: modules of the model write and attend through it."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from qllm.runner.layers.drivers import Rope
 
 
 class PagedStep:
-    """Both the `past_key_values` that a module writes to and the context that it attends with.
+    """The `past_key_values` that a module writes to, and the context that it attends with.
 
     Args:
         pages: The KV.
-        kernels: Attend.
+        kernels: Kernels of attention.
         tables_RP: Pages of each sequence.
         tiles: The queries.
-        slots_T: Where the KV of each token goes; -1 for padding and dead rows.
+        slots_T: Slots for the KV of each token; -1 for padding and dead rows.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PagedStep:
         """Write keys and values, or latents and their rotated part; `attend` reads the pages.
 
         Returns:
-            Nothing, [1, G, 0, H] each, so that no module works on what is not read.
+            Empty tensors, [1, G, 0, H] each, so that no module computes with unused values.
         """
         k, v = k_1GTH[0].transpose(0, 1), v_1GTH[0].transpose(0, 1)
         self._pages.write(layer_idx, k, v, self._slots_T)
@@ -52,17 +52,17 @@ class PagedStep:
         window: int | None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        """Norm, rotate, write and attend in three launches: [T, N, E].
+        """Norm, rotate, write and attend in three launches; return [T, N, E].
 
         Args:
-            layer: Its index.
+            layer: Index of the layer.
             qkv: Queries [T, N, D], changed; keys [T, G, D]; values [T, G, E]. Not rotated yet.
             rope: Cos and sin of the tokens' positions, each [1, T, D] or [1, T, D / 2].
-            norms: Of the heads of queries and keys.
-            limit: What is projected lies within [-limit, limit] afterwards; None is anywhere.
-            scaling: Of the scores.
-            window: Keys that a query sees, itself included; None is all.
-            sinks_N: A score per head that nothing is attended for.
+            norms: Norms of the heads of queries and keys.
+            limit: Bound of projected values, clamped to [-limit, limit]; None is no bound.
+            scaling: Factor of the scores.
+            window: Number of keys that a query sees, itself included; None is all.
+            sinks_N: A score per head of a sink, which has no value.
         """
         q_TND, k_TGD, v_TGE = qkv
         cos, sin = (angles[0].contiguous() for angles in rope)
@@ -81,14 +81,14 @@ class PagedStep:
         out_TNR: Tensor,
         compressed: tuple[Tensor, Norm] | None,
     ) -> Tensor | None:
-        """Write latents, normed, and their keys, rotated, and norm queries; one launch.
+        """Norm and write latents, rotate their keys, and norm queries, in one launch.
 
         Args:
-            layer: Its index.
+            layer: Index of the layer.
             kv_TD: A latent and its key for each token.
-            norm: Of the latents.
-            angles: Of the tokens' positions.
-            out_TNR: What `attend_latents` will fill; zeros for padding and dead rows.
+            norm: Norm of the latents.
+            angles: Angles of the tokens' positions.
+            out_TNR: Output of `attend_latents`, filled with zeros for padding and dead rows.
             compressed: Queries [T, Q] and their norm; None if they are not compressed.
 
         Returns:
@@ -113,12 +113,12 @@ class PagedStep:
         """Attend over the latents of a layer, in their space; two launches.
 
         Args:
-            layer: Its index.
+            layer: Index of the layer.
             q_TNR: Queries in the space of the latents.
             q_rope_TNF: Their part that rotates, not rotated yet.
-            angles: Of the tokens' positions.
-            scaling: Of the scores.
-            out_TNR: The answer, in the space of the latents; written in place.
+            angles: Angles of the tokens' positions.
+            scaling: Factor of the scores.
+            out_TNR: Output in the space of the latents; written in place.
         """
         c_S1R, k_S1F = self._pages.layer(layer)
         how = {"q_rope_TNF": q_rope_TNF, "k_rope_SF": k_S1F[:, 0], "q_angles": angles}
@@ -132,7 +132,7 @@ class PagedStep:
         window: int | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """Attention of all queries: [1, T, N, H]; zeros for padding and dead rows."""
+        """Return the attention of all queries, [1, T, N, H]; zeros for padding and dead rows."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         k_SGD, v_SGE = self._pages.layer(layer)
         q_TND = q_1NTH[0].transpose(0, 1)

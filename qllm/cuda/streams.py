@@ -1,4 +1,4 @@
-"""Streams, events and copies: what moving KV needs of CUDA. None of these calls waits.
+"""Streams, events and copies: the CUDA calls for copies of KV. None of these calls waits.
 
 `None` is the stream that computes.
 """
@@ -13,22 +13,22 @@ from qllm.errors import DeviceError
 
 
 class StreamApi(Protocol):
-    """What `qllm.cuda.copies` needs of CUDA."""
+    """CUDA calls that `qllm.cuda.copies` needs."""
 
     def new_stream(self) -> Any:
-        """A stream beside the one that computes."""
+        """Return a stream that runs parallel to the computing stream."""
         ...
 
     def record(self, stream: Any) -> Any:
-        """An event that is over once all that was launched on a stream so far is."""
+        """Return an event that completes after all work launched on a stream so far."""
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let whatever is launched on a stream from now on run after an event."""
+        """Let work launched on a stream from now on run after an event."""
         ...
 
     def finish(self, event: Any) -> None:
-        """Wait for an event. For checkpoints and the end of the engine alone."""
+        """Wait for an event. Used only for checkpoints and the end of the engine."""
         ...
 
     def copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
@@ -36,26 +36,26 @@ class StreamApi(Protocol):
 
         Args:
             to: [L, T, G, D], each layer contiguous.
-            source: The same shape, each layer contiguous.
-            stream: One of `new_stream`.
+            source: Tensor of the same shape, each layer contiguous.
+            stream: A stream of `new_stream`.
         """
         ...
 
     def lock(self, num_bytes: int) -> Tensor:
-        """Page-locked memory of the host, in bytes. May wait for the device: made at the start.
+        """Return page-locked memory of the host. May wait for the device: call it at the start.
 
         Raises:
-            DeviceError: There is too little.
+            DeviceError: There is too little memory.
         """
         ...
 
     def unlock(self, memory: Tensor) -> None:
-        """Give it back; nothing copies from or to it any more."""
+        """Free locked memory. No copy may use it any more."""
         ...
 
 
 class TorchStreams:
-    """Torch's streams and events, and cuda-bindings where torch has no call."""
+    """An API of torch's streams and events, and of cuda-bindings where torch has no call."""
 
     def __init__(self) -> None:
         from cuda.bindings import runtime
@@ -91,7 +91,7 @@ class TorchStreams:
             raise DeviceError(f"CUDA answered {error!r} to a copy of KV")
 
     def lock(self, num_bytes: int) -> Tensor:
-        # registered rather than taken from torch, which rounds up to a power of two
+        # registered, not allocated by torch, which rounds up to a power of two
         memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         (error,) = self._runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
         if int(error):

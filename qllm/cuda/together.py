@@ -1,4 +1,4 @@
-"""Projections of one input as one product: their weights lie together, the modules keep views."""
+"""Projections of one input as one product: one tensor of weights, of which modules keep views."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ class Together:
     """Projections of one input as one product.
 
     Args:
-        linears: All with a bias, or all without; otherwise each is a product of its own.
+        linears: Modules that all have a bias, or all none; otherwise each is a product of its own.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
         self._linears = linears
         self.weight: Tensor | None = None
-        """What all multiply by, [F, D], while they lie together."""
+        """The joint weight, [F, D]; None while the weights are separate."""
         self._bias: Tensor | None = None
         self._sizes = [linear.out_features for linear in linears]
         biases = [linear.bias is not None for linear in linears]
@@ -26,7 +26,7 @@ class Together:
         self._can = len(kinds) == 1 and all(biases) == any(biases)
 
     def enter(self) -> None:
-        """Lay the weights together; the modules compute with views of them, as before."""
+        """Put the weights into one tensor; the modules compute with views of it."""
         if not self._can or self.weight is not None:
             return
         self.weight = _laid([linear.weight for linear in self._linears])
@@ -34,7 +34,7 @@ class Together:
             self._bias = _laid([linear.bias for linear in self._linears])
 
     def leave(self) -> None:
-        """Give the modules tensors of their own again."""
+        """Give each module tensors of its own again."""
         if self.weight is None:
             return
         for linear in self._linears:
@@ -43,13 +43,13 @@ class Together:
         self.weight = self._bias = None
 
     def __call__(self, x_TD: Tensor) -> list[Tensor]:
-        """What each gives, [T, F]; rows of one tensor where they were one product."""
+        """Return each projection's output, [T, F]; rows of one tensor if they were one product."""
         if self.weight is None:
             return [linear(x_TD) for linear in self._linears]
         return list(torch.split(self.whole(x_TD), self._sizes, 1))
 
     def whole(self, x_TD: Tensor) -> Tensor:
-        """What all give, beside each other."""
+        """Return all outputs in one tensor, side by side."""
         if self.weight is None:
             return torch.cat([linear(x_TD) for linear in self._linears], 1)
         return functional.linear(x_TD, self.weight, self._bias)
