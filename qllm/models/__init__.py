@@ -1,1 +1,1 @@
-"""Model families: what is found in a Hugging Face model and how its layers are driven."""
+"""Model families: the parts of a Hugging Face model, and how its layers are run."""

@@ -1,10 +1,10 @@
-"""Short names of models, and the hub ids they stand for; empty for what is local."""
+"""Short names of models and their hub ids; the id is empty for a local model."""
 
 from collections.abc import Mapping
 
 ALIASES: Mapping[str, str] = {
     "tiny": "",  # the folder qllm/models/tiny of this package
-    "talk": "",  # a folder of the user's cache, which `make talk` makes
+    "talk": "",  # a folder in the user's cache, written by `make talk`
     "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "qwen2-moe": "Qwen/Qwen1.5-MoE-A2.7B-Chat",
     "qwen3-moe": "Qwen/Qwen3-30B-A3B",

@@ -1,11 +1,11 @@
-"""Names of arguments that transformers renames: that of its cache."""
+"""The name of transformers' cache argument, which differs between releases."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 CACHES = ("cache", "past_key_values", "cache_params", "past_key_value")
-"""Names that transformers gave to the argument that is its cache, the newest first."""
+"""Names that transformers gave to its cache argument, the newest first."""
 
 
 def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
@@ -18,15 +18,15 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def finds_cache(module: Any) -> str | None:
-    """The name of the argument of a module that is the cache; None if there is none."""
+    """Return the name of a module's cache argument; None if there is none."""
     return cache_of_function(type(module).forward)
 
 
 def cache_of_function(function: Callable[..., Any]) -> str | None:
-    """The name of the argument that is the cache; None if there is none.
+    """Return the name of a function's cache argument; None if there is none.
 
-    A name that transformers has used; else the argument that is declared to be a `Cache`; else the
-    only one that is called so.
+    First choice is a name that transformers has used, then an argument declared as a `Cache`, then
+    the only argument with "cache" in its name.
     """
     parameters = _parameters(function)
     for name in CACHES:
@@ -43,8 +43,8 @@ def _declared(parameter: inspect.Parameter) -> str:
 
 
 def cache_argument(module: object) -> str:
-    """The name of the argument that is the cache, where the module may take it by another's name.
+    """Return the name under which a module takes the cache.
 
-    A module that names none hands on what it is given: it takes the newest name.
+    A module that names no cache argument passes on its keywords: it takes the newest name.
     """
     return finds_cache(module) or CACHES[0]

@@ -1,14 +1,14 @@
-"""What a model's own forward does around its decoder layers, learned by running it.
+"""The part of a model's own forward around its decoder layers, learned by running it.
 
-Layers whose arguments are more than hidden states, positions and the cache (several residual
-streams, token ids for a router, masks that an indexer reads, values of earlier layers) are called
-as the model's forward calls them. That forward is run with stubs in place of its layers:
+Some layers take more than hidden states, positions and the cache: several residual streams, token
+ids for a router, masks that an indexer reads, values of earlier layers. Such layers are called as
+the model's forward calls them. That forward is run with stubs in place of its layers:
 
     enter    ids of tokens [lo, hi)  ->  input of the first layer, and the arguments of each
-    leave    output of the last layer ->  what the output head is given
+    leave    output of the last layer ->  input of the output head
 
-In place of the request's cache stands one that only says how long it is. Nothing of a request is
-kept here.
+A placeholder that only knows its length replaces the request's cache. This module stores nothing
+of a request.
 """
 
 import copy
@@ -27,48 +27,48 @@ from qllm.models.layer_cache import LayerCache
 from qllm.models.replaced import Stub, Unwind, replaced
 
 TRIED = 3
-"""Tokens of the forward that shows what layers are given and return."""
+"""Tokens of the forward that shows the arguments and results of layers."""
 CHUNK = 5
-"""Tokens per call when it is tried whether calls go on from each other."""
+"""Tokens per call in the trial that continues one call from another."""
 CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype; a state left out makes far more."""
+"""Relative difference that rounding explains in any dtype; a lost state makes a far larger one."""
 MOST = 0.7
-"""Part of the tokens that are close; the router of another may have chosen otherwise."""
+"""Share of tokens that must be close; the router may choose other experts for the rest."""
 
 
 class Handed(NamedTuple):
-    """A value that one layer returns beside the hidden states and a later one is given."""
+    """A value that one layer returns with the hidden states and a later layer takes."""
 
     name: str
-    """Name of the argument."""
+    """Name of the later layer's argument."""
     layer: int
     place: int
     """Its place in the tuple that the layer returns."""
 
 
 class Entry(NamedTuple):
-    """The layers of some tokens of one request, about to be called."""
+    """The layers of some tokens of one request, before they are called."""
 
     x_TW: Tensor
     """Input of the first layer: all streams of a token in one row."""
     given: list[dict[str, Any]]
-    """Arguments of each layer but the hidden states, the cache and what is handed on."""
+    """Arguments of each layer except hidden states, cache and values of earlier layers."""
     cache: Cache
-    """As long as the tokens before are many, and empty."""
+    """An empty cache that reports the number of earlier tokens as its length."""
 
 
 class Around:
-    """How a model's forward calls its decoder layers.
+    """The way in which a model's forward calls its decoder layers.
 
     Args:
         model: The causal language model, its weights in place.
         base: The decoder in it.
         layers: The layers that it declares.
-        attentions: The attention of each; None if there is none, or more.
+        attentions: The attention of each layer; None if there is none, or several.
         top_k: Experts per token; 0 without experts.
 
     Raises:
-        ModelError: It does something with its layers that is not known here.
+        ModelError: The model uses its layers in a way that is not supported here.
     """
 
     def __init__(
@@ -83,16 +83,17 @@ class Around:
         self.layers, self._attentions = tuple(layers), tuple(attentions)
         self.head_width = int(model.get_output_embeddings().in_features)
         self._first = [next(iter(_arguments(layer))) for layer in self.layers]
-        """Names of the argument that hidden states are."""
+        """Name of the hidden-states argument of each layer."""
         self.caches: list[set[str]] = [set() for _ in self.layers]
-        """Per layer, names of the arguments that are the cache."""
+        """Names of the cache arguments of each layer."""
         self.handed: list[list[Handed]] = [[] for _ in self.layers]
-        """Per layer, what it is given of earlier ones."""
+        """Values that each layer takes from earlier layers."""
         self.fresh: list[Any] = DynamicCache(config=base.config).layers
         self.fresh += [DynamicLayer() for _ in range(len(self.layers) - len(self.fresh))]  # type: ignore[no-untyped-call]
         """Empty layers of transformers' cache, by index."""
         self._lengths: list[int] = []
-        """Lengths of the tuples that layers return; 0 where they return the hidden states alone."""
+        """Lengths of the tuples that layers return; 0 for a layer that returns only hidden states.
+        """
         self.shape = torch.Size()
         """Shape of the hidden states of one token: streams and their width."""
         self.like = torch.empty(0, dtype=torch.float32)
@@ -100,11 +101,11 @@ class Around:
         self.attention_lengths = [0] * len(self.layers)
         """Lengths of the tuples that each layer's attention returns; 0 where it is one tensor."""
         self.may_stop = [True] * len(self.layers)
-        """Per layer, whether it can be left at its attention: nothing was kept before that."""
+        """True for each layer that can stop at its attention: the cache is unchanged before it."""
         with torch.inference_mode():
             self._learn()
             self.goes_on = self._tries_chunks()
-            """Whether a call with several tokens goes on from what is kept."""
+            """True if a call with several tokens can continue from a cached state."""
 
     # what the forward shows
 
@@ -115,7 +116,7 @@ class Around:
         return ids[None]
 
     def _learn(self) -> None:
-        """Run the forward, and look at its layers."""
+        """Run the forward, and record how it calls its layers."""
         outs: list[tuple[int, Any]] = []
 
         def see(number: int, real: Stub) -> Stub:
@@ -151,7 +152,7 @@ class Around:
         self._refuse_earlier(self._ids(TRIED))
 
     def _measured(self, number: int) -> dict[nn.Module, Stub]:
-        """Stubs that see how long a tuple the attention of a layer returns."""
+        """Return stubs that record the length of the tuple that a layer's attention returns."""
         attention = self._attentions[number]
         if attention is None:
             return {}
@@ -165,7 +166,7 @@ class Around:
         return {attention: run}
 
     def _tries_chunks(self) -> bool:
-        """Run every layer on the same hidden states token by token and in two chunks."""
+        """Return True if every layer gives the same output token by token and in two chunks."""
         ids_1T = self._ids(2 * CHUNK)
         xs: list[list[Tensor]] = [[] for _ in self.layers]
         ys: list[list[Tensor]] = [[] for _ in self.layers]
@@ -204,7 +205,7 @@ class Around:
         return all(same)
 
     def _follow_values(self, ids_1T: Tensor) -> None:
-        """See which arguments are the cache, and which are what an earlier layer returned."""
+        """Find the arguments that are the cache, and those that an earlier layer returned."""
         cache, given = self.cache_of(0), []
         made: list[list[Tensor]] = []
 
@@ -237,17 +238,17 @@ class Around:
             raise self._error("hands its layers hidden states of earlier ones")
 
     def _refuse_earlier(self, ids_1T: Tensor) -> None:
-        """Refuse what is computed of hidden states other than the last layer's."""
+        """Raise if values are computed from hidden states of layers other than the last."""
         one, other = (self.enter(ids_1T[0], 0, shift).given for shift in (0.0, 1.0))
         if not _same(_tensors(one), _tensors(other)):
             raise self._error("hands its layers what it computes of hidden states of earlier ones")
-        wide = self.like.shape[1]  # no constant row, which a norm after it would make equal again
+        wide = self.like.shape[1]  # not a constant row: a norm after it could cancel the difference
         x_RW = torch.linspace(-1, 1, 2 * wide, dtype=torch.float32).reshape(2, wide).to(self.like)
         if not torch.equal(self.leave(x_RW), self.leave(x_RW, 1.0, 1)):
             raise self._error("computes its output from hidden states of more than its last layer")
 
     def _bound(self, number: int, args: Any, kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Hidden states, and the other arguments by name."""
+        """Return the hidden states, and the other arguments by name."""
         names = list(_arguments(self.layers[number]))
         found = {**dict(zip(names, args, strict=False)), **kwargs}
         return found.pop(self._first[number]), found
@@ -266,16 +267,16 @@ class Around:
         return Cache(layers=copy.deepcopy(self.fresh))
 
     def cache_of(self, length: int) -> Cache:
-        """A cache that says it has so many tokens, and has none."""
+        """Return an empty cache that reports a length of `length` tokens."""
         return Cache(layers=[_of_length(layer, length, self.like) for layer in self.fresh])
 
     def new_state(self, number: int) -> LayerCache:
-        """What a layer keeps of a request without tokens."""
+        """Return a layer's cache for a request without tokens."""
         own = {m.layer_idx for m in self.layers[number].modules() if hasattr(m, "layer_idx")}
         return LayerCache({i: copy.deepcopy(self.fresh[i]) for i in sorted(own or {number})})
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """Bytes that all layers keep in the cache of so many tokens. No expert computes."""
+        """Return the bytes that all layers cache for so many tokens. Experts do not compute."""
         stubs: dict[nn.Module, Stub] = {m: _nothing for m in self._base.modules() if is_experts(m)}
         cache = self._new_cache()
         with torch.inference_mode(), replaced(stubs):
@@ -286,15 +287,15 @@ class Around:
     def _error(self, what: str) -> ModelError:
         return ModelError(f"{type(self._base).__name__} {what}: not supported")
 
-    # what a driver asks
+    # -- for drivers
 
     def enter(self, ids: Tensor, lo: int, shift: float = 0.0) -> Entry:
-        """What the layers are given for tokens `ids`, [T], at positions from `lo` on.
+        """Return the arguments of the layers for tokens `ids`, [T], at positions from `lo` on.
 
         Args:
             ids: Tokens.
-            lo: Position of the first.
-            shift: Added to hidden states by what stands for a layer.
+            lo: Position of the first token.
+            shift: Number that the stubs of layers add to hidden states.
         """
         cache, given = self.cache_of(lo), []
         first: list[Tensor] = []
@@ -318,12 +319,12 @@ class Around:
         return Entry(x.reshape(x.shape[1], -1), given, cache)
 
     def leave(self, x_RW: Tensor, shift: float = 0.0, token: int = 0) -> Tensor:
-        """What the output head is given for rows of the last layer's output: [R, D].
+        """Return the output head's input for rows of the last layer's output: [R, D].
 
         Args:
             x_RW: The rows.
-            shift: See `enter`.
-            token: Id of their tokens, which must not count.
+            shift: Number that the stubs of layers add, see `enter`.
+            token: Id of their tokens, which must not change the result.
         """
         last, found = len(self.layers) - 1, []
         x = x_RW.reshape(1, len(x_RW), *self.shape)
@@ -351,26 +352,26 @@ class Around:
 
 
 class Leave(nn.Module):
-    """`Around.leave` where other models have their last norm."""
+    """`Around.leave` as a module, in the place of the last norm."""
 
     def __init__(self, around: Around) -> None:
         super().__init__()
         self._leave = around.leave
 
     def forward(self, x_RW: Tensor) -> Tensor:
-        """Rows [R, W] as the output head takes them, [R, D]."""
+        """Return rows [R, W] as the output head takes them, [R, D]."""
         return self._leave(x_RW)
 
 
 def _arguments(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Arguments of a layer's forward, without self and those that have no name."""
+    """Return the named arguments of a layer's forward, without self."""
     found = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
     named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     return {n: p for n, p in list(found.items())[1:] if p.kind in named}
 
 
 def _members(value: Any) -> list[int] | None:
-    """What a list or a mapping holds now."""
+    """Return the ids of the members of a list or a mapping."""
     if isinstance(value, Mapping):
         return [id(member) for pair in value.items() for member in pair]
     return [id(member) for member in value] if isinstance(value, list) else None
@@ -379,13 +380,13 @@ def _members(value: Any) -> list[int] | None:
 def _keeps_nothing_before(
     attention: nn.Module | None, real: Stub, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a layer calls its attention, and leaves the cache as it is before that.
+    """Return True if a layer calls its attention, and leaves the cache unchanged before that.
 
     Args:
-        attention: In the layer.
+        attention: Attention module of the layer.
         real: The layer's forward.
-        args: What it is called with; copies of the cache are used.
-        kwargs: The rest.
+        args: Positional arguments of the call; caches are copied.
+        kwargs: Keyword arguments of the call.
     """
     if attention is None:
         return False
@@ -413,12 +414,12 @@ def _keeps_nothing_before(
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module was made by `use_experts_implementation`."""
+    """Return True if `use_experts_implementation` made a module."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def _nothing(x_TD: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In the place of experts."""
+    """Return zeros in place of the output of experts."""
     return torch.zeros_like(x_TD)
 
 
@@ -427,7 +428,7 @@ def _first(out: Any) -> Any:
 
 
 def _tensors(value: Any, name: str = "") -> dict[str, Tensor]:
-    """All tensors in a value, by where they are."""
+    """Return all tensors in a value, by their paths."""
     if isinstance(value, Tensor):
         return {name: value}
     members: Any = ()
@@ -450,14 +451,14 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _of_length(fresh: Any, length: int, like: Tensor) -> Any:
-    """A copy of an empty layer of a cache that says it has so many tokens."""
+    """Return a copy of an empty cache layer that reports a length of `length` tokens."""
     made: Any = copy.copy(fresh)
     if length and isinstance(fresh, CacheLayerMixin):
         made.keys = made.values = like.new_empty((1, 1, 1, 1)).expand(1, 1, length, 1)
         made.dtype, made.device, made.is_initialized = like.dtype, like.device, True
         if hasattr(made, "cumulative_length"):
             made.cumulative_length = length
-        if getattr(made, "indexer_position_ids", made) is None:  # of each kind of rotation
+        if getattr(made, "indexer_position_ids", made) is None:  # for each kind of rotation
             places = torch.arange(length, device=like.device)
             made.indexer_position_ids = places.expand(3, 1, length)
     return made

@@ -1,11 +1,11 @@
-"""Find the parts of a Hugging Face MoE model by what transformers declares.
+"""Discovery of the parts of a Hugging Face MoE model from transformers' declarations.
 
 `_can_record_outputs` names the classes of layers, attention and routers; the experts carry the
 flags of `use_experts_implementation`; `base_model_pp_plan` names embedding, layers and norm.
-Nothing is found by the name of a family.
+No part is found by the name of a family.
 
-The fast driver may run a layer if what its forward, and that of its MoE block, does with the parts
-is known (`qllm.models.parts.known`). A layer with another glue is driven by hooks.
+The fast driver may run a layer if the code that joins its parts, in its forward and in its MoE
+block, is known (`qllm.models.parts.known`). A layer with other code is run by hooks.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from qllm.plan import ModelShape
 from qllm.types import Driver
 
 PACKED = "qllm_packed"
-"""Attribute of experts whose weights a runner holds in a layout of its own."""
+"""Attribute of experts whose weights a runner keeps in its own layout."""
 LAST_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
 
 
@@ -46,42 +46,42 @@ class LayerParts:
     index: int
     layer: nn.Module
     self_attn: nn.Module | None
-    """What sees other tokens: attention, or a module with a state. None: the layer has neither."""
+    """Attention, or a module with a state. None: the layer has neither."""
     attentions: tuple[nn.Module, ...] = ()
-    """All its attention. More than one, and the layer is not cut between its parts."""
+    """All attention modules of the layer. A layer with several is not cut between its parts."""
     driver: Driver
     is_moe: bool
     input_layernorm: nn.Module | None = None
     post_attention_layernorm: nn.Module | None = None
-    """Both norms are there when the glue is known."""
+    """Norm after the attention. Both norms are set when the layer's code is known."""
     mlp: nn.Module | None = None
     """The MoE block, or the dense MLP."""
     router: nn.Module | None = None
     experts: nn.Module | None = None
     shared: nn.Module | None = None
-    """Experts that every token takes."""
+    """Experts that every token uses."""
     shared_gate: nn.Module | None = None
-    """Its sigmoid scales the shared experts."""
+    """Gate whose sigmoid scales the shared experts."""
     residual_multiplier: float | None = None
     window: int | None = None
     """Sliding window of the attention, if it has one."""
     rope_kind: str | None = None
-    """Type of the layer, where every type has its own position embeddings."""
+    """Type of the layer, if each type has its own position embeddings."""
     one_by_one: bool = False
-    """Whether `self_attn` asks the cache how long the sequence is: it runs for one request."""
+    """True if `self_attn` reads the cache's length: it then runs for one request at a time."""
     new_state: Callable[[], Any] | None = None
-    """Makes the state of a request, if `self_attn` is no attention but carries a state."""
+    """Factory of a request's state, if `self_attn` carries a state instead of attending."""
     around: Around | None = None
-    """How the model's own forward calls the layer, if it has to be called so."""
+    """The model's own forward around the layer, if it must call the layer."""
 
 
 class Chunk(int):
-    """In the place of a window: a query sees the keys of its own chunk of so many positions."""
+    """A size of chunks instead of a window: a query sees the keys of its own chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """What the drivers run, in order."""
+    """The parts that drivers run, in order."""
 
     embed: nn.Module
     embedding_multiplier: float | None
@@ -89,40 +89,40 @@ class ModelParts:
     norm: nn.Module
     lm_head: nn.Linear
     logit_rule: LogitRule | None
-    """What the model does to its logits; None is nothing."""
+    """Rule that the model applies to its logits; None is no rule."""
     rotary_emb: nn.Module | None
-    """None: no layer is given position embeddings."""
+    """Module of position embeddings; None if no layer takes them."""
     around: Around | None = None
-    """What the model's own forward does around its layers, if it has to be asked."""
+    """The model's own forward around its layers, if it must be used."""
     latent_kv: bool
-    """The KV cache holds MLA latents."""
+    """True if the KV cache contains MLA latents."""
     shape: ModelShape
 
     @property
     def like(self) -> Tensor:
-        """Dtype, device and width of what layers are given, in its last dimension."""
+        """Empty tensor with the dtype, device and last dimension of the layers' inputs."""
         return _like(self.lm_head) if self.around is None else self.around.like
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers of the cache: some layers attend twice, some never."""
+        """Number of layers in the cache: some layers attend twice, some never."""
         found: list[Any] = self.attentions
         return max([len(self.layers), *(int(attn.layer_idx) + 1 for attn in found)])
 
     @property
     def has_states(self) -> bool:
-        """Whether a layer carries a state."""
+        """True if a layer carries a state."""
         return any(layer.new_state is not None for layer in self.layers)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers of the cache that keys and values are written to."""
+        """Indices of cache layers that keys and values are written to."""
         found: list[Any] = self.attentions
         return tuple(sorted({int(attn.layer_idx) for attn in found}))
 
     @property
     def attentions(self) -> list[nn.Module]:
-        """All attention, in order."""
+        """All attention modules, in order."""
         return [attn for layer in self.layers for attn in layer.attentions]
 
 
@@ -132,7 +132,7 @@ def _like(head: nn.Linear) -> Tensor:
 
 
 def _can_drive(module: Any) -> bool:
-    """Whether our work units are made for these experts; a layer with others runs whole."""
+    """Return True if our work units support these experts; a layer with others runs whole."""
     return (
         is_experts(module)
         and bool(module.has_gate)
@@ -141,15 +141,15 @@ def _can_drive(module: Any) -> bool:
 
 
 def base_model(model: nn.Module) -> Any:
-    """The decoder under a causal language model."""
+    """Return the decoder of a causal language model."""
     found = getattr(model, "base_model", model)
     if found is model:  # its prefix names another attribute (Llama 4)
         found = getattr(model, "model", model)
-    return getattr(found, "language_model", found)  # beside the parts that see images
+    return getattr(found, "language_model", found)  # next to the parts for images
 
 
 def _recorded(base: Any, name: str) -> tuple[type[nn.Module], ...]:
-    """The classes that the model declares under a name."""
+    """Return the classes that the model declares under a name."""
     specs = (getattr(base, "_can_record_outputs", None) or {}).get(name)
     found = [
         getattr(spec, "target_class", spec)
@@ -163,10 +163,10 @@ def _child_of(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> nn.Modul
 
 
 def decoder_layers(base: nn.Module) -> nn.ModuleList:
-    """The layers that a model declares.
+    """Return the layers that a model declares.
 
     Raises:
-        ModelError: It declares none.
+        ModelError: The model declares none.
     """
     kinds = _recorded(base, "hidden_states")
     for child in base.children():
@@ -179,7 +179,7 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
 
 
 def _window(base: Any, index: int) -> int | None:
-    """The window that the model's forward puts in the mask of this layer."""
+    """Return the window that the model's forward uses in the mask of this layer."""
     source = forward_source(base)
     types = getattr(base.config, "layer_types", None)
     if types and types[index] == "chunked_attention":
@@ -193,10 +193,10 @@ def _window(base: Any, index: int) -> int | None:
 
 
 def layer_parts(base: nn.Module) -> tuple[LayerParts, ...]:
-    """Find the parts of every layer.
+    """Return the parts of every layer.
 
     Raises:
-        ModelError: A layer is not declared, or has what no driver runs.
+        ModelError: A layer is not declared, or has a part that no driver supports.
     """
     layers = decoder_layers(base)
     makers = state_makers(base, len(layers))
@@ -265,7 +265,7 @@ def _layer_parts(
 
 
 def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
-    """The declared router; else (transformers 5.17) the child with a row per expert."""
+    """Return the declared router; else (transformers 5.17) the child with a row per expert."""
     if block is None:
         return None
     declared = _child_of(block, _recorded(base, "router_logits"))
@@ -293,10 +293,10 @@ def _top_k(layers: tuple[LayerParts, ...], config: Any) -> int:
 
 
 def _checked(top_k: int, experts: Any) -> int:
-    """The experts of a token, if a layer has as many.
+    """Return the experts per token, if a layer has that many.
 
     Raises:
-        ModelError: It has not.
+        ModelError: The layer has fewer.
     """
     if not 1 <= top_k <= experts.num_experts:
         raise ModelError(
@@ -307,7 +307,7 @@ def _checked(top_k: int, experts: Any) -> int:
 
 
 def _norm(base: Any) -> nn.Module:
-    """The norm before the output head: the last child that is one."""
+    """Return the norm before the output head: the last child that is a norm."""
     for name in LAST_NORMS:
         norm = getattr(base, name, None)
         if isinstance(norm, nn.Module):
@@ -328,7 +328,7 @@ EXTRAS = {
     "hidden_size_per_layer_input": "gives every layer an embedding of its own",
     "num_kv_shared_layers": "shares keys and values between layers",
 }
-"""Settings that are 0 where layers get nothing but hidden states, positions and the cache."""
+"""Settings that are 0 in models whose layers take only hidden states, positions and the cache."""
 
 
 def _refuse_extras(base: Any, config: Any) -> None:
@@ -340,13 +340,12 @@ def _refuse_extras(base: Any, config: Any) -> None:
 
 
 def discover(model: Any) -> ModelParts:
-    """Find the parts of a model that `refuse_unsafe` accepted.
+    """Return the parts of a model that `refuse_unsafe` accepted.
 
-    A model whose layers keep more than parts of them can be run with is driven as its own forward
-    drives it.
+    If its layers cannot be run part by part, the model's own forward calls them.
 
     Raises:
-        ModelError: Something is not declared, or it is no MoE decoder.
+        ModelError: A part is not declared, or the model is no MoE decoder.
     """
     try:
         return _discover(model, None)
@@ -363,10 +362,10 @@ def discover(model: Any) -> ModelParts:
 
 
 def _around(model: Any) -> Around:
-    """How a model's forward calls its layers.
+    """Return how a model's forward calls its layers.
 
     Raises:
-        ModelError: It does something that is not known here, or has no weights yet.
+        ModelError: The forward is not supported here, or the model has no weights yet.
     """
     base = base_model(model)
     layers = decoder_layers(base)
@@ -390,7 +389,7 @@ def _around(model: Any) -> Around:
 
 
 def _around_parts(base: Any, around: Around) -> tuple[LayerParts, ...]:
-    """Parts of the layers that are called as the model's forward calls them."""
+    """Return the parts of layers that are called as the model's forward calls them."""
     out = []
     kinds = _recorded(base, "attentions")
     for index, layer in enumerate(around.layers):

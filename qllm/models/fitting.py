@@ -1,7 +1,7 @@
-"""See from the headers of a checkpoint whether it fits its model, before a weight is read.
+"""A check of a checkpoint's headers against its model, before a weight is read.
 
-transformers tells it once it has read everything, by the names of its own parameters, and of lists
-of experts that are not whole it names nothing.
+transformers reports misfits only after it has read everything, by its own parameter names, and does
+not name the missing tensors of incomplete lists of experts.
 """
 
 import re
@@ -19,7 +19,7 @@ _AGAIN = "download it again"
 
 
 class _Part(NamedTuple):
-    """What a parameter takes of a checkpoint."""
+    """The part of a checkpoint that a parameter needs."""
 
     target: str
     expert: int | None
@@ -28,10 +28,10 @@ class _Part(NamedTuple):
 
 
 def without_further_layers(names: Iterable[str], config: PreTrainedConfig) -> set[str]:
-    """Names but those of layers behind the last, which predict further tokens.
+    """Return names without those of layers after the last, which predict further tokens.
 
-    DeepSeek-V3 and GLM publish them. transformers leaves them out by the numbers that they have in
-    a few models. Here it is those that the config counts, where they have a projection of two
+    DeepSeek-V3 and GLM publish such layers. transformers skips them by their numbers in a few
+    models. This function skips the layers that the config counts, if they have a projection of two
     hidden states, which no other layer has.
     """
     names = set(names)
@@ -48,12 +48,12 @@ def refuse_misfits(name: str, model: PreTrainedModel, shapes: Mapping[str, Shape
     """Refuse a checkpoint that lacks a tensor of its model, or has one of another shape.
 
     Args:
-        name: Of the model.
-        model: Of its config, on the meta device.
-        shapes: Of its weights by name; None is that of a weight whose codes tell it once read.
+        name: Name of the model.
+        model: Model made from its config, on the meta device.
+        shapes: Shapes of its weights by name; None if only the weight's codes show the shape.
 
     Raises:
-        ModelError: Names the first as the checkpoint spells it.
+        ModelError: A misfit; the text has the first name as the checkpoint spells it.
     """
     found: dict[str, dict[str, Renamed]] = {}
     for one in renamed(model, shapes):
@@ -64,7 +64,7 @@ def refuse_misfits(name: str, model: PreTrainedModel, shapes: Mapping[str, Shape
     for target, parameter in _needed(model, found):
         have = {_place(one): key for key, one in found.get(target, {}).items()}
         if None in have:
-            continue  # made by rules that are transformers' own
+            continue  # made by transformers' own rules
         for part in _parts(target, tuple(parameter.shape), spelling, have):
             key = have.get((part.expert, part.part))
             if key is None:
@@ -85,7 +85,7 @@ def refuse_misfits(name: str, model: PreTrainedModel, shapes: Mapping[str, Shape
 
 
 def _needed(model: PreTrainedModel, found: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers that a checkpoint has to have; of tied ones, those that it has."""
+    """Yield the parameters and buffers that a checkpoint must have; one of tied ones is enough."""
     if makes_several(model):
         yield from ((name, x) for name, x in model.state_dict().items() if name in found)
         return
@@ -103,7 +103,7 @@ def _needed(model: PreTrainedModel, found: Mapping[str, object]) -> Iterator[tup
 
 
 def _place(one: Renamed) -> tuple[int | None, int] | None:
-    """Expert and part of the parameter; None is not known."""
+    """Return expert and part of the parameter; None is unknown."""
     if one.converter is None:
         return (None, 0)
     place = in_list(one.name, *one.converter)
@@ -113,7 +113,7 @@ def _place(one: Renamed) -> tuple[int | None, int] | None:
 def _parts(
     target: str, shape: Shape, spelling: "_Spelling", have: Mapping[Any, str]
 ) -> Iterator[_Part]:
-    """Return the tensors that make a parameter: itself, or parts of its experts."""
+    """Yield the tensors that make a parameter: itself, or parts of its experts."""
     num_parts = spelling.num_parts(target)
     if not num_parts or (None, 0) in have:
         yield _Part(target, None, 0, shape)
@@ -125,7 +125,7 @@ def _parts(
 
 
 class _Spelling:
-    """How a checkpoint calls what a parameter takes: as it calls the same of other layers."""
+    """The spelling of parameters in a checkpoint, taken from the same ones of other layers."""
 
     def __init__(self, found: Mapping[str, Mapping[str, Renamed]]) -> None:
         self._names: dict[tuple[str, int], str] = {}
@@ -139,11 +139,11 @@ class _Spelling:
                     self._num_parts[_kind(target)] = len(one.converter[1].source_patterns)
 
     def num_parts(self, target: str) -> int:
-        """Parts of each expert of a parameter that is a list of them in the checkpoint, or 0."""
+        """Return the number of parts per expert if the checkpoint lists experts singly, else 0."""
         return self._num_parts.get(_kind(target), 0)
 
     def of(self, part: _Part) -> str:
-        """The name of a part; the parameter's own where the checkpoint has none of its kind."""
+        """Return the name of a part; the parameter's own if the checkpoint has none of its kind."""
         like = self._names.get((_kind(part.target), part.part), part.target)
         numbers = _NUMBER.findall(part.target)
         if part.expert is not None:
@@ -159,7 +159,7 @@ def _kind(name: str) -> str:
 
 
 def _advice(model: PreTrainedModel, names: Iterable[str], found: Mapping[str, object]) -> str:
-    """Say what to do about missing tensors: other names, or another download."""
+    """Return advice about missing tensors: other names, or another download."""
     prefix = _prefix_of(sorted(names), model)
     if prefix and not found:
         return (
@@ -170,7 +170,7 @@ def _advice(model: PreTrainedModel, names: Iterable[str], found: Mapping[str, ob
 
 
 def _prefix_of(names: Sequence[str], model: PreTrainedModel) -> str:
-    """Return what all names of a checkpoint have before those of the parameters."""
+    """Return the prefix that all names of a checkpoint have before those of the parameters."""
     starts = [i + 1 for i, letter in enumerate(names[0]) if letter == "."] if names else []
     for end in starts:
         prefix = names[0][:end]

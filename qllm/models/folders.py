@@ -1,4 +1,4 @@
-"""Find the folder of a model on this machine or the hub; nothing here needs torch."""
+"""The search for a model's folder on this machine or the hub, without torch."""
 
 import json
 import os
@@ -11,33 +11,34 @@ from qllm.errors import ConfigError, ModelError
 from qllm.models.aliases import ALIASES
 
 HUB_TIMEOUT_S = 5.0
-"""Longest wait for the hub's first answer; without a network the error comes at once."""
+"""Longest wait for the hub's first answer; without a network an error comes at once."""
 
 TALK = "talk-smollm2-135m-r1"
-"""Name of the folder of the model `talk` in `cache_dir()`; it changes when `make talk` makes
-another model."""
+"""Name of the folder of the model `talk` in `cache_dir()`. It changes when `make talk` makes
+another model.
+"""
 
 GGUF = ".gguf"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _POINTER_BYTES = 1024
-"""More than a pointer of Git LFS has."""
+"""Upper limit for the size of a Git LFS pointer."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
-    """Turn a name into (canonical name, folder with a config.json, or a GGUF file).
+    """Return (canonical name, folder with a config.json, or a GGUF file) of a name.
 
     Args:
         name: An alias, a folder, a GGUF file, or a hub id.
-        weights: Whether safetensors are needed too.
-        code: Whether code that comes with the checkpoint is.
+        weights: True if safetensors are needed too.
+        code: True if the checkpoint's code is needed too.
 
     Raises:
-        ConfigError: The name is none that is known.
+        ConfigError: The name is unknown.
         ModelError: The folder has no config or has pointers in place of files, or the hub cannot
             be reached.
     """
@@ -66,7 +67,7 @@ def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
 
 
 def _refuse_pointers(files: list[Path]) -> None:
-    """Refuse what Git leaves in place of large files where Git LFS did not run."""
+    """Refuse the pointer files that Git leaves in place of large files if Git LFS did not run."""
     found = [path for path in files if _is_pointer(path)]
     if found:
         raise ModelError(
@@ -83,17 +84,17 @@ def _is_pointer(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_POINTER)) == _POINTER
     except OSError:
-        return False  # whoever reads it says so
+        return False  # the reader of the file will raise
 
 
 def cache_dir() -> Path:
-    """Where made models are kept: `$XDG_CACHE_HOME/qllm`, or `.cache/qllm` in the home."""
+    """Return the folder of made models: `$XDG_CACHE_HOME/qllm`, or `.cache/qllm` in the home."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "qllm"
 
 
 def best_local() -> str:
-    """The alias of the model that answers best without a download: talk, or tiny."""
+    """Return the alias of the best model that needs no download: talk, or tiny."""
     return "talk" if ((cache_dir() / TALK) / "config.json").is_file() else "tiny"
 
 
@@ -110,7 +111,7 @@ def _local(name: str) -> Path:
 
 
 def _gguf_in(name: str, folder: Path) -> Path | None:
-    """The GGUF file of a folder without safetensors; None if it has a config and no such file."""
+    """Return the GGUF file of a folder without safetensors; None if it has a config and no GGUF."""
     found = sorted(folder.glob(f"*{GGUF}"))
     has_config = (folder / "config.json").is_file()
     if has_config and (not found or missing_weights(folder) is None):
@@ -165,10 +166,10 @@ def _cached(name: str, wanted: dict[str, Any]) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder, all that its index lists.
+    """Return the safetensors files of a folder: all that its index lists.
 
     Raises:
-        ModelError: They are not there.
+        ModelError: A file is missing.
     """
     names = _listed(folder)
     problem = _missing(folder, names)
@@ -178,7 +179,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def missing_weights(folder: Path) -> str | None:
-    """Say what is missing for loading safetensors from a folder, or None if nothing is."""
+    """Return what a folder lacks for loading safetensors; None if it lacks nothing."""
     return _missing(folder, _listed(folder))
 
 
@@ -194,7 +195,7 @@ def _missing(folder: Path, names: list[str]) -> str | None:
 
 
 def _listed(folder: Path) -> list[str]:
-    """The one file that needs no index, which transformers prefers, or those that it names."""
+    """Return the one file that needs no index (transformers prefers it), or the listed files."""
     index = folder / INDEX
     if (folder / WEIGHTS).is_file() or not index.is_file():
         return [WEIGHTS]
@@ -211,7 +212,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _is_inside(shard: object) -> bool:
-    """Whether an entry of an index names a file in its folder, which may be a link to elsewhere."""
+    """Return True if an index entry names a file in its folder. The file may be a link."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         return False
     return not os.path.isabs(shard) and ".." not in Path(shard).parts
@@ -231,6 +232,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line of at most 300 characters."""
+    """Return an error's text in one line of at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".:")[:300] if lines else "no message"

@@ -1,4 +1,4 @@
-"""What a checkpoint says of answers: which tokens end one, and how it is sampled."""
+"""A checkpoint's settings for answers: the tokens that end one, and the sampling."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from qllm.types import SamplingParams
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty",)
 _ANSWER = "qllm"
-"""An answer that is put into a chat template, to see what is behind it."""
+"""A sample answer put into a chat template, to find the text after it."""
 
 
 def eos_token_ids(
     generation: Mapping[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Every id that ends an answer: of the generation config, the config and the tokenizer."""
+    """Return every id that ends an answer, from generation config, config and tokenizer."""
     return ids_in(
         generation.get("eos_token_id"),
         getattr(model.config, "eos_token_id", None),
@@ -27,7 +27,7 @@ def eos_token_ids(
 
 
 def ids_in(*sources: object) -> frozenset[int]:
-    """The ids of some settings, each of which is an id, a list of ids, or nothing."""
+    """Return the ids of some settings, each of which is an id, a list of ids, or nothing."""
     found: set[int] = set()
     for source in sources:
         ids: Iterable[object] = source if isinstance(source, list | tuple) else [source]
@@ -36,9 +36,9 @@ def ids_in(*sources: object) -> frozenset[int]:
 
 
 def unlisted_end(tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int]) -> str | None:
-    """The special token that the chat template writes behind an answer, if it ends none.
+    """Return the special token that the chat template writes after an answer, if no end id has it.
 
-    None is also what a template gives that does not take a question and an answer.
+    Also return None for a template that does not accept a question and an answer.
     """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return None
@@ -60,13 +60,13 @@ def unlisted_end(tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int
 
 
 def sampling_defaults(name: str, generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of SamplingParams that a generation config sets.
+    """Return the keywords of SamplingParams that a generation config sets.
 
-    Files that were published before transformers wrote `do_sample` have values without it, which
-    are meant; with `do_sample` false they are not.
+    Values count in files published before transformers wrote `do_sample`, which lack it. With
+    `do_sample` false they do not count.
 
     Args:
-        name: Of the model.
+        name: Name of the model.
         generation: The config.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Forward hooks that a user registered: which modules have them, and which of those are called.
+"""Forward hooks that a user registered: the modules that have them, and those that serving calls.
 
-Layers are run part by part, and kernels compute several parts at once from their weights. A part
-with a hook, on itself or inside, is computed by its own modules instead, so the hook is called as
-in `model.forward`, with the rows of an op. Modules that no part is (a layer, a block of experts,
-experts, the head) are called by nobody; a hook there is named in a warning. Layers that are called
-as the model's forward calls them are called whole, and what is within their experts is not.
+Layers are run part by part, and kernels compute several parts at once from their weights. If a
+part, or a module inside it, has a hook, the part is computed by its own modules. So the hook is
+called as in `model.forward`, with the rows of an op. Modules that are no part (a layer, a block of
+experts, experts, the head) are never called; a warning names hooks on them. Layers that the
+model's forward calls are called whole, but modules inside their experts are not called.
 """
 
 import logging
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Whether a module, or one inside it, has a forward hook or a forward pre-hook."""
+    """Return True if a module, or one inside it, has a forward hook or a forward pre-hook."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 
 
 def never_called(model: nn.Module, parts: ModelParts) -> list[str]:
-    """Names of modules with hooks that serving never calls, in the order of the model."""
+    """Return names of modules with hooks that serving never calls, in the order of the model."""
     called = set(_called(parts))
     return [
         name or type(model).__name__
@@ -43,7 +43,7 @@ def warn_of_unheard(model: nn.Module, parts: ModelParts) -> None:
 
 
 def _called(parts: ModelParts) -> Iterator[nn.Module]:
-    """Modules that compute when their part is computed by its own modules."""
+    """Yield the modules that compute when their part is computed by its own modules."""
     yield from parts.embed.modules()
     yield from parts.norm.modules()
     if parts.around is not None:

@@ -1,4 +1,4 @@
-"""Which layers carry a state, by what transformers declares: the cache that `generate` makes."""
+"""The layers that carry a state, found in the cache that transformers makes for `generate`."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -24,21 +24,21 @@ from qllm.models.parts.digests import forward_source
 KNOWN = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    getattr(cache_utils, "DummyLayer", DynamicLayer),  # transformers 5.17 has none yet
+    getattr(cache_utils, "DummyLayer", DynamicLayer),  # transformers 5.17 lacks it
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 }
-"""Kinds of layers in transformers' cache that are driven, or refused for another reason."""
+"""Kinds of layers in transformers' cache that are supported, or refused for another reason."""
 
 
 MOST_LAYERS = 1 << 16
-"""More than a model has."""
+"""A number of layers that no model reaches."""
 _KEYS = ("k_proj", "v_proj", "kv_proj", "qkv_proj", "kv_a_proj_with_mqa")
 
 
 def kv_shapes(attentions: Iterable[nn.Module]) -> set[tuple[Any, ...]]:
-    """What decides the shapes of keys and values, of every attention; one if they are alike."""
+    """Return the weights that decide the shapes of keys and values; one entry if all are alike."""
     found = set()
     for attn in attentions:
         children = dict(attn.named_children())
@@ -49,7 +49,7 @@ def kv_shapes(attentions: Iterable[nn.Module]) -> set[tuple[Any, ...]]:
 
 
 class KeepsMoreError(ModelError):
-    """A layer keeps more of a request than keys and values, or a state, alone."""
+    """A layer that caches more than keys and values, or more than a state."""
 
 
 class LightningState:
@@ -60,7 +60,7 @@ class LightningState:
 
 
 class OneState(Cache):
-    """What a module takes for transformers' cache: one layer of one request."""
+    """A replacement of transformers' cache for one module: one layer of one request."""
 
     def __init__(self, state: Any) -> None:
         self.layers = _Always(state)
@@ -75,7 +75,7 @@ class OneState(Cache):
 
 
 class _Always(list[Any]):
-    """Has one value at every index, all of which are below its length."""
+    """A list that has one value at every index, all of which are below its length."""
 
     def __init__(self, value: Any) -> None:
         super().__init__([value])
@@ -88,10 +88,10 @@ class _Always(list[Any]):
 
 
 def state_makers(base: Any, num_layers: int) -> list[Callable[[], Any] | None]:
-    """Per layer, what makes the state of a request without tokens; None if the layer attends.
+    """Return each layer's factory of a request's first state; None if the layer attends.
 
     Raises:
-        KeepsMoreError: A layer carries a state and attends, too, or keeps something else.
+        KeepsMoreError: A layer both carries a state and attends, or caches something else.
     """
     made: list[Any] = DynamicCache(config=base.config).layers
     made += [None] * (num_layers - len(made))

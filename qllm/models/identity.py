@@ -1,4 +1,4 @@
-"""What tells one model from another: its class, its settings, a sample of its weights."""
+"""The identity of a model: its class, its settings, a sample of its weights."""
 
 import hashlib
 
@@ -11,10 +11,10 @@ from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 
 
 def identity(model: nn.Module, expert_weights: str = "auto", activations: str = "bf16") -> str:
-    """Digest of what decides bits.
+    """Return a digest of everything that decides bits.
 
-    A model's class, its settings, a sample of its weights' bytes, their format, and what products
-    with them read.
+    That is a model's class, its settings, a sample of its weights' bytes, their format, and the
+    type of the activations that are multiplied with them.
     """
     kind = type(model).__name__ + expert_weights.removeprefix("auto")
     kind += f" on {activations}".removesuffix(" on bf16")

@@ -1,8 +1,8 @@
-"""What one layer keeps of one request in transformers' cache, whatever it is.
+"""The content of transformers' cache for one layer of one request, of any kind.
 
-Keys and values, windows of them, keys of an indexer, compressed keys and those that wait for their
-compression, states of convolutions and recurrences, counters: attributes of a layer of the cache. A
-pass that starts from committed tokens leaves their state as it is, so it works on a copy.
+Attributes of a cache layer are keys and values, windows of them, keys of an indexer, compressed
+keys and keys that wait for compression, states of convolutions and recurrences, or counters. A pass
+that starts from committed tokens works on a copy, so their state stays unchanged.
 """
 
 import copy
@@ -21,37 +21,37 @@ JOINED = {
     "DeepseekV4HCACache",
     "DeepseekV4CSACache",
 }
-"""Kinds of layers of transformers' cache that never write into a tensor: they make a new one."""
+"""Kinds of cache layers that never write into a tensor: they make a new one."""
 
 
 KEPT = (Tensor, bool, int, float)
-"""Kinds of values that a state is made of."""
+"""Kinds of values that form a state."""
 KNOWN = (*KEPT, torch.dtype, torch.device, str, type(None))
-"""And what an empty layer of the cache has as well, or does not need."""
+"""Further kinds of values in an empty cache layer, which need not be saved."""
 
 
 class LayerCache:
-    """The layers of the cache that one decoder layer uses, and what travels with them in a pass.
+    """The cache layers that one decoder layer uses, and the values that a pass carries with them.
 
     Args:
-        layers: By index in the cache.
+        layers: Cache layers by index.
     """
 
     def __init__(self, layers: Mapping[int, Any]) -> None:
         self.layers = dict(layers)
         self.attended: dict[int, dict[int, Tensor]] = {}
-        """What the attention gave beside its output, by first position and place."""
+        """Further outputs of the attention, by first position and place."""
         self.handed: dict[int, dict[int, Tensor]] = {}
-        """What the layer gave beside the hidden states, by first position and place."""
+        """Further outputs of the layer, by first position and place."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> "LayerCache":
-        """A copy from which a pass may go on; what belonged to the last pass is not in it."""
+        """Return a copy from which a pass may continue, without the values of the last pass."""
         return LayerCache({index: _copy(layer) for index, layer in self.layers.items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it as tensors by name."""
+        """Return the whole content as tensors by name."""
         nothing = torch.empty(0, dtype=torch.float32)
-        found = {"cache.": nothing}  # it has a name even if it keeps nothing
+        found = {"cache.": nothing}  # gives it a name even if it is empty
         for index, layer in self.layers.items():
             for path, value in _values(layer):
                 name = f"cache.{index}.{path}"
@@ -66,7 +66,7 @@ class LayerCache:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> "LayerCache":
-        """Take up what `tensors` gave; this one is empty."""
+        """Fill this empty cache with the tensors that `tensors` returned."""
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
             if not rest:
@@ -81,10 +81,10 @@ class LayerCache:
         return self
 
     def refuse_unknown(self) -> None:
-        """Refuse what `tensors` would leave out.
+        """Refuse values that `tensors` would leave out.
 
         Raises:
-            ModelError: Names the layer of the cache and what it keeps.
+            ModelError: Such a value exists; the text names it and its cache layer.
         """
         for layer in self.layers.values():
             for name, value in vars(layer).items():
@@ -96,8 +96,8 @@ class LayerCache:
                         )
 
     def compact(self) -> None:
-        """Let go of what views hold beside what they show."""
-        made: dict[int, Tensor] = {}  # what is kept under two names stays one
+        """Free the memory that views keep alive but do not show."""
+        made: dict[int, Tensor] = {}  # a tensor with two names stays one tensor
         for layer in self.layers.values():
             for name, value in list(_values(layer)):
                 if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
@@ -115,12 +115,12 @@ def _copy(layer: Any) -> Any:
 
 
 def _number(value: bool | float) -> Tensor:
-    """A number as a tensor that has its value."""
+    """Return a number as a tensor that has its value."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _values(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Values of a layer of the cache that a pass may change, by path."""
+    """Yield the values of a cache layer that a pass may change, by path."""
     for name, value in vars(layer).items():
         if isinstance(value, dict):
             yield from ((f"{name}.{key}", x) for key, x in value.items() if isinstance(x, KEPT))
@@ -129,7 +129,7 @@ def _values(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _set(layer: Any, path: str, tensor: Tensor) -> None:
-    """Give a value back to an empty layer of the cache."""
+    """Set a value in an empty cache layer."""
     path, _, kind = path.partition("=")
     if not kind:
         layer.dtype, layer.device = tensor.dtype, tensor.device

@@ -1,7 +1,7 @@
-"""Load a model ready to be driven.
+"""The loader of a model that is ready to run.
 
-Everything that can be wrong with its folder (no config, not a causal decoder, a missing or
-truncated shard) is found before a weight is read.
+Every problem of its folder (no config, not a causal decoder, a missing or truncated shard) is
+found before a weight is read.
 """
 
 import gc
@@ -38,38 +38,41 @@ from qllm.models.weights.quantised import (
 from qllm.models.weights.streaming import stream
 
 EXPERTS_IMPLEMENTATION = "grouped_mm"
-"""The expert code of `model.forward` that our drivers are bit-equal to."""
+"""Expert code of `model.forward` to which our drivers are bit-equal."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SEED = 0
 
 _MAKING = threading.Lock()
-"""Held while transformers makes a model: it sets the process's default dtype meanwhile, so models
-that were made at once would get each other's."""
+"""A lock for the time in which transformers makes a model. It changes the process's default dtype
+meanwhile, so two models made at once would get each other's dtype.
+"""
 _had_model = threading.Event()
-"""Set once this process began to load a model, or took one: parts of it may lie in cycles when the
-model itself is gone, as do those of one that failed."""
+"""Set once this process has loaded or accepted a model. Parts of a model that is gone, or failed to
+load, may remain in reference cycles.
+"""
 _log = logging.getLogger("qllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in eval mode on its device, with what belongs to it."""
+    """A model in eval mode on its device, with its tokenizer and settings."""
 
     model: PreTrainedModel
-    """Made for causal generation."""
+    """The model, made for causal generation."""
     tokenizer: PreTrainedTokenizerBase | None
-    """None if the folder holds none (prompts are token ids then)."""
+    """The tokenizer; None if the folder has none (prompts are then token ids)."""
     eos_token_ids: frozenset[int]
-    """Every id that ends an answer, of the generation config, the config and the tokenizer."""
+    """Every id that ends an answer, from the generation config, the config and the tokenizer."""
     generation_defaults: dict[str, Any]
-    """Keywords of SamplingParams that generation_config.json sets: temperature, top_p, top_k
-    and min_p unless it says that `do_sample` is false, repetition_penalty always."""
+    """Keywords of SamplingParams set by generation_config.json: temperature, top_p, top_k and
+    min_p, unless its `do_sample` is false; repetition_penalty always.
+    """
     name: str
     """Hub id, "tiny", or the folder as it was given."""
     weights: str | None = None
-    """What became of quantised weights; None if the checkpoint has none."""
+    """Description of how quantised weights were stored; None if the checkpoint has none."""
 
 
 def load(
@@ -83,25 +86,26 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    In bf16 the quantised weights of experts stay as they are, and on a CPU those of linear modules;
-    all others are expanded, which the log says (docs/weights.md).
+    In bf16, quantised weights of experts stay quantised, and on a CPU those of linear modules too.
+    All others are expanded, which a log line reports (docs/weights.md).
 
     Args:
         name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
             with one, or a hub id ORG/NAME.
-        dtype: Of the weights; None or "auto" is the checkpoint's own, but bf16 for GGUF files, and
-            in place of fp16 where it is quantised.
-        device: Where the weights go, without a second copy on the host.
-        trust_remote_code: Run modelling code that comes with the checkpoint.
+        dtype: Type of the weights. None or "auto" is the checkpoint's own, but bf16 for GGUF files
+            and for quantised checkpoints in fp16.
+        device: Device of the weights, without a second copy on the host.
+        trust_remote_code: True runs modelling code that comes with the checkpoint.
         load_format: "auto" reads safetensors; "dummy" makes seeded random weights from the
             config alone.
-        expert_weights: See `EngineConfig`; "int4" and "mxfp4" round as weights are read.
+        expert_weights: Format of experts, see `EngineConfig`; "int4" and "mxfp4" round weights
+            while they are read.
 
     Raises:
-        ConfigError: The name, dtype, device or load format is none that is known, or the model has
-            no experts that `expert_weights` can round.
-        ModelError: The model is not there, broken, not a causal decoder, or quantised in a way
-            that is not read.
+        ConfigError: An unknown name, dtype, device or load format, or a model without experts that
+            `expert_weights` can round.
+        ModelError: The model is missing, broken, not a causal decoder, or quantised in an
+            unsupported way.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -135,11 +139,11 @@ def load(
 
 
 def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Make a model from its config alone, its parameters on the meta device.
+    """Make a model from its config alone, with its parameters on the meta device.
 
     Raises:
         ConfigError: The name is no alias, folder or hub id.
-        ModelError: Its config is not there, or no model can be made from it.
+        ModelError: The config is missing, or no model can be made from it.
     """
     name, folder = locate(name_or_path, weights=False, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
@@ -153,7 +157,7 @@ def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = Non
     """Take a model that is loaded already; it is neither copied nor changed.
 
     Raises:
-        ModelError: It is not a causal decoder.
+        ModelError: The model is not a causal decoder.
     """
     config = model.config
     name = getattr(config, "_name_or_path", "") or type(model).__name__
@@ -206,10 +210,10 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device of that name; CUDA is told to load its kernels at start, before it starts.
+    """Return the device of that name. Before CUDA starts, set it to load its kernels at the start.
 
     Raises:
-        ConfigError: It is unknown, or not there.
+        ConfigError: The device is unknown or missing.
     """
     try:
         place = torch.device(device)
@@ -221,7 +225,7 @@ def check_device(device: str | torch.device) -> torch.device:
             f"with CUDA_VISIBLE_DEVICES={place.index}"
         )
     if place.type == "cuda":
-        # A kernel that is loaded while serving waits for all that runs.
+        # A kernel that is loaded while serving waits for all running work.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         # Streams that share a hardware queue wait for each other.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -303,7 +307,7 @@ def _pretrained(
             device_map=None if device.type == "cpu" else {"": device},
             use_safetensors=True,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are refused by name below
+            ignore_mismatched_sizes=True,  # mismatches are refused by name below
             output_loading_info=True,
             trust_remote_code=trust_remote_code,
         )
@@ -321,7 +325,7 @@ def _of_folder(
     rounding: str | None,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model of safetensors, and what became of its weights if they are quantised."""
+    """Return a model of safetensors, and how its weights were stored if they are quantised."""
     with _reading():
         shards = Shards(weight_files(folder))
         shards.keep(without_further_layers(shards.stored, config))
@@ -350,11 +354,11 @@ def _of_gguf(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> tuple[PreTrainedModel, str]:
-    """A model of a GGUF file, and what became of its weights."""
+    """Return a model of a GGUF file, and how its weights were stored."""
     with _reading():
         file = open_file(path)
         model = _dummy(name, config, None, torch.device("meta"), False)
-        kind = dtype or torch.bfloat16  # the file names none
+        kind = dtype or torch.bfloat16  # the file has no dtype
         return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
 
 
@@ -368,7 +372,7 @@ def _refuse_by_header(
 
 
 def _is_known(config: PreTrainedConfig) -> bool:
-    """Whether transformers has the model's code."""
+    """Return True if transformers has the model's code."""
     return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
@@ -381,7 +385,7 @@ def _streamed(
     device: torch.device,
     rounding: str | None = None,
 ) -> tuple[PreTrainedModel, str]:
-    """A model of an open checkpoint, and what became of its weights."""
+    """Return a model of an open checkpoint, and how its weights were stored."""
     if not _is_known(config):
         raise ModelError(
             f"model {name!r} is quantised and brings its own modelling code; load bfloat16 weights"
@@ -411,10 +415,10 @@ def _streamed(
 def _reading() -> Iterator[None]:
     """Collect no cycles while weights are read.
 
-    Tables of a hundred thousand tensors ask for collection after collection, each of which looks at
-    all objects of torch and transformers: a twentieth of the time of a load.
+    Tables of a hundred thousand tensors trigger one collection after another, each of which scans
+    all objects of torch and transformers. That would take a twentieth of the time of a load.
     """
-    if _had_model.is_set():  # weights that nobody has any more may be as large as these
+    if _had_model.is_set():  # unused weights of an earlier model may be as large as these
         gc.collect()
     _had_model.set()
     with no_collections():
@@ -423,7 +427,7 @@ def _reading() -> Iterator[None]:
 
 @contextmanager
 def _naming_weights(name: str) -> Iterator[None]:
-    """Turn what goes wrong in transformers into a ModelError that names the model."""
+    """Turn errors of transformers into a ModelError that names the model."""
     try:
         yield
     except ModelError:
@@ -436,7 +440,7 @@ def _naming_weights(name: str) -> Iterator[None]:
 
 
 def _refuse_misfit(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse weights that transformers would make up, or leave out."""
+    """Refuse weights that transformers would initialise at random, or ignore."""
     if shapes := sorted(info.get("mismatched_keys") or ()):
         weight, found, wanted = shapes[0]
         raise ModelError(

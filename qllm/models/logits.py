@@ -1,4 +1,4 @@
-"""What families do to the logits of their output head."""
+"""Rules that families apply to the logits of their output head."""
 
 from typing import Any, NamedTuple
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class LogitRule(NamedTuple):
-    """What becomes of the output head's logits, in this order."""
+    """A rule for the output head's logits; its operations run in this order."""
 
     divisor: float | None = None
     factor: float | None = None
     cap: float | None = None
-    """Logits are cap * tanh(logits / cap)."""
+    """Cap c of c * tanh(logits / c)."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The logits that are sampled, of any shape."""
+        """Return the logits that are sampled, of any shape."""
         if self.divisor is not None:
             logits = logits / self.divisor
         if self.factor is not None:
@@ -24,7 +24,7 @@ class LogitRule(NamedTuple):
 
 
 def logit_rule_of(model: Any, config: Any) -> LogitRule | None:
-    """What the families that were read do: Granite divides, Cohere multiplies, Gemma caps."""
+    """Return the rule of a known family: Granite divides, Cohere multiplies, Gemma caps."""
     found = (
         getattr(config, "logits_scaling", None),
         getattr(model, "logit_scale", None),

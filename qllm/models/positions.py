@@ -1,4 +1,4 @@
-"""Embeddings of positions: the module that gives them, and what it is asked for."""
+"""Embeddings of positions: the module that computes them, and its arguments."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def _child(base: Any) -> Any:
 
 
 def rope_kind(base: Any, index: int) -> str | None:
-    """What a layer's embeddings of positions are asked for by; None where all are alike."""
+    """Return the key of a layer's position embeddings; None if all layers share them."""
     rotary = _child(base)
     if not isinstance(rotary, nn.Module) or "layer_type" not in parameters_of(rotary):
         return None
@@ -26,14 +26,14 @@ def rope_kind(base: Any, index: int) -> str | None:
 
 
 def embeddings(rotary: nn.Module, kind: str | None, like: Tensor, positions_1T: Tensor) -> Any:
-    """Ask a module for its embeddings of the positions of text.
+    """Return a module's embeddings of the positions of text.
 
     Args:
         rotary: The module.
         kind: `rope_kind` of the layers that get them.
-        like: Dtype and device of hidden states.
-        positions_1T: The positions. A module of several axes gets them for each: text lies on a
-            line, and not every release of transformers repeats them itself.
+        like: Tensor with the dtype and device of hidden states.
+        positions_1T: The positions. For a module of several axes they are repeated on each axis,
+            because some releases of transformers do not repeat them.
     """
     axes = getattr(rotary, "mrope_section", None)
     if axes is not None:
@@ -44,17 +44,17 @@ def embeddings(rotary: nn.Module, kind: str | None, like: Tensor, positions_1T: 
 def rotary_of(
     base: Any, kinds: Iterable[str | None], like: Tensor, *, may_lack: bool
 ) -> nn.Module | None:
-    """The module that gives embeddings of positions to the layers.
+    """Return the module that gives position embeddings to the layers.
 
     Args:
         base: The decoder.
         kinds: `rope_kind` of the layers that attend.
-        like: Dtype and device of hidden states.
-        may_lack: Layers carry states, which know the order of tokens; the start-up check sees the
-            rest.
+        like: Tensor with the dtype and device of hidden states.
+        may_lack: True if layers carry states, which know the order of tokens; the start-up check
+            finds other errors.
 
     Raises:
-        ModelError: There is none, or one that is not known.
+        ModelError: There is no such module, or it is unknown.
     """
     rotary = _child(base)
     if not isinstance(rotary, nn.Module):
@@ -79,7 +79,7 @@ def rotary_of(
 
 
 def refuse_rope_types(rotary: Any) -> None:
-    """Refuse a module whose types of layers have ropes that follow the length."""
+    """Refuse a module in which a type of layer has a rope that follows the length."""
     kinds = getattr(rotary, "rope_type", None)
     for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else ():
         if kind not in STATIC_ROPE:
@@ -90,7 +90,7 @@ def refuse_rope_types(rotary: Any) -> None:
 
 
 def max_position(config: Any) -> int:
-    """Longest sequence; dynamic NTK is made to go beyond `max_position_embeddings` by a factor."""
+    """Return the longest sequence; dynamic NTK extends `max_position_embeddings` by a factor."""
     length = getattr(config, "max_position_embeddings", 1 << 30)
     rope = getattr(config, "rope_parameters", None) or {}
     return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)

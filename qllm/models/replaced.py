@@ -1,4 +1,4 @@
-"""Modules whose `forward` is another for the time of a call."""
+"""Modules whose `forward` is replaced for the time of a call."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ Stub = Callable[..., Any]
 
 
 class Unwind(BaseException):
-    """Leaves a model's forward; no `except Exception` of a model may catch it."""
+    """An exit from a model's forward, which no `except Exception` of a model can catch."""
 
 
 @contextmanager
 def replaced(stubs: Mapping[nn.Module, Stub]) -> Iterator[None]:
-    """Replace `forward` on these instances, and put back what was there."""
+    """Replace `forward` on these instances, and restore it afterwards."""
     before = {module: vars(module).get("forward") for module in stubs}
     try:
         for module, stub in stubs.items():

@@ -1,4 +1,4 @@
-"""Load the tokenizer of a model, without torch where it is a plain one."""
+"""The loader of a model's tokenizer, which does without torch for plain ones."""
 
 import hashlib
 import json
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes that are all in tokenizer.json: AutoTokenizer would find the same one."""
+"""Classes defined fully by tokenizer.json: AutoTokenizer would find the same one."""
 LONG_TEXT = 2048
-"""Characters from which on a text is encoded without the interpreter's lock."""
+"""Characters from which on a text is encoded with the interpreter's lock released."""
 MOST_IN_FRONT = 4
-"""Tokens that a tokenizer puts in front of a text at most, where they are looked for."""
+"""Most tokens that a tokenizer adds before a text, where they are searched for."""
 _LONGEST: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
-"""What `longest_token` found."""
+"""Results of `longest_token`."""
 
 
 def import_tokenizers(name_or_path: str, trust_remote_code: bool) -> None:
-    """Import what the tokenizer of a model needs, which takes a second."""
+    """Import the modules that a model's tokenizer needs, which takes a second."""
     folder = Path(name_or_path)
     is_gguf = folder.suffix == GGUF or (folder.is_dir() and any(folder.glob(f"*{GGUF}")))
     if not (trust_remote_code or is_gguf):
@@ -42,8 +42,8 @@ def load_tokenizer(
     """Load the tokenizer alone, for a front end whose model is in another process.
 
     Raises:
-        ConfigError: The name is none that is known.
-        ModelError: The folder is not there or its tokenizer is broken.
+        ConfigError: The name is unknown.
+        ModelError: The folder is missing or its tokenizer is broken.
     """
     name, folder = locate(os.fspath(name_or_path), weights=False, code=trust_remote_code)
     return tokenizer_in(name, folder, trust_remote_code)
@@ -52,10 +52,10 @@ def load_tokenizer(
 def tokenizer_in(
     name: str, folder: Path, trust_remote_code: bool
 ) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer in the folder of a model, or in its GGUF file; None if there is none.
+    """Return the tokenizer in the folder of a model, or in its GGUF file; None if there is none.
 
     Raises:
-        ModelError: It is broken.
+        ModelError: The tokenizer is broken.
     """
     if folder.suffix == GGUF:
         show_torch()
@@ -72,7 +72,7 @@ def tokenizer_in(
 
         make: Any = PreTrainedTokenizerFast
     else:
-        from transformers import AutoTokenizer  # takes seconds where torch is not hidden
+        from transformers import AutoTokenizer  # takes seconds if torch is importable
 
         make, how["trust_remote_code"] = AutoTokenizer, trust_remote_code
     try:
@@ -85,7 +85,7 @@ def tokenizer_in(
 
 
 def vocabulary_of(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
-    """A digest of which text every id stands for; None without a tokenizer."""
+    """Return a digest of the text of every id; None without a tokenizer."""
     if tokenizer is None:
         return None
     pairs = sorted(tokenizer.get_vocab().items())
@@ -93,17 +93,17 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
 
 
 def ids_of(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
-    """The ids that a tokenizer makes of a text.
+    """Return the ids that a tokenizer makes of a text.
 
-    Where transformers' layers would only hand the text on to the tokenizers library, it is asked
-    itself: 0.05 ms less for a short text, and a third of the time for a long one, of which it
-    gives the interpreter's lock back.
+    Where transformers would only pass the text to the tokenizers library, call the library
+    directly: this saves 0.05 ms for a short text, and a third of the time for a long one, during
+    which it releases the interpreter's lock.
 
     Args:
-        tokenizer: Of transformers.
-        text: What is encoded.
-        special: Whether the tokens are added that stand around every text. Those in front are not
-            added to a text that begins with them: it was rendered already.
+        tokenizer: A tokenizer of transformers.
+        text: The text to encode.
+        special: True adds the special tokens around the text. Those in front are not added to a
+            text that begins with them already: it was rendered by a template.
     """
     ids = _ids_of(tokenizer, text, special)
     if special:
@@ -112,11 +112,11 @@ def ids_of(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def num_doubled(tokenizer: Any, ids: Sequence[int]) -> int:
-    """Count the first ids that a tokenizer has put in front of a text which begins with them.
+    """Count the first ids that a tokenizer added before a text which begins with the same ids.
 
     Args:
-        tokenizer: Of transformers.
-        ids: What it made of the text, with the tokens that stand around every text.
+        tokenizer: A tokenizer of transformers.
+        ids: Ids of the text, with the special tokens around it.
     """
     if not ids or ids[0] not in ids[1 : MOST_IN_FRONT + 1]:
         return 0
@@ -126,7 +126,7 @@ def num_doubled(tokenizer: Any, ids: Sequence[int]) -> int:
 
 
 def _ids_of(tokenizer: Any, text: str, special: bool) -> list[int]:
-    """The ids of a text; see `ids_of`."""
+    """Return the ids of a text; see `ids_of`."""
     kind: Any = type(tokenizer)
     if _hands_on(kind):
         backend = tokenizer.backend_tokenizer
@@ -142,7 +142,7 @@ def _ids_of(tokenizer: Any, text: str, special: bool) -> list[int]:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """The characters of the longest token of a tokenizer; 0 if it does not list its tokens."""
+    """Return the characters of a tokenizer's longest token; 0 if it does not list its tokens."""
     found = _LONGEST.get(tokenizer)
     if found is None:
         tokens = getattr(tokenizer, "get_vocab", dict[str, int])()
@@ -151,7 +151,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def renders_as_usual(tokenizer: Any) -> bool:
-    """Return whether a chat has the tokens that `ids_of` makes of its template's text."""
+    """Return True if a chat has the tokens that `ids_of` makes of its template's text."""
     from transformers import PreTrainedTokenizerBase
 
     kind: Any = type(tokenizer)
@@ -161,7 +161,7 @@ def renders_as_usual(tokenizer: Any) -> bool:
 
 @lru_cache
 def _hands_on(kind: type) -> bool:
-    """Whether tokenizers of a class do nothing more for one text than the tokenizers library."""
+    """Return True if a class only passes a single text to the tokenizers library."""
     if not hasattr(kind, "backend_tokenizer"):
         return False
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

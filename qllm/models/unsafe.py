@@ -1,4 +1,4 @@
-"""Models that the drivers would run wrongly, refused by name."""
+"""Models that the drivers would run incorrectly; they are refused by name."""
 
 from typing import Any
 
@@ -36,10 +36,10 @@ def _refuse_experts(name: str, experts: Any) -> None:
 
 
 def refuse_unsafe(model: nn.Module) -> None:
-    """Refuse a model that the drivers would run wrongly.
+    """Refuse a model that the drivers would run incorrectly.
 
     Raises:
-        ModelError: Names the part and the reason.
+        ModelError: The model is unsafe; the text names the part and the reason.
     """
     if model.training:
         raise ModelError("the model is in training mode; call model.eval()")
