@@ -1,1 +1,1 @@
-"""Parts of a model, known by what they compute: the trials, the formulas, and tested digests."""
+"""Parts of a model, recognised by their results: the trials, the formulas, and tested digests."""

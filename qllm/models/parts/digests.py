@@ -1,4 +1,4 @@
-"""Digests of the source of functions, by which parts of models are known."""
+"""Digests of the source of functions, by which parts of models are recognised."""
 
 import ast
 import hashlib
@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
-"""Names of the child with experts -> the one that digests are made with."""
+"""Name used in digests for each name of the child with experts."""
 
 
 class _Normal(ast.NodeTransformer):
-    """Drop what does not change the meaning: annotations, docstrings, the MoE child's name."""
+    """A transformer that drops irrelevant text: annotations, docstrings, the MoE child's name."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.name, node.returns, node.decorator_list = "f", None, []
@@ -35,15 +35,15 @@ class _Normal(ast.NodeTransformer):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Digest of the forward of a module's class, names normalised; empty if it has no source."""
+    """Return a digest of a class's forward, names normalised; empty without source."""
     return source_digest(inspect.unwrap(type(module).forward))
 
 
 def forward_source(module: nn.Module) -> str:
-    """Source of the forward of a module's class.
+    """Return the source of the forward of a module's class.
 
     Raises:
-        OSError: There is none.
+        OSError: The class has no source.
     """
     return _source(inspect.unwrap(type(module).forward))
 
@@ -55,7 +55,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 @cache
 def source_digest(function: Callable[..., Any]) -> str:
-    """Digest of the source of a function, names normalised; empty if it has no source."""
+    """Return a digest of a function's source, names normalised; empty if it has no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

@@ -1,9 +1,9 @@
-"""A module's own code over drawn weights: what a trial runs in the place of the module.
+"""A module's own code over random weights: a trial runs this shadow instead of the module.
 
-A shadow has the class, the settings and the children of a module, and shares no tensor with it: its
-weights are drawn, on the CPU, so it can be run whatever holds the module's weights (the meta
-device, a GPU, packed memory). A linear module is drawn as a product that reads no matrix: every
-input goes into one output, so a shadow of any width takes the memory of a few rows.
+A shadow has the class, the settings and the children of a module, but shares no tensor with it. Its
+weights are random and on the CPU, so it runs wherever the module's weights are (the meta device, a
+GPU, packed memory). The matrix of a linear shadow is never built: each input adds to one output, so
+a shadow of any width needs only the memory of a few rows.
 """
 
 import copy
@@ -18,9 +18,9 @@ from qllm.models.weights.quantised_experts import quantised_in
 from qllm.models.weights.quantised_linears import linear_in
 
 SMALL = 1 << 16
-"""Values of a tensor that a module has as an attribute, up to which a shadow has its own."""
+"""Most values of an attribute tensor for which a shadow has a copy of its own."""
 _OF_TORCH = frozenset(vars(nn.Module()))
-"""What every module has: its children, its weights, its hooks."""
+"""Attributes of every module: its children, its weights, its hooks."""
 _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (*_SCALARS, tuple)
@@ -32,42 +32,42 @@ class Draw:
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
         self._made: list[tuple[nn.Module, ShadowState]] = []
-        """Shadows whose weights were drawn, and what they kept when they were made."""
+        """Shadows with random weights, and the state of each when it was made."""
         self._generator = torch.Generator().manual_seed(seed)
 
     def watch(self, made: nn.Module) -> None:
-        """Remember what a new shadow keeps."""
+        """Record the state of a new shadow."""
         self._made.append((made, ShadowState(made)))
 
     def kept_more(self) -> str:
-        """Say which of the shadows kept something of a call for the next."""
+        """Return a text about a shadow that kept a value of one call for the next, or ""."""
         for made, before in self._made:
             if before.differs(made):
                 return f"{type(made).__name__} keeps something of one call for the next"
         return ""
 
     def normal(self, *shape: int) -> Tensor:
-        """Values of a standard normal distribution."""
+        """Return values of a standard normal distribution."""
         made: Tensor = torch.randn(shape, generator=self._generator, dtype=torch.float32)
         rounded: Tensor = made.to(self.dtype)
         return rounded
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        """Values between two bounds."""
+        """Return uniform values between two bounds."""
         made: Tensor = torch.rand(shape, generator=self._generator, dtype=torch.float32)
         rounded: Tensor = (low + (high - low) * made).to(self.dtype)
         return rounded
 
     def order(self, size: int) -> Tensor:
-        """The numbers below `size`, in any order."""
+        """Return the numbers below `size` in random order."""
         return torch.randperm(size, generator=self._generator)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw a parameter. The rows of a matrix are of one vector, each a place further.
+        """Draw a parameter. The rows of a matrix are one vector, shifted by one place per row.
 
-        Vectors are near one: as norms are, and so that what is added, multiplied or left out shows.
+        Vectors are near one, as norms are, so that a missing addition or multiplication is visible.
         """
-        if name == "A_log":  # most of a state stays
+        if name == "A_log":  # most of a state is preserved
             return self.uniform(-4, 0, *shape)
         made: Tensor
         if len(shape) < 2:
@@ -97,7 +97,7 @@ class DrawnLinear(nn.Linear):
             self.bias = _parameter(draw.normal(self.out_features) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, summed in fp32."""
+        """Return the product, summed in fp32."""
         products = x[..., self._places].float() * self._factors.float()
         y = products.reshape(*x.shape[:-1], self._times, self.out_features).sum(-2)
         y = y if self.bias is None else y + self.bias.float()
@@ -112,7 +112,7 @@ class DrawnLinear(nn.Linear):
 
 
 class Stub(nn.Module):
-    """What stands for a child: a function, and the settings of the module."""
+    """A replacement of a child: a function, and the settings of the module."""
 
     def __init__(self, like: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ def shadow(
     stubs: Mapping[nn.Module, nn.Module] | None = None,
     **settings: Any,
 ) -> Any:
-    """A module's code over drawn weights.
+    """Return a module's code over random weights.
 
     Args:
-        module: It is not changed.
-        draw: Of the weights; those of another precision than the rest stay wider.
-        stubs: Modules in it -> what stands for them.
-        **settings: What the shadow has in the place of attributes of the module.
+        module: The module; it is not changed.
+        draw: Source of the weights; those of higher precision than the rest stay wider.
+        stubs: Replacements of modules inside it.
+        **settings: Attributes of the shadow that replace those of the module.
     """
     dtypes = {p.dtype for p in module.parameters()}
     is_mixed = torch.float32 in dtypes and len(dtypes) > 1
@@ -195,26 +195,26 @@ def _parameter(value: Tensor) -> nn.Parameter:
 
 
 def with_attention(config: Any, implementation: str) -> Any:
-    """A copy of a config that names the function which attends."""
+    """Return a copy of a config that names the attention function."""
     own = copy.copy(getattr(config, "qllm_original", config))
     own._attn_implementation = implementation
     return own
 
 
 def _own(value: Any) -> Any:
-    """A value of a shadow, which may write to it."""
+    """Return a shadow's copy of a value, which it may write to."""
     if type(value) in (dict, list, set):
         return copy.copy(value)
     return value.detach().cpu().clone() if _is_small(value) else value
 
 
 def _is_small(value: Any) -> bool:
-    """Return whether a value is a tensor that a trial copies: no weights, which it never reads."""
+    """Return True for a tensor that a trial copies. Weights are neither copied nor read."""
     return isinstance(value, Tensor) and value.device.type != "meta" and value.numel() <= SMALL
 
 
 class ShadowState:
-    """What a shadow and those inside it kept at one time: attributes, and values of buffers."""
+    """The state of a shadow and of its inner modules: attributes, and values of buffers."""
 
     def __init__(self, made: nn.Module) -> None:
         self._attributes = self._of(made)
@@ -231,21 +231,21 @@ class ShadowState:
             yield from filter(_is_small, values)
 
     def differs(self, made: nn.Module) -> bool:
-        """Return whether the shadow keeps something else now."""
+        """Return True if the shadow's state differs now."""
         if self._attributes != self._of(made):
             return True
         return not all(torch.equal(tensor, before) for tensor, before in self._tensors)
 
 
 def own_values(owner: object, but: str = "") -> object:
-    """The attributes of a module, or of its config, that its forward may read, to be compared."""
+    """Return the attributes of a module or config that its forward may read, for a comparison."""
     own = vars(owner).items()
     found = {k: _comparable(v) for k, v in own if k not in _OF_TORCH and k != but}
     return sorted(found.items())
 
 
 def _comparable(value: Any) -> object:
-    """What changes with a value: plain ones as text, others by what they are."""
+    """Return a key that changes with a value: the text of plain values, the identity of others."""
     if isinstance(value, _SCALARS):
         return repr(value)
     if isinstance(value, Mapping):
@@ -256,12 +256,12 @@ def _comparable(value: Any) -> object:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether a user replaced a method of a module or of one inside it."""
+    """Return True if a user replaced a method of a module or of one inside it."""
     return any(map(has_another_forward, module.modules()))
 
 
 def has_another_forward(module: nn.Module) -> bool:
-    """Return whether a user replaced a method of a module; our own forwards do not count."""
+    """Return True if a user replaced a method of a module; our own forwards do not count."""
     own, kind = vars(module), type(module)
     replaced = {k for k in own.keys() - _OF_TORCH if isfunction(getattr(kind, k, None))}
     is_held = linear_in(module) is not None or quantised_in(module) is not None

@@ -1,7 +1,7 @@
-"""Digests of sources of transformers that were tested: a shortcut past a trial.
+"""Digests of tested sources of transformers, which make trials unnecessary.
 
-What a part computes is known by what it does (`qllm.models.parts.known`). Where the source of a
-class of transformers is in these tables, that was found out before, and no trial is made.
+A part's kind is decided by what it computes (`qllm.models.parts.known`). If the source of a class
+of transformers is in these tables, its kind was established earlier, and no trial is run.
 """
 
 import inspect
@@ -21,7 +21,7 @@ FAMILIES = frozenset(
         *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
     }
 )
-"""`model_type` of the families of which every part is known."""
+"""`model_type` of the families whose every part is known."""
 
 LAYER_GLUE = {
     "beedea11a992": "plain",  # mixtral, phimoe
@@ -31,7 +31,7 @@ LAYER_GLUE = {
     "74a792a86065": "plain",  # qwen3_5
     "0e4c9842356c": "scaled",  # granitemoe: both sums scale what they add
 }
-"""Fingerprint of DecoderLayer.forward -> what its glue does."""
+"""Kind of the layer's glue, by fingerprint of DecoderLayer.forward."""
 BLOCK_GLUE = {
     "87832fef4351": "plain",  # mixtral
     "21a27c6fb476": "plain",  # qwen3_moe
@@ -43,7 +43,7 @@ BLOCK_GLUE = {
     "ed30505cbacb": "shared",  # deepseek_v3
     "7b1ca88b5a70": "gated_shared",  # qwen2_moe, qwen3_next, qwen3_5_moe
 }
-"""Fingerprint of the MoE block's forward -> what its glue does."""
+"""Kind of the block's glue, by fingerprint of the MoE block's forward."""
 ATTENTION = {
     "ce1772849260": "plain",  # mixtral
     "7d221b620ce4": "plain",  # qwen2_moe, granitemoe, phimoe
@@ -53,19 +53,21 @@ ATTENTION = {
     "9ff91ca11356": "gated_head_norm",  # qwen3_next, qwen3_5, qwen3_5_moe
     "6ed299336953": "flagged_head_norm",  # glm4_moe: `use_qk_norm`
 }
-"""Fingerprint of Attention.forward -> what it does beside projections: norms of queries and keys
-per head or over all heads, limits of what is projected, sinks, a gate of what it gives. A module
-that turns only the first values of a head has "part_" before it."""
+"""Kind of attention, by fingerprint of Attention.forward. A kind names the work besides
+projections: norms of queries and keys per head or over all heads, limits of projected values,
+sinks, a gate of the output. The prefix "part_" means that only the first values of a head are
+rotated.
+"""
 LATENTS = {
     "bf6d046d789e": "real",  # deepseek_v3: "halves", or "pairs" by its config
     "5034c8bfb8e2": "complex",  # deepseek_v2
 }
-"""Fingerprint of the forward of multi-head latent attention -> how it rotates."""
+"""Kind of rotation, by fingerprint of the forward of multi-head latent attention."""
 DELTA_NET = {
     "9c6d1d9d60c0": "grouped",  # qwen3_next: projections by head of keys
     "a4d53c1d0b20": "split",  # qwen3_5, qwen3_5_moe
 }
-"""Fingerprint of the forward of a Gated DeltaNet -> how its projections lie."""
+"""Layout of the projections, by fingerprint of the forward of a Gated DeltaNet."""
 DELTA_RULE = {
     "apply_mask_to_padding_states": "73040205b4be",
     "causal_conv1d_update": "834dccb93fbb",
@@ -76,7 +78,7 @@ DELTA_RULE = {
 }
 """Functions that it calls, and their digests."""
 DELTA_NORM = "52bf359a41c0"
-"""Fingerprint of the norm behind it, which a gate scales."""
+"""Fingerprint of the gated norm of its output."""
 DELTA_GROUPS = "de996db2a9cf"
 """Digest of the `fix_query_key_value_ordering` of the grouped kind."""
 EXPANSION = "e5ae38130e7f"
@@ -90,15 +92,18 @@ HALF_TABLE = {
 PART = {"apply_rotary_pos_emb": "5b52c0dc5bb2", "rotate_half": "b59dbfffe0ee"}
 PAIRS = {"apply_rotary_pos_emb_interleave": "5af815f3c610"}
 COMPLEX = {"apply_rotary_emb": "3c585dc0d8cb"}
-"""Functions of a model's file and their digests. A head is rotated in halves; with cos and sin of
-half its width, and attended with sinks; the first values of it, in halves; in pairs, which come out
-in halves: all in the dtype of the model. In pairs as complex numbers, in fp32."""
+"""Digests of functions in a model's file, for one way of rotation each. In the model's dtype: a
+head in halves; with cos and sin of half its width, and attention with sinks; the first values of a
+head in halves; in pairs, with output in halves. In fp32: pairs as complex numbers.
+"""
 NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
 WIDE_NORM = "6f6c68e4a6b2"
-"""Digest of the norm that rounds afterwards: gpt_oss."""
+"""Digest of the norm that rounds after the product with its weight: gpt_oss."""
 WIDE_NORM_FROM_ONE = "d99cb336a934", "292148824323"
-"""Digests of the norm that does and adds one to its weight, and of its `_norm`: qwen3_next."""
+"""Digests of a norm that also rounds afterwards but adds one to its weight, and of its `_norm`:
+qwen3_next.
+"""
 MLP = "4a9e0f851f1a"
 """Fingerprint of the usual SwiGLU: shared experts and dense layers of qwen2_moe and deepseek_v3."""
 ROUTER = {
@@ -112,27 +117,29 @@ ROUTER = {
     "02159fcb353d": "softmax_fp32",  # deepseek_v2: groups if its `topk_method` says so
     "234a8dc21586": "sparse_mixer",  # phimoe
 }
-"""Fingerprint of Router.forward: softmax over all experts, then top-k; softmax over the chosen,
-which is the same renormalised; or what it is called."""
+"""Kind of router, by fingerprint of Router.forward. "wide" and "flag": softmax over all experts,
+then top-k. "chosen": softmax over the chosen, which equals the former renormalised. Others: their
+name.
+"""
 CLAMPED = "7bcc81175575"
-"""Digest of gpt_oss's `_apply_gate`: gate and up in turn, clamped."""
+"""Digest of gpt_oss's `_apply_gate`: gate and up alternate, both clamped."""
 SPARSE_MIXER = {"sparsemixer": "d888cf35f598"}
 
 
 def _is_of_transformers(module: object) -> bool:
-    """Return whether a class is transformers' own: the tables say nothing of copies."""
+    """Return True if a class is transformers' own. The tables do not apply to copies."""
     return type(module).__module__.startswith("transformers.")
 
 
 def by_source(table: Mapping[str, str], module: nn.Module | None) -> str | None:
-    """The entry of a table for the forward of a module, if its class is transformers' own."""
+    """Return a table's entry for the forward of a module, if its class is transformers' own."""
     if module is None or not _is_of_transformers(module):
         return None
     return table.get(fingerprint(module))
 
 
 def norm_by_source(module: Any) -> str | None:
-    """A key of `formulas.NORMS`, if the source of a norm is known."""
+    """Return a key of `formulas.NORMS`, if the source of a norm is known."""
     if hasattr(module, "variance_epsilon"):
         return by_source({NORM: "rms", WIDE_NORM: "rms_wide"}, module)
     inner, (own, digest) = getattr(type(module), "_norm", None), WIDE_NORM_FROM_ONE
@@ -142,7 +149,7 @@ def norm_by_source(module: Any) -> str | None:
 
 
 def attention_by_source(attn: Any) -> str | None:
-    """A value of ATTENTION, if all of the source of an attention module is known."""
+    """Return a value of ATTENTION, if all of the source of an attention module is known."""
     kind = by_source(ATTENTION, attn)
     if kind == "flagged_head_norm":
         kind = "head_norm" if attn.use_qk_norm else "plain"
@@ -154,7 +161,7 @@ def attention_by_source(attn: Any) -> str | None:
 
 
 def latents_by_source(attn: Any) -> str | None:
-    """Return how latents are rotated ("halves", "pairs", "complex"), if the source is known."""
+    """Return the rotation of latents ("halves", "pairs", "complex"), if the source is known."""
     kind = by_source(LATENTS, attn)
     if kind is None or not expands_by_source(attn):
         return None
@@ -165,12 +172,12 @@ def latents_by_source(attn: Any) -> str | None:
 
 
 def expands_by_source(attn: Any) -> bool:
-    """Return whether the source is known by which an attention expands its latents."""
+    """Return True if the source of an attention's expansion of latents is known."""
     return _is_of_transformers(attn) and source_digest(type(attn).expand_kv) == EXPANSION
 
 
 def delta_net_by_source(attn: Any) -> str | None:
-    """A value of DELTA_NET, if all of the source of a Gated DeltaNet is known."""
+    """Return a value of DELTA_NET, if all of the source of a Gated DeltaNet is known."""
     kind = by_source(DELTA_NET, attn)
     if kind is None or not uses(attn, DELTA_RULE) or fingerprint(attn.norm) != DELTA_NORM:
         return None
@@ -181,24 +188,24 @@ def delta_net_by_source(attn: Any) -> str | None:
 
 
 def is_swiglu_by_source(mlp: Any) -> bool:
-    """Return whether the source of an MLP is the usual one; its activation is not looked at."""
+    """Return True if the source of an MLP is the usual one; its activation is not checked."""
     return by_source({MLP: "swiglu"}, mlp) is not None
 
 
 def is_clamped_by_source(experts: Any) -> bool:
-    """Return whether experts have gpt_oss's gate."""
+    """Return True if experts have gpt_oss's gate."""
     gate = type(experts)._apply_gate
     return _is_of_transformers(experts) and source_digest(gate) == CLAMPED
 
 
 def router_by_source(router: Any) -> str | None:
-    """A value of ROUTER, if all of the source of a router is known."""
+    """Return a value of ROUTER, if all of the source of a router is known."""
     kind = by_source(ROUTER, router)
     return None if kind == "sparse_mixer" and not uses(router, SPARSE_MIXER) else kind
 
 
 def uses(module: nn.Module, functions: Mapping[str, str]) -> bool:
-    """Whether functions of a module's file have those digests."""
+    """Return True if functions of a module's file have those digests."""
     names = vars(sys.modules[type(module).__module__])
     found: list[Any] = [names.get(name) for name in functions]
     if not all(inspect.isfunction(f) for f in found):

@@ -1,8 +1,8 @@
-"""What the known kinds of parts compute, in plain torch, rounding where the modules round.
+"""Formulas of the known kinds of parts in plain torch, with the same rounding as the modules.
 
 Our kernels compute the same (`qllm.kernels.cpu`). A module is of a kind if its own forward gives
-what the kind's formula gives (`qllm.models.parts.trials`). `m` is the module, or what stands for
-it.
+the same result as the kind's formula (`qllm.models.parts.trials`). `m` is the module, or an object
+that replaces it.
 """
 
 from typing import Any, NamedTuple
@@ -25,25 +25,25 @@ def eps_of(m: Any) -> float:
 
 
 def rms(m: Any, x: Tensor) -> Tensor:
-    """An RMS norm that rounds before it multiplies by its weight."""
+    """Compute an RMS norm that rounds before it multiplies by its weight."""
     out: Tensor = m.weight * _rms(x, eps_of(m)).to(x.dtype)
     return out
 
 
 def rms_wide(m: Any, x: Tensor) -> Tensor:
-    """One that rounds afterwards."""
+    """Compute an RMS norm that rounds after the product with its weight."""
     out: Tensor = (m.weight.float() * _rms(x, eps_of(m))).to(x.dtype)
     return out
 
 
 def rms_wide_from_one(m: Any, x: Tensor) -> Tensor:
-    """One that rounds afterwards and adds one to its weight."""
+    """Compute an RMS norm that rounds afterwards and adds one to its weight."""
     out: Tensor = ((1 + m.weight.float()) * _rms(x, eps_of(m))).to(x.dtype)
     return out
 
 
 def layer(m: Any, x: Tensor) -> Tensor:
-    """The usual layer norm, with or without a bias."""
+    """Compute the usual layer norm, with or without a bias."""
     return F.layer_norm(x, m.weight.shape, m.weight, m.bias, eps_of(m))
 
 
@@ -58,19 +58,19 @@ NORMS = {
 
 
 def swiglu(m: Any, x: Tensor) -> Tensor:
-    """The usual gated MLP."""
+    """Compute the usual gated MLP."""
     out: Tensor = m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(x))
     return out
 
 
 def silu_gate(m: Any, both: Tensor) -> Tensor:
-    """The gate of experts whose gate lies before what it scales."""
+    """Compute a gate that lies before the values that it scales."""
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def clamped_gate(m: Any, both: Tensor) -> Tensor:
-    """The gate of experts whose gate and what it scales lie in turn, both clamped."""
+    """Compute a gate whose values alternate with the values that it scales; both are clamped."""
     gate = both[..., ::2].clamp(max=m.limit)
     up = both[..., 1::2].clamp(-m.limit, m.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * m.alpha))
@@ -82,7 +82,7 @@ GATES = {"swiglu": silu_gate, "clamped": clamped_gate}
 
 
 class Choice(NamedTuple):
-    """What a router gives to the experts."""
+    """The output of a router: the chosen experts and their weights."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -99,26 +99,26 @@ def _renormalised(choice: Choice) -> Choice:
 
 
 def wide_router(m: Any, x: Tensor) -> Choice:
-    """Softmax over all experts, top-k, renormalised, in fp32."""
+    """Choose by softmax over all experts, then top-k, renormalised, in fp32."""
     return _renormalised(_softmax_of_all(m, F.linear(x, m.weight)))
 
 
 def flag_router(m: Any, x: Tensor) -> Choice:
-    """Softmax over all experts, top-k, renormalised if `norm_topk_prob` says so."""
+    """Choose by softmax over all experts, then top-k, renormalised if `norm_topk_prob` is set."""
     choice = _softmax_of_all(m, F.linear(x, m.weight))
     ids, weights = _renormalised(choice) if m.norm_topk_prob else choice
     return Choice(ids, weights.to(x.dtype))
 
 
 def chosen_router(m: Any, x: Tensor) -> Choice:
-    """Top-k, softmax over the chosen."""
+    """Choose by top-k, then softmax over the chosen."""
     logits = F.linear(x, m.weight, getattr(m, "bias", None))
     best, ids = logits.topk(m.top_k, dim=-1)
     return Choice(ids, best.softmax(-1, dtype=torch.float32).to(x.dtype))
 
 
 def sigmoid_router(m: Any, x: Tensor) -> Choice:
-    """Sigmoids, a correction and groups for the choice, renormalised if it says so, and scaled."""
+    """Choose by sigmoids, with a correction and groups; renormalise if set, and scale."""
     scores = F.linear(x.float(), m.weight.float()).sigmoid()
     corrected = scores + m.e_score_correction_bias
     groups = corrected.unflatten(-1, (m.num_group, -1))
@@ -133,7 +133,7 @@ def sigmoid_router(m: Any, x: Tensor) -> Choice:
 
 
 def softmax_fp32_router(m: Any, x: Tensor) -> Choice:
-    """Softmax over all experts in fp32, top-k of the groups with the best expert, and scaled."""
+    """Choose by softmax in fp32, then top-k in the groups with the best expert, and scale."""
     scores = F.linear(x.float(), m.weight.float()).softmax(-1)
     if m.topk_method == "group_limited_greedy":
         groups = scores.view(len(scores), m.num_group, -1)
@@ -145,7 +145,7 @@ def softmax_fp32_router(m: Any, x: Tensor) -> Choice:
 
 
 def sparse_mixer_router(m: Any, x: Tensor) -> Choice:
-    """Two experts, the best first; each weight is a softmax over those that are near the best."""
+    """Choose two experts, the best first; each weight is a softmax over those near the best."""
     logits = F.linear(x, m.weight)
     left, ids, weights = logits, [], []
     for _ in range(2):
@@ -171,7 +171,7 @@ ROUTERS = {
 
 
 class Seen(NamedTuple):
-    """What an attention wrote to the cache, and what it gave."""
+    """An attention's writes to the cache, and its output."""
 
     keys: Tensor
     values: Tensor
@@ -179,13 +179,13 @@ class Seen(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """What an attention is given."""
+    """The inputs of an attention."""
 
     x_1TD: Tensor
     cos: Tensor
     sin: Tensor
     past: tuple[Tensor, Tensor]
-    """Keys and values in the cache, as the module keeps them."""
+    """Keys and values in the cache, in the module's layout."""
     mask: Tensor
 
 
@@ -206,7 +206,7 @@ def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs as complex numbers, in fp32; cos and sin are half as wide."""
+    """Rotate pairs as complex numbers, in fp32; cos and sin are half as wide."""
     first, second = x[..., 0::2].float(), x[..., 1::2].float()
     turned = torch.stack((first * cos - second * sin, first * sin + second * cos), -1)
     return turned.flatten(-2).to(x.dtype)
@@ -223,7 +223,7 @@ def _part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention in fp32: [1, T, N * E]."""
+    """Compute softmax attention in fp32: [1, T, N * E]."""
     times = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(times, 1).float() for t in (k, v))
     scores = q.float() @ k.transpose(2, 3) * scale + mask.float()
@@ -235,7 +235,7 @@ def _attend(
 
 
 def attention(kind: str, m: Any, asked: AttentionCall) -> Seen:
-    """Attention over keys and values, of a kind of `fingerprints.ATTENTION`."""
+    """Compute attention over keys and values, of a kind of `fingerprints.ATTENTION`."""
     x, width, base = asked.x_1TD, m.head_dim, kind.removeprefix("part_")
     q, k, v = m.q_proj(x), m.k_proj(x), m.v_proj(x)
     gate = None
@@ -259,14 +259,14 @@ def attention(kind: str, m: Any, asked: AttentionCall) -> Seen:
 
 
 def expand(m: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all heads, of latents [1, 1, S, R] and turned keys [1, 1, S, F]."""
+    """Expand latents [1, 1, S, R] and rotated keys [1, 1, S, F] to all heads' keys and values."""
     both = m.kv_b_proj(latents[:, 0]).unflatten(-1, (-1, m.qk_nope_head_dim + m.v_head_dim))
     keys, values = both.transpose(1, 2).split([m.qk_nope_head_dim, m.v_head_dim], -1)
     return torch.cat((keys, turned.expand(-1, keys.shape[1], -1, -1)), -1), values
 
 
 def latents(rotation: str, m: Any, asked: AttentionCall) -> Seen:
-    """Multi-head latent attention that rotates in a way of ROTATIONS."""
+    """Compute multi-head latent attention with a rotation of ROTATIONS."""
     x, cos, sin = asked.x_1TD, asked.cos.unsqueeze(1), asked.sin.unsqueeze(1)
     q = m.q_proj(x) if m.q_lora_rank is None else m.q_b_proj(m.q_a_layernorm(m.q_a_proj(x)))
     widths = [m.qk_nope_head_dim, m.qk_rope_head_dim]
@@ -285,7 +285,7 @@ def latents(rotation: str, m: Any, asked: AttentionCall) -> Seen:
 
 
 def _grouped(m: Any, x: Tensor) -> list[Tensor]:
-    """Projections by head of keys: q, k, v, z, b, a."""
+    """Return projections that are grouped by head of keys: q, k, v, z, b, a."""
     share = m.num_v_heads // m.num_k_heads
     sizes = [m.head_k_dim, m.head_k_dim, share * m.head_v_dim, share * m.head_v_dim]
     found = m.in_proj_qkvz(x).unflatten(-1, (m.num_k_heads, -1)).split(sizes, -1)
@@ -294,7 +294,7 @@ def _grouped(m: Any, x: Tensor) -> list[Tensor]:
 
 
 def _split(m: Any, x: Tensor) -> list[Tensor]:
-    """Projections one after the other."""
+    """Return projections that lie one after the other."""
     qkv = m.in_proj_qkv(x).split([m.key_dim, m.key_dim, m.value_dim], -1)
     return [*qkv, m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)]
 
@@ -304,7 +304,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def delta_net(kind: str, m: Any, x_1TD: Tensor) -> Tensor:
-    """A Gated DeltaNet over a whole sequence, token by token."""
+    """Compute a Gated DeltaNet over a whole sequence, token by token."""
     q, k, v, z, b, a = (_grouped if kind == "grouped" else _split)(m, x_1TD)
     mixed, taps = torch.cat((q, k, v), -1).transpose(1, 2), m.conv1d.weight
     mixed = F.conv1d(F.pad(mixed, (taps.shape[-1] - 1, 0)), taps, groups=len(taps))

@@ -1,7 +1,7 @@
-"""Hold what lies between the parts of a layer, and of its experts, against the known glue.
+"""Trials of a layer's glue, and of its experts' block: the code that joins their parts.
 
-The parts are stubs: functions that differ from each other, so that what is left out, changed places
-or scaled shows.
+The parts are replaced by stubs, functions that differ from each other. So a part that the glue
+omits, swaps or scales changes the result.
 """
 
 import inspect
@@ -18,14 +18,14 @@ from qllm.models.parts.trials import LARGE, calls, differs, positions_for, rows,
 
 
 def _beside(module: nn.Module, known: set[Any], what: str) -> str:
-    """Say which children have weights and are not known."""
+    """Return a text about children with weights that are not known, or ""."""
     kept = {child for child in module.children() if any(True for _ in child.parameters())}
     names = ", ".join(sorted(type(child).__name__ for child in kept - known))
     return f"it has parts beside {what}: {names}" if names else ""
 
 
 def _line(draw: Draw) -> Callable[[Tensor], Tensor]:
-    """A function that stands for a module."""
+    """Return a function that replaces a module."""
     factor, added = (float(value) for value in draw.uniform(0.5, 1.5, 2))
     return lambda x: x * factor + added
 
@@ -36,22 +36,22 @@ def _first(args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
 
 
 _AS_TUPLES = ((True, False), (True, True), (False, False), (False, True))
-"""Whether a layer's attention and its MLP return tuples."""
+"""Combinations of "attention returns a tuple" and "MLP returns a tuple"."""
 
 
 @trial
 def layer(
     module: Any, draw: Draw, kind: str, attn: nn.Module, block: nn.Module, is_long: bool
 ) -> Iterator[str]:
-    """Hold the glue of a layer against norm, attention, sum, norm, MLP, sum.
+    """Compare the glue of a layer with norm, attention, sum, norm, MLP, sum; yield differences.
 
     Args:
         module: The layer.
-        draw: Of inputs.
-        kind: "plain", or "scaled" if what is added is multiplied.
-        attn: What sees other tokens.
+        draw: Source of inputs.
+        kind: "plain", or "scaled" if each added term is multiplied.
+        attn: Module that sees other tokens.
         block: Its MLP, or its experts.
-        is_long: Whether it is given many tokens too.
+        is_long: True tries many tokens too.
     """
     norms = module.input_layernorm, module.post_attention_layernorm
     yield _beside(module, {attn, block, *norms}, "norms, attention and MLP")
@@ -92,10 +92,10 @@ def layer(
 
 
 class _Told:
-    """What a layer is told beside hidden states, all of which its attention has to be told.
+    """Arguments of a layer other than hidden states, all of which its attention must receive.
 
     Args:
-        names: Of the arguments that its attention takes, by which it must be told.
+        names: Names of the attention's arguments that the layer must pass.
     """
 
     def __init__(self, names: set[str]) -> None:
@@ -103,7 +103,7 @@ class _Told:
         self._values: dict[str, Any] = {}
 
     def of(self, module: nn.Module, draw: Draw, count: int) -> dict[str, Any]:
-        """Make the arguments of a call with so many tokens."""
+        """Return the arguments of a call with `count` tokens."""
         self._values = {
             "position_embeddings": (draw.normal(1, count, 4), draw.normal(1, count, 4)),
             "attention_mask": draw.normal(1, 1, count, count),
@@ -113,10 +113,10 @@ class _Told:
         return self._values
 
     def check(self, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        """Look at the arguments of an attention.
+        """Check the arguments of an attention.
 
         Raises:
-            ValueError: It lacks one, or has one that the layer made.
+            ValueError: One is missing, or is a value that the layer made.
         """
         found = [*args, *given.values()]
         for name, value in self._values.items():
@@ -146,15 +146,15 @@ def block(
     shared: nn.Module | None,
     gate: nn.Module | None,
 ) -> Iterator[str]:
-    """Hold a block of experts against router, experts, and the shared ones added.
+    """Compare a block with router, experts, and the added shared experts; yield differences.
 
     Args:
         module: The block.
-        draw: Of inputs.
-        router: Chooses experts.
-        experts: The routed ones.
-        shared: Those that every token takes.
-        gate: Its sigmoid scales the shared ones.
+        draw: Source of inputs.
+        router: Module that chooses experts.
+        experts: The routed experts.
+        shared: Experts that every token uses.
+        gate: Module whose sigmoid scales the shared experts.
     """
     yield _beside(module, {router, experts, shared, gate}, "router and experts")
     width = int(router.weight.shape[1])
@@ -186,7 +186,7 @@ def block(
 
 
 def _chooser(draw: Draw, width: int, num_experts: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """A function that stands for a router: logits, weights and ids of two experts."""
+    """Return a replacement of a router: it gives logits, weights and ids of two experts."""
     factors = draw.normal(width)
 
     def choose(x: Tensor) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ def _given_to(
 
 
 def _runner(draw: Draw, experts: nn.Module) -> Callable[..., Tensor]:
-    """A function that stands for experts, whose arguments it has."""
+    """Return a replacement of experts that takes their arguments."""
     signature, together = inspect.signature(type(experts).forward), _line(draw)
 
     def run(*args: Any, **given: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""All parts of a model: their sources, and what is known of them."""
+"""All parts of a model: their sources, and their kinds."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -13,34 +13,34 @@ from qllm.models.parts.known import SOURCE, TRIAL, Known
 
 
 class KnownPart(NamedTuple):
-    """A part of a model's layers, and what is known of it."""
+    """A part of a model's layers, and its kind."""
 
     role: str
     """"layer", "experts block", "attention", "router", "experts", "norm" or "mlp"."""
     source: str
     """The function that computes it, like "MixtralAttention.forward"."""
     digest: str
-    """12 hexadecimal digits of its source; empty if there is none."""
+    """12 hexadecimal digits of its source's digest; empty if there is none."""
     known: Known
     """Its kind, and how that was established."""
     num_layers: int
-    """Layers that have it."""
+    """Number of layers that have it."""
 
 
 def parts_of(model: Any) -> list[KnownPart]:
-    """Every kind of part in the layers of a model, in the order of a layer.
+    """Return every kind of part in the layers of a model, in the order of a layer.
 
     Args:
         model: A causal language model; its parameters may be on the meta device.
 
     Raises:
-        ModelError: It does not declare its layers or their attention.
+        ModelError: The model does not declare its layers or their attention.
     """
     return inventory(layer_parts(base_model(model)))
 
 
 def inventory(layers: Iterable[LayerParts]) -> list[KnownPart]:
-    """Every kind of part in some layers, in the order of a layer."""
+    """Return every kind of part in some layers, in the order of a layer."""
     with known.one_look():
         looked = [list(_of_layer(parts)) for parts in layers]
     found: dict[tuple[str, str, Known], KnownPart] = {}
@@ -81,7 +81,7 @@ def _attention(parts: LayerParts, attn: nn.Module) -> Known:
 
 
 def described(parts: Iterable[KnownPart]) -> str:
-    """Say how every part is known, or why its own module runs."""
+    """Return a text: how each part was recognised, or why its own module runs."""
     by_how: dict[str, list[str]] = {SOURCE: [], TRIAL: []}
     rest = []
     for part in parts:
@@ -95,7 +95,7 @@ def described(parts: Iterable[KnownPart]) -> str:
 
 
 def changed(model: Any) -> list[KnownPart]:
-    """Parts that are not known though the model is of a family of which all are."""
+    """Return unknown parts of a model whose family has only known parts."""
     if getattr(model.config, "model_type", None) not in FAMILIES:
         return []
     return [part for part in parts_of(model) if part.known.kind is None]

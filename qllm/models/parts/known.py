@@ -1,10 +1,10 @@
-"""What the parts of a model compute, and how that was established.
+"""Kinds of the parts of a model, and how each was established.
 
-    structure      modules, shapes and settings say of which kinds a part may be
+    structure      modules, shapes and settings decide which kinds are possible
     source         its source is one that was tested (`qllm.models.parts.fingerprints`), or else
-    trial          its own forward gives what the kind computes (`qllm.models.parts.trials`)
+    trial          its own forward gives the kind's result (`qllm.models.parts.trials`)
 
-A part that is of no kind is run by its own module. No name of a class or of a family decides.
+A part without a kind is run by its own module. No name of a class or of a family decides.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,29 +24,29 @@ from qllm.models.parts.formulas import NORMS
 
 SOURCE, TRIAL = "their source", "a trial"
 NUMBER = "layer_idx"
-"""What modules of transformers call the number of their layer."""
+"""Name under which modules of transformers have the number of their layer."""
 
 P = ParamSpec("P")
 
 
 class Known(NamedTuple):
-    """What is known of a part."""
+    """The kind of a part, if it is known."""
 
     kind: str | None
-    """None: it is run by its own module."""
+    """The kind; None if the part is run by its own module."""
     how: str
-    """SOURCE or TRIAL, or why there is no kind."""
+    """SOURCE or TRIAL, or the reason why there is no kind."""
 
 
 _seen: "WeakKeyDictionary[nn.Module, dict[str, tuple[object, Known]]]" = WeakKeyDictionary()
-"""What was found, by the module and by what it was asked to be."""
+"""Results by module and function."""
 _alike: ContextVar[dict[object, Known] | None] = ContextVar("_alike", default=None)
-"""What was found of modules that are alike but for their weights, in one look at a model."""
+"""Results for modules that differ only in weights, during `one_look` at a model."""
 
 
 @contextmanager
 def one_look() -> Iterator[None]:
-    """Try parts that are alike once: those of the layers of one model, while nobody changes it."""
+    """Try equal parts of one model's layers only once. The model must not change meanwhile."""
     token = _alike.set(_alike.get() or {})
     try:
         yield
@@ -55,7 +55,7 @@ def one_look() -> Iterator[None]:
 
 
 def _once(look: Callable[Concatenate[Any, P], Known]) -> Callable[Concatenate[Any, P], Known]:
-    """Look at a module once, and again when its class, its settings or its forward are others."""
+    """Cache a module's result until its class, its settings or its forward change."""
 
     @wraps(look)
     def known(module: Any, *args: P.args, **given: P.kwargs) -> Known:
@@ -74,7 +74,7 @@ def _once(look: Callable[Concatenate[Any, P], Known]) -> Callable[Concatenate[An
 
 
 def _is_first(module: nn.Module) -> bool:
-    """Return whether nothing in this look was like a module but for the number of its layer."""
+    """Return True for the first of the modules in this look that differ only in layer number."""
     alike, key = _alike.get(), ("but its number", repr(_state_of(module, NUMBER)))
     if alike is None:
         return True
@@ -82,7 +82,7 @@ def _is_first(module: nn.Module) -> bool:
 
 
 def _state_of(module: nn.Module, but: str = "") -> object:
-    """All that a trial of a module may depend on, but an attribute of that name."""
+    """Return everything that a trial of a module depends on, except attributes named `but`."""
     return [_settings(name, m, but) for name, m in module.named_modules()]
 
 
@@ -96,7 +96,7 @@ def _settings(name: str, module: nn.Module, but: str) -> object:
 
 
 def _found(source: str | None, kinds: Iterable[str], trial: Callable[[str], str]) -> Known:
-    """Return the kind that the source says, or else the first whose trial finds no difference."""
+    """Return the kind of the source, or else the first kind whose trial finds no difference."""
     if source is not None:
         return Known(source, SOURCE)
     whys = []
@@ -108,7 +108,7 @@ def _found(source: str | None, kinds: Iterable[str], trial: Callable[[str], str]
 
 
 def _linears(module: Any, names: Iterable[str], bias: bool = False) -> bool:
-    """Return whether children are plain linear modules, without a bias unless they may have one."""
+    """Return True if the children are plain linear modules, without a bias unless `bias` is set."""
     found = [getattr(module, name, None) for name in names]
     return all(type(x) is nn.Linear and (bias or x.bias is None) for x in found)
 
@@ -122,7 +122,7 @@ def _has(module: Any, *names: str) -> bool:
 
 @_once
 def norm(module: Any) -> Known:
-    """A norm: a key of `formulas.NORMS`."""
+    """Return the kind of a norm: a key of `formulas.NORMS`."""
     if type(module) is nn.LayerNorm and not has_another_forward(module):
         is_usual = module.elementwise_affine and len(module.normalized_shape) == 1
         return Known("layer", SOURCE) if is_usual else Known(None, "it has no weight of one row")
@@ -139,7 +139,7 @@ def norm(module: Any) -> Known:
 
 
 def norm_kind(module: Any) -> str | None:
-    """The kind of a norm, if it is known."""
+    """Return the kind of a norm, if it is known."""
     return norm(module).kind
 
 
@@ -148,7 +148,7 @@ def norm_kind(module: Any) -> str | None:
 
 @_once
 def attention(attn: Any) -> Known:
-    """An attention over keys and values: a value of `fingerprints.ATTENTION`."""
+    """Return the kind of attention over keys and values: a value of `fingerprints.ATTENTION`."""
     if not _linears(attn, ("q_proj", "k_proj", "v_proj", "o_proj"), bias=True):
         return Known(None, "its projections are not four linear modules")
     if not _has(attn, "head_dim", "scaling", "layer_idx", "config"):
@@ -165,7 +165,7 @@ def attention(attn: Any) -> Known:
 
 
 def _kinds_of_attention(attn: Any) -> list[str]:
-    """The kinds that the modules and weights of an attention may make."""
+    """Return the kinds that fit the modules and weights of an attention."""
     if hasattr(attn, "sinks"):
         return ["sinks"]
     q_norm = getattr(attn, "q_norm", None)
@@ -181,19 +181,19 @@ def _kinds_of_attention(attn: Any) -> list[str]:
 
 
 def num_turned(attn: Any) -> int:
-    """The first values of a head, which are turned."""
+    """Return how many first values of a head are rotated."""
     rope = getattr(attn.config, "rope_parameters", None) or {}
     return int(attn.head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
 def attention_kind(attn: Any) -> str | None:
-    """The kind of an attention over keys and values, if it is known."""
+    """Return the kind of an attention over keys and values, if it is known."""
     return None if attn is None else attention(attn).kind
 
 
 @_once
 def latents(attn: Any) -> Known:
-    """A multi-head latent attention, and how it rotates: "halves", "pairs" or "complex"."""
+    """Return the rotation of a multi-head latent attention: "halves", "pairs" or "complex"."""
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank")
     if not _has(attn, *names, "kv_a_proj_with_mqa", "kv_b_proj", "expand_kv", "scaling", "config"):
         return Known(None, "it keeps no latents")
@@ -206,31 +206,31 @@ def latents(attn: Any) -> Known:
 
 
 def rotation_of_latents(attn: Any) -> str | None:
-    """Return how a multi-head latent attention rotates; None if it is not known."""
+    """Return the rotation of a multi-head latent attention; None if it is unknown."""
     return None if attn is None else latents(attn).kind
 
 
 @_once
 def expansion(attn: Any) -> Known:
-    """The expansion of latents to keys and values of all heads."""
+    """Return the kind of the expansion of latents to keys and values of all heads."""
     is_source = fingerprints.expands_by_source(attn) and not has_another_forward(attn)
     source = "expansion" if is_source else None
     return _found(source, ["expansion"], lambda _: trials.expands_latents(attn))
 
 
 def latent_linears(attn: Any) -> list[Any]:
-    """All projections of a multi-head latent attention; those of queries first."""
+    """Return all projections of a multi-head latent attention; those of queries first."""
     queries = [attn.q_proj] if attn.q_lora_rank is None else [attn.q_a_proj, attn.q_b_proj]
     return [*queries, attn.kv_a_proj_with_mqa, attn.kv_b_proj, attn.o_proj]
 
 
 @_once
 def delta_net(attn: Any, new_state: Callable[[], Any]) -> Known:
-    """A Gated DeltaNet: a value of `fingerprints.DELTA_NET`.
+    """Return the kind of a Gated DeltaNet: a value of `fingerprints.DELTA_NET`.
 
     Args:
         attn: The module.
-        new_state: Makes the state of a request without tokens.
+        new_state: Factory of the state of a request without tokens.
     """
     names = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim", "A_log", "dt_bias", "norm")
     conv = getattr(attn, "conv1d", None)
@@ -244,7 +244,7 @@ def delta_net(attn: Any, new_state: Callable[[], Any]) -> Known:
 
 
 def delta_linears(attn: Any) -> list[Any]:
-    """All projections of a Gated DeltaNet; that of its output last."""
+    """Return all projections of a Gated DeltaNet; that of its output last."""
     names = ("qkvz", "ba") if hasattr(attn, "in_proj_qkvz") else ("qkv", "z", "b", "a")
     found = [getattr(attn, f"in_proj_{name}", None) for name in names]
     return [*found, getattr(attn, "out_proj", None)]
@@ -261,7 +261,7 @@ def _is_silu(act: Any) -> bool:
 
 @_once
 def mlp(module: Any) -> Known:
-    """A dense layer, or shared experts: the usual gated MLP."""
+    """Return the kind of a dense layer or of shared experts: the usual gated MLP."""
     if not _linears(module, ("gate_proj", "up_proj", "down_proj")):
         return Known(None, "it is no gated MLP of linear modules without a bias")
     is_source = fingerprints.is_swiglu_by_source(module) and _is_silu(module.act_fn)
@@ -270,13 +270,13 @@ def mlp(module: Any) -> Known:
 
 
 def is_swiglu(module: Any) -> bool:
-    """Return whether a module is the usual gated MLP."""
+    """Return True if a module is the usual gated MLP."""
     return module is not None and mlp(module).kind is not None
 
 
 @_once
 def experts(module: Any) -> Known:
-    """Routed experts: a key of `formulas.GATES`."""
+    """Return the kind of routed experts: a key of `formulas.GATES`."""
     kind = "swiglu" if module.is_concatenated else "clamped"
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return Known(None, "they have no gate, or a norm behind them")
@@ -291,7 +291,7 @@ def experts(module: Any) -> Known:
 
 @_once
 def router(module: Any) -> Known:
-    """A router: a value of `fingerprints.ROUTER`."""
+    """Return the kind of a router: a value of `fingerprints.ROUTER`."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not hasattr(module, "top_k"):
         return Known(None, "it has no weight with a row per expert")
@@ -310,21 +310,21 @@ def router(module: Any) -> Known:
 
 
 def router_kind(module: Any) -> str | None:
-    """The kind of a router, if it is known."""
+    """Return the kind of a router, if it is known."""
     return router(module).kind
 
 
-# -- what lies between the parts
+# -- the glue between the parts
 
 
 @_once
 def layer(module: Any, attn: nn.Module | None, block: nn.Module | None) -> Known:
-    """The glue of a layer: "plain", or "scaled" if what is added is multiplied.
+    """Return the kind of a layer's glue: "plain", or "scaled" if each added term is multiplied.
 
     Args:
         module: The layer.
-        attn: What sees other tokens.
-        block: Its experts and what is around them; None: it is its `mlp`.
+        attn: Module that sees other tokens.
+        block: Block of its experts; None if that is its `mlp`.
     """
     block = getattr(module, "mlp", None) if block is None else block
     has_norms = _has(module, "input_layernorm", "post_attention_layernorm")
@@ -339,26 +339,26 @@ def layer(module: Any, attn: nn.Module | None, block: nn.Module | None) -> Known
 
 
 class Shared(NamedTuple):
-    """Experts that every token takes, and the gate whose sigmoid scales them."""
+    """Experts that every token uses, and the gate whose sigmoid scales them."""
 
     experts: nn.Module | None
     gate: nn.Module | None
 
 
 def shared_in(block: Any) -> Shared:
-    """The shared experts of a block."""
+    """Return the shared experts of a block."""
     found = getattr(block, "shared_experts", None) or getattr(block, "shared_expert", None)
     return Shared(found, getattr(block, "shared_expert_gate", None))
 
 
 @_once
 def block(module: Any, router: nn.Module | None, experts: nn.Module) -> Known:
-    """The glue of a block of experts: "plain", "shared" or "gated_shared".
+    """Return the kind of the glue of a block of experts: "plain", "shared" or "gated_shared".
 
     Args:
         module: The block.
-        router: Chooses experts.
-        experts: The routed ones.
+        router: Module that chooses experts.
+        experts: The routed experts.
     """
     if router is None:
         return Known(None, "it has no router")

@@ -1,11 +1,11 @@
-"""Hold a part of a model against what its kind computes: its own forward, over drawn weights.
+"""Trials of a model's parts: a part's own forward over random weights, compared with its kind.
 
 A trial runs the module's code as a shadow (`qllm.models.parts.drawn`) and the formula of a kind
-(`qllm.models.parts.formulas`) on the same drawn inputs: in fp32, where they agree to a few units of
-rounding, and in bf16, where they round in the same places. Inputs of several sizes let an epsilon,
-a clamp and a saturated gate show. No weight of the model is read.
+(`qllm.models.parts.formulas`) on the same random inputs. In fp32 they agree to a few units of
+rounding; in bf16 they round in the same places. Inputs of several sizes reveal an epsilon, a
+clamp or a saturated gate. No weight of the model is read.
 
-Every function says what differs, and nothing if the part is of the kind.
+Every trial yields differences, and none if the part is of the kind.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,31 +40,32 @@ from qllm.models.parts.formulas import (
 DTYPES = torch.float32, torch.bfloat16
 BOUND = {torch.float32: 3e-5, torch.bfloat16: 2.0**-7}
 """Largest difference, relative to the largest value of a row: sums in another order, and one unit
-of rounding."""
+of rounding.
+"""
 LOOSE = {torch.float32: 1e-2, torch.bfloat16: 2.0**-4}
-"""The same where values are rounded in between, or scores are large."""
+"""Largest difference where values are rounded in between, or scores are large."""
 ROUNDED_ELSEWHERE = 1 / 16
-"""Share of values that differ in their last bit, from which rounding is in another place."""
+"""Share of values with another last bit that shows rounding in another place."""
 TIES = {torch.float32: 1 / 32, torch.bfloat16: 1 / 4}
 """Share of tokens that may have other experts: equal scores, which are few in fp32."""
 PAST = 3
-"""Tokens in the cache before."""
+"""Earlier tokens in the cache."""
 MANY = 130
-"""Tokens of a long call: more than two blocks of 64, as code has that works in blocks."""
+"""Tokens of a long call: more than two blocks of 64, for code that works in blocks."""
 LARGE = 2.0**12
-"""Size of an input that is far beyond what layers give each other: a limit of values shows."""
+"""Size of an input far beyond the usual, which reveals a limit of values."""
 FAR = 1 << 20
-"""The position that tokens have, by their number: an attention reads it of its embeddings alone."""
+"""Position of the first token: attention must read positions only from its embeddings."""
 PROBE = "qllm_trial"
 """Name of the attention function of a trial."""
 COMPLEX = "complex"
-"""The same with embeddings of positions that are complex numbers."""
+"""Name of the same function for position embeddings that are complex numbers."""
 
 Trial = Callable[..., str]
 
 
 def trial(run: Callable[..., Iterator[str]]) -> Trial:
-    """Make a trial of what yields differences; what is raised is one."""
+    """Make a trial of a function that yields differences; an exception counts as one."""
 
     @wraps(run)
     def tried(module: nn.Module, *args: Any) -> str:
@@ -84,21 +85,21 @@ def trial(run: Callable[..., Iterator[str]]) -> Trial:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """New tensors lie on the CPU. A context of torch is slow, so only if needed."""
+    """Make new tensors on the CPU. A torch context is slow, so use one only if needed."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def differs(
     what: str, found: Any, expected: Tensor, bound: Tensor | None = None, is_close: bool = False
 ) -> str:
-    """Say how a tensor differs by more than rounding from what is expected.
+    """Return a text if a tensor differs from the expected one by more than rounding, else "".
 
     Args:
-        what: Its name.
-        found: It.
-        expected: [..., rows, values].
-        bound: Of every row; None is that of the dtype.
-        is_close: Values may be rounded in other places.
+        what: Name of the tensor.
+        found: The tensor.
+        expected: Expected values, [..., rows, values].
+        bound: Bound of every row; None is that of the dtype.
+        is_close: True if values may be rounded in other places.
     """
     if not isinstance(found, Tensor):
         return f"{what}: {type(found).__name__}, no tensor"
@@ -119,12 +120,12 @@ def differs(
 
 
 def rows(draw: Draw, width: int, *sizes: float) -> Tensor:
-    """A row of each size."""
+    """Return one row of random values for each size."""
     return draw.normal(len(sizes), width) * torch.tensor(sizes, dtype=draw.dtype)[:, None]
 
 
 def calls(x: Tensor, is_long: bool = True) -> Iterator[Tensor]:
-    """The rows of an input together, one of them, and many: a token depends on no other."""
+    """Yield all rows of an input, one of them, and many: a token must not depend on others."""
     yield x
     yield x[-1:]
     if is_long:
@@ -136,7 +137,7 @@ def calls(x: Tensor, is_long: bool = True) -> Iterator[Tensor]:
 
 @trial
 def norm(module: Any, draw: Draw, kind: str) -> Iterator[str]:
-    """Hold a norm against a kind of NORMS."""
+    """Compare a norm with a kind of NORMS."""
     made = shadow(module, draw)
     for x in calls(rows(draw, made.weight.numel(), 2**-12, 2**-10, 2**-5, 1, 8, 64, LARGE)):
         yield differs("its output", made(x[None]), NORMS[kind](made, x[None]))
@@ -144,14 +145,14 @@ def norm(module: Any, draw: Draw, kind: str) -> Iterator[str]:
 
 @trial
 def mlp(module: Any, draw: Draw) -> Iterator[str]:
-    """Hold a dense layer against the usual gated MLP."""
+    """Compare a dense layer with the usual gated MLP."""
     made = shadow(module, draw)
     for x in calls(rows(draw, module.gate_proj.in_features, 2**-5, 0.5, 1, 2, 8, LARGE)):
         yield differs("its output", made(x[None]), swiglu(made, x[None]))
 
 
 class _Small(Draw):
-    """Draws the weights of few, narrow experts."""
+    """A source of weights for few, narrow experts."""
 
     def __init__(self, dtype: torch.dtype, experts: Any) -> None:
         super().__init__(dtype)
@@ -159,7 +160,7 @@ class _Small(Draw):
         wide, inner = (up[1], up[2] // 2) if experts.is_transposed else (up[2], up[1] // 2)
         hidden = {2 * inner: 16, inner: 8}.get(wide, 24)
         self.sizes = {experts.num_experts: 4, 2 * inner: 16, inner: 8, wide: hidden}
-        """Sizes of the module -> sizes here."""
+        """Sizes here, by sizes of the module."""
         self._shapes = {
             "gate_up_proj": (4, hidden, 16) if experts.is_transposed else (4, 16, hidden),
             "down_proj": (4, 8, hidden) if experts.is_transposed else (4, hidden, 8),
@@ -168,13 +169,13 @@ class _Small(Draw):
         }
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Values for a parameter, which is smaller than the module's."""
+        """Return values for a parameter, smaller than the module's."""
         return super().weight(name, self._shapes[name])
 
 
 @trial
 def experts(module: Any, draw: Draw, kind: str) -> Iterator[str]:
-    """Hold experts against a kind of GATES: their gate, and their forward both ways it is run."""
+    """Compare experts with a kind of GATES: their gate, and both implementations of forward."""
     small = _Small(draw.dtype, module)
     numbers = {k: v for k, v in vars(module).items() if type(v) is int}
     settings: dict[str, Any] = {k: small.sizes.get(v, v) for k, v in numbers.items()}
@@ -216,7 +217,7 @@ def _of_experts(kind: str, m: Any, x: Tensor, ids_TK: Tensor, weights_TK: Tensor
 
 @trial
 def router(module: Any, draw: Draw, kind: str) -> Iterator[str]:
-    """Hold a router against a kind of ROUTERS."""
+    """Compare a router with a kind of ROUTERS."""
     made = shadow(module, draw)
     for x in calls(rows(draw, made.weight.shape[1], *[0.25, 1, 2, 4] * 15, 16, 16, 32, 32)):
         yield from _routes(made, kind, x)
@@ -244,7 +245,7 @@ def _by_expert(ids_TK: Tensor, weights_TK: Tensor) -> Choice:
 
 
 class Cache:
-    """Keys and values of one attention: some are in it, and it remembers what is written."""
+    """Earlier keys and values of one attention, and a record of its writes."""
 
     def __init__(self, past: tuple[Tensor, Tensor], index: int) -> None:
         self._past, self._index = past, index
@@ -261,7 +262,7 @@ class Cache:
         return torch.cat((past_keys, keys), 2), torch.cat((past_values, values), 2)
 
     def get_seq_length(self, *_: object) -> int:
-        """Refuse: what is asked for the tokens before may do something else after more of them."""
+        """Refuse: attention that reads the number of earlier tokens may depend on that number."""
         raise ValueError("it asks how many tokens are in the cache")
 
 
@@ -274,7 +275,7 @@ _HARMLESS = {
 def _probe(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any
 ) -> Any:
-    """Attend as transformers' sdpa, which drops what it does not know: here it is told."""
+    """Attend as transformers' sdpa, but raise on arguments that sdpa would silently ignore."""
     beyond = {k for k, v in given.items() if v is not None} - _HARMLESS
     if beyond or given.get("dropout"):
         raise ValueError(f"it asks its attention function for {', '.join(beyond) or 'dropout'}")
@@ -292,7 +293,7 @@ def _meet(
     how: str,
     is_long: bool,
 ) -> Iterator[str]:
-    """Run an attention over a cache, several tokens and one, or many without a cache; compare."""
+    """Compare an attention over a cache for several tokens and one, or for many without cache."""
     config = with_attention(module.config, PROBE if how == COMPLEX else how)
     made = shadow(module, draw, config=config)
     first = next(m for m in module.children() if type(m) is nn.Linear)
@@ -330,13 +331,13 @@ def _meet(
         yield differs("its keys", cache.written[0], expected.keys)
         yield differs("its values", cache.written[1], expected.values)
         bounds = torch.full((1, count), BOUND[torch.float32], dtype=torch.float32)
-        bounds[:, [size == beyond for size in sizes]] = LOOSE[torch.float32]  # of large scores
+        bounds[:, [size == beyond for size in sizes]] = LOOSE[torch.float32]  # large scores
         is_wide = draw.dtype is torch.float32
         yield differs("its output", out, expected.out, bounds if is_wide else None, not is_wide)
 
 
 def positions_for(module: Any, count: int) -> dict[str, Tensor]:
-    """The positions of tokens under the names by which a layer or an attention takes them."""
+    """Return the positions of tokens under the names that a layer or an attention uses."""
     takes = parameters_of(module).values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in takes)
     made = torch.arange(FAR, FAR + count)
@@ -345,7 +346,7 @@ def positions_for(module: Any, count: int) -> dict[str, Tensor]:
 
 
 def _kept_shapes(attn: Any) -> list[tuple[int, int]]:
-    """Heads and width of keys and of values in the cache."""
+    """Return heads and width of keys and of values in the cache."""
     if hasattr(attn, "kv_lora_rank"):
         return [(1, attn.kv_lora_rank), (1, attn.qk_rope_head_dim)]
     linears = attn.k_proj, attn.v_proj
@@ -354,14 +355,14 @@ def _kept_shapes(attn: Any) -> list[tuple[int, int]]:
 
 @trial
 def attends(module: Any, draw: Draw, kind: str, num_turned: int, is_long: bool) -> Iterator[str]:
-    """Hold an attention over keys and values against a kind of `fingerprints.ATTENTION`.
+    """Compare an attention over keys and values with a kind of `fingerprints.ATTENTION`.
 
     Args:
-        module: It.
-        draw: Of weights and inputs.
-        kind: What it is held against.
-        num_turned: The first values of a head, which are turned.
-        is_long: Whether it is given many tokens too.
+        module: The attention.
+        draw: Source of weights and inputs.
+        kind: Kind to compare with.
+        num_turned: Number of first values of a head that are rotated.
+        is_long: True tries many tokens too.
     """
     how = "eager" if kind == "sinks" else PROBE
     yield from _meet(module, draw, partial(attention, kind), num_turned, how, is_long)
@@ -369,13 +370,13 @@ def attends(module: Any, draw: Draw, kind: str, num_turned: int, is_long: bool) 
 
 @trial
 def keeps_latents(module: Any, draw: Draw, rotation: str, is_long: bool) -> Iterator[str]:
-    """Hold an attention against multi-head latent attention.
+    """Compare an attention with multi-head latent attention.
 
     Args:
-        module: It.
-        draw: Of weights and inputs.
+        module: The attention.
+        draw: Source of weights and inputs.
         rotation: A key of `formulas.ROTATIONS`.
-        is_long: Whether it is given many tokens too.
+        is_long: True tries many tokens too.
     """
     yield from expands(module, draw)
     how = COMPLEX if rotation == "complex" else PROBE
@@ -384,7 +385,7 @@ def keeps_latents(module: Any, draw: Draw, rotation: str, is_long: bool) -> Iter
 
 
 def expands(module: Any, draw: Draw) -> Iterator[str]:
-    """Hold the expansion of latents against the usual one."""
+    """Compare the expansion of latents with the usual one."""
     made = shadow(module, draw)
     given = [draw.normal(1, 1, 5, width) for _, width in _kept_shapes(module)]
     pairs = zip(("keys", "values"), made.expand_kv(*given), expand(made, *given), strict=True)
@@ -397,13 +398,13 @@ expands_latents = trial(expands)
 
 @trial
 def is_delta_net(module: Any, draw: Draw, kind: str, new_state: Callable[[], Any]) -> Iterator[str]:
-    """Hold a Gated DeltaNet against a kind of `fingerprints.DELTA_NET`, in chunks and by token.
+    """Compare a Gated DeltaNet with a kind of `fingerprints.DELTA_NET`, in chunks and by token.
 
     Args:
-        module: It.
-        draw: Of weights and inputs.
-        kind: What it is held against.
-        new_state: Makes the state of a request without tokens.
+        module: The Gated DeltaNet.
+        draw: Source of weights and inputs.
+        kind: Kind to compare with.
+        new_state: Factory of the state of a request without tokens.
     """
     made, name = shadow(module, draw), cache_argument(module)
     width = module.out_proj.out_features
