@@ -1,4 +1,4 @@
-"""What products with a model's quantised weights read: `EngineConfig.activations`."""
+"""The type of activations that quantised weights multiply: `EngineConfig.activations`."""
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from qllm.models.weights.quantised_linears import all_linears
 
 
 def read_rows(model: nn.Module, activations: str) -> None:
-    """Let quantised weights with integer codes be multiplied by such rows, in every forward."""
+    """Set the type of activations for quantised weights with integer codes, in every forward."""
     for experts in all_quantised(model).values():
         experts.activations = activations
     for linear in all_linears(model).values():
@@ -21,16 +21,16 @@ def read_rows(model: nn.Module, activations: str) -> None:
 def refuse_other_activations(
     model: nn.Module, activations: str, kernels: str, expert_weights: str
 ) -> None:
-    """Return if a runner on the CPU can compute so.
+    """Raise unless a runner on the CPU supports these activations.
 
     Args:
-        model: Its quantised weights are asked.
-        activations: See `EngineConfig`.
-        kernels: See `EngineConfig`.
-        expert_weights: See `EngineConfig`.
+        model: Model whose quantised weights are checked.
+        activations: Setting of `EngineConfig`.
+        kernels: Setting of `EngineConfig`.
+        expert_weights: Setting of `EngineConfig`.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The runner does not support them.
     """
     if activations == "bf16":
         return

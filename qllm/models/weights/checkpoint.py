@@ -1,4 +1,4 @@
-"""A checkpoint of safetensors that is open: its tensors by name, read when they are asked for."""
+"""An open checkpoint of safetensors: its tensors by name, read on demand."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -31,11 +31,11 @@ DTYPES = {
 
 
 Places = dict[str, tuple[int, int, Stored]]
-"""By name of a tensor, its first byte in its file, the one after its last, and what it is."""
+"""First byte, end byte and type of each tensor in its file, by name."""
 
 
 class Checkpoint(NamedTuple):
-    """How each weight of a checkpoint is read, by its name in the family."""
+    """Functions that read each weight of a checkpoint, by its name in the family."""
 
     format: str
     plain: Mapping[str, Callable[[], Tensor]]
@@ -43,10 +43,10 @@ class Checkpoint(NamedTuple):
 
 
 class _Shard:
-    """A file that is open, mapped and to be read.
+    """An open and mapped file.
 
     Raises:
-        ModelError: It is truncated, or no safetensors file, or cannot be opened.
+        ModelError: The file is truncated, is no safetensors file, or cannot be opened.
     """
 
     def __init__(self, path: Path, buffers: Buffers) -> None:
@@ -55,12 +55,12 @@ class _Shard:
             self._raw = RawFile(path, buffers, _small_in(self.places))
 
     def map(self, name: str) -> Tensor:
-        """See `Shards.map`."""
+        """Return a mapped tensor, see `Shards.map`."""
         found: Tensor = self.mapped.get_tensor(name)
         return found
 
     def read(self, name: str) -> Tensor:
-        """See `Shards.read`."""
+        """Return a tensor in memory of its own, see `Shards.read`."""
         start, end, stored = self.places[name]
         dtype = DTYPES.get(stored.dtype)
         if dtype is None or start == end:
@@ -72,13 +72,13 @@ class Shards:
     """Tensors of some files by name.
 
     Raises:
-        ModelError: A file is truncated, or no safetensors file; or two have other values of a
-            tensor.
+        ModelError: A file is truncated, or no safetensors file; or two files have different values
+            of one tensor.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.stored: dict[str, Stored] = {}
-        """Every tensor's dtype and shape."""
+        """Dtype and shape of every tensor."""
         self._files: dict[str, _Shard] = {}
         buffers = Buffers()
         for path in files:
@@ -93,15 +93,15 @@ class Shards:
             self.stored.update({name: place[2] for name, place in file.places.items()})
 
     def keep(self, names: Set[str]) -> None:
-        """Forget all tensors but those."""
+        """Forget all tensors except these."""
         self.stored = {name: stored for name, stored in self.stored.items() if name in names}
 
     def map(self, name: str) -> Tensor:
-        """One tensor, whose memory is the file's until somebody writes to it."""
+        """Return a tensor that shares the file's memory until its first write."""
         return self._files[name].map(name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor in memory of its own."""
+        """Return a tensor in memory of its own."""
         return self._files[name].read(name)
 
 
@@ -110,7 +110,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Read the header of a file: its tensors by name.
+    """Return the tensors of a file by name, from its header.
 
     Raises:
         ModelError: The file is truncated, or no safetensors file.
@@ -119,17 +119,17 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 
 def _opened(path: Path) -> tuple[Any, Places]:
-    """A file that is mapped, its header and length checked, and where its tensors lie."""
+    """Return a mapped file with checked header and length, and the places of its tensors."""
     with _opening(path):
         return safe_open(path, framework="pt"), _places_in(path)
 
 
 @contextmanager
 def _opening(path: Path) -> Iterator[None]:
-    """Say in an error which file is no good, or why the system does not open it."""
+    """Add the file's name to an error, or the reason why it cannot be opened."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch's own where it maps a file
+    except (OSError, RuntimeError) as error:  # torch raises its own error for a mapped file
         raise ModelError(
             f"{path} cannot be opened ({first_line(error)}); see that it may be read, and that "
             "the process may open a file more (ulimit -n)"
@@ -142,7 +142,7 @@ def _opening(path: Path) -> Iterator[None]:
 
 
 def _places_in(path: Path) -> Places:
-    """Where the tensors of a file with a sound header lie in it."""
+    """Return the places of tensors in a file with a valid header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -156,7 +156,7 @@ def _places_in(path: Path) -> Places:
 
 
 def _small_in(places: Places) -> list[tuple[int, int]]:
-    """Runs of tensors of a file that are not large, as first byte and the one after the last."""
+    """Return runs of tensors that are not large, as first byte and end byte."""
     found: list[tuple[int, int]] = []
     for start, end, _ in sorted(place for place in places.values() if place[1] - place[0] < LARGE):
         if found and found[-1][1] == start:
@@ -167,18 +167,18 @@ def _small_in(places: Places) -> list[tuple[int, int]]:
 
 
 def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, dict[str, Stored]]:
-    """The weights of a checkpoint that is open.
+    """Return the weights of an open checkpoint.
 
     Args:
-        name: Of the model.
-        shards: Its files.
-        form: How its weights are held.
+        name: Name of the model.
+        shards: Files of the checkpoint.
+        form: Format of its weights.
 
     Returns:
-        The checkpoint, and what is stored of tensors that are no part of a quantised weight.
+        The checkpoint, and the types of tensors that are no part of a quantised weight.
 
     Raises:
-        ModelError: Codes lack a tensor that belongs to them, or a weight is there twice.
+        ModelError: Codes lack a tensor that belongs to them, or a weight occurs twice.
     """
     tensors = shards.stored
     quantised: dict[str, Callable[[], Weight]] = {}
@@ -208,7 +208,7 @@ def _read(
 
 @contextmanager
 def naming(weight: str) -> Iterator[None]:
-    """Say in an error which weight was read or packed, by whichever thread."""
+    """Add the name of the weight to an error of reading or packing, on any thread."""
     try:
         yield
     except ModelError as error:

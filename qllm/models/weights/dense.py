@@ -1,4 +1,4 @@
-"""Read a dense checkpoint tensor by tensor: a folder of safetensors, or a GGUF file."""
+"""A dense checkpoint, read tensor by tensor: a folder of safetensors, or a GGUF file."""
 
 import shutil
 from collections.abc import Mapping
@@ -24,23 +24,23 @@ _NOT_COPIED = ("config.json", INDEX, "hf_quant_config.json")
 
 
 class Dense(Protocol):
-    """A checkpoint whose tensors are read when they are asked for."""
+    """A checkpoint whose tensors are read on demand."""
 
     config: PreTrainedConfig
     dtype: torch.dtype
-    """The weights' own as they are stored; bfloat16 if they are stored in blocks of integers."""
+    """Dtype of the stored weights; bfloat16 if they are stored in blocks of integers."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every stored tensor by transformers' name.
+        """Return the shapes of all stored tensors by transformers' name.
 
         Raises:
-            ModelError: One has a name that no model of the config has.
+            ModelError: A tensor has a name that no model of the config has.
         """
         ...
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in floating point."""
+        """Return a tensor in floating point."""
         ...
 
     def save_beside(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ def open_dense(path: Path) -> Dense:
     """Open a folder as `save_pretrained` writes it, or a file that ends in .gguf.
 
     Raises:
-        ModelError: It is neither, broken, or holds weights that cannot be read.
+        ModelError: The path is neither, is broken, or contains weights that cannot be read.
     """
     if path.is_dir():
         return DenseFolder(path)
@@ -86,17 +86,17 @@ class DenseFolder:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every stored tensor by name."""
+        """Return the shapes of all stored tensors by name."""
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """One tensor as it is stored."""
+        """Return a tensor as it is stored."""
         with safe_open(self._file_of[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def save_beside(self, folder: Path) -> None:
-        """Copy every text file but those that describe the weights."""
+        """Copy every text file except those that describe the weights."""
         for file in sorted(self._folder.iterdir()):
             if file.suffix in _TEXT_FILES and file.name not in _NOT_COPIED:
                 shutil.copyfile(file, folder / file.name)
@@ -105,7 +105,7 @@ class DenseFolder:
 
 
 class DenseGguf:
-    """A GGUF file; blocks of integers are expanded, one tensor at a time."""
+    """A GGUF file; blocks of integers are expanded one tensor at a time."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_file(path)
@@ -118,16 +118,16 @@ class DenseGguf:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every stored tensor by transformers' name."""
+        """Return the shapes of all stored tensors by transformers' name."""
         return {name: part.shape for name, part in self._parts.items()}
 
     @cached_property
     def _parts(self) -> dict[str, gguf_file.GgufPart]:
-        """Every stored tensor by transformers' name."""
+        """Return the parts of all stored tensors by transformers' name."""
         return gguf_file.parts_of(self._file, meta_model(self.config))
 
     def read(self, name: str) -> Tensor:
-        """One tensor in float32, its rows in the order of transformers."""
+        """Return a tensor in float32, its rows in the order of transformers."""
         from gguf import dequantize
 
         tensor, _, shape, rows = self._parts[name]
@@ -136,7 +136,7 @@ class DenseGguf:
         return found if rows is None else found[rows]
 
     def save_beside(self, folder: Path) -> None:
-        """Write what the metadata of the file say."""
+        """Write tokenizer and generation config from the file's metadata."""
         from qllm.models.weights.gguf_tokenizer import tokenizer_of
 
         tokenizer = tokenizer_of(self._file.path)
@@ -148,7 +148,7 @@ class DenseGguf:
 
 
 def meta_model(config: PreTrainedConfig) -> transformers.PreTrainedModel:
-    """A model of a config whose parameters take no memory."""
+    """Return a model of a config whose parameters take no memory."""
     make: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model: transformers.PreTrainedModel = make.from_config(config)

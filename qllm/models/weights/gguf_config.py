@@ -1,7 +1,7 @@
-"""The config of a model by the metadata of its GGUF file: a table for each architecture.
+"""The config of a model from the metadata of its GGUF file: a table for each architecture.
 
-Keys are llama.cpp's (`gguf.constants`), and mean what its converter writes. Each one that a file
-has under the name of its architecture is read, compared with what it has to be, or refused.
+Keys are llama.cpp's (`gguf.constants`), with the meaning that its converter gives them. Each key
+under the name of the file's architecture is read, compared with its expected value, or refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from qllm.errors import ModelError
 from qllm.models.folders import first_line
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor by which Llama 3 scales its rotations; no parameter of a model."""
+"""Name of the tensor that scales Llama 3's rotations; it is no parameter of a model."""
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -25,7 +25,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-"""Keys that every file has -> attribute of the config."""
+"""Attribute of the config for each key that every file has."""
 _USUAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
@@ -36,7 +36,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What the converter makes the factors of rotations with, beside the largest of them."""
+"""Parameters with which the converter makes the factors of rotations, besides the largest factor.
+"""
 _YARN = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -45,9 +46,9 @@ _YARN = {
     "yarn_beta_slow": "beta_slow",
 }
 _SCALINGS = {"linear": {"factor": "factor"}, "yarn": _YARN}
-"""`rope.scaling.type` -> keys `rope.scaling.<key>` -> what the config calls them."""
+"""Config names of the keys `rope.scaling.<key>`, for each `rope.scaling.type`."""
 _NEEDED = {"rope.scaling.factor", "rope.scaling.original_context_length"}
-"""What a file of them has to say that has a type which takes it."""
+"""Keys that a file must have if its type of scaling uses them."""
 _SAME = {
     "attention.value_length": "head_dim",
     "rope.dimension_count": "head_dim",
@@ -56,31 +57,31 @@ _SAME = {
     "expert_used_count": 0,
     "tensor_data_layout": "Meta AI original pth",
 }
-"""Keys that say nothing more, where they say this: a value, or that of an attribute."""
+"""Expected values of keys without further meaning: a value, or the name of an attribute."""
 
 
 class Architecture(NamedTuple):
-    """How the files of an architecture say what a config says."""
+    """The rules by which the files of an architecture give a config."""
 
     model_type: str
     keys: Mapping[str, str] = {}
-    """Keys -> attributes of the config, beside the usual ones; those of no tensor are needed."""
+    """Further attributes of the config by key; keys whose value no tensor gives are required."""
     fixed: Mapping[str, Any] = {}
-    """Attributes that no key says: llama.cpp computes so."""
+    """Attributes without a key: llama.cpp assumes these values."""
     same: Mapping[str, Any] = {}
-    """Keys -> what they have to say: a number, or the attribute that says it already."""
+    """Expected values of keys: a number, or the name of an attribute with the same value."""
     flags: Mapping[str, str] = {}
-    """What names of tensors of a layer end with -> the attribute that says whether it has them."""
+    """Attribute that is True if a layer has a tensor whose name ends so."""
     pairs: bool = False
-    """Whether rows of queries and keys are stored in the order that turns neighbours."""
+    """True if rows of queries and keys are stored in the order for rotating neighbours."""
     is_partial: bool = False
-    """Whether a part of each head may be turned, and not all of it."""
+    """True if only a part of each head may be rotated."""
     with_experts: "Architecture | None" = None
-    """What a file of the same name is that has experts."""
+    """Rules for files of the same architecture that have experts."""
 
 
 _SIGMOID = 2
-"""What `expert_gating_func` says of experts that are chosen by a sigmoid."""
+"""Value of `expert_gating_func` for experts that are chosen by a sigmoid."""
 _ROUTED = {"expert_used_count": "num_experts_per_tok"}
 _QWEN_MOE = _ROUTED | {
     "expert_count": "num_experts",
@@ -146,25 +147,25 @@ ARCHITECTURES = {
         pairs=True,
     ),
 }
-"""`general.architecture` -> how it is read, of those that are."""
+"""Rules by `general.architecture`, for the supported ones."""
 _WIDTHS = {
     "ffn_gate_exps.weight": ("moe_intermediate_size", -2),
     "ffn_gate_shexp.weight": ("shared_expert_intermediate_size", -2),
     "token_embd.weight": ("vocab_size", 0),
 }
-"""Tensors -> the size that they say where no key does, and the dimension that it is."""
+"""Size and dimension that a tensor gives where no key does, by tensor."""
 
 
 class Metadata(NamedTuple):
-    """What a file says of its model."""
+    """The description of a model in a GGUF file."""
 
     file: str
     """Its path, for errors."""
     architecture: str
     values: Mapping[str, Any]
-    """By key, without the architecture in front."""
+    """Values by key, without the architecture's prefix."""
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of its tensors by name, rows first."""
+    """Shapes of its tensors by name, rows first."""
     ends: Sequence[int] = ()
     """Ids of the tokens that end an answer."""
     start: int | None = None
@@ -173,17 +174,17 @@ class Metadata(NamedTuple):
 
 
 def architecture_of(said: Metadata) -> Architecture:
-    """How a file is read."""
+    """Return the rules for reading a file."""
     found = ARCHITECTURES[said.architecture]
     has_experts = bool(said.values.get("expert_count"))
     return found.with_experts if has_experts and found.with_experts is not None else found
 
 
 def config_of(said: Metadata) -> PreTrainedConfig:
-    """The config that a file's metadata and the shapes of its tensors say.
+    """Return the config given by a file's metadata and the shapes of its tensors.
 
     Raises:
-        ModelError: A key is missing, or not understood, or transformers makes no config of them.
+        ModelError: A key is missing or unknown, or transformers makes no config of them.
     """
     how, left = architecture_of(said), dict(said.values)
     _refuse_keys(said, [key for key, value in left.items() if isinstance(value, list)])
@@ -218,7 +219,7 @@ def config_of(said: Metadata) -> PreTrainedConfig:
 
 
 def _refuse_missing(said: Metadata, how: Architecture) -> None:
-    """Refuse a file without a key whose value neither a tensor says nor llama.cpp assumes."""
+    """Refuse a file that lacks a key whose value no tensor gives and llama.cpp does not assume."""
     of_tensors = {attribute for attribute, _ in _WIDTHS.values()}
     needed = {key for key, name in how.keys.items() if name not in of_tensors}
     needed |= {"rope.dimension_count"} if how.is_partial else set()
@@ -228,7 +229,7 @@ def _refuse_missing(said: Metadata, how: Architecture) -> None:
 
 
 def _refuse_keys(said: Metadata, keys: Iterable[str]) -> None:
-    """Refuse a file that has keys which are not understood, as lists of a value per layer."""
+    """Refuse a file with unknown keys, such as lists of a value per layer."""
     if names := ", ".join(f"{said.architecture}.{key}" for key in sorted(keys)):
         raise ModelError(
             f"{said.file}: {names} would be ignored, and the model wrong; take its original "
@@ -237,7 +238,7 @@ def _refuse_keys(said: Metadata, keys: Iterable[str]) -> None:
 
 
 def _add_sizes_of_tensors(said: Metadata, how: Architecture, settings: dict[str, Any]) -> None:
-    """Add sizes that a file does not say, of which configs have defaults that are of one model."""
+    """Add sizes that the file lacks, if the defaults of a config are those of one model only."""
     heads = settings["num_attention_heads"]
     settings.setdefault("num_key_value_heads", heads)
     rows = said.shapes.get("blk.0.attn_q.weight", (settings["hidden_size"],))[0]
@@ -250,7 +251,7 @@ def _add_sizes_of_tensors(said: Metadata, how: Architecture, settings: dict[str,
 
 
 def _rotation(said: Metadata, left: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """How positions are turned; its keys are taken out of those that are left to understand."""
+    """Return the rotation of positions, and remove its keys from `left`."""
     found = {"rope_type": "default", "rope_theta": left.pop("rope.freq_base", 10000.0)}
     kind = left.get("rope.scaling.type")
     keys = {f"rope.scaling.{key}": name for key, name in _SCALINGS.get(str(kind), {}).items()}
@@ -273,7 +274,7 @@ def _rotation(said: Metadata, left: dict[str, Any], head_dim: int) -> dict[str, 
 
 
 def _factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """What the converter divides the speeds of rotations by, of the parameters of a Llama 3."""
+    """Return the converter's divisors of rotation speeds for the parameters of a Llama 3."""
     factor, low, high = (rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     old = rope["original_max_position_embeddings"]
     length = 2 * pi * rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)

@@ -1,8 +1,8 @@
-"""GGUF files: opened, and named as the family's safetensors are.
+"""GGUF files, opened, with the names of the family's safetensors.
 
-Metadata are read by `gguf_config`, blocks by `formats.gguf`. Tensors have the names that the
-package gguf gives those of a checkpoint of safetensors, as llama.cpp's converter does; each expert
-of a stack gets the name of its weight there, so that it is loaded as that is.
+`gguf_config` reads metadata, `formats.gguf` reads blocks. Tensors have the names that the package
+gguf gives to those of a checkpoint of safetensors, as llama.cpp's converter does. Each expert of a
+stack gets the name of its weight in safetensors, so that it is loaded in the same way.
 """
 
 import re
@@ -28,7 +28,7 @@ from qllm.models.weights.gguf_config import ARCHITECTURES, ROPE_FACTORS, Metadat
 from qllm.models.weights.raw_file import Buffers, RawFile
 
 _ENDS = ("eos", "eot", "eom")
-"""Tokens that end a text, a turn, and a message behind which a tool answers."""
+"""Tokens that end a text, a turn, and a message that a tool answers."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -36,12 +36,12 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Keys `general.sampling.<key>` -> what a generation config calls them."""
+"""Generation config's name for each key `general.sampling.<key>`."""
 _ROW = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
 """The number of an expert in the name of its weight."""
 _ONE_OF_STACK = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)(\.weight)")
-"""An expert that is a tensor of its own, as in files of early 2024."""
+"""Name of an expert that is a tensor of its own, as in files of early 2024."""
 
 
 class GgufFile(NamedTuple):
@@ -51,24 +51,24 @@ class GgufFile(NamedTuple):
     said: Metadata
     tensors: Mapping[str, Any]
     sampling: Mapping[str, Any] = {}
-    """How answers are sampled where a request does not say, as a generation config says it."""
+    """Sampling defaults, with the keys of a generation config."""
 
 
 class GgufPart(NamedTuple):
-    """Where a weight of a checkpoint of safetensors lies in a file."""
+    """Place in a file of a weight from a checkpoint of safetensors."""
 
     tensor: Any
-    """As the package gguf has it."""
+    """Tensor of the package gguf."""
     expert: int | None
-    """Which of a stack; None is the whole tensor."""
+    """Number of an expert in a stack; None is the whole tensor."""
     shape: tuple[int, ...]
     """The shape of the weight."""
     rows: Tensor | None
-    """Numbers of the tensor's rows in the order of transformers; None where they are in it."""
+    """Numbers of the tensor's rows in the order of transformers; None if they are in that order."""
 
 
 def open_reader(path: Path) -> Any:
-    """Open a file as the package gguf does.
+    """Open a file by the package gguf.
 
     Raises:
         ModelError: The package is missing, or the file is broken or a part of a model.
@@ -98,10 +98,10 @@ def open_reader(path: Path) -> Any:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file and see that it is read.
+    """Open a file and check that it can be read.
 
     Raises:
-        ModelError: As `open_reader`; or its architecture or a type of its tensors is not read.
+        ModelError: As `open_reader`; or its architecture or a type of its tensors is unsupported.
     """
     reader = open_reader(path)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -133,7 +133,7 @@ def open_file(path: Path) -> GgufFile:
 def _said(
     path: Path, architecture: str, fields: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> Metadata:
-    """What a file says of its model, without its vocabulary."""
+    """Return a file's description of its model, without the vocabulary."""
     start = f"{architecture}."
     token = {
         name: int(fields[key].contents())
@@ -157,9 +157,9 @@ def _said(
 
 
 def _value(field: Any) -> Any:
-    """The value of a key; a float of 32 bits is the shortest number that rounds to it.
+    """Return the value of a key. For a 32-bit float, return the shortest number that rounds to it.
 
-    That is what the config said of which the file was made: 1e-05, and not 9.99999974e-06.
+    That is the number in the original config: 1e-05, and not 9.99999974e-06.
     """
     value = field.contents()
     if field.types[-1].name != "FLOAT32":
@@ -181,16 +181,16 @@ def _refuse_overlaps(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
-    """The config of a model.
+    """Return the config of a model.
 
     Raises:
-        ModelError: A key of the metadata is missing, or not understood.
+        ModelError: A key of the metadata is missing or unknown.
     """
     return gguf_config.config_of(file.said)
 
 
 def expert_bits(file: GgufFile) -> float:
-    """Bits of a weight of the experts in memory, on average.
+    """Return the average bits of a weight of the experts in memory.
 
     Raises:
         ModelError: There are no experts.
@@ -208,11 +208,11 @@ def _is_of_experts(name: str) -> bool:
 
 
 def parts_of(file: GgufFile, model: Any) -> dict[str, GgufPart]:
-    """The weights of a file by their names in safetensors.
+    """Return the weights of a file by their names in safetensors.
 
     Args:
         file: An open file.
-        model: Of its config, on the meta device.
+        model: Model of its config, on the meta device.
 
     Raises:
         ModelError: A tensor has no place in the model, or another shape, or is missing.
@@ -221,7 +221,7 @@ def parts_of(file: GgufFile, model: Any) -> dict[str, GgufPart]:
     found: dict[str, GgufPart] = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS and gguf_config.architecture_of(file.said).pairs:
-            continue  # the config has it
+            continue  # the config contains it
         if name not in places:
             raise ModelError(f"{file.path}: the tensor {name} has no place in the model")
         is_stack, weights = name.endswith("_exps.weight"), places[name]
@@ -242,9 +242,9 @@ def parts_of(file: GgufFile, model: Any) -> dict[str, GgufPart]:
 
 
 def _places(file: GgufFile, model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Names of tensors of a file -> names and shapes of their weights in safetensors.
+    """Return names and shapes of weights in safetensors, by the names of the file's tensors.
 
-    A stack of experts comes first, and each of them, as old files have it, by itself behind it.
+    A stack of experts comes first. After it, each expert has the name that old files give it.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -266,7 +266,7 @@ def _places(file: GgufFile, model: Any) -> dict[str, dict[str, tuple[int, ...]]]
 
 
 def _rows(file: GgufFile, config: Any, name: str) -> Tensor | None:
-    """Rows of queries and keys that lie in pairs, in the order of halves of a head."""
+    """Return rows of queries and keys that lie in pairs, reordered to halves of a head."""
     kind = name.split(".")[-2]
     if kind not in ("attn_q", "attn_k") or not gguf_config.architecture_of(file.said).pairs:
         return None
@@ -276,11 +276,11 @@ def _rows(file: GgufFile, config: Any, name: str) -> Tensor | None:
 
 
 def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
-    """The weights of a file by their names in safetensors, to be read.
+    """Return a checkpoint that reads the weights of a file by their names in safetensors.
 
     Args:
         file: An open file.
-        model: Of its config, on the meta device.
+        model: Model of its config, on the meta device.
 
     Raises:
         ModelError: A tensor has no place in the model, or another shape, or is missing.
@@ -306,7 +306,7 @@ def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
 
 
 def _read(file: RawFile, part: GgufPart) -> Weight:
-    """One weight, its rows in the order of transformers, and a vector in the model's shape."""
+    """Read a weight, its rows in the order of transformers, and a vector in the model's shape."""
     tensor, kind = part.tensor, part.tensor.tensor_type.name
     data = tensor.data if part.expert is None else tensor.data[part.expert]
     start = int(tensor.data_offset) + (part.expert or 0) * int(data.nbytes)

@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file.
 
-Vocabularies are built here: transformers drops which words are taken whole, the normal form of
-letters, whether a text begins with a token, and special tokens with letters that are no bytes.
+Vocabularies are built here, because transformers ignores which words are taken whole, the normal
+form of letters, whether a text begins with a token, and special tokens with letters that are no
+bytes.
 """
 
 from collections.abc import Mapping
@@ -34,9 +35,9 @@ _HARMLESS = {
     "ggml.remove_extra_whitespaces": False,
     "ggml.token_type_count": 1,
 }
-"""Keys that change nothing, where they have that value."""
+"""Keys that change nothing if they have this value."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-"""Types of tokens: of the vocabulary, special, and others that are never cut."""
+"""Types of tokens: of the vocabulary, special, and others that are never split."""
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,16 +51,17 @@ _CASED = (
 
 
 class Splitting(NamedTuple):
-    """How a vocabulary of bytes splits a text before it merges them."""
+    """Rules by which a vocabulary of bytes splits a text before it merges bytes."""
 
     pattern: str | None
-    """None is that of GPT-2."""
+    """Pattern of pieces; None is that of GPT-2."""
     is_llama3: bool = False
-    """Words of the vocabulary are taken whole, and a text begins with a token by default."""
+    """True if words of the vocabulary are taken whole, and a text begins with a token by default.
+    """
     is_composed: bool = False
-    """Letters and their accents are one character, where there is one (NFC)."""
+    """True if letters and their accents become one character, where one exists (NFC)."""
     is_by_digit: bool = False
-    """Every digit is by itself."""
+    """True if every digit is a piece of its own."""
 
 
 _GPT2 = Splitting(None)
@@ -82,14 +84,14 @@ SPLITTINGS = {
     "gpt-4o": _GPT4O,
     "minimax-m2": _GPT4O,
 }
-"""`tokenizer.ggml.pre` -> how it splits, of those that are known."""
+"""Rules by `tokenizer.ggml.pre`, for the known values."""
 
 
 def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a file; None if there is none.
+    """Return the tokenizer in a file; None if there is none.
 
     Raises:
-        ModelError: A key of it is not understood, or transformers makes none of them.
+        ModelError: A key of it is unknown, or transformers makes no tokenizer of it.
     """
     fields = open_reader(path).fields
     said = {
@@ -109,7 +111,7 @@ def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
         return _made(str(path), values)
     except ModelError:
         raise
-    except Exception as error:  # what the library of tokenizers raises
+    except Exception as error:  # the tokenizers library raises plain exceptions
         raise ModelError(
             f"{path} holds no tokenizer that works ({type(error).__name__}: {first_line(error)}); "
             "download it again"
@@ -158,7 +160,7 @@ def _made(path: str, said: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 def _of_bytes(
     path: str, said: Mapping[str, Any], vocab: dict[str, int], how: Splitting
 ) -> Tokenizer:
-    """A vocabulary of bytes, without its special tokens."""
+    """Return a tokenizer of a vocabulary of bytes, without its special tokens."""
     if said.get("add_space_prefix"):
         raise ModelError(
             f"{path}: tokenizer.ggml.add_space_prefix is for vocabularies of sentencepiece, and "
@@ -194,7 +196,7 @@ def _merges(said: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _scores(path: str, said: Mapping[str, Any]) -> dict[str, float]:
-    """Scores by token, which say what is merged first.
+    """Return scores by token, which decide the order of merges.
 
     Raises:
         ModelError: All are the same, as in files that were made without sentencepiece's own.
@@ -211,7 +213,7 @@ def _scores(path: str, said: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _add(tokenizer: Any, said: Mapping[str, Any]) -> None:
-    """Add the tokens that are never cut; they keep their ids, since the vocabulary has them."""
+    """Add the tokens that are never split. They keep their ids, since the vocabulary has them."""
     kinds = dict(zip(said["tokens"], said.get("token_type", ()), strict=False))
     for kind, add in (
         (_CONTROL, tokenizer.backend_tokenizer.add_special_tokens),
@@ -222,7 +224,7 @@ def _add(tokenizer: Any, said: Mapping[str, Any]) -> None:
 
 
 def _template(said: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or all by name where there are several."""
+    """Return the chat template, or all templates by name if there are several."""
     start = f"{_TEMPLATE}."
     named = {key.removeprefix(start): said[key] for key in said if key.startswith(start)}
     default: str | None = said.get(_TEMPLATE)

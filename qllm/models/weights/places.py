@@ -1,6 +1,6 @@
-"""Where the weights of a checkpoint belong in a model.
+"""Places of a checkpoint's weights in a model.
 
-Names of tensors are turned into names of parameters by transformers' own tables, so a family that
+transformers' own tables turn names of tensors into names of parameters. So every family that
 transformers loads is loaded here.
 """
 
@@ -24,27 +24,27 @@ from qllm.models.weights.quantised_experts import WEIGHTS
 
 
 class Place(NamedTuple):
-    """Where a weight of an expert belongs."""
+    """The place of an expert's weight in a model."""
 
     module: str
     parameter: str
     part: int
-    """Which of the outputs: gate is 0 and up 1 where they are stored apart."""
+    """Number of the output: gate is 0 and up 1 where they are stored separately."""
     expert: int | None
-    """None is a stack of all of them."""
+    """Number of the expert; None is a stack of all experts."""
 
 
 class Renamed(NamedTuple):
-    """A tensor of a checkpoint that a model has a parameter for."""
+    """A tensor of a checkpoint for which a model has a parameter."""
 
     name: str
     target: str
     converter: tuple[str, WeightConverter] | None
-    """What makes the parameter of several tensors, and the pattern that this one has there."""
+    """Converter that makes the parameter of several tensors, and this tensor's pattern in it."""
 
 
 def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
-    """Where the weights of experts belong, by the names in the checkpoint; others are not in it."""
+    """Return the places of experts' weights by their names in the checkpoint, without others."""
     dims = {name: p.dim() for name, p in model.named_parameters(remove_duplicate=False)}
     found = {}
     for name, target, converter in renamed(model, names):
@@ -52,7 +52,7 @@ def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
         if parameter not in WEIGHTS or dims[target] != 3:
             continue
         if not hasattr(model.get_submodule(module), "is_transposed"):
-            continue  # llama4: experts that are not of transformers' interface run as they are
+            continue  # llama4: experts without transformers' interface run as they are
         if converter is None:
             found[name] = Place(module, parameter, 0, None)
         elif (place := in_list(name, *converter)) is not None:
@@ -61,13 +61,13 @@ def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
 
 
 def targets_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Parameters that weights of the checkpoint are, as they are; others are not in it."""
+    """Return the parameters that are equal to weights of the checkpoint, by the weights' names."""
     every = renamed(model, names)
     return {name: target for name, target, converter in every if converter is None}
 
 
 def by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
-    """Names of the weights of each module of experts."""
+    """Return names of the weights of each module of experts."""
     found: dict[str, list[str]] = {}
     for name, place in places.items():
         found.setdefault(place.module, []).append(name)
@@ -75,7 +75,7 @@ def by_module(places: Mapping[str, Place]) -> dict[str, list[str]]:
 
 
 def is_turned(model: nn.Module, place: Place) -> bool:
-    """Whether a stack of weights [n, k] is for a parameter [E, k, n]."""
+    """Return True if a stack of weights [n, k] belongs to a parameter [E, k, n]."""
     if place.expert is not None:
         return False
     experts: Any = model.get_submodule(place.module)
@@ -83,7 +83,7 @@ def is_turned(model: nn.Module, place: Place) -> bool:
 
 
 def renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[Renamed]:
-    """The names that a model has a parameter for; others are left out."""
+    """Yield the names for which a model has a parameter."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -97,13 +97,13 @@ def renamed(model: PreTrainedModel, names: Iterable[str]) -> Iterator[Renamed]:
 
 
 def makes_several(model: PreTrainedModel) -> bool:
-    """Return whether several parameters of a model may be made of one tensor."""
+    """Return True if several parameters of a model may be made of one tensor."""
     mapping = get_model_conversion_mapping(model)
     return any(len(x.target_patterns) > 1 for x in mapping if isinstance(x, WeightConverter))
 
 
 def in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
-    """Part and expert of a weight of a list, if experts are stacked and parts joined, no more."""
+    """Return part and expert of a listed weight; None if it needs more than stack and join."""
     operations = [type(operation) for operation in converter.operations]
     if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]):
         return None
@@ -113,5 +113,5 @@ def in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, i
 
 @cache
 def _numbered(pattern: str) -> re.Pattern[str]:
-    """The same pattern of a converter, which finds the number that stands for its star."""
+    """Return a converter's pattern as one that finds the number in the place of its star."""
     return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))

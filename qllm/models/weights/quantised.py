@@ -1,8 +1,8 @@
-"""Which checkpoints are quantised, and which of them are read.
+"""Quantised checkpoints, and the methods that are supported.
 
-transformers loads some without a word: float8 weights whose scales it does not know are cast as
-if they were bf16. Those are errors here, found in the headers of the shards before a weight is
-read.
+transformers loads some of them wrongly without an error: it casts float8 weights with unknown
+scales as if they were bf16. Those are errors here, found in the headers of the shards before a
+weight is read.
 """
 
 import re
@@ -28,7 +28,7 @@ FORMATS: dict[str, Callable[[Settings], Format]] = {
     "gptq": gptq,
     "compressed-tensors": compressed_tensors,
 }
-"""Methods of `quantization_config` that are read."""
+"""Supported methods of `quantization_config`."""
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 """Dtypes that the drivers compute in."""
 _NARROW = ("F8_", "F6_", "F4")
@@ -40,7 +40,7 @@ _INV_FREQ = r"rotary_emb\.inv_freq|(^|\.)position_ids$"
 
 
 class Method(NamedTuple):
-    """How a checkpoint says it is quantised."""
+    """A checkpoint's own description of its quantisation."""
 
     name: str
     settings: Settings = MappingProxyType({})
@@ -48,10 +48,10 @@ class Method(NamedTuple):
 
 
 def method_of(config: PreTrainedConfig, beside: Mapping[str, Any]) -> Method | None:
-    """What a checkpoint says it is quantised with; None if it says nothing.
+    """Return a checkpoint's method of quantisation; None if it has none.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         beside: Contents of hf_quant_config.json, which ModelOpt writes; empty without the file.
 
     Raises:
@@ -87,14 +87,15 @@ def _method(settings: Mapping[str, Any]) -> Method:
 
 
 def format_of(name: str, method: Method) -> Format:
-    """How a checkpoint that says a method holds its weights.
+    """Return the format of a checkpoint with this method.
 
     Args:
-        name: Of the model.
-        method: What `method_of` found.
+        name: Name of the model.
+        method: Result of `method_of`.
 
     Raises:
-        ModelError: The method, or a setting of it, is not read; names it, and what is.
+        ModelError: The method, or a setting of it, is unsupported; the text lists the supported
+            ones.
     """
     start = f"checkpoint of model {name!r}"
     make = FORMATS.get(method.name)
@@ -115,17 +116,15 @@ def format_of(name: str, method: Method) -> Format:
 
 
 def refuse_dtypes(name: str, tensors: Mapping[str, Stored], why: str) -> None:
-    """Refuse weights of 8 bits that nothing scales, and of dtypes that are not read.
-
-    transformers would cast them.
+    """Refuse 8-bit weights without scales, and unsupported dtypes: transformers would cast them.
 
     Args:
-        name: Of the model.
-        tensors: Those that no format claims, by name.
-        why: What is missing beside those of 8 bits.
+        name: Name of the model.
+        tensors: Tensors that no format claims, by name.
+        why: Text about the missing scales of weights of 8 bits.
 
     Raises:
-        ModelError: Names the first.
+        ModelError: There is one; the text names the first.
     """
     narrow = sorted(key for key, found in tensors.items() if found.dtype.startswith(_NARROW))
     if narrow:
@@ -142,10 +141,10 @@ def refuse_dtypes(name: str, tensors: Mapping[str, Stored], why: str) -> None:
 
 
 def refuse_integers(model: PreTrainedModel, name: str, tensors: Mapping[str, Stored]) -> None:
-    """Refuse integers where the model has none: weights packed by an unknown method.
+    """Refuse integers where the model has none: an unknown method packed them.
 
     Raises:
-        ModelError: Names the first of them.
+        ModelError: There is one; the text names the first.
     """
     own = model.state_dict()
     prefix = model.base_model_prefix + "."
@@ -172,7 +171,7 @@ def refuse_quantised(model: nn.Module) -> None:
     """Refuse a model in memory whose weights are not plain floating-point tensors.
 
     Raises:
-        ModelError: Names the method, or the first tensor that is something else.
+        ModelError: There is one; the text names the method, or the first such tensor.
     """
     if getattr(model, "is_quantized", False):
         method = getattr(model, "quantization_method", "an unknown method")

@@ -1,7 +1,7 @@
 """Experts of a layer whose weights stay quantised.
 
 Their module keeps its parameters on the meta device, for their shapes. Its own forward still runs:
-it computes with the bf16 values of the weights, which are in memory for that call alone.
+it computes with the bf16 values of the weights, which are in memory only during that call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,30 +22,32 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 ATTRIBUTE = "qllm_quantised"
 """Attribute of a module of experts whose weights are quantised."""
 PROVENANCE = "qllm_rounded"
-"""Attribute of a module of experts whose bf16 weights were rounded before: says how."""
+"""Attribute of a module of experts whose bf16 weights were rounded before: a description."""
 AT_ONCE = 16
-"""Experts that are packed together."""
+"""Number of experts that are packed together."""
 
 
 class QuantisedExperts:
     """The quantised weights of one module of experts.
 
     Args:
-        weights: By the name of the parameter, one per expert; the gate's outputs come first.
-        rounding: How they were rounded from bf16; None if the checkpoint has them so.
+        weights: Weights by the name of the parameter, one per expert; the gate's outputs come
+            first.
+        rounding: Rounding from bf16; None if the checkpoint has them quantised.
     """
 
     def __init__(self, weights: Mapping[str, AnyWeights], rounding: str | None = None) -> None:
         self.weights, self.rounding = weights, rounding
         self.num_experts = weights[WEIGHTS[0]].num
         self.kind = "+".join(dict.fromkeys(found.kind for found in weights.values()))
-        """Codes and groups, for people: "e2m1 g32"."""
+        """Codes and group as text: "e2m1 g32"."""
         self.activations: str = "bf16"
-        """What products read; `forward` rounds alike, and has weights that are rounded to bf16."""
+        """Type of activations. `forward` rounds them in the same way, but has weights rounded to
+        bf16."""
         self._module: Any = None
 
     def enter(self, module: Any) -> None:
-        """Become the weights of a module of transformers, whose two parameters are on meta."""
+        """Replace the weights of a transformers module, whose two parameters are on meta."""
         self._module = module
         for name in WEIGHTS:
             own = module._parameters[name]
@@ -56,30 +58,30 @@ class QuantisedExperts:
 
     @property
     def reads(self) -> str:
-        """Codes and groups, and what products read if that is not bf16, for people."""
+        """Text of codes and group, and the type of activations if that is not bf16."""
         kinds = [found.like.reading(self.activations).kind for found in self.weights.values()]
         return "+".join(dict.fromkeys(kinds))
 
     @property
     def has_integers(self) -> bool:
-        """Whether products can read rounded rows."""
+        """True if products support rounded activations."""
         return any(found.like.code in INTEGERS for found in self.weights.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all weights."""
         return sum(found.num_bytes for found in self.weights.values())
 
     def sample(self) -> bytes:
-        """A few bytes of the weights, for the identity of the model."""
+        """Return a few bytes of the weights, for the identity of the model."""
         return b"".join(found.sample() for found in self.weights.values())
 
     def digest(self) -> str:
-        """Digest of every byte of the weights."""
+        """Return a digest of every byte of the weights."""
         return repr([found.digest() for found in self.weights.values()])
 
     def as_parameter(self, name: str, expert: int) -> Tensor:
-        """A weight as the module's parameter has it: [k, n] if that is transposed, else [n, k]."""
+        """Return a weight in the parameter's layout: [k, n] if transposed, else [n, k]."""
         value = self.weights[name].values(expert)
         if name == WEIGHTS[0] and not self._module.is_concatenated:
             value = torch.stack(value.chunk(2), dim=1).flatten(0, 1)
@@ -87,10 +89,10 @@ class QuantisedExperts:
 
     @contextmanager
     def in_place(self, experts: Sequence[int] | None = None) -> Iterator[None]:
-        """The module has its weights in bf16, and none afterwards.
+        """Materialise the weights in bf16 inside the `with` block, then free them.
 
         Args:
-            experts: Those that are needed; by default all.
+            experts: Numbers of the needed experts; None is all.
         """
         module = self._module
         kept = {name: module._parameters[name] for name in WEIGHTS}
@@ -120,13 +122,13 @@ class QuantisedExperts:
             used = [e for e in ids.unique().tolist() if e < self.num_experts]
             if self.activations != "bf16":
                 return self._rounded(*args, **given)
-            with self.in_place(used):  # the others have no rows
+            with self.in_place(used):  # rows use no other experts
                 return own(*args, **given)
 
         return forward
 
     def _rounded(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the module's own, of rounded rows; sums are in fp32."""
+        """Run the module's forward with rounded activations; sums are in fp32."""
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         out_TKD = x_TD.new_zeros((*top_k_index.shape, x_TD.shape[-1]))
         for expert in range(self.num_experts):
@@ -138,7 +140,7 @@ class QuantisedExperts:
         return out_TD.to(hidden_states.dtype).view_as(hidden_states)
 
     def _product(self, name: str, expert: int, x: Tensor) -> Tensor:
-        """Rows times one weight, in fp32, and its bias."""
+        """Return activations times one weight, in fp32, plus its bias."""
         group, weight = self.weights[name].like.group, self.as_parameter(name, expert).float()
         rows = x.float()
         if self.weights[name].like.code in INTEGERS:
@@ -150,7 +152,7 @@ class QuantisedExperts:
 
 
 Room = Callable[[int, Quantised], AnyWeights]
-"""Makes room for so many weights like one."""
+"""A function that makes room for a number of weights like the given one."""
 
 
 def pack_experts(
@@ -160,12 +162,12 @@ def pack_experts(
 
     Args:
         module: Experts of transformers.
-        weights: By the name of the parameter, one weight [n, k] per expert; outputs in the order
+        weights: Weights by the name of the parameter, one [n, k] per expert; outputs in the order
             of the module.
-        room: Where they go.
+        room: Function that makes room for them.
 
     Raises:
-        ModelError: The kernels have no such weights.
+        ModelError: The kernels do not support such weights.
     """
     packed: dict[str, AnyWeights] = {}
     for name, found in weights.items():
@@ -184,7 +186,7 @@ def _gate_first(n: int) -> Tensor:
 
 
 def round_experts(module: Any, rounding: str) -> QuantisedExperts:
-    """Round the bf16 parameters of a module of experts; they are gone afterwards.
+    """Round the bf16 parameters of a module of experts, and free them.
 
     Args:
         module: Experts of transformers.
@@ -207,24 +209,24 @@ def say_rounded(module: object, how: str) -> None:
 
     Args:
         module: Experts of transformers.
-        how: The format, for people.
+        how: Text that names the format.
     """
     setattr(module, PROVENANCE, how)
 
 
 def rounded_before(module: object) -> str | None:
-    """How the bf16 weights of a module of experts were rounded; None if they were not."""
+    """Return how the bf16 weights of a module of experts were rounded; None if they were not."""
     found: str | None = getattr(module, PROVENANCE, None)
     return found
 
 
 def quantised_in(module: object) -> QuantisedExperts | None:
-    """The quantised weights of a module of experts; None if they are parameters."""
+    """Return the quantised weights of a module of experts; None if they are parameters."""
     found = getattr(module, ATTRIBUTE, None)
     return found if isinstance(found, QuantisedExperts) else None
 
 
 def all_quantised(model: nn.Module) -> dict[str, QuantisedExperts]:
-    """All experts of a model that are quantised, by the name of their module."""
+    """Return all quantised experts of a model, by the name of their module."""
     found = {name: quantised_in(module) for name, module in model.named_modules()}
     return {name: experts for name, experts in found.items() if experts is not None}

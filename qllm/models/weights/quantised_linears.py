@@ -1,7 +1,7 @@
 """Linear modules whose weight stays quantised: projections, dense layers, the head.
 
 A module keeps its weight on the meta device, for its shape. Its own forward computes with the bf16
-values, which are in memory for that call alone; a runner whose kernels read codes packs them.
+values, which are in memory only for that call. A runner whose kernels read codes packs them.
 """
 
 import functools
@@ -27,14 +27,14 @@ class QuantisedLinear:
     """The quantised weight of one linear module.
 
     Args:
-        module: Its weight becomes a meta tensor.
-        weight: [out, in].
+        module: Linear module whose weight becomes a meta tensor.
+        weight: Quantised weight, [out, in].
     """
 
     def __init__(self, module: nn.Linear, weight: Quantised) -> None:
         self.weight = weight
         self.kind = weight.kind
-        """Codes and group, for people."""
+        """Codes and group as text."""
         self._module = module
         empty = torch.empty(weight.shape, dtype=torch.bfloat16, device="meta")
         module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
@@ -47,11 +47,11 @@ class QuantisedLinear:
 
     @property
     def rounds(self) -> bool:
-        """Whether it rounds what it reads."""
+        """True if it rounds activations."""
         return self.weight.activations != "bf16"
 
     def read(self, activations: str) -> None:
-        """Compute with these, if the weight's codes are integers."""
+        """Set the type of activations, if the weight's codes are integers."""
         self.weight = self.weight.reading(activations)
 
     def _forward(self, input: Tensor) -> Tensor:
@@ -65,45 +65,45 @@ class QuantisedLinear:
         return sum(tensor.nbytes for tensor in tensors_of(self.weight))
 
     def sample(self) -> bytes:
-        """A few bytes of the weight, for the identity of the model."""
+        """Return a few bytes of the weight, for the identity of the model."""
         return b"".join(map(sample_of, tensors_of(self.weight)))
 
     def digest(self) -> str:
-        """Digest of every byte of the weight."""
+        """Return a digest of every byte of the weight."""
         return self.kind + repr(list(map(checksum, tensors_of(self.weight))))
 
 
 def linear_in(module: object) -> QuantisedLinear | None:
-    """The quantised weight of a linear module; None if it is a parameter."""
+    """Return the quantised weight of a linear module; None if it is a parameter."""
     found = getattr(module, ATTRIBUTE, None)
     return found if isinstance(found, QuantisedLinear) else None
 
 
 def weight_of(module: nn.Linear) -> Tensor | Quantised:
-    """The weight of a linear module, quantised if it is."""
+    """Return the weight of a linear module, quantised if it is."""
     found = linear_in(module)
     return module.weight.detach() if found is None else found.weight
 
 
 def values_of(module: nn.Linear) -> Tensor:
-    """The weight of a linear module in the dtype that it computes in."""
+    """Return the weight of a linear module in the dtype that it computes in."""
     found = weight_of(module)
     return found if isinstance(found, Tensor) else found.dequantised()
 
 
 def all_linears(model: nn.Module) -> dict[str, QuantisedLinear]:
-    """All linear modules of a model that are quantised, by name."""
+    """Return all quantised linear modules of a model, by name."""
     found = {name: linear_in(module) for name, module in model.named_modules()}
     return {name: linear for name, linear in found.items() if linear is not None}
 
 
 def is_read(module: Any) -> bool:
-    """Whether the CPU kernels can read the weight of a linear module."""
+    """Return True if the CPU kernels can read the weight of a linear module."""
     return linear_in(module) is not None or cpu.is_usable(module.weight)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights, quantised ones as they are."""
+    """Return the bytes of a model's weights; quantised ones count as they are."""
     plain = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
     held: list[QuantisedExperts | QuantisedLinear]
     held = [*all_quantised(model).values(), *all_linears(model).values()]
@@ -111,11 +111,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def staying(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those of the weights that are each of one linear module which others only call.
+    """Return the weights that can stay quantised: each is used only by calls of one linear module.
 
     Args:
-        model: On the meta device.
-        names: Of parameters.
+        model: Model on the meta device.
+        names: Names of parameters.
     """
     if cpu.MISSING is not None:
         return set()
@@ -142,5 +142,5 @@ def _source_of(module: str) -> str:
 
 
 def fits(weight: object) -> TypeGuard[Quantised]:
-    """Whether the kernels read a weight as it is."""
+    """Return True if the kernels can read a weight as it is."""
     return isinstance(weight, Quantised) and weight.codes.dim() == 2 and problem_of(weight) is None

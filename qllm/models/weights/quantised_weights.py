@@ -1,4 +1,4 @@
-"""Weights that stay quantised: packed for our kernels as they are read, where there are kernels."""
+"""Weights that stay quantised: packed for our kernels while they are read, if there are kernels."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -13,29 +13,29 @@ from qllm.kernels.cpu.quantised import ALLOWED_WORTHS, MOST_SCALE, QuantisedStac
 from qllm.kernels.quantised import Quantised
 
 SAMPLES = 64
-"""Bytes of a weight, or of its scales, that name a model."""
+"""Number of sample bytes of a weight, or of its scales, for the identity of a model."""
 
 
 class _Weights(ABC):
-    """What is said of E weights of one shape and format, wherever they are."""
+    """The common part of E weights of one shape and format, on any device."""
 
     def __init__(self, num: int, like: Quantised) -> None:
         self.num, self.shape = num, like.shape
         self.like = shape_of(like)
-        """One of them, without its memory."""
+        """One of the weights, without its memory."""
         self.kind = like.kind
-        """Codes and group, for people: "e2m1 g32"."""
+        """Codes and group as text: "e2m1 g32"."""
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """All that they are."""
+        """Return all their tensors."""
 
     def sample(self) -> bytes:
-        """A few of their bytes, for the identity of the model."""
+        """Return a few of their bytes, for the identity of the model."""
         return b"".join(sample_of(tensor) for tensor in self.tensors())
 
     def digest(self) -> str:
-        """Digest of every byte."""
+        """Return a digest of every byte."""
         return self.kind + repr([checksum(tensor) for tensor in self.tensors()])
 
 
@@ -44,27 +44,27 @@ class Weights(_Weights):
 
     Args:
         num: E.
-        like: One of them.
+        like: One of the weights.
     """
 
     def __init__(self, num: int, like: Quantised) -> None:
         super().__init__(num, like)
         self._codes = [self.like] * num
         self.stack: QuantisedStack | None = None
-        """Where they are packed; None where our kernels are not there."""
+        """The packed weights; None without our kernels."""
         if cpu.MISSING is None:
             cpu.set_threads(torch.get_num_threads())
             self.stack = QuantisedStack(num, *self.shape, self.like)
 
     def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
-        """Take some of them, in any order; several threads may.
+        """Store some of the weights, in any order; several threads may call it.
 
         Args:
             first: Number of the first.
-            weights: Each as what it is made of, one on top of the other; free afterwards.
+            weights: Parts of each weight, to be stacked along their rows; free afterwards.
 
         Raises:
-            ModelError: The kernels have no such weights.
+            ModelError: The kernels do not support such weights.
         """
         if self.stack is None:
             for i, parts in enumerate(weights):
@@ -78,45 +78,45 @@ class Weights(_Weights):
             raise ModelError(f"quantised weights cannot be packed: {error}") from error
 
     def values(self, index: int) -> Tensor:
-        """bf16 [n, k] of one."""
+        """Return the values of one weight, bf16 [n, k]."""
         out = torch.empty(self.shape, dtype=torch.bfloat16)
         self.write(index, out)
         return out
 
     def write(self, index: int, out_NK: Tensor, scratch: Tensor | None = None) -> None:
-        """Write the values of one into bf16 [n, k] of any strides; `scratch` as in `unpack`."""
+        """Write a weight's values into bf16 [n, k] of any strides; `scratch` as in `unpack`."""
         if self.stack is None:
             out_NK.copy_(self._codes[index].dequantised())
         else:
             self.stack.unpack(index, out_NK, scratch)
 
     def scratch(self) -> Tensor:
-        """Memory for `write`."""
+        """Return memory for `write`."""
         return torch.empty(cpu.packed_numel(*self.shape), dtype=torch.bfloat16)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all weights."""
         if self.stack is not None:
             return self.stack.num_bytes * self.num
         return sum(t.nbytes for one in self._codes for t in tensors_of(one))
 
     def tensors(self) -> list[Tensor]:
-        """All that they are, a tensor or some for each."""
+        """Return all their tensors: one, or some for each weight."""
         if self.stack is not None:
             return list(self.stack.packed)
         return [tensor for one in self._codes for tensor in tensors_of(one)]
 
 
 class DeviceWeights(_Weights):
-    """E weights [n, k] of one shape and format as checkpoints have them, on a device.
+    """E weights [n, k] of one shape and format in a checkpoint's layout, on a device.
 
-    What is asked of `Weights`, but for packing.
+    They have the methods of `Weights`, but are not packed.
 
     Args:
         num: E.
-        like: One of them.
-        device: Where they go.
+        like: One of the weights.
+        device: Device of the weights.
     """
 
     def __init__(self, num: int, like: Quantised, device: torch.device) -> None:
@@ -129,10 +129,10 @@ class DeviceWeights(_Weights):
         self.whole = like._replace(
             codes=room(like.codes), scale_NG=room(like.scale_NG), offset_NG=offset
         )
-        """All of them, a stack."""
+        """All weights, as a stack."""
 
     def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
-        """See `Weights.take`."""
+        """Store some of the weights, see `Weights.take`."""
         for i, parts in enumerate(weights):
             one = stacked(parts)
             assert one is not None
@@ -149,28 +149,28 @@ class DeviceWeights(_Weights):
                 own.view(torch.uint8)[first + i].copy_(new.contiguous().view(torch.uint8))
 
     def values(self, index: int) -> Tensor:
-        """bf16 [n, k] of one."""
+        """Return the values of one weight, bf16 [n, k]."""
         return self.whole.one(index).dequantised()
 
     def write(self, index: int, out_NK: Tensor, scratch: Tensor | None = None) -> None:
-        """Write the values of one into bf16 [n, k] of any strides."""
+        """Write the values of one weight into bf16 [n, k] of any strides."""
         out_NK.copy_(self.values(index))
 
     def scratch(self) -> None:
-        """`write` needs none."""
+        """Return None: `write` needs no memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all weights."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """All that they are."""
+        """Return all their tensors."""
         return tensors_of(self.whole)
 
 
 def _refuse_far(worths: Tensor) -> None:
-    """Refuse scales or offsets that the CPU's kernels refuse: a value of them may be no number."""
+    """Refuse scales or offsets that the CPU kernels refuse: they could give values that are NaN."""
     size = worths.float().abs()
     is_bad = (size != 0) & ~((size >= 1 / MOST_SCALE) & (size <= MOST_SCALE))
     if is_bad.any():
@@ -184,12 +184,12 @@ AnyWeights = Weights | DeviceWeights
 
 
 def tensors_of(one: Quantised) -> list[Tensor]:
-    """Codes, scales, and offsets if there are any."""
+    """Return codes, scales, and offsets if there are any."""
     return [t for t in (one.codes, one.scale_NG, one.offset_NG) if t is not None]
 
 
 def shape_of(one: Quantised) -> Quantised:
-    """The same without its memory."""
+    """Return the same weight without its memory."""
     offset = None if one.offset_NG is None else one.offset_NG.to("meta")
     return one._replace(
         codes=one.codes.to("meta"), scale_NG=one.scale_NG.to("meta"), offset_NG=offset
@@ -197,13 +197,13 @@ def shape_of(one: Quantised) -> Quantised:
 
 
 def sample_of(tensor: Tensor) -> bytes:
-    """A few bytes of a tensor."""
+    """Return a few bytes of a tensor."""
     flat = tensor.reshape(-1)
     return bytes(_as_bytes(flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]))
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of every byte of a tensor."""
+    """Return the CRC-32 of every byte of a tensor."""
     return zlib.crc32(_as_bytes(tensor))
 
 

@@ -1,9 +1,9 @@
-"""Bytes of a file, of which no more stays in memory than somebody holds.
+"""Reads of a file that do not fill the page cache.
 
-Large reads go around the system's cache where the file is not in it: a page of the cache costs the
-system more than the disk needs to send it (measured: 1.1 s of a core per GB, against 0.04 s), and a
-file of many gigabytes would push out everything else. Pages of a mapped file would count as memory
-of the process for as long as they are mapped.
+Large reads bypass the system's cache where the file is not in it. A page of the cache costs the
+system more time than the disk needs to send it (measured: 1.1 s of a core per GB, against 0.04 s),
+and a file of many gigabytes would push out everything else. Pages of a mapped file would count as
+memory of the process as long as they are mapped.
 """
 
 import mmap
@@ -19,44 +19,44 @@ from torch import Tensor
 from qllm.errors import ModelError
 
 LARGE = 256 << 10
-"""Bytes from which on a read may go around the cache."""
+"""Bytes from which on a read may bypass the cache."""
 ALIGNED = 8
-"""Where a large tensor may begin, for views of any dtype."""
+"""Alignment of a large tensor, for views of any dtype."""
 PAGE = 4096
-"""What addresses and lengths of reads around the cache are multiples of."""
+"""Alignment of addresses and lengths of reads that bypass the cache."""
 SPARE = 64 << 20
-"""Bytes that are kept to read into once more."""
+"""Most bytes of buffers that are kept for reuse."""
 PROBES = 8
-"""Places of a file that are looked for in the cache."""
+"""Number of places in a file that are checked for being in the cache."""
 AT_ONCE = 1 << 20
-"""Bytes that the system is asked to read early, at once: it ignores the end of longer ones."""
+"""Bytes per call that asks the system to read ahead; it ignores the end of longer ranges."""
 
 
 class Buffers:
-    """Memory to read into, which is used again once no tensor lies in it."""
+    """Buffers for reads, which are reused once no tensor uses their memory."""
 
     def __init__(self) -> None:
         self._spare: dict[int, list[mmap.mmap]] = {}
         self._num_spare = 0
 
     def take(self, num_bytes: int, start: int, end: int) -> tuple[mmap.mmap, Tensor]:
-        """Memory of so many bytes that begins with a page, and a tensor of those from start to end.
+        """Return memory of `num_bytes` on a page boundary, and a tensor of its bytes start to end.
 
-        The memory is written to while the tensor is held.
+        The caller writes to the memory while it holds the tensor.
         """
         try:
             whole = self._spare.get(num_bytes, []).pop()
             self._num_spare -= num_bytes
         except IndexError:
             whole = mmap.mmap(-1, num_bytes)
-        part = memoryview(whole)  # what every view of the tensor holds
-        # codes that are kept for good keep no other memory
+        part = memoryview(whole)  # every view of the tensor keeps this alive
+        # codes that stay in memory must not keep the whole buffer alive
         weakref.finalize(part, _give_back, weakref.ref(self), whole).atexit = False
         return whole, torch.frombuffer(part, dtype=torch.uint8, count=end - start, offset=start)
 
     def give_back(self, whole: mmap.mmap) -> None:
-        """Keep memory that no tensor lies in, up to SPARE."""
-        if self._num_spare + len(whole) <= SPARE:  # threads may count wrong: it is a bound
+        """Keep memory that no tensor uses, up to SPARE."""
+        if self._num_spare + len(whole) <= SPARE:  # a soft limit: threads may count wrong
             self._num_spare += len(whole)
             self._spare.setdefault(len(whole), []).append(whole)
 
@@ -67,12 +67,12 @@ def _give_back(to: weakref.ref[Buffers], whole: mmap.mmap) -> None:
 
 
 class RawFile:
-    """A file that is read here and there, by several threads.
+    """A file that several threads read at any place.
 
     Args:
-        path: Of the file, which is open until the object is gone.
-        buffers: Where large reads go.
-        early: Bytes [start, end) that the system shall read as soon as one of the file is read.
+        path: Path of the file, which is open until the object is gone.
+        buffers: Buffers of large reads.
+        early: Ranges [start, end) that the system reads ahead after the first read.
     """
 
     def __init__(self, path: Path, buffers: Buffers, early: Sequence[tuple[int, int]] = ()) -> None:
@@ -88,7 +88,7 @@ class RawFile:
         return number
 
     def read(self, start: int, num_bytes: int) -> Tensor:
-        """Bytes from `start` on, uint8 [num_bytes], in memory of their own.
+        """Return bytes from `start` on, uint8 [num_bytes], in memory of their own.
 
         Raises:
             ModelError: The file ends before.
@@ -110,17 +110,17 @@ class RawFile:
         return out
 
     def _begin(self) -> None:
-        """Decide how large reads go, and let the system read what was asked for early."""
+        """Start to read ahead, and decide if large reads bypass the cache."""
         self._is_begun = True
         for start, end in self._early:
             for at in range(start, end, AT_ONCE):
                 os.posix_fadvise(self._number, at, min(AT_ONCE, end - at), os.POSIX_FADV_WILLNEED)
         if not self._is_cached():
-            with suppress(OSError):  # a file system without it
+            with suppress(OSError):  # file systems without it
                 self._around = self._opened(os.O_RDONLY | os.O_DIRECT)
 
     def _is_cached(self) -> bool:
-        """Whether the system has the file in its cache, or cannot say."""
+        """Return True if the file is in the system's cache, or if that is unknown."""
         byte = bytearray(1)
         try:
             for i in range(PROBES):
@@ -143,7 +143,7 @@ class RawFile:
 
 
 def _read_around(number: int, whole: mmap.mmap, first: int, end: int) -> bool:
-    """Read pages from `first` on around the cache, up to `end` at least; False: it cannot be."""
+    """Read pages from `first` to `end`, bypassing the cache; return False if that is impossible."""
     left, at = memoryview(whole), first
     try:
         while at < end:
@@ -151,6 +151,6 @@ def _read_around(number: int, whole: mmap.mmap, first: int, end: int) -> bool:
             if got == 0 or (got % PAGE and at + got < end):
                 return False
             left, at = left[got:], at + got
-    except OSError:  # reads of another alignment are asked for
+    except OSError:  # the file system requires another alignment
         return False
     return True

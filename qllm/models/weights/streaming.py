@@ -1,13 +1,13 @@
-"""Load a checkpoint whose weights are quantised, tensor by tensor.
+"""The loader of a checkpoint with quantised weights, tensor by tensor.
 
-    experts     stay quantised, where all of a layer's are alike and the device is a CPU that
-                computes in bf16: packed as they are read, `QuantisedExperts` on their module
-    linears     stay so on the same terms, projections and the head: `QuantisedLinear`
-    the rest    becomes bf16 (or the dtype asked for) as it is read, and transformers puts it into
-                the model
+    experts     stay quantised, if all weights of a layer are alike and the device is a CPU that
+                computes in bf16: packed while they are read, `QuantisedExperts` on their module
+    linears     stay so under the same conditions, projections and the head: `QuantisedLinear`
+    the rest    becomes bf16 (or the dtype asked for) while it is read, and transformers puts it
+                into the model
 
-Nothing is read before it is needed: in memory are the weights
-that were read so far and what one of them takes on its way.
+Tensors are read on demand. Memory contains the weights that were read so far, and the buffers of
+one weight at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,30 +44,32 @@ from qllm.models.weights.quantised_linears import QuantisedLinear, fits, staying
 from qllm.models.weights.quantised_weights import AnyWeights, DeviceWeights, Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
-"""Formats whose stacks of experts are [E, n, k], whatever the parameter of the model is."""
+"""Formats whose stacks of experts are [E, n, k], whatever the layout of the model's parameter."""
 T = TypeVar("T")
 Read = Callable[[], Weight]
 Wait = Callable[[], AnyWeights | None]
-"""Waits for the weights of a module's experts that are one parameter; None if they cannot stay."""
+"""A function that waits for the experts' weights of one parameter. It returns None if they cannot
+stay quantised.
+"""
 READERS = 8
 """Threads that read and pack: more than cores, since they wait for the disk."""
 KEPT = "qllm_kept"
-"""Name of our method among transformers' quantisers: it leaves parameters out."""
+"""Our method's name among transformers' quantisers: it leaves parameters out."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the quantised weights."""
+    """Counts of quantised weights that stayed, and that were expanded."""
 
     kept: list[str] = field(default_factory=list)
-    """Codes and groups of every layer whose experts stay quantised."""
+    """Codes and group of every layer whose experts stay quantised."""
     linears: list[str] = field(default_factory=list)
-    """Codes and groups of every linear module that stays so."""
+    """Codes and group of every linear module that stays quantised."""
     expanded: int = 0
-    """Weights that became plain numbers."""
+    """Number of weights that became plain numbers."""
 
     def text(self, format_name: str, dtype: torch.dtype) -> str:
-        """The outcome for people: "fp8: experts of 24 layers as e4m3 g128, 97 others ..."."""
+        """Return a text: "fp8: experts of 24 layers as e4m3 g128, 97 others ..."."""
         kinds = sorted(set(self.kept))
         parts = [f"experts of {self.kept.count(kind)} layers kept as {kind}" for kind in kinds]
         for kind in sorted(set(self.linears)):
@@ -80,7 +82,7 @@ class Outcome:
 
 @register_quantization_config(KEPT)
 class _KeptConfig(QuantizationConfigMixin):
-    """Names the parameters that transformers shall not load."""
+    """The names of parameters that transformers must not load."""
 
     def __init__(self, names: Sequence[str] = (), **_: Any) -> None:
         self.quant_method: Any = KEPT
@@ -89,7 +91,7 @@ class _KeptConfig(QuantizationConfigMixin):
 
 @register_quantizer(KEPT)
 class _Kept(HfQuantizer):
-    """Takes parameters out of a model before transformers loads its weights."""
+    """A quantiser that removes parameters from a model before transformers loads its weights."""
 
     requires_calibration = False
 
@@ -99,7 +101,7 @@ class _Kept(HfQuantizer):
             path, _, parameter = name.rpartition(".")
             module = model.get_submodule(path)
             del module._parameters[parameter]
-            module._is_hf_initialized = True  # nothing is left in it to be made up
+            module._is_hf_initialized = True  # nothing is left to initialise
 
     @property
     def is_trainable(self) -> bool:
@@ -110,7 +112,7 @@ class _Kept(HfQuantizer):
 
 
 class _Lazy:
-    """A tensor that transformers reads when it comes to it."""
+    """A tensor that transformers reads when it needs it."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
@@ -130,15 +132,15 @@ def stream(
     """Load a model.
 
     Args:
-        model_class: Of transformers, for causal generation.
-        config: Of the model, without a quantization_config.
-        checkpoint: Its weights.
-        dtype: Of the weights that do not stay quantised.
-        device: Where they go.
-        rounding: Key of `ROUNDINGS`: plain weights of experts are rounded as they are read.
+        model_class: Class of transformers, for causal generation.
+        config: Config of the model, without a quantization_config.
+        checkpoint: Weights to load.
+        dtype: Type of the weights that do not stay quantised.
+        device: Device of the weights.
+        rounding: Key of `ROUNDINGS`: plain weights of experts are rounded while they are read.
 
     Returns:
-        The model, transformers' account of keys and shapes that do not fit, and what became of the
+        The model, transformers' report of keys and shapes that do not fit, and the counts of
         quantised weights.
 
     Raises:
@@ -174,7 +176,7 @@ def stream(
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
         quantization_config=_KeptConfig(kept.names()),
-        ignore_mismatched_sizes=True,  # whoever called refuses them by name
+        ignore_mismatched_sizes=True,  # the caller refuses them by name
         output_loading_info=True,
     )
     kept.enter(skeleton, model, rounding, outcome)
@@ -187,7 +189,7 @@ def stream(
 
 @contextmanager
 def _readers() -> Iterator[Executor]:
-    """Threads that read and pack; whatever happens, they begin nothing afterwards."""
+    """Run threads that read and pack. After the block they start nothing more."""
     pool = ThreadPoolExecutor(READERS, "qllm-read")
     try:
         yield pool
@@ -196,7 +198,7 @@ def _readers() -> Iterator[Executor]:
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same, each once the next was made: readers go on with what that begins."""
+    """Yield each item after the next one was made, so that readers already work on the next."""
     before: list[T] = []
     for item in items:
         yield from before
@@ -221,10 +223,10 @@ class _Held:
         *,
         linears: bool,
     ) -> None:
-        """Read what can stay, experts and perhaps linears, and leave in `rest` what cannot."""
+        """Read experts, and linears if set, that can stay quantised; remove them from `rest`."""
         with _readers() as pool:
             others = {n: read for n, read in rest.items() if n not in places} if linears else {}
-            found_linears = _linears(skeleton, others, pool)  # one thread is long at the head
+            found_linears = _linears(skeleton, others, pool)  # early: the head takes long
             read = partial(_begun, places=places, checkpoint=checkpoint, pool=pool, room=room)
             begun = (
                 (path, names, read(skeleton.get_submodule(path), names))
@@ -240,14 +242,14 @@ class _Held:
                 del rest[name]
 
     def names(self) -> list[str]:
-        """Parameters that transformers shall not load."""
+        """Return the parameters that transformers must not load."""
         experts = [f"{path}.{name}" for path in self._experts for name in WEIGHTS]
         return [*experts, *(f"{path}.weight" for path in self._linears)]
 
     def enter(
         self, skeleton: nn.Module, model: nn.Module, rounding: str | None, outcome: Outcome
     ) -> None:
-        """Put them into the model."""
+        """Put the weights into the model."""
         for path, weights in self._experts.items():
             empty, experts = skeleton.get_submodule(path)._parameters, model.get_submodule(path)
             experts._parameters.update({name: empty[name] for name in WEIGHTS})
@@ -260,7 +262,7 @@ class _Held:
 
 
 def _rounded(model: PreTrainedModel, checkpoint: Checkpoint, rounding: str) -> Checkpoint:
-    """A checkpoint of which the weights of experts are rounded as they are read."""
+    """Return a checkpoint that rounds the weights of experts while they are read."""
     plain, quantised = dict(checkpoint.plain), dict(checkpoint.quantised)
     for name, place in places_of(model, checkpoint.plain).items():
         turned = is_turned(model, place)
@@ -277,7 +279,7 @@ def _round(
 
 
 def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Plain tensors but zeros that AutoGPTQ writes as biases of modules that have none."""
+    """Return plain tensors without the zeros that AutoGPTQ writes as missing biases."""
     ends = {weight.removesuffix(".weight") + ".bias" for weight in checkpoint.quantised}
     biases = ends & checkpoint.plain.keys()
     spare = biases - targets_of(model, biases).keys()
@@ -286,7 +288,7 @@ def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dic
 
 
 def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
-    """A quantised weight in bf16, as the parameter of the model is."""
+    """Return a quantised weight in bf16, in the layout of the model's parameter."""
     found = read()
     value = found.dequantised() if isinstance(found, Quantised) else found
     if not value.isfinite().all():
@@ -295,7 +297,7 @@ def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
 
 
 def _forget_method(model: Any) -> None:
-    """The model is as one that was never quantised: what is, is on its experts."""
+    """Remove transformers' marks of quantisation: only our modules describe it."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in vars(model):
             delattr(model, name)
@@ -309,7 +311,7 @@ def _forget_method(model: Any) -> None:
 def _linears(
     model: PreTrainedModel, reads: Mapping[str, Read], pool: Executor
 ) -> Iterator[tuple[str, str, Quantised]]:
-    """Read linear modules that can stay from now on: names here and in the model, and weights."""
+    """Start to read linears that can stay; return names here and in the model, and weights."""
     every = targets_of(model, reads)
     kept = staying(model, every.values())
     targets = {name: target for name, target in every.items() if target in kept}
@@ -333,11 +335,11 @@ def _begun(
     pool: Executor,
     room: Room,
 ) -> Callable[[], dict[str, AnyWeights] | None]:
-    """Begin to read a module's experts.
+    """Start to read a module's experts.
 
     Returns:
-        What waits for every expert's weights by parameter; None if they are not all there, or not
-        alike.
+        A function that waits for every expert's weights by parameter. It returns None if weights
+        are missing, or not alike.
     """
     stacks = {}
     for parameter in WEIGHTS:
@@ -351,7 +353,7 @@ def _begun(
             wanted = tuple(shape[:0:-1] if module.is_transposed else shape[1:])
             weights = stacks[parameter]()
             if weights is None or (weights.num, *weights.shape) != (shape[0], *wanted):
-                stacks.clear()  # the room of the others, too
+                stacks.clear()  # frees the room of the other parameter, too
                 return None
             found[parameter] = weights
         return found
@@ -368,7 +370,7 @@ def _of_parameter(
     pool: Executor,
     room: Room,
 ) -> Wait:
-    """Begin to read one weight per expert; None if some are missing, or they are not alike."""
+    """Start to read one weight per expert; None if some are missing, or they are not alike."""
     by_place = {places[name][2:]: name for name in names}
     if list(by_place) == [(0, None)]:
         return partial(_of_stack, module, parameter, names[0], checkpoint, room)
@@ -381,7 +383,7 @@ def _of_parameter(
     begun = [_one_by_one(experts, checkpoint, pool, room)]
 
     def wait() -> AnyWeights | None:
-        found = begun.pop()()  # so that its room is free before another is taken
+        found = begun.pop()()  # frees its room before more is taken
         return found or _at_once(experts, checkpoint, pool, room)
 
     return wait
@@ -390,7 +392,7 @@ def _of_parameter(
 def _of_stack(
     module: nn.Module, parameter: str, name: str, checkpoint: Checkpoint, room: Room
 ) -> AnyWeights | None:
-    """Read the weights of all experts in one, and pack them; None if they are not quantised."""
+    """Read the weights of all experts in one tensor, and pack them; None if not quantised."""
     stack = checkpoint.quantised[name]()
     if not isinstance(stack, Quantised) or stack.codes.dim() != 3:
         return None
@@ -402,7 +404,7 @@ def _of_stack(
 def _one_by_one(
     experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
 ) -> Wait:
-    """Begin to pack every expert where it is read; None once one is not like the first."""
+    """Start to pack every expert where it is read; None once one is not like the first."""
 
     def read(expert: int) -> list[Quantised]:
         return _matrices([checkpoint.quantised[name]() for name in experts[expert]])
@@ -414,7 +416,7 @@ def _one_by_one(
             _take(weights, 0, experts[0], parts)
         return weights
 
-    weights = pool.submit(first).result()  # behind what the readers have to do before
+    weights = pool.submit(first).result()  # queued after earlier work of the readers
     if weights is None:
         return lambda: None
 
@@ -434,7 +436,7 @@ def _one_by_one(
 
 
 def _matrices(weights: Sequence[Weight]) -> list[Quantised]:
-    """The same if each is quantised and a matrix, else none."""
+    """Return the weights if each is quantised and a matrix, else an empty list."""
     found = [one for one in weights if isinstance(one, Quantised) and one.codes.dim() == 2]
     return found if len(found) == len(weights) else []
 
@@ -442,7 +444,7 @@ def _matrices(weights: Sequence[Weight]) -> list[Quantised]:
 def _at_once(
     experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
 ) -> AnyWeights | None:
-    """Read all, and give them one format; None if they have none."""
+    """Read all weights, and convert them to one format; None if that is impossible."""
     names = chain.from_iterable(experts)
     found = alike(list(pool.map(lambda name: checkpoint.quantised[name](), names)))
     num_parts = len(experts[0])
@@ -463,20 +465,20 @@ def _take(
 
 
 def _grouped(parts: Sequence[T], num: int) -> list[Sequence[T]]:
-    """So many that follow each other at a time."""
+    """Return parts in groups of `num` neighbours."""
     return [parts[i : i + num] for i in range(0, len(parts), num)]
 
 
 def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> AnyWeights | None:
-    """Room for so many weights like one that is made of parts; None if these are not alike."""
+    """Return room for `num` weights like the one made of parts; None if the parts are not alike."""
     whole = stacked(parts)
     return None if whole is None else room(num, whole)
 
 
 def alike(weights: Sequence[Weight]) -> list[Quantised] | None:
-    """Weights with scales and offsets of one dtype; None if codes, groups or inputs differ.
+    """Return weights with scales and offsets of one dtype; None if codes, groups or inputs differ.
 
-    No value changes: scales become fp32 where some are, and an offset that was not there is zero.
+    No value changes: scales become fp32 if some are, and a missing offset becomes zero.
     """
     found = [one for one in weights if isinstance(one, Quantised)]
     if {one.code for one in found} == {"u4", "i4"}:

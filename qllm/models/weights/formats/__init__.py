@@ -1,1 +1,1 @@
-"""How published checkpoints hold quantised weights: one module per method."""
+"""Formats of quantised weights in published checkpoints: one module per method."""

@@ -1,9 +1,9 @@
 """compressed-tensors, as llm-compressor writes it: int4 and int8 in words, int8, and FP8.
 
-    pack-quantized     weight_packed int32 [n, k * bits / 32]: inputs that follow each other, the
-                       first lowest, each code plus half of the range; weight_shape [n, k]
-                       weight_zero_point int32 [n * bits / 32, groups], packed alike, may be there
-    int-quantized      weight int8 [n, k], weight_zero_point int8 [n, groups] may be there
+    pack-quantized     weight_packed int32 [n, k * bits / 32]: consecutive inputs, the first in the
+                       lowest bits, each code plus half of the range; weight_shape [n, k];
+                       optional weight_zero_point int32 [n * bits / 32, groups], packed alike
+    int-quantized      weight int8 [n, k], optional weight_zero_point int8 [n, groups]
     float-quantized    weight float8_e4m3fn [n, k]
     naive-quantized    the same as the last two
 
@@ -41,14 +41,14 @@ READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
 SCALE, ZERO, ORDER, SHAPE = (f".weight_{end}" for end in ("scale", "zero_point", "g_idx", "shape"))
 WORD = 32
 NO_ORDER = -1
-"""What weight_g_idx holds for a weight that was never calibrated, as an expert may be."""
+"""Content of weight_g_idx for a weight that was never calibrated, as an expert may be."""
 Block = tuple[int, int] | None
 Sizes = frozenset[int]
-"""Inputs that may share a scale; empty where the settings leave it open."""
+"""Possible numbers of inputs per scale; empty where the settings allow any."""
 
 
 def read_packed(parts: Parts, sizes: Sizes) -> Weight:
-    """One weight of pack-quantized."""
+    """Read a weight of pack-quantized."""
     words, scale = parts[".weight_packed"], parts[SCALE]
     n, k = parts[SHAPE].tolist()
     bits = WORD * words.shape[1] // k
@@ -78,7 +78,7 @@ def read_packed(parts: Parts, sizes: Sizes) -> Weight:
 
 
 def _order(parts: Parts, k: int, group: int) -> Tensor | None:
-    """The group of each of k inputs; None where groups are inputs that follow each other."""
+    """Return the group of each of k inputs; None where groups are consecutive inputs."""
     of_input = parts.get(ORDER)
     if of_input is None or bool((of_input == NO_ORDER).all()):
         return None
@@ -88,7 +88,7 @@ def _order(parts: Parts, k: int, group: int) -> Tensor | None:
 
 
 def read_plain(parts: Parts, block: Block, sizes: Sizes) -> Quantised:
-    """One weight of int-quantized or float-quantized."""
+    """Read a weight of int-quantized or float-quantized."""
     codes, scale = parts[".weight"], parts[SCALE]
     n, k = codes.shape
     in_blocks = block is not None and scale.numel() > 1 and scale.shape[0] != n
@@ -113,7 +113,7 @@ def _int8(codes: Tensor, scale: Tensor, zero: Tensor | int, group: int) -> Quant
 
 
 def _per_group(scale: Tensor, n: int, k: int, block: Block, sizes: Sizes) -> Tensor:
-    """Scales as [n, groups]."""
+    """Return scales as [n, groups]."""
     if scale.numel() == 1 and not sizes:
         return scale.reshape(1, 1).expand(n, 1).contiguous()
     if block is not None and scale.shape[0] != n:
@@ -131,7 +131,7 @@ def _per_group(scale: Tensor, n: int, k: int, block: Block, sizes: Sizes) -> Ten
 
 
 def _block(settings: Settings) -> Block:
-    """The blocks that a config group names; None if none does."""
+    """Return the blocks that a config group names; None if none does."""
     for group in dict(settings.get("config_groups") or {}).values():
         found = dict(dict(group).get("weights") or {}).get("block_structure")
         if found is not None:
@@ -140,14 +140,14 @@ def _block(settings: Settings) -> Block:
 
 
 def _sizes(settings: Settings) -> Sizes:
-    """The sizes of groups, if all weights have groups."""
+    """Return the sizes of groups, if all weights have groups."""
     groups = dict(settings.get("config_groups") or {}).values()
     found = [dict(dict(group).get("weights") or {}).get("group_size") or 0 for group in groups]
     return frozenset(found) if found and min(found) > 0 else frozenset()
 
 
 def _bits(settings: Settings) -> float:
-    """Bits of the widest group: a scale in bf16, and an offset where codes of 4 bits have zeros."""
+    """Return bits of the widest group: a bf16 scale, and an offset if 4-bit codes have zeros."""
     found = []
     for group in dict(settings.get("config_groups") or {}).values():
         weights = dict(dict(group).get("weights") or {})
@@ -158,7 +158,7 @@ def _bits(settings: Settings) -> float:
 
 
 def _all_say(settings: Settings, name: str, values: tuple[object, ...]) -> bool:
-    """Whether the weights of all config groups have one of these values."""
+    """Return True if the weights of all config groups have one of these values."""
     groups = dict(settings.get("config_groups") or {}).values()
     return bool(groups) and all(
         dict(dict(group).get("weights") or {}).get(name) in values for group in groups
@@ -166,17 +166,17 @@ def _all_say(settings: Settings, name: str, values: tuple[object, ...]) -> bool:
 
 
 def _rotated(settings: Settings) -> set[str]:
-    """What transforms (SpinQuant, QuIP) change beside weights: input, output, k_cache, q_attn."""
+    """Return what transforms (SpinQuant, QuIP) change: input, output, k_cache, q_attn."""
     groups = dict(dict(settings.get("transform_config") or {}).get("config_groups") or {})
     places = {str(dict(x).get("location")) for g in groups.values() for x in dict(g)["apply"]}
     return places - {"weight_input", "weight_output"}
 
 
 def compressed_tensors(settings: Settings) -> Format:
-    """The format with the settings of a checkpoint.
+    """Return the format with the settings of a checkpoint.
 
     Raises:
-        ModelError: Something in it has a layout that is not read.
+        ModelError: A part of it has an unsupported layout.
     """
     groups = dict(settings.get("config_groups") or {}).values()
     found = [settings.get("format") or "pack-quantized"]

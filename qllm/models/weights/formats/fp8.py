@@ -20,7 +20,7 @@ FP8 = "F8_E4M3"
 
 
 def per_output(scale: Tensor, n: int, k: int, block: tuple[int, int]) -> Tensor:
-    """Scales of blocks [..., rows, columns] as scales of outputs and groups [..., n, columns]."""
+    """Return scales of blocks [..., rows, columns] as scales per output [..., n, columns]."""
     rows, columns = block
     grid = (cdiv(n, rows), cdiv(k, columns))
     check(
@@ -32,7 +32,7 @@ def per_output(scale: Tensor, n: int, k: int, block: tuple[int, int]) -> Tensor:
 
 
 def read(parts: Parts, block: tuple[int, int] | None) -> Quantised:
-    """A weight, or a stack of them."""
+    """Read a weight, or a stack of weights."""
     codes, scale = parts[""], parts[SCALE]
     n, k = codes.shape[-2:]
     if block is None:
@@ -41,10 +41,10 @@ def read(parts: Parts, block: tuple[int, int] | None) -> Quantised:
 
 
 def fp8(settings: Settings) -> Format:
-    """The format with the blocks that the settings name.
+    """Return the format with the blocks that the settings name.
 
     Raises:
-        ModelError: They are no two numbers above 0.
+        ModelError: The block size is not two numbers above 0.
     """
     found = settings.get("weight_block_size")
     check(found is None or len(found) == 2, f"weight_block_size={found!r} must be two numbers")

@@ -22,29 +22,29 @@ SMALL = 32
 
 
 def q4_0(blocks: Tensor) -> Quantised:
-    """Bytes [..., n, blocks, 18]."""
+    """Read bytes [..., n, blocks, 18]."""
     return shifted("u4", _halves(blocks[..., 2:]), _fp16(blocks, 0), 8, SMALL)
 
 
 def q4_1(blocks: Tensor) -> Quantised:
-    """Bytes [..., n, blocks, 20]."""
+    """Read bytes [..., n, blocks, 20]."""
     return Quantised("u4", _halves(blocks[..., 4:]), _fp16(blocks, 0), _fp16(blocks, 2), SMALL)
 
 
 def q8_0(blocks: Tensor) -> Quantised:
-    """Bytes [..., n, blocks, 34]."""
+    """Read bytes [..., n, blocks, 34]."""
     codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
     return Quantised("i8", codes, _fp16(blocks, 0), None, SMALL)
 
 
 def q4_k(blocks: Tensor) -> Quantised:
-    """Bytes [..., n, blocks, 144]."""
+    """Read bytes [..., n, blocks, 144]."""
     codes = _k_nibbles(blocks[..., 16:], 32)
     return Quantised("u4", pairs(codes.flatten(-2)), *_k_scales(blocks), 32)
 
 
 def q5_k(blocks: Tensor) -> Quantised:
-    """Bytes [..., n, blocks, 176]."""
+    """Read bytes [..., n, blocks, 176]."""
     low = _k_nibbles(blocks[..., 48:], 32)
     high = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
     codes = low | high.flatten(-2) << 4
@@ -52,7 +52,7 @@ def q5_k(blocks: Tensor) -> Quantised:
 
 
 def q6_k(blocks: Tensor) -> Quantised:
-    """Bytes [..., n, blocks, 210]."""
+    """Read bytes [..., n, blocks, 210]."""
     low = _k_nibbles(blocks[..., :128], 64)
     quarters = blocked(blocks[..., 128:192], 2, 1, 32)
     high = quarters >> torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1) & 3
@@ -70,37 +70,37 @@ READERS: dict[str, tuple[int, Callable[[Tensor], Quantised]]] = {
     "Q5_K": (176, q5_k),
     "Q6_K": (210, q6_k),
 }
-"""Type of tensor -> bytes of a block, and its reader."""
+"""Bytes of a block, and its reader, by type of tensor."""
 BITS = {"Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5, "Q4_K": 6.0, "Q5_K": 10.0, "Q6_K": 10.0}
-"""Type of tensor -> bits of a weight in memory."""
+"""Bits of a weight in memory, by type of tensor."""
 PLAIN = ("F32", "F16", "BF16")
-"""Types that are no blocks."""
+"""Types without blocks."""
 
 
 def read(kind: str, data: Tensor) -> Quantised:
-    """A weight of uint8 [..., n, bytes of a row]."""
+    """Read a weight of uint8 [..., n, bytes of a row]."""
     size, reader = READERS[kind]
     return reader(blocked(data, -1, size))
 
 
 def _fp16(blocks: Tensor, start: int) -> Tensor:
-    """One number per block."""
+    """Return one fp16 number per block."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Codes of which the first half of a block is in the low halves of its bytes, packed."""
+    """Return packed codes of blocks whose first half is in the low halves of their bytes."""
     return pairs(torch.cat((packed & 15, packed >> 4), dim=-1).flatten(-2))
 
 
 def _k_nibbles(packed: Tensor, width: int) -> Tensor:
-    """Low and then high halves of so many bytes at a time: [..., m] -> [..., 2m]."""
+    """Return low and then high halves of `width` bytes at a time: [..., m] -> [..., 2m]."""
     parts = blocked(packed, -1, width)
     return torch.cat((parts & 15, parts >> 4), dim=-1).flatten(-2)
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 scales and offsets of the eight groups of 32, [..., n, groups]."""
+    """Return fp32 scales and offsets of the eight groups of 32, [..., n, groups]."""
     first, second, rest = blocked(blocks[..., 4:16], 3, 4).unbind(-2)
     scale = torch.cat((first & 63, rest & 15 | first >> 2 & 48), dim=-1)
     least = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), dim=-1)

@@ -2,13 +2,13 @@
 
     AWQ     qweight [k, n / 8]        outputs in a word in the order 0 2 4 6 1 3 5 7
             qzeros  [k / group, n / 8], packed alike       scales [k / group, n]
-    GPTQ    qweight [k * bits / 32, n]: a word is inputs that follow each other, the first lowest
+    GPTQ    qweight [k * bits / 32, n]: a word is consecutive inputs, the first in the lowest bits
             qzeros  [k / group, n * bits / 32]: zero - 1 in version 1, zero in version 2
             scales  [k / group, n]                         g_idx [k]: the group of each input
 
 A value is scale * (code - zero), rounded to bf16 once. The libraries of both formats round it to
-fp16 (and then to the model's dtype). With act-order the groups of GPTQ are not inputs that follow
-each other, so no kernel reads them: those weights are read as their bf16 values.
+fp16 (and then to the model's dtype). With act-order the groups of GPTQ are not consecutive inputs,
+so no kernel reads them: those weights are read as their bf16 values.
 Source: AutoAWQ (`utils/packing_utils.py`), AutoGPTQ (`nn_modules/qlinear`), GPTQModel (version 2).
 """
 
@@ -36,20 +36,20 @@ from qllm.models.weights.formats.layout import (
 
 WORD = 32
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output -> its place in a word of AWQ."""
+"""Place in a word of AWQ of each output."""
 VERSIONS = {"gptq": 1, "gptq_v2": 0}
-"""What `checkpoint_format` adds to a stored zero."""
+"""Number added to a stored zero, by `checkpoint_format`."""
 
 
 def unpacked_awq(words: Tensor) -> Tensor:
-    """int32 [r, n / 8] -> uint8 [n, r]."""
+    """Unpack int32 [r, n / 8] to uint8 [n, r]."""
     rows = words.shape[0]
     codes = nibbles(words.contiguous().view(torch.uint8).view(rows, -1, WORD // 8))
     return codes[..., AWQ_PLACES].reshape(rows, -1).t()
 
 
 def read_awq(parts: Parts, group: int) -> Quantised:
-    """One weight."""
+    """Read a weight."""
     codes = unpacked_awq(parts[".qweight"])
     scale = parts[".scales"].t()
     k = codes.shape[1]
@@ -60,13 +60,13 @@ def read_awq(parts: Parts, group: int) -> Quantised:
 
 
 def read_gptq(parts: Parts, bits: int, group: int, plus: int) -> Weight:
-    """One weight; its bf16 values where the groups are not inputs that follow each other."""
+    """Read a weight; return its bf16 values where the groups are not consecutive inputs."""
     words, scale = parts[".qweight"], parts[".scales"].t()
     codes = words.t().contiguous().view(torch.uint8)
     zero = parts[".qzeros"].contiguous().view(torch.uint8)
     if bits == 4:
         zero = nibbles(zero)
-    zero = (zero + plus & (1 << bits) - 1).t()  # what is stored for 0 is the largest code
+    zero = (zero + plus & (1 << bits) - 1).t()  # zero 0 is stored as the largest code
     k = words.shape[0] * WORD // bits
     group = group if group > 0 else k
     _check_groups(scale, zero, words.shape[1], cdiv(k, group))
@@ -90,15 +90,15 @@ def _check_groups(scale: Tensor, zero: Tensor, n: int, groups: int) -> None:
 
 
 def _bits(bits: int, group: int, centred: bool = False) -> float:
-    """In memory: scale and offset in fp32; where all zeros are 8, a scale in fp16."""
+    """Return bits in memory: scale and offset in fp32; if all zeros are 8, a scale in fp16."""
     return bits + ((16 if centred else 64) / group if group > 0 else 0)
 
 
 def awq(settings: Settings) -> Format:
-    """AWQ with the settings of a checkpoint.
+    """Return AWQ with the settings of a checkpoint.
 
     Raises:
-        ModelError: Its words are laid out for another kernel.
+        ModelError: Its words have the layout of another kernel.
     """
     bits = settings.get("bits", settings.get("w_bit", 4))
     version = str(settings.get("version", settings.get("format", "gemm"))).lower()
@@ -119,10 +119,10 @@ def awq(settings: Settings) -> Format:
 
 
 def gptq(settings: Settings) -> Format:
-    """GPTQ with the settings of a checkpoint.
+    """Return GPTQ with the settings of a checkpoint.
 
     Raises:
-        ModelError: Its bits or its version are others.
+        ModelError: Its bits or its version are unsupported.
     """
     bits, group = settings.get("bits", 4), int(settings.get("group_size", 128))
     version = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()

@@ -1,4 +1,4 @@
-"""What a format says: which tensors of a checkpoint are one weight, and how they are read."""
+"""Descriptions of formats: the tensors that form one weight, and their reader."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,16 +17,17 @@ Parts = Mapping[str, Tensor]
 SCALES = ("F32", "F16", "BF16")
 """Dtypes of scales, as safetensors spells them."""
 WHOLE = ("I32", "I64")
-"""Dtypes of what counts: shapes, and the group of each input."""
+"""Dtypes of integers: shapes, and the group of each input."""
 Weight = Quantised | Tensor
-"""A weight [n, k] or a stack [E, n, k] of them; bf16 where its codes have no group of inputs."""
+"""A weight [n, k] or a stack [E, n, k]; bf16 where its codes have no groups of consecutive inputs.
+"""
 
 
 class Stored(NamedTuple):
     """A tensor in a file."""
 
     dtype: str
-    """As safetensors spells it: BF16, F8_E4M3."""
+    """Dtype as safetensors spells it: BF16, F8_E4M3."""
     shape: tuple[int, ...]
 
 
@@ -37,32 +38,32 @@ class Layout:
     codes: str
     """End of the name of the codes."""
     needs: tuple[str, ...]
-    """Ends of the names of what belongs to them."""
+    """Ends of the names of further required tensors."""
     may_have: tuple[str, ...] = ()
     dtypes: tuple[str, ...]
     """Dtypes of the codes: a tensor of another dtype is a plain weight."""
     other_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Dtypes of tensors that are no codes, by the end of their names; of the rest: SCALES."""
+    """Dtypes of other tensors by the end of their names; all not listed have SCALES."""
     weight: str = ".weight"
-    """End of the name that the weight has where it is not quantised."""
+    """End of the name of an unquantised weight."""
     read: Callable[[Parts], Weight]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """How the checkpoints of one method hold their weights."""
+    """The layout of weights in the checkpoints of one method."""
 
     name: str
     layouts: tuple[Layout, ...]
     bits: float
-    """Bits of a weight in memory, with its part of scales and offsets."""
+    """Bits of a weight in memory, including its share of scales and offsets."""
     unused: tuple[str, ...] = ()
-    """Ends of the names of tensors that say how activations are quantised: ours are not."""
+    """Ends of the names of ignored tensors: they describe quantised activations, ours are not."""
 
     def weights(
         self, tensors: Mapping[str, Stored]
     ) -> Iterator[tuple[str, Layout, dict[str, str]]]:
-        """Name, layout, and tensors by the end of their names, of every quantised weight.
+        """Yield name, layout, and tensors by the end of their names, of every quantised weight.
 
         Raises:
             ModelError: Codes lack a tensor that belongs to them, or it has another dtype.
@@ -103,18 +104,18 @@ PLAIN = Format(name="plain", layouts=(), bits=16)
 
 
 def check(is_right: bool, what: str) -> None:
-    """Raise a ModelError that says what is wrong with a checkpoint."""
+    """Raise a ModelError with this text unless a checkpoint is right."""
     if not is_right:
         raise ModelError(what)
 
 
 def cdiv(a: int, b: int) -> int:
-    """The quotient, rounded up."""
+    """Return the quotient, rounded up."""
     return -(-a // b)
 
 
 def check_order(of_input: Tensor, k: int, groups: int) -> None:
-    """Raise a ModelError unless each of k inputs is of one of so many groups."""
+    """Raise a ModelError unless each of k inputs belongs to one of `groups` groups."""
     is_right = of_input.shape == (k,) and bool(((of_input >= 0) & (of_input < groups)).all())
     check(
         is_right,
@@ -124,7 +125,7 @@ def check_order(of_input: Tensor, k: int, groups: int) -> None:
 
 
 def check_scales(weight: Quantised) -> None:
-    """Raise a ValueError unless every group of inputs has a scale, and an offset where any has."""
+    """Raise a ValueError unless every group of inputs has a scale, and an offset if any has."""
     _, k = weight.shape
     wanted = (*weight.codes.shape[:-1], cdiv(k, weight.group))
     for found in (weight.scale_NG, weight.offset_NG):
@@ -133,18 +134,18 @@ def check_scales(weight: Quantised) -> None:
 
 
 def power_of_two(biased: Tensor) -> Tensor:
-    """bf16 2^(exponent - 127), exactly, of exponents 0 to 254 of any integer dtype."""
+    """Return bf16 2^(exponent - 127), exactly, of exponents 0 to 254 of any integer dtype."""
     bits = biased.to(torch.int16) << 7
     return torch.where(bits == 0, 1 << 6, bits).to(torch.int16).view(torch.bfloat16)
 
 
 def blocked(tensor: Tensor, *sizes: int) -> Tensor:
-    """The last dimension as several."""
+    """Split the last dimension into several."""
     return tensor.reshape(*tensor.shape[:-1], *sizes)
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Halves of bytes, the low one first: [..., m] -> uint8 [..., 2m]."""
+    """Return halves of bytes, the low one first: [..., m] -> uint8 [..., 2m]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -154,7 +155,7 @@ def pairs(codes: Tensor) -> Tensor:
 
 
 def shifted(code: Code, codes: Tensor, scale: Tensor, zero: Tensor | int, group: int) -> Quantised:
-    """A weight of scale * (code - zero), exactly: in fp32 where the product needs more bits."""
+    """Return a weight of scale * (code - zero), exactly: in fp32 if the product needs more bits."""
     is_centred = zero == I4_ZERO
     if code == "u4" and (is_centred if isinstance(is_centred, bool) else bool(is_centred.all())):
         return Quantised("i4", codes, scale.contiguous(), None, group)
@@ -162,7 +163,7 @@ def shifted(code: Code, codes: Tensor, scale: Tensor, zero: Tensor | int, group:
 
 
 def uncentred(weight: Quantised) -> Quantised:
-    """The same values with codes of "u4" where they are of "i4"."""
+    """Return the same values with codes of "u4" instead of "i4"."""
     if weight.code != "i4":
         return weight
     return _with_offset("u4", weight.codes, weight.scale_NG, I4_ZERO, weight.group)
@@ -179,5 +180,5 @@ def _with_offset(
 
 
 def signed(unsigned: Tensor) -> Tensor:
-    """Codes 0 to 255 less 128, as int8."""
+    """Return codes 0 to 255 minus 128, as int8."""
     return (unsigned ^ 128).view(torch.int8)

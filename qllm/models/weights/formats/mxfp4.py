@@ -17,14 +17,15 @@ NOT_A_NUMBER = 255
 """The exponent that stands for NaN."""
 BIAS = 127
 LEAST = BIAS - 100
-"""Kernels take no smaller exponent. What quantises gives zeros the smallest there is, and they are
-zeros with any other."""
+"""Smallest exponent of the kernels. Quantisers give zeros the smallest exponent there is, but zeros
+are the same with any exponent.
+"""
 SIZES = 0x77
-"""The bits of two inputs that are not their signs."""
+"""Bits of two inputs without their signs."""
 
 
 def read(parts: Parts) -> Quantised:
-    """A stack of weights; rows are outputs in the order of the checkpoint."""
+    """Read a stack of weights; rows are outputs in the order of the checkpoint."""
     blocks, scales = parts["_blocks"], parts["_scales"]
     check(
         blocks.shape[-1] == GROUP // 2 and blocks.shape[:-1] == scales.shape,
@@ -38,7 +39,7 @@ def read(parts: Parts) -> Quantised:
 
 
 def mxfp4(_: Settings) -> Format:
-    """The format; it has no settings."""
+    """Return the format; it has no settings."""
     layout = Layout(
         codes="_blocks",
         needs=("_scales",),

@@ -1,4 +1,4 @@
-"""Weights in bf16 rounded to 4 bits as they are loaded: to the nearest value, nothing calibrated.
+"""Rounding of bf16 weights to 4 bits while they are loaded: to the nearest value, not calibrated.
 
 int4    64 inputs have a bf16 scale and offset: 16 values from the smallest weight to the largest
 mxfp4   32 inputs have a power of two, 4-bit floats: the conversion of the OCP microscaling
@@ -22,7 +22,7 @@ E2M1_EXPONENT = 2
 """Exponent of the largest 4-bit float."""
 BIAS = 127
 LEAST_EXPONENT = -100
-"""Exponent of the power of two of a group of zeros, or nearly."""
+"""Exponent of the power of two of a group whose values are zero or nearly zero."""
 
 
 def int4(weight: Tensor) -> Quantised:
@@ -42,7 +42,7 @@ def _int4(weight_NK: Tensor) -> Quantised:
 
 
 def mxfp4(weight: Tensor) -> Quantised:
-    """The same; what is larger than the largest 4-bit float becomes it."""
+    """Round in the same way; values above the largest 4-bit float become it."""
     return _in_parts(weight, _mxfp4)
 
 
@@ -58,7 +58,7 @@ def _mxfp4(weight_NK: Tensor) -> Quantised:
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mxfp4}
-"""Values of `expert_weights` that round as a model is loaded."""
+"""Functions that round, by the values of `expert_weights` that round while a model is loaded."""
 
 
 BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
@@ -66,7 +66,7 @@ BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "
 
 
 def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantised]) -> Quantised:
-    """Round some outputs at a time: what they take on their way is 18 times as much as they."""
+    """Round some outputs at a time: temporary values take 18 times their memory."""
     *stack, n, k = weight.shape
     like = rounded(weight.new_zeros((1, k), dtype=torch.bfloat16))
 
@@ -86,7 +86,7 @@ def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantised]) -> Quantis
 
 
 def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
-    """fp32 [..., n, groups, group]; a shorter last group is filled up."""
+    """Return fp32 [..., n, groups, group]; a shorter last group is padded."""
     if not weight_NK.isfinite().all():
         raise ModelError("weights that are not finite cannot be rounded to 4 bits")
     more = -weight_NK.shape[-1] % group
@@ -103,7 +103,7 @@ def _packed(codes: Tensor, k: int) -> Tensor:
 
 
 def _nearest(size: Tensor) -> Tensor:
-    """The nearest of the eight sizes; between two the one with an even code."""
+    """Return the nearest of the eight sizes; between two, the one with an even code."""
     sizes = torch.tensor(E2M1[:8], dtype=torch.float32)
     middles = (sizes[1:] + sizes[:-1]) / 2
     low, high = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
