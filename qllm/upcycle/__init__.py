@@ -1,1 +1,1 @@
-"""A tool that makes a MoE model of a dense one, and trains its routers: `qllm upcycle`."""
+"""A tool that makes a MoE model from a dense one, and trains its routers: `qllm upcycle`."""

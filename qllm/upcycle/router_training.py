@@ -1,4 +1,4 @@
-"""Train the routers of an upcycled model for a few steps on local text."""
+"""Training of an upcycled model's routers, for a few steps on local text."""
 
 import json
 from collections.abc import Sequence
@@ -19,25 +19,27 @@ WINDOW = 256
 """Tokens of a step."""
 LEARNING_RATE = 1e-3
 BALANCE_COEF = 0.02
-"""Weight of the load balancing loss beside the model's own. Source: transformers'
-`load_balancing_loss_func`, after arXiv:2101.03961, eq. 4 to 6."""
+"""Weight of the load balancing loss next to the model's own loss. Source: transformers'
+`load_balancing_loss_func`, after arXiv:2101.03961, eq. 4 to 6.
+"""
 MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a training of the routers did."""
+    """The result of a training of the routers."""
 
     steps: int
     losses: tuple[float, ...]
-    """One per step: next tokens, and balance."""
+    """Two losses per step: next tokens, and balance."""
     busiest: tuple[float, float]
-    """Largest part of all choices that one expert of a layer got, mean of the layers, before and
-    after; with E experts 1/E is balance."""
+    """Largest share of all choices that one expert of a layer got, averaged over the layers, before
+    and after the training. With E experts, balance is 1/E.
+    """
 
 
 def read_windows(folder: Path, text_file: Path) -> list[list[int]]:
-    """Cut a text into windows of `WINDOW` tokens.
+    """Return windows of `WINDOW` tokens, cut from a text.
 
     Raises:
         ConfigError: The text cannot be read, or is shorter than a window.
@@ -59,17 +61,17 @@ def read_windows(folder: Path, text_file: Path) -> list[list[int]]:
 def train_routers(
     folder: Path, routers: Sequence[str], windows: Sequence[list[int]], steps: int, seed: int
 ) -> Training:
-    """Train the routers and write them into their files; all other weights stay as they are.
+    """Train the routers and write them into their files; all other weights stay unchanged.
 
     The model is in memory once, in float32. The result is a function of its arguments, on one
     kind of machine with one number of threads.
 
     Args:
-        folder: A model that `upcycle` wrote.
+        folder: Folder of a model that `upcycle` wrote.
         routers: Names of its routers in the checkpoint.
         windows: Token ids of each step; step s takes window `order[s % len]` of a seeded order.
-        steps: At least 1.
-        seed: Of the order.
+        steps: Number of steps, at least 1.
+        seed: Seed of the order.
     """
     make: Any = transformers.AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -96,7 +98,7 @@ def train_routers(
 
 
 def _gates(model: Any, count: int) -> list[nn.Parameter]:
-    """The routers' weights, layer by layer, asking for gradients."""
+    """Return the routers' weights, layer by layer, with gradients switched on."""
     found = [layer.mlp.gate.weight for layer in model.model.layers]
     assert len(found) == count, "one router per layer"
     for gate in found:

@@ -1,9 +1,9 @@
-"""Make a Mixture-of-Experts model of a dense one: sparse upcycling.
+"""Sparse upcycling: a Mixture-of-Experts model made from a dense one.
 
 Every expert is a copy of the dense model's FFN, and a new router chooses among them. The weights
-of the chosen sum to 1, so before any noise or training the model computes what the dense one
-does, up to rounding. Source: Komatsuzaki et al., Sparse Upcycling, arXiv:2212.05055; differs: all
-layers are upcycled, and the copies may be told apart by seeded noise.
+of the chosen experts sum to 1, so before any noise or training the model computes the same as the
+dense one, up to rounding. Source: Komatsuzaki et al., Sparse Upcycling, arXiv:2212.05055. It
+differs: all layers are upcycled, and seeded noise can make the copies differ.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class _Target(NamedTuple):
-    """An MoE family: its config, and how it names what a dense layer lacks."""
+    """An MoE family: its config, and the names of its additions to a dense layer."""
 
     config: Any
     router: str
     expert: str
-    """Name of one matrix of an expert, in terms of `expert` and `matrix`."""
+    """Name of one matrix of an expert, as a template with `expert` and `matrix`."""
     matrices: Mapping[str, str]
-    """The dense FFN's name of a matrix -> the expert's."""
+    """Name of an expert's matrix, by the dense FFN's name."""
     settings: Mapping[str, Any] = {}
-    """More of the config, beside experts, top-k and width."""
+    """Further settings of the config, besides experts, top-k and width."""
 
 
 _OWN_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -71,15 +71,15 @@ _QWEN2 = _QWEN3._replace(
 TARGETS: Mapping[str, _Target] = {
     "llama": _MIXTRAL,
     "mistral": _MIXTRAL,
-    "qwen2": _QWEN2,  # which has the biases of its attention
+    "qwen2": _QWEN2,  # its attention has biases
     "qwen3": _QWEN3,
 }
-"""`model_type` of a dense model -> the family with experts that has its attention."""
+"""Family with experts and the same attention, by `model_type` of a dense model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the experts are made."""
+    """The settings of the experts."""
 
     experts: int = 8
     top_k: int = 2
@@ -87,13 +87,14 @@ class Recipe:
     seed: int = 0
     """Seed of routers and noise: each tensor is a function of it and its own name."""
     noise: float = 0.0
-    """Standard deviation of what is added to the copies, relative to that of the matrix."""
+    """Standard deviation of the noise in the copies, relative to that of the matrix."""
     dtype: str | None = None
-    """A key of DTYPES; None is that of the dense weights, bfloat16 if they are quantised."""
+    """A key of DTYPES; None is the type of the dense weights, bfloat16 if they are quantised."""
     train_steps: int = 0
-    """Steps of a training of the routers alone; needs `text`, and the model in float32."""
+    """Steps of a training of only the routers; needs `text`, and memory for the model in float32.
+    """
     text: Path | None = None
-    """What the routers are trained on."""
+    """File of the text on which the routers are trained."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.experts <= MOST_EXPERTS:
@@ -119,7 +120,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upcycled:
-    """What was written."""
+    """The written model."""
 
     folder: Path
     architecture: str
@@ -130,19 +131,18 @@ class Upcycled:
 
 
 def upcycle(dense: str | Path, out: str | Path, recipe: Recipe | None = None) -> Upcycled:
-    """Write a model with experts, made of a dense one.
+    """Write a model with experts, made from a dense one.
 
-    Weights are read and written layer by layer: no more than one layer of the new model is in
-    memory.
+    Weights are read and written layer by layer: at most one layer of the new model is in memory.
 
     Args:
         dense: A folder as `save_pretrained` writes it, or a .gguf file.
         out: The new folder. It appears when it is complete.
-        recipe: How many experts, and how they differ.
+        recipe: Number of experts, and their differences.
 
     Raises:
         ConfigError: `out` exists.
-        ModelError: The dense model is not there, broken, or none that can be upcycled.
+        ModelError: The dense model is missing, broken, or cannot be upcycled.
     """
     recipe, place = recipe or Recipe(), Path(out).expanduser()
     if place.exists():
@@ -180,7 +180,7 @@ def upcycle(dense: str | Path, out: str | Path, recipe: Recipe | None = None) ->
 
 
 def _target(config: PreTrainedConfig) -> _Target:
-    """The family that a dense model becomes one of."""
+    """Return the family with experts for a dense model."""
     kind = config.model_type
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if getattr(config, name, None):
@@ -204,7 +204,7 @@ def _target(config: PreTrainedConfig) -> _Target:
 
 
 def _check_tensors(source: Dense) -> None:
-    """Compare names and shapes with what transformers has for the config."""
+    """Compare names and shapes with those that transformers has for the config."""
     expected = {name: tuple(t.shape) for name, t in meta_model(source.config).state_dict().items()}
     if source.config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -248,7 +248,7 @@ def _config(
 def _shards(
     source: Dense, target: _Target, recipe: Recipe, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
-    """The new checkpoint: what belongs to no layer, then layer by layer."""
+    """Yield the new checkpoint: tensors outside the layers, then layer by layer."""
     by_layer: dict[int, list[str]] = {}
     for name in source.shapes:
         if _HARMLESS.search(name) or (
@@ -269,7 +269,7 @@ def _shards(
 def _tensors(
     name: str, weight: Tensor, target: _Target, recipe: Recipe
 ) -> Iterator[tuple[str, Tensor]]:
-    """A tensor of the dense model as the new one has it: itself, or once per expert."""
+    """Yield a tensor of the dense model for the new one: itself, or one copy per expert."""
     found = _FFN.fullmatch(name)
     if found is None:
         yield name, weight
@@ -287,7 +287,7 @@ def _tensors(
 def _new_tensors(
     layer: str, config: PreTrainedConfig, target: _Target, recipe: Recipe
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a dense layer has not: a router, and Qwen2-MoE's shared expert."""
+    """Yield the tensors that a dense layer lacks: a router, and Qwen2-MoE's shared expert."""
     width, name = config.hidden_size, layer + target.router
     yield name, config.initializer_range * _normal(recipe.seed, name, (recipe.experts, width))
     if "shared_expert_intermediate_size" in target.settings:
@@ -307,7 +307,7 @@ def _normal(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _write_shards(folder: Path, found: Iterator[dict[str, Tensor]]) -> dict[str, Any]:
-    """One file per shard, and their index."""
+    """Write one file per shard; return their index."""
     weight_map: dict[str, str] = {}
     size = 0
     for number, tensors in enumerate(found):
