@@ -225,7 +225,7 @@ class CudaBackend:
             return None
         try:
             torch.cuda.synchronize(self.device)
-        except Exception:  # noqa: BLE001 - whatever it is, the device answers no more
+        except Exception:  # noqa: BLE001 - after any error the device is lost
             return DeviceError(
                 f"the device is lost ({type(error).__name__}: {error}); end this process and start "
                 "again"
@@ -319,7 +319,7 @@ class CudaBackend:
         whole = frame.program  # `program` may end earlier
         rows = [row for row in whole.rows if row.request_id not in frame.dead]
         if any(runner.requests[row.request_id].owes_prompt for row in rows):
-            return None  # hidden states must be kept, which a captured head does not do
+            return None  # hidden states must be stored, which a captured head does not do
         part = self.stages.part(whole, op, program.grain, self._can_sample(runner, frame))
         if part is None or part.end_op > len(program.ops):
             return None

@@ -73,7 +73,7 @@ class Slot:
         self._arena.free.append(self.number)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [layers, tokens, heads, width]."""
+        """Return keys and values, each [layers, tokens, heads, width]."""
         return self._arena.tensors(self.number)
 
     @property

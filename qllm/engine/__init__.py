@@ -1,1 +1,1 @@
-"""The engine's side: the loop, what it is built of, and the process it runs in."""
+"""The engine's side: the loop, its parts, and its process."""

@@ -61,7 +61,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
 
 
 def _blocks(sizes: list[int], prompt: int, shape: ModelShape, block_size: int) -> int:
-    """Return the KV blocks of the requests; the first ones take part in decodes of every size."""
+    """Return the KV blocks of all requests; the first take part in decodes of every size."""
     rounds = [ROUNDS * sum(size > i for size in sizes) for i in range(sizes[-1])]
     return sum(shape.blocks_for(prompt + tokens, block_size) for tokens in rounds)
 

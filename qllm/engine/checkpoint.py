@@ -51,7 +51,7 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     """Write every unfinished request to `path`; the requests also continue here.
 
     Requests that are held back (`HoldingIngress`) are written as not begun: the engine that
-    restores them makes again what each waits for. Streaming prompts are left out: only clients of
+    restores them rebuilds what each request needs. Streaming prompts are left out: only clients of
     this engine can complete them.
 
     Raises:

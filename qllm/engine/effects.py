@@ -21,7 +21,7 @@ from qllm.scheduler.program import Program
 
 
 class Effects:
-    """Applies effects to a runner, and notifies the prefix cache and the record.
+    """The executor of effects on a runner; it also notifies the prefix cache and the record.
 
     Args:
         runner: Owner of KV and frames.
@@ -44,7 +44,7 @@ class Effects:
         """Tokens whose KV was swapped in so far."""
 
     def apply(self, effect: Effect, reason: str = "dead") -> None:
-        """Apply one effect; `reason` is why a frame is dropped."""
+        """Apply one effect; `reason` is recorded for a dropped frame."""
         if isinstance(effect, Accept):
             self._accept(effect)
         elif isinstance(effect, SwapOut | SwapIn | EvictKv):

@@ -159,7 +159,7 @@ class GpuEngine(ServedEngine):
     def post(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
 
-    # -- what front ends may ask
+    # -- questions of front ends
 
     def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus | None]:
         block = self._engine.loop.server.block

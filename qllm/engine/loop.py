@@ -229,7 +229,7 @@ class EngineLoop:
         try:
             with contained():
                 result = call.function()
-        except Exception as error:  # noqa: BLE001 - belongs to the caller, who gets it
+        except Exception as error:  # noqa: BLE001 - raised again in the caller
             call.answer(None, error)
         else:
             call.answer(result, None)
@@ -427,7 +427,7 @@ class EngineLoop:
         )
         try:
             stopped = self.sink.on_token(sampled, at_ns)
-        except Exception as error:  # noqa: BLE001 - its text fails (a tokenizer), not the engine
+        except Exception as error:  # noqa: BLE001 - fails this request (a tokenizer), not the engine
             text = f"{type(error).__name__}: {error}"
             self.finish(sampled.request_id, FinishReason.ERROR, text)
             return

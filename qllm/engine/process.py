@@ -272,7 +272,7 @@ class EngineProcess:
             connection.send(answer)
         except OSError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever pickling its result raised
+        except Exception as error:  # noqa: BLE001 - pickling the result may raise anything
             what = f"{type(error).__name__}: {error}"
             text = f"the answer of {op} cannot leave the engine's process: {what}; {THREAD}"
             connection.send(("error", ConfigError(text)))
@@ -405,7 +405,7 @@ def portable_error(error: Exception) -> Exception:
     """Return the error if it can be pickled to another process, else one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its pickling does
+    except Exception:  # noqa: BLE001 - pickling may raise anything
         return QllmError(f"{type(error).__name__}: {error}")
     error.add_note(f"In the engine's process:\n{''.join(traceback.format_exception(error))}")
     return error

@@ -5,7 +5,7 @@
                   length and have just changed, or a layer carries a state
 
 No program runs meanwhile, so no prompt changes under a running row (I12). A parked row continues
-if it ends before the first change; else it is killed, and what was committed before it stays.
+if it ends before the first change; else it is killed, and tokens committed before it stay.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Revised(NamedTuple):
 
 
 class Revising:
-    """Applies revisions, and counts their cost.
+    """The executor of revisions, with counts of their cost.
 
     Args:
         scheduler: State and decisions.

@@ -143,7 +143,7 @@ class ServedEngine(ABC):
             try:
                 with contained():
                     box[:] = [function(), None]
-            except Exception as error:  # noqa: BLE001 - raised where it was asked for
+            except Exception as error:  # noqa: BLE001 - raised again in the caller
                 box[1] = error
             done.set()
 

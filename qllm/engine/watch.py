@@ -5,7 +5,7 @@ thread that polls. A poll renews a lease: when it ends, the loop stops appending
 
 A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline
 (`qllm.record.timeline`) after number `since`, and `seq`, the `since` of the next poll; `now_ms` of
-the engine's clock; what is `parked` and `running`; counts of tokens, KV blocks and preemptions.
+the engine's clock; `parked` and `running` programs; counts of tokens, KV blocks and preemptions.
 `whole` adds the open requests: `counts` per track and status, and the first 200. It returns no
 text and no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
 """
@@ -91,7 +91,7 @@ class Watch:
         return {**found, **self._requests(now_ns)} if whole else found
 
     def _begin(self) -> None:
-        """Start listening; the timeline starts with what exists already."""
+        """Start listening; the timeline starts with the current requests and frames."""
         loop, timeline = self._loop, self._timeline
         self._new.clear()
         timeline.forget()

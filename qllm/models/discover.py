@@ -100,7 +100,7 @@ class ModelParts:
 
     @property
     def like(self) -> Tensor:
-        """Empty tensor with the dtype, device and last dimension of the layers' inputs."""
+        """Tensor with the dtype, device and last dimension of the layers' inputs."""
         return _like(self.lm_head) if self.around is None else self.around.like
 
     @property

@@ -1,6 +1,6 @@
 """A check of a checkpoint's headers against its model, before a weight is read.
 
-transformers reports misfits only after it has read everything, by its own parameter names, and does
+transformers reports misfits only after it has read everything, by its own parameter names. It does
 not name the missing tensors of incomplete lists of experts.
 """
 

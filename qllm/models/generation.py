@@ -36,7 +36,7 @@ def ids_in(*sources: object) -> frozenset[int]:
 
 
 def unlisted_end(tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int]) -> str | None:
-    """Return the special token that the chat template writes after an answer, if no end id has it.
+    """Return the special token that the chat template writes after an answer, if it is no end id.
 
     Also return None for a template that does not accept a question and an answer.
     """
@@ -45,7 +45,7 @@ def unlisted_end(tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(said, tokenize=False))
-    except Exception:  # noqa: BLE001 - templates raise what they like
+    except Exception:  # noqa: BLE001 - templates may raise anything
         return None
     _, found, behind = text.rpartition(_ANSWER)
     behind = behind.lstrip()

@@ -13,8 +13,8 @@ from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 def identity(model: nn.Module, expert_weights: str = "auto", activations: str = "bf16") -> str:
     """Return a digest of everything that decides bits.
 
-    That is a model's class, its settings, a sample of its weights' bytes, their format, and the
-    type of the activations that are multiplied with them.
+    Its input is the model's class, its settings, a sample of its weights' bytes, their format, and
+    the type of activations.
     """
     kind = type(model).__name__ + expert_weights.removeprefix("auto")
     kind += f" on {activations}".removesuffix(" on bf16")

@@ -1,8 +1,8 @@
 """The content of transformers' cache for one layer of one request, of any kind.
 
-Attributes of a cache layer are keys and values, windows of them, keys of an indexer, compressed
-keys and keys that wait for compression, states of convolutions and recurrences, or counters. A pass
-that starts from committed tokens works on a copy, so their state stays unchanged.
+A cache layer has attributes of many kinds: keys and values, windows of these, keys of an indexer,
+compressed keys, keys that wait for compression, states of convolutions and recurrences, counters.
+A pass that starts from committed tokens works on a copy, so their state stays unchanged.
 """
 
 import copy

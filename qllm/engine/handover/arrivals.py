@@ -47,7 +47,7 @@ class HandedIngress(HoldingIngress[Coming]):
 
     @property
     def giving(self) -> HandOver:
-        """The hand-over that requests leave by.
+        """The hand-over that migrates requests to other engines.
 
         Raises:
             ConfigError: This engine has none.

@@ -199,7 +199,7 @@ class HandOver:
         return self._pull is not None
 
     def now_ns(self) -> int:
-        """The engine's clock."""
+        """Return the engine's time in nanoseconds."""
         return self._loop.now_ns()
 
     def fetch(

@@ -2,7 +2,7 @@
 
 Pages do not contain states. States are large, so few are cached, each under the name of the page
 before it: where a prompt ends, where a prompt leaves the cached pages of others (the branch of a
-system prompt), and after the last page of an answer. A hit reaches as far as the deepest of them.
+system prompt), and after the last page of an answer. A hit reaches as far as the deepest states.
 
     pages    [0][1][2][3][4][5][6]       cached under one chain of names
     states            *        *         a request that shares pages 0 to 4 continues after page 2,

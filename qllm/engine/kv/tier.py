@@ -110,7 +110,7 @@ class Disk(Protocol):
         ...
 
     def be_gentle(self, gentle: bool) -> None:
-        """Tell if LS requests exist: then all except their loads is limited to `GENTLE_SHARE`."""
+        """Set whether LS requests exist: then all except their loads gets only `GENTLE_SHARE`."""
         ...
 
     def written(self) -> list[Written]:
@@ -301,7 +301,7 @@ class FileTier:
         return load
 
     def be_gentle(self, gentle: bool) -> None:
-        """Tell if LS requests are there."""
+        """Set whether LS requests exist."""
         self._is_gentle = gentle
         self.disk.be_gentle(gentle)
 

@@ -81,7 +81,7 @@ class Mover:
             self._lock.notify_all()
 
     def be_gentle(self, gentle: bool) -> None:
-        """Tell if LS requests exist: then all except their loads is limited to a small share."""
+        """Set whether LS requests exist: then all except their loads gets only a small share."""
         if gentle is not self._is_gentle:
             with self._lock:
                 self._is_gentle = gentle
@@ -134,7 +134,7 @@ class Mover:
             start = time.thread_time()
             try:
                 self._read_one(load)
-            except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
+            except Exception as error:  # noqa: BLE001 - after any error of the disk, serving continues
                 self._fail(error)
                 return
             if load.is_over and load.is_ls:
@@ -186,7 +186,7 @@ class Mover:
         try:
             load.into(load.num_ready, page)
             load.num_ready += 1
-        except Exception as error:  # noqa: BLE001 - of this request (no memory), not of the disk
+        except Exception as error:  # noqa: BLE001 - this request fails (no memory), not the disk
             _log.warning("KV is not loaded for a request, which computes it: %s", error)
             load.is_given_up = True
 
@@ -195,7 +195,7 @@ class Mover:
             start = time.thread_time()
             try:
                 self._write_one(job)
-            except Exception as error:  # noqa: BLE001 - whatever the disk does, serving goes on
+            except Exception as error:  # noqa: BLE001 - after any error of the disk, serving continues
                 self._fail(error)
                 return
             self._rest(time.thread_time() - start)

@@ -1,6 +1,6 @@
 """Digests of tested sources of transformers, which make trials unnecessary.
 
-A part's kind is decided by what it computes (`qllm.models.parts.known`). If the source of a class
+A part's results decide its kind (`qllm.models.parts.known`). If the source of a class
 of transformers is in these tables, its kind was established earlier, and no trial is run.
 """
 
@@ -114,7 +114,7 @@ ROUTER = {
     "f94b2215875a": "chosen",  # granitemoe
     "f082c497de82": "chosen",  # granitemoe of transformers 5.17
     "e77292a9baca": "sigmoid",  # deepseek_v3: groups, and a correction for the choice
-    "02159fcb353d": "softmax_fp32",  # deepseek_v2: groups if its `topk_method` says so
+    "02159fcb353d": "softmax_fp32",  # deepseek_v2: groups if its `topk_method` has them
     "234a8dc21586": "sparse_mixer",  # phimoe
 }
 """Kind of router, by fingerprint of Router.forward. "wide" and "flag": softmax over all experts,

@@ -76,7 +76,7 @@ def trial(run: Callable[..., Iterator[str]]) -> Trial:
                     said = next(filter(None, run(module, draw, *args)), "") or draw.kept_more()
                     if said:
                         return said
-        except Exception as error:  # noqa: BLE001 - whatever it is, the part is not of the kind
+        except Exception as error:  # noqa: BLE001 - after any error, the part is not of the kind
             text = next(iter(str(error).splitlines()), "")
             return f"it raised {type(error).__name__}: {text}"
         return ""

@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file.
 
-Vocabularies are built here, because transformers ignores which words are taken whole, the normal
-form of letters, whether a text begins with a token, and special tokens with letters that are no
-bytes.
+Vocabularies are built here, because transformers ignores four settings: words that are taken whole,
+the normal form of letters, a token at the start of a text, and special tokens with letters that are
+no bytes.
 """
 
 from collections.abc import Mapping

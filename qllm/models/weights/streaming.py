@@ -82,7 +82,7 @@ class Outcome:
 
 @register_quantization_config(KEPT)
 class _KeptConfig(QuantizationConfigMixin):
-    """The names of parameters that transformers must not load."""
+    """A list of parameters that transformers must not load."""
 
     def __init__(self, names: Sequence[str] = (), **_: Any) -> None:
         self.quant_method: Any = KEPT
