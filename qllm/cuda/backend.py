@@ -48,7 +48,7 @@ from qllm.types import NS_PER_MS, Driver, Grain, SamplingParams
 AHEAD = 2
 """Ops or stages that the host may launch beyond the one that the device works on."""
 EXPERT_RANGES = 4
-"""Pieces of an EXPERTS op of a program that may stop between experts."""
+"""Number of ranges of an EXPERTS op, in a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
 """Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
 AHEAD_MS = 1.6

@@ -27,7 +27,7 @@ from qllm.runner.layers.work import Unit, Work
 
 
 class Router(NamedTuple):
-    """A known router: a product, and the rule that turns logits into weights."""
+    """A known router: a product, and the rule that gives weights for its logits."""
 
     weight_ED: Tensor
     bias_E: Tensor | None

@@ -133,7 +133,7 @@ class Pages:
         self._kernels.write(k_TGD, v_TGE, *self.of(layer, k_TGD, v_TGE), slots_T)
 
     def of(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's pages for keys and values of this shape; allocate them at first."""
+        """Return a layer's pages for keys and values of this shape; allocate them once."""
         if self._k is None or self._v is None:
             slots = self.num_pages * self.page_size
 
@@ -173,7 +173,7 @@ class PagedKV(RequestKV):
         self.reach(hi)
 
     def _have(self, blocks: Sequence[int]) -> None:
-        """Add new blocks to the pages."""
+        """Add a request's new blocks to its pages."""
         held = len(self.pages)
         if held and (len(blocks) < held or blocks[held - 1] != self.pages[-1]):
             raise InvariantError(f"the KV of a request moved from {self.pages} to {blocks}")

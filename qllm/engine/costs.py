@@ -6,7 +6,7 @@ from qllm.policy import CostTable, Tier
 from qllm.scheduler.program import Program
 
 SAMPLES_PER_COST = 4
-"""Weight of the old value when a cost is measured again: new = (3 * old + seen) / 4."""
+"""Samples in the average of a cost: new = (3 * old + seen) / 4."""
 COST_LEVELS = 9
 """Number of decode costs: for 1, 2, 4, ... 256 rows."""
 

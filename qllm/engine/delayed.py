@@ -66,7 +66,7 @@ class HoldingIngress(ABC, Generic[W]):
 
     @property
     def stop(self) -> ArrivalWord:
-        """The word that arrivals lower."""
+        """The stop word of the running program; arrivals lower it."""
         return self._inner.stop
 
     @property

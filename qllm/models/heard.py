@@ -43,7 +43,7 @@ def warn_of_unheard(model: nn.Module, parts: ModelParts) -> None:
 
 
 def _called(parts: ModelParts) -> Iterator[nn.Module]:
-    """Yield the modules that compute when their part is computed by its own modules."""
+    """Yield the modules that serving calls when it computes their part by its own modules."""
     yield from parts.embed.modules()
     yield from parts.norm.modules()
     if parts.around is not None:

@@ -96,7 +96,7 @@ class LayerCache:
                         )
 
     def compact(self) -> None:
-        """Free the memory that views keep alive but do not show."""
+        """Copy views that keep a larger storage alive, so that the rest of it is freed."""
         made: dict[int, Tensor] = {}  # a tensor with two names stays one tensor
         for layer in self.layers.values():
             for name, value in list(_values(layer)):

@@ -18,7 +18,7 @@ def _child(base: Any) -> Any:
 
 
 def rope_kind(base: Any, index: int) -> str | None:
-    """Return the key of a layer's position embeddings; None if all layers share them."""
+    """Return the layer type that selects position embeddings; None if all layers share them."""
     rotary = _child(base)
     if not isinstance(rotary, nn.Module) or "layer_type" not in parameters_of(rotary):
         return None

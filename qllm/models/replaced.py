@@ -10,7 +10,7 @@ Stub = Callable[..., Any]
 
 
 class Unwind(BaseException):
-    """An exit from a model's forward, which no `except Exception` of a model can catch."""
+    """An exception that leaves a model's forward; no `except Exception` of a model catches it."""
 
 
 @contextmanager

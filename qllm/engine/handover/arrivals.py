@@ -13,7 +13,7 @@ from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, RequestId
 
 SLACK_NS = 2 * NS_PER_S
-"""Minimum time before KV counts as late; beyond it, the time that computing the KV would take."""
+"""Least time before KV counts as late; computing the KV may take longer and is then the limit."""
 EXPECT_S = 60.0
 """Seconds after which an announced request is no longer expected."""
 MAX_EXPECTED = 4096

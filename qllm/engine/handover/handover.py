@@ -78,7 +78,7 @@ class Counts:
     """Requests that came and continued where they had stopped."""
     taken_tokens: int = 0
     found_tokens: int = 0
-    """Tokens among the taken ones that were already in pages of this engine."""
+    """Tokens of the requests that came which were already in pages of this engine."""
     missed: int = 0
     """Requests that came and were computed again, for any reason."""
 

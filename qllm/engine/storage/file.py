@@ -115,7 +115,7 @@ class Blocks:
         return True
 
     def erase(self, at: int, num_bytes: int) -> None:
-        """Overwrite bytes with zeros."""
+        """Overwrite blocks with zeros."""
         how = _ZERO_RANGE | _KEEP_SIZE
         if _fallocate(self._fd, how, ctypes.c_int64(at), ctypes.c_int64(num_bytes)):
             zeros = memoryview(mmap.mmap(-1, num_bytes))

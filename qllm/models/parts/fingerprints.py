@@ -76,9 +76,9 @@ DELTA_RULE = {
     "torch_chunk_gated_delta_rule": "ba218ac689e2",
     "torch_recurrent_gated_delta_rule": "79c55744edad",
 }
-"""Functions that it calls, and their digests."""
+"""Functions that a Gated DeltaNet calls, and their digests."""
 DELTA_NORM = "52bf359a41c0"
-"""Fingerprint of the gated norm of its output."""
+"""Fingerprint of the gated norm of a Gated DeltaNet's output."""
 DELTA_GROUPS = "de996db2a9cf"
 """Digest of the `fix_query_key_value_ordering` of the grouped kind."""
 EXPANSION = "e5ae38130e7f"

@@ -74,7 +74,7 @@ def _once(look: Callable[Concatenate[Any, P], Known]) -> Callable[Concatenate[An
 
 
 def _is_first(module: nn.Module) -> bool:
-    """Return True for the first of the modules in this look that differ only in layer number."""
+    """Return True for the first module of those in `one_look` that differ only in layer number."""
     alike, key = _alike.get(), ("but its number", repr(_state_of(module, NUMBER)))
     if alike is None:
         return True

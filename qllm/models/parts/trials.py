@@ -45,7 +45,7 @@ of rounding.
 LOOSE = {torch.float32: 1e-2, torch.bfloat16: 2.0**-4}
 """Largest difference where values are rounded in between, or scores are large."""
 ROUNDED_ELSEWHERE = 1 / 16
-"""Share of values with another last bit that shows rounding in another place."""
+"""Share of values with a different last bit that counts as rounding in another place."""
 TIES = {torch.float32: 1 / 32, torch.bfloat16: 1 / 4}
 """Share of tokens that may have other experts: equal scores, which are few in fp32."""
 PAST = 3
@@ -160,7 +160,7 @@ class _Small(Draw):
         wide, inner = (up[1], up[2] // 2) if experts.is_transposed else (up[2], up[1] // 2)
         hidden = {2 * inner: 16, inner: 8}.get(wide, 24)
         self.sizes = {experts.num_experts: 4, 2 * inner: 16, inner: 8, wide: hidden}
-        """Sizes here, by sizes of the module."""
+        """Sizes of the drawn weights, by sizes of the module."""
         self._shapes = {
             "gate_up_proj": (4, hidden, 16) if experts.is_transposed else (4, 16, hidden),
             "down_proj": (4, 8, hidden) if experts.is_transposed else (4, hidden, 8),

@@ -238,7 +238,7 @@ def _refuse_keys(said: Metadata, keys: Iterable[str]) -> None:
 
 
 def _add_sizes_of_tensors(said: Metadata, how: Architecture, settings: dict[str, Any]) -> None:
-    """Add sizes that the file lacks, if the defaults of a config are those of one model only."""
+    """Add sizes that the file lacks: the defaults of a config fit one model only."""
     heads = settings["num_attention_heads"]
     settings.setdefault("num_key_value_heads", heads)
     rows = said.shapes.get("blk.0.attn_q.weight", (settings["hidden_size"],))[0]
