@@ -104,7 +104,7 @@ class ServedEngine(ABC):
         """Start to serve one more front end of this machine, soon."""
 
     def remote_memory(self, number: int, capacities: tuple[int, int, int, int]) -> Any:
-        """Return the memory of one more front end behind a link (`engine.remote.RemoteMemory`).
+        """Return memory for a front end behind a link (`qllm.engine.remote.RemoteMemory`).
 
         Raises:
             ConfigError: No place is left for it.
