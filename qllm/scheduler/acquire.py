@@ -22,11 +22,12 @@ from qllm.scheduler.decision import (
     Kill,
     Leave,
     Parked,
+    Split,
     SwapIn,
     SwapOut,
 )
 from qllm.scheduler.request import Request
-from qllm.types import Evict, FrameId, RequestId
+from qllm.types import Evict, FrameId, Frontier, RequestId
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
 """Who loses how many blocks for a request, and how; the last are those who must not."""
@@ -263,3 +264,21 @@ def step_aside(holder: Frames, request: Request) -> list[Effect]:
 def _free_blocks(holder: Holder, request: Request, *, moving: bool = False) -> None:
     holder.pool.give_back(request.request_id, request.block_table, moving=moving)
     request.block_table = []
+
+
+def let_go(holder: Holder) -> list[Split]:
+    """Drop parked frames whose remaining rows have all left the sweep."""
+    found = []
+    for parked in [p for p in holder.frames.values() if p.dead and not p.live_rows()]:
+        # the work in this layer was of cancelled rows; live rows left the sweep at its start
+        parked.index = parked.program.layer_start(parked.index)
+        found.append(split(holder, parked))
+    return found
+
+
+def split(holder: Holder, parked: Parked) -> Split:
+    """Let go of a frame that is between two layers."""
+    del holder.frames[parked.program.frame_id]
+    for row in parked.held_rows():
+        holder.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))
+    return Split(parked.program, parked.index)

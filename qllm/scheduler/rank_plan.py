@@ -28,10 +28,9 @@ from qllm.policy import (
     View,
     next_row,
 )
-from qllm.scheduler.batch import Batch, fitting_tokens, may_wait
+from qllm.scheduler.batch import Batch, fitting_tokens, may_wait, runs_whole
 from qllm.scheduler.cohorts import advance, is_under_way, next_cut
 from qllm.scheduler.gaps import Turns, fitting
-from qllm.scheduler.making_way import make_way
 from qllm.scheduler.ranking import Ranked, Ranking
 from qllm.scheduler.ride import (
     JOIN_CAP,
@@ -44,7 +43,7 @@ from qllm.scheduler.ride import (
     wait_longer,
 )
 from qllm.scheduler.turns import scores
-from qllm.scheduler.whole_steps import runs_whole
+from qllm.scheduler.victims import make_way
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS

@@ -17,7 +17,7 @@ from typing import Any
 from qllm.errors import CheckpointError, InvariantError, PolicyError, contained, told
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
-from qllm.scheduler.acquire import acquire, evict, start_over
+from qllm.scheduler.acquire import acquire, evict, let_go, split, start_over
 from qllm.scheduler.be_share import BeShare
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
@@ -33,7 +33,6 @@ from qllm.scheduler.decision import (
     Parked,
     Patience,
 )
-from qllm.scheduler.frames import let_go, split
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rank_plan import shape_plan
 from qllm.scheduler.ranking import Ranking

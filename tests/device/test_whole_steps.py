@@ -10,7 +10,7 @@ from qllm.device import lanes
 from qllm.plan import Row
 from qllm.plugins import load_policy
 from qllm.policy import CostTable
-from qllm.scheduler.whole_steps import runs_whole
+from qllm.scheduler.batch import runs_whole
 from qllm.types import Priority, SamplingParams
 from tests.support.native_lanes import LIMITS, dry_loop
 

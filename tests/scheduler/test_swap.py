@@ -19,9 +19,9 @@ from qllm.policy import NO_COSTS, Tier, View, next_row
 from qllm.record import trace
 from qllm.scheduler.blocks import SwapSpace
 from qllm.scheduler.decision import Decision, SwapIn
-from qllm.scheduler.making_way import make_way
 from qllm.scheduler.rules import broken_rule
 from qllm.scheduler.scheduler import Scheduler
+from qllm.scheduler.victims import make_way
 from qllm.sim.check import overload, watch
 from qllm.sim.runner import SimCosts
 from qllm.sim.world import LIMITS, SHAPE, World
