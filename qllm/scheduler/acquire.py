@@ -10,11 +10,10 @@ waits in `away`. A row that shares its frame leaves it at the start of the layer
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from qllm.plan import ModelShape, Plan, Row
-from qllm.policy import CostTable, Tier
-from qllm.scheduler.blocks import BlockPool, SwapSpace
+from qllm.plan import Plan, Row
+from qllm.policy import Tier
 from qllm.scheduler.decision import (
     Drop,
     Effect,
@@ -27,35 +26,17 @@ from qllm.scheduler.decision import (
     SwapOut,
 )
 from qllm.scheduler.request import Request
-from qllm.types import Evict, FrameId, Frontier, RequestId
+from qllm.types import Evict, Frontier, RequestId
+
+if TYPE_CHECKING:
+    from qllm.scheduler.scheduler import Scheduler
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
 """Who loses how many blocks for a request, and how; the last are those who must not."""
 
 
-class Frames(Protocol):
-    """Has parked frames."""
-
-    frames: dict[FrameId, Parked]
-
-
-class Holder(Frames, Protocol):
-    """What is asked of a scheduler; `qllm.scheduler.scheduler.Scheduler` has it."""
-
-    requests: dict[RequestId, Request]
-    away: dict[RequestId, Parked]
-    pool: BlockPool
-    swap: SwapSpace
-    costs: CostTable
-    shape: ModelShape
-
-    def touch(self, request: Request) -> None:
-        """Note that a request holds KV now."""
-        ...
-
-
 def acquire(
-    holder: Holder,
+    scheduler: "Scheduler",
     plan: Plan,
     rows: Sequence[Row],
     victims: Victims,
@@ -67,7 +48,7 @@ def acquire(
     Whoever the plan drops or swaps out loses its blocks first.
 
     Args:
-        holder: Owns blocks and requests.
+        scheduler: The owner of blocks and requests.
         plan: What the policy wants.
         rows: Its rows, best first, ending where chunks may end.
         victims: Asked where blocks are short.
@@ -80,17 +61,17 @@ def acquire(
     """
     for request_ids, how in ((plan.drop, Evict.RECOMPUTE), (plan.swap_out, Evict.SWAP)):
         for request_id in request_ids:
-            owed += evict(holder, holder.requests[request_id], request_id, how)
-    shared = _refer(holder, rows)
+            owed += evict(scheduler, scheduler.requests[request_id], request_id, how)
+    shared = _refer(scheduler, rows)
     try:
-        return _give(holder, rows, shared, victims, now_ns, owed)
+        return _give(scheduler, rows, shared, victims, now_ns, owed)
     finally:
         for request_id, blocks in shared.items():  # of rows that stay without blocks
-            holder.pool.give_back(request_id, blocks)
+            scheduler.pool.give_back(request_id, blocks)
 
 
 def _give(
-    holder: Holder,
+    scheduler: "Scheduler",
     rows: Sequence[Row],
     shared: dict[RequestId, list[int]],
     victims: Victims,
@@ -99,11 +80,11 @@ def _give(
 ) -> list[Row]:
     gone: set[RequestId] = set()
     kept: list[Row] = []
-    pool = holder.pool
+    pool = scheduler.pool
     for row in rows:
         if row.request_id in gone:
             continue
-        request = holder.requests[row.request_id]
+        request = scheduler.requests[row.request_id]
         need = pool.blocks_for(row.hi) - len(request.block_table)
         need -= len(shared.get(row.request_id, ()))
         if need <= 0:
@@ -112,22 +93,22 @@ def _give(
         if need > pool.num_free:
             keep = frozenset(r.request_id for r in kept) | {row.request_id}
             for victim, how in victims(request, need - pool.num_free, keep):
-                owed += evict(holder, holder.requests[victim], row.request_id, how)
+                owed += evict(scheduler, scheduler.requests[victim], row.request_id, how)
                 gone.add(victim)
         if need > pool.num_free:
             continue
-        _take(holder, request, shared.pop(row.request_id, []), need, now_ns, owed)
+        _take(scheduler, request, shared.pop(row.request_id, []), need, now_ns, owed)
         if request.is_decoding:
-            row = row._replace(end_layer=holder.shape.num_layers)
+            row = row._replace(end_layer=scheduler.shape.num_layers)
         kept.append(row)
     return kept
 
 
-def _refer(holder: Holder, rows: Sequence[Row]) -> dict[RequestId, list[int]]:
+def _refer(scheduler: "Scheduler", rows: Sequence[Row]) -> dict[RequestId, list[int]]:
     """Let new requests hold what they take by reference; no eviction frees it from here on."""
-    pool, found = holder.pool, dict[RequestId, list[int]]()
+    pool, found = scheduler.pool, dict[RequestId, list[int]]()
     for row in rows if pool.has_names else ():
-        request = holder.requests[row.request_id]
+        request = scheduler.requests[row.request_id]
         if request.found_pages and not request.is_admitted:
             found[row.request_id] = pool.find(request.found_pages)
             pool.share(row.request_id, found[row.request_id])
@@ -135,7 +116,7 @@ def _refer(holder: Holder, rows: Sequence[Row]) -> dict[RequestId, list[int]]:
 
 
 def _take(
-    holder: Holder,
+    scheduler: "Scheduler",
     request: Request,
     shared: list[int],
     need: int,
@@ -144,66 +125,68 @@ def _take(
 ) -> None:
     is_new, was_swapped = not request.is_admitted, request.num_swapped_tokens > 0
     if is_new:
-        request.num_shared_tokens = len(shared) * holder.pool.block_size
+        request.num_shared_tokens = len(shared) * scheduler.pool.block_size
         request.block_table = shared
-    request.block_table += holder.pool.take(request.request_id, need)
+    request.block_table += scheduler.pool.take(request.request_id, need)
     if not is_new:
         return
     request.admitted_ns = now_ns
     if was_swapped:
-        owed.append(_come_back(holder, request))
+        owed.append(_come_back(scheduler, request))
     else:
         request.last_progress_ns = now_ns
-    holder.touch(request)
+    scheduler.touch(request)
 
 
-def _come_back(holder: Holder, request: Request) -> Effect:
+def _come_back(scheduler: "Scheduler", request: Request) -> Effect:
     """It has blocks again, and goes on where it was."""
     request_id = request.request_id
     back = SwapIn(request_id, request.num_swapped_tokens, tuple(request.block_table))
-    holder.swap.release(request_id)
+    scheduler.swap.release(request_id)
     request.num_swapped_tokens = 0
-    if parked := holder.away.pop(request_id, None):
+    if parked := scheduler.away.pop(request_id, None):
         request.frame_id = parked.program.frame_id
-        holder.frames[request.frame_id] = parked
+        scheduler.frames[request.frame_id] = parked
     return back
 
 
-def evict(holder: Holder, request: Request, for_request: RequestId, how: Evict) -> list[Effect]:
+def evict(
+    scheduler: "Scheduler", request: Request, for_request: RequestId, how: Evict
+) -> list[Effect]:
     """Take a request's blocks: its KV moves out, or it starts over.
 
     It starts over where there is no room, and where computing takes less time than moving.
     """
     request_id, written = request.request_id, request.num_written_tokens
-    blocks, request.gave_way = holder.pool.blocks_for(written), request.is_idle
+    blocks, request.gave_way = scheduler.pool.blocks_for(written), request.is_idle
     effects: list[Effect]
-    pays = how is Evict.SWAP and holder.costs.pays_to_keep(Tier.MEMORY, written, written)
-    if pays and holder.swap.put(request_id, blocks):
-        effects = [*_move_out(holder, request), SwapOut(request_id, written, for_request)]
+    pays = how is Evict.SWAP and scheduler.costs.pays_to_keep(Tier.MEMORY, written, written)
+    if pays and scheduler.swap.put(request_id, blocks):
+        effects = [*_move_out(scheduler, request), SwapOut(request_id, written, for_request)]
     else:
         lost = EvictKv(request_id, request.num_computed_tokens, for_request)
-        effects = [*start_over(holder, request), lost]
+        effects = [*start_over(scheduler, request), lost]
         request.evictions += 1
-    holder.touch(request)
+    scheduler.touch(request)
     return effects
 
 
-def start_over(holder: Holder, request: Request) -> list[Effect]:
+def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
     """Its row dies, its blocks come back, and nothing of it is computed."""
-    effects = _die(holder, request)
-    _free_blocks(holder, request)
-    holder.swap.release(request.request_id)
+    effects = _die(scheduler, request)
+    _free_blocks(scheduler, request)
+    scheduler.swap.release(request.request_id)
     request.reset()
     return effects
 
 
-def cut_back(holder: Holder, request: Request, num_tokens: int) -> list[Effect]:
+def cut_back(scheduler: "Scheduler", request: Request, num_tokens: int) -> list[Effect]:
     """Its prompt changed after `num_tokens` tokens: what was computed of the rest is lost.
 
     Its row under way dies if it goes further. Blocks beyond come back; one that is cut, and that
     others may refer to, comes back too, with the tokens before the cut.
     """
-    pool, request_id = holder.pool, request.request_id
+    pool, request_id = scheduler.pool, request.request_id
     if not (request.is_admitted or request.num_swapped_tokens):
         request.find(0)  # what the prefix cache has of the new prompt is found anew
         return []
@@ -212,48 +195,48 @@ def cut_back(holder: Holder, request: Request, num_tokens: int) -> list[Effect]:
         num_tokens -= rest
     effects: list[Effect] = []
     if request.frontier is not None and request.frontier.hi > num_tokens:
-        effects = _die(holder, request)
+        effects = _die(scheduler, request)
     request.cut_back(num_tokens)
     need = pool.blocks_for(request.num_written_tokens)
     if request.is_admitted:
         pool.give_back(request_id, request.block_table[need:])
         request.block_table = request.block_table[:need]
     else:
-        holder.swap.release(request_id)
+        scheduler.swap.release(request_id)
         if need:
-            holder.swap.put(request_id, need)
+            scheduler.swap.put(request_id, need)
     return effects
 
 
-def _die(holder: Holder, request: Request) -> list[Effect]:
+def _die(scheduler: "Scheduler", request: Request) -> list[Effect]:
     request_id, frame_id = request.request_id, request.frame_id
-    if parked := holder.away.pop(request_id, None):
+    if parked := scheduler.away.pop(request_id, None):
         return [Drop(parked.program)]
     if frame_id is None:
         return []
-    parked = holder.frames[frame_id]
+    parked = scheduler.frames[frame_id]
     parked.dead.add(request_id)
     if parked.held_rows():
         return [Kill(parked.program, request_id)]
-    del holder.frames[frame_id]
+    del scheduler.frames[frame_id]
     return [Drop(parked.program)]
 
 
-def _move_out(holder: Holder, request: Request) -> list[Effect]:
-    effects = step_aside(holder, request)
+def _move_out(scheduler: "Scheduler", request: Request) -> list[Effect]:
+    effects = step_aside(scheduler, request)
     if request.frame_id is not None:
-        holder.away[request.request_id] = holder.frames.pop(request.frame_id)
-    _free_blocks(holder, request, moving=True)
+        scheduler.away[request.request_id] = scheduler.frames.pop(request.frame_id)
+    _free_blocks(scheduler, request, moving=True)
     request.swap_out()
     return effects
 
 
-def step_aside(holder: Frames, request: Request) -> list[Effect]:
+def step_aside(scheduler: "Scheduler", request: Request) -> list[Effect]:
     """Its row leaves a frame that it shares, with what it has computed of whole layers."""
     request_id, frame_id = request.request_id, request.frame_id
     if frame_id is None:
         return []
-    parked = holder.frames[frame_id]
+    parked = scheduler.frames[frame_id]
     if len(parked.held_rows()) == 1:
         return []
     parked.dead.add(request_id)
@@ -261,24 +244,24 @@ def step_aside(holder: Frames, request: Request) -> list[Effect]:
     return [Leave(parked.program, request_id, parked.program.layer_start(parked.index))]
 
 
-def _free_blocks(holder: Holder, request: Request, *, moving: bool = False) -> None:
-    holder.pool.give_back(request.request_id, request.block_table, moving=moving)
+def _free_blocks(scheduler: "Scheduler", request: Request, *, moving: bool = False) -> None:
+    scheduler.pool.give_back(request.request_id, request.block_table, moving=moving)
     request.block_table = []
 
 
-def let_go(holder: Holder) -> list[Split]:
+def let_go(scheduler: "Scheduler") -> list[Split]:
     """Drop parked frames whose remaining rows have all left the sweep."""
     found = []
-    for parked in [p for p in holder.frames.values() if p.dead and not p.live_rows()]:
+    for parked in [p for p in scheduler.frames.values() if p.dead and not p.live_rows()]:
         # the work in this layer was of cancelled rows; live rows left the sweep at its start
         parked.index = parked.program.layer_start(parked.index)
-        found.append(split(holder, parked))
+        found.append(split(scheduler, parked))
     return found
 
 
-def split(holder: Holder, parked: Parked) -> Split:
+def split(scheduler: "Scheduler", parked: Parked) -> Split:
     """Let go of a frame that is between two layers."""
-    del holder.frames[parked.program.frame_id]
+    del scheduler.frames[parked.program.frame_id]
     for row in parked.held_rows():
-        holder.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))
+        scheduler.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))
     return Split(parked.program, parked.index)

@@ -8,52 +8,23 @@ request it is tried on is broken: all end, or the fallback takes over.
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from qllm.errors import PolicyError, contained, told
 from qllm.plan import Plan
 from qllm.policy import RankPolicy, StepReport, View, next_row
-from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.compile import align_rows
-from qllm.scheduler.decision import Decision, Parked
 from qllm.scheduler.request import Request
-from qllm.types import FrameId, RequestId
+from qllm.types import RequestId
+
+if TYPE_CHECKING:
+    from qllm.scheduler.scheduler import Scheduler
 
 Works = Callable[[Collection[RequestId]], bool]
 """Whether a policy does what it has to once these requests have ended."""
-
-
-class State(Protocol):
-    """What is asked of a scheduler and its copies; `qllm.scheduler.scheduler.Scheduler` has it."""
-
-    policy: Any
-    pool: BlockPool
-    swap: SwapSpace
-    requests: dict[RequestId, Request]
-    frames: dict[FrameId, Parked]
-    away: dict[RequestId, Parked]
-    paused: set[RequestId]
-    open: set[RequestId]
-
-    @property
-    def hook_errors(self) -> Iterable[tuple[Any, PolicyError]]:
-        """What hooks raised that no decision has raised yet."""
-        ...
-
-    def view(self, now_ns: int) -> View:
-        """What a policy is shown."""
-        ...
-
-    def decide(self, now_ns: int) -> Decision:
-        """What to run next; raises what is wrong with the policy."""
-        ...
-
-    def empty(self, policy: Any) -> Self:
-        """One like it, with this policy, that knows no request."""
-        ...
 
 
 class Blame(NamedTuple):
@@ -92,7 +63,7 @@ class Trial:
         report: The step to tell `on_step_done` of; None asks for a decision.
     """
 
-    scheduler: State
+    scheduler: "Scheduler"
     now_ns: int
     report: StepReport | None = None
 
@@ -124,7 +95,7 @@ class Trial:
         return True
 
 
-def blame(scheduler: State, error: PolicyError, now_ns: int) -> Blame:
+def blame(scheduler: "Scheduler", error: PolicyError, now_ns: int) -> Blame:
     """Find the requests that a policy has raised on. Nothing changes.
 
     Args:
@@ -257,7 +228,7 @@ def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
 
 
 def call_hook(
-    scheduler: State, name: str, subject: Request | StepReport, now_ns: int
+    scheduler: "Scheduler", name: str, subject: Request | StepReport, now_ns: int
 ) -> PolicyError | None:
     """Tell a policy of something, if it wants to know; return what it raised on, if it did.
 
@@ -282,7 +253,7 @@ def call_hook(
     return None
 
 
-def without(scheduler: State, gone: Collection[RequestId], now_ns: int) -> State:
+def without(scheduler: "Scheduler", gone: Collection[RequestId], now_ns: int) -> "Scheduler":
     """A copy of a scheduler's state in which some requests have ended.
 
     It has no suspects: they would be planned without asking the policy. A policy that cannot be

@@ -6,29 +6,20 @@ waits for more of its prompt is not shown either, and keeps its rank among victi
 """
 
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from qllm.plan import CutRule
 from qllm.policy import FrameView, Freed, View
-from qllm.scheduler.acquire import Holder, cut_back, step_aside
-from qllm.scheduler.decision import Effect, Limits
+from qllm.scheduler.acquire import cut_back, step_aside
+from qllm.scheduler.decision import Effect
 from qllm.scheduler.request import Request
-from qllm.scheduler.ride import Riding
 from qllm.types import RequestId
 
-
-class State(Holder, Protocol):
-    """What is asked of a scheduler; `qllm.scheduler.scheduler.Scheduler` has it."""
-
-    cuts: CutRule
-    limits: Limits
-    riding: Riding
-    paused: set[RequestId]
-    open: set[RequestId]
+if TYPE_CHECKING:
+    from qllm.scheduler.scheduler import Scheduler
 
 
 def change(
-    state: State, request: Request, priority: int | None, paused: bool | None, now_ns: int
+    scheduler: "Scheduler", request: Request, priority: int | None, paused: bool | None, now_ns: int
 ) -> list[Effect]:
     """Give a request another class, pause it, or let it go on; None leaves as it is.
 
@@ -41,49 +32,49 @@ def change(
         return []
     request.is_paused = paused
     if not paused:
-        state.paused.discard(request.request_id)
+        scheduler.paused.discard(request.request_id)
         # its time stood still: whether it has run since it was given KV is as it was
         request.last_progress_ns += now_ns - request.paused_ns
         request.admitted_ns += now_ns - request.paused_ns
         return []
     request.paused_ns = now_ns
-    state.paused.add(request.request_id)
-    return step_aside(state, request)
+    scheduler.paused.add(request.request_id)
+    return step_aside(scheduler, request)
 
 
 def revise(
-    state: State, request: Request, num_kept: int, num_tokens: int, now_ns: int
+    scheduler: "Scheduler", request: Request, num_kept: int, num_tokens: int, now_ns: int
 ) -> list[Effect]:
     """Give a request that is or was open until now a prompt of another end.
 
     Args:
-        state: The scheduler.
+        scheduler: The owner of the request.
         request: Without output. Whether it stays open, it says itself.
         num_kept: Tokens, of the first of the prompt, whose KV is still theirs.
         num_tokens: Of the prompt from now on.
         now_ns: The engine's clock. The time that it waited for the piece is no stall.
     """
     was_idle = request.is_idle or not request.is_open
-    effects = cut_back(state, request, num_kept)
+    effects = cut_back(scheduler, request, num_kept)
     request.num_prompt_tokens = request.num_tokens = num_tokens
     request.gave_way = False
     if was_idle and request.is_admitted:
         request.last_progress_ns = now_ns
     if not request.is_open:
-        state.open.discard(request.request_id)
+        scheduler.open.discard(request.request_id)
     return effects
 
 
-def active(state: State) -> list[Request]:
+def active(scheduler: "Scheduler") -> list[Request]:
     """All requests but the paused ones and those that wait for more of their prompt."""
-    if not (state.paused or state.open):
-        return list(state.requests.values())
-    return [r for r in state.requests.values() if not r.is_hidden]
+    if not (scheduler.paused or scheduler.open):
+        return list(scheduler.requests.values())
+    return [r for r in scheduler.requests.values() if not r.is_hidden]
 
 
-def ranked(state: State) -> list[Request]:
+def ranked(scheduler: "Scheduler") -> list[Request]:
     """Requests that have a rank: active ones, and those that hold KV and wait for more."""
-    return [r for r in state.requests.values() if has_rank(r)]
+    return [r for r in scheduler.requests.values() if has_rank(r)]
 
 
 def has_rank(request: Request) -> bool:
@@ -91,50 +82,50 @@ def has_rank(request: Request) -> bool:
     return not request.is_paused and (request.is_admitted or not request.is_idle)
 
 
-def view_of(state: State, now_ns: int) -> View:
+def view_of(scheduler: "Scheduler", now_ns: int) -> View:
     """The state as policies see it: without paused requests, their KV as if it were free."""
-    limits, requests, paused = state.limits, state.requests, state.paused
-    pool, freed = state.pool, Freed(state.pool.shared)
+    limits, requests, paused = scheduler.limits, scheduler.requests, scheduler.paused
+    pool, freed = scheduler.pool, Freed(scheduler.pool.shared)
     given_up = sum(freed.add(requests[i]) for i in paused)
     frames = [
         FrameView(frame_id, parked.live_rows(), parked.parked_ns, parked.alarm_ns)
-        for frame_id, parked in state.frames.items()
+        for frame_id, parked in scheduler.frames.items()
     ]
     if paused:
         frames = [f for f in frames if not any(row.request_id in paused for row in f.rows)]
     view = View(
         now_ns=now_ns,
-        requests=tuple(active(state)),
-        idle=_idle(state),
+        requests=tuple(active(scheduler)),
+        idle=_idle(scheduler),
         by_id=requests,
         frames=tuple(frames),
-        shape=state.shape,
+        shape=scheduler.shape,
         max_num_seqs=limits.max_num_seqs,
         max_step_tokens=limits.max_step_tokens,
         block_size=limits.block_size,
         num_free_blocks=pool.num_free + given_up,
         num_blocks=limits.num_blocks,
-        num_free_swap_blocks=state.swap.num_free,
-        costs=state.costs,
+        num_free_swap_blocks=scheduler.swap.num_free,
+        costs=scheduler.costs,
         finest_grain=limits.grain,
         max_segment_ns=limits.max_segment_ns,
-        ride_credit_ns=state.riding.credit_ns,
-        ride_margin_ns=state.riding.margin_ns,
-        ride_used_ns=state.riding.used_ns(now_ns),
+        ride_credit_ns=scheduler.riding.credit_ns,
+        ride_margin_ns=scheduler.riding.margin_ns,
+        ride_used_ns=scheduler.riding.used_ns(now_ns),
         capabilities=limits.capabilities,
-        cuts=state.cuts if limits.batch_invariant else None,
+        cuts=scheduler.cuts if limits.batch_invariant else None,
         whole_steps=limits.whole_steps,
         shared_blocks=pool.shared,
-        found_blocks=_found_blocks(state) if pool.has_names else {},
+        found_blocks=_found_blocks(scheduler) if pool.has_names else {},
     )
     if view.idle and not any(r.is_admitted for r in view.requests):
         return without_idle(view)  # a policy counts on it that somebody it sees may take KV
     return view
 
 
-def _idle(state: State) -> tuple[Request, ...]:
+def _idle(scheduler: "Scheduler") -> tuple[Request, ...]:
     """Those that hold KV and wait for more of their prompt, by id."""
-    found = (state.requests[i] for i in sorted(state.open))
+    found = (scheduler.requests[i] for i in sorted(scheduler.open))
     return tuple(r for r in found if r.is_idle and r.is_admitted and not r.is_paused)
 
 
@@ -147,8 +138,8 @@ def without_idle(view: View) -> View:
     return replace(view, num_free_blocks=view.num_free_blocks + freed, idle=())
 
 
-def _found_blocks(state: State) -> dict[RequestId, list[int]]:
+def _found_blocks(scheduler: "Scheduler") -> dict[RequestId, list[int]]:
     """Blocks that requests without KV would take by reference."""
-    waiting = (r for r in state.requests.values() if r.found_pages and not r.is_admitted)
-    found = {r.request_id: state.pool.find(r.found_pages) for r in waiting}
+    waiting = (r for r in scheduler.requests.values() if r.found_pages and not r.is_admitted)
+    found = {r.request_id: scheduler.pool.find(r.found_pages) for r in waiting}
     return {request_id: blocks for request_id, blocks in found.items() if blocks}

@@ -310,13 +310,32 @@ def test_every_floor_is_lived_in() -> None:
         ).is_file(), f"{name} is gone: take it out of FLOORS"
 
 
+class _AtRunTime(ast.NodeTransformer):
+    """Takes out imports for types alone."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            return self.generic_visit(node)
+        return [ast.Pass(), *node.orelse]
+
+
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Module -> the modules of ours that it imports anywhere, in functions and for types too."""
+    """Module -> the modules of ours that it imports anywhere, in functions and for types too.
+
+    Imports for types alone from the module's own folder are left out: the parts of one folder may
+    know each other's types.
+    """
     names = {path: path.removesuffix(".py").removesuffix("/__init__") for path in sources}
     modules = {name.replace("/", ".") for name in names.values()}
     graph: dict[str, set[str]] = {}
     for path, source in sources.items():
-        wanted = set(imports(path, source))
+        at_run_time = set(imports(path, ast.unparse(_AtRunTime().visit(ast.parse(source)))))
+        folder = ".".join(Path(path).parts[:-1]) + "."
+        wanted = {
+            name
+            for name in imports(path, source)
+            if name in at_run_time or folder == "qllm." or not name.startswith(folder)
+        }
         wanted |= {name.rpartition(".")[0] for name in wanted - modules}
         own = names[path].replace("/", ".")
         graph[own] = (wanted & modules) - {own}
@@ -346,6 +365,15 @@ def test_a_circle_is_seen(later: str) -> None:
     circle = {**sources, "qllm/b/c.py": later.replace("from .a", "from ..a")}
     with pytest.raises(CycleError):
         TopologicalSorter(import_graph(circle)).prepare()
+
+
+def test_types_of_the_own_folder_make_no_circle() -> None:
+    for_types = "if TYPE_CHECKING:\n    from qllm.b.c import C"
+    sources = {"qllm/b/c.py": "from qllm.b.d import f", "qllm/b/d.py": for_types}
+    TopologicalSorter(import_graph(sources)).prepare()
+    also_later = f"{for_types}\ndef f():\n    from qllm.b.c import C"
+    with pytest.raises(CycleError):
+        TopologicalSorter(import_graph({**sources, "qllm/b/d.py": also_later})).prepare()
 
 
 def test_plan_has_one_caller() -> None:
