@@ -42,7 +42,7 @@ from qllm.scheduler.ride import (
     tpot_target_ns,
     wait_longer,
 )
-from qllm.scheduler.turns import scores
+from qllm.scheduler.scoring import scores
 from qllm.scheduler.victims import make_way
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
@@ -425,7 +425,7 @@ class _Shaper:
         return all(self.view.by_id[i].is_decoding for i in own)
 
     def scores(self, frame: FrameView) -> bool:
-        """Whether the frame takes turns with other rows of its tier (`qllm.scheduler.turns`)."""
+        """Whether the frame takes turns with other rows of its tier (`qllm.scheduler.scoring`)."""
         get, num_layers = self.view.by_id, self.view.shape.num_layers
         return any(scores(row, get[row.request_id], num_layers) for row in frame.rows)
 

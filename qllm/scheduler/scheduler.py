@@ -33,14 +33,14 @@ from qllm.scheduler.decision import (
     Parked,
     Patience,
 )
+from qllm.scheduler.preemptions import preempts
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rank_plan import shape_plan
 from qllm.scheduler.ranking import Ranking
 from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding, settle
 from qllm.scheduler.rules import broken_rule, check_state, malformed, refuse_policy
-from qllm.scheduler.sparing import gives_way
-from qllm.scheduler.turns import whose_turn
+from qllm.scheduler.scoring import whose_turn
 from qllm.scheduler.victims import BadVictimError, victims_for
 from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
 
@@ -448,10 +448,10 @@ class Scheduler:
             preempted: An arrival stopped it.
 
         Returns:
-            Whether it is preempted: not if the arrival has to wait for it (`sparing`).
+            Whether it is preempted: not if the arrival has to wait for it (`preempts`).
         """
         parked, self.running = self._take_running(), None
-        preempted = gives_way(
+        preempted = preempts(
             self.policy, self.requests, parked, start_ns, end_ns, by_arrival=preempted
         )
         self.num_spared += parked.alarm_ns == end_ns

@@ -14,7 +14,7 @@ from qllm.policy import Ride
 from qllm.runner.cpu import cpu_runner
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.scheduler import Scheduler
-from qllm.scheduler.turns import TURN_NS
+from qllm.scheduler.scoring import TURN_NS
 from qllm.types import (
     NS_PER_MS,
     FinishReason,

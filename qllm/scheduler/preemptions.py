@@ -17,7 +17,7 @@ from qllm.scheduler.request import Request
 from qllm.types import NS_PER_MS, Priority, RequestId
 
 
-def gives_way(
+def preempts(
     policy: Any,
     requests: Mapping[RequestId, Request],
     parked: Parked,
