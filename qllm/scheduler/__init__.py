@@ -1,1 +1,1 @@
-"""Who runs, when and with which KV: pure decisions, no torch, no clock, no randomness."""
+"""Decisions: which requests run, when, and with which KV. Pure: no torch, clock or randomness."""

@@ -1,11 +1,12 @@
-"""Who gives up KV blocks, and who takes them.
+"""Changes of KV blocks and of parked frames: which request loses blocks, and which gets them.
 
-    start over    its row dies, its blocks come back, nothing of it is computed
-    move out      its blocks come back; what it has computed stays, its row under way too
-    cut back      its prompt changed: what it has computed of the old end is lost
-    acquire       rows of a plan get blocks: victims lose theirs, KV that moved out comes back
+    start over    a request loses its row, its blocks and everything computed
+    swap out      a request loses its blocks; its KV and its row under way are stored
+    cut back      a prompt changed: KV of its old end is lost
+    acquire       rows of a plan get blocks: victims lose theirs, stored KV is loaded
+    split         a parked frame ends between two layers; its rows keep their hidden states
 
-A row that is alone in its frame moves out as it is, at any boundary inside a layer: the frame
+A row that is alone in its frame is swapped out as it is, at any boundary inside a layer: the frame
 waits in `away`. A row that shares its frame leaves it at the start of the layer the frame is in.
 """
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from qllm.scheduler.scheduler import Scheduler
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
-"""Who loses how many blocks for a request, and how; the last are those who must not."""
+"""(request, blocks that it lacks, requests that must stay) -> victims, each with its way."""
 
 
 def acquire(
@@ -45,19 +46,19 @@ def acquire(
 ) -> list[Row]:
     """Give rows their blocks, in order; lower ranks lose theirs where blocks are short.
 
-    Whoever the plan drops or swaps out loses its blocks first.
+    Requests that the plan drops or swaps out lose their blocks first.
 
     Args:
-        scheduler: The owner of blocks and requests.
-        plan: What the policy wants.
-        rows: Its rows, best first, ending where chunks may end.
-        victims: Asked where blocks are short.
+        scheduler: Owner of blocks and requests.
+        plan: Plan of the policy.
+        rows: Rows of the plan, best first, ending where chunks may end.
+        victims: Function that is asked where blocks are short.
         now_ns: The engine's clock.
-        owed: Takes what has to be done to the runner, also if `victims` raises later.
+        owed: List that takes the effects, also if `victims` raises later.
 
     Returns:
-        The rows that have their blocks. That of a request whose KV comes back and that is decoding
-        again goes full depth (I4).
+        The rows that have their blocks. A row whose request decodes again after a swap goes
+        through all layers (I4).
     """
     for request_ids, how in ((plan.drop, Evict.RECOMPUTE), (plan.swap_out, Evict.SWAP)):
         for request_id in request_ids:
@@ -66,7 +67,7 @@ def acquire(
     try:
         return _give(scheduler, rows, shared, victims, now_ns, owed)
     finally:
-        for request_id, blocks in shared.items():  # of rows that stay without blocks
+        for request_id, blocks in shared.items():  # rows that got no blocks
             scheduler.pool.give_back(request_id, blocks)
 
 
@@ -105,7 +106,7 @@ def _give(
 
 
 def _refer(scheduler: "Scheduler", rows: Sequence[Row]) -> dict[RequestId, list[int]]:
-    """Let new requests hold what they take by reference; no eviction frees it from here on."""
+    """Let new requests hold the blocks that they share, so that no eviction frees these."""
     pool, found = scheduler.pool, dict[RequestId, list[int]]()
     for row in rows if pool.has_names else ():
         request = scheduler.requests[row.request_id]
@@ -139,7 +140,7 @@ def _take(
 
 
 def _come_back(scheduler: "Scheduler", request: Request) -> Effect:
-    """It has blocks again, and goes on where it was."""
+    """Load the KV of a swapped-out request into its new blocks, and its frame with it."""
     request_id = request.request_id
     back = SwapIn(request_id, request.num_swapped_tokens, tuple(request.block_table))
     scheduler.swap.release(request_id)
@@ -153,9 +154,9 @@ def _come_back(scheduler: "Scheduler", request: Request) -> Effect:
 def evict(
     scheduler: "Scheduler", request: Request, for_request: RequestId, how: Evict
 ) -> list[Effect]:
-    """Take a request's blocks: its KV moves out, or it starts over.
+    """Take a request's blocks: swap its KV out, or start it over.
 
-    It starts over where there is no room, and where computing takes less time than moving.
+    It starts over if the swap space is too small, or if computing is faster than moving its KV.
     """
     request_id, written = request.request_id, request.num_written_tokens
     blocks, request.gave_way = scheduler.pool.blocks_for(written), request.is_idle
@@ -172,7 +173,7 @@ def evict(
 
 
 def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
-    """Its row dies, its blocks come back, and nothing of it is computed."""
+    """Drop a request's row, free its blocks, and forget everything computed."""
     effects = _die(scheduler, request)
     _free_blocks(scheduler, request)
     scheduler.swap.release(request.request_id)
@@ -181,14 +182,14 @@ def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
 
 
 def cut_back(scheduler: "Scheduler", request: Request, num_tokens: int) -> list[Effect]:
-    """Its prompt changed after `num_tokens` tokens: what was computed of the rest is lost.
+    """Drop what was computed of a prompt that changed after its first `num_tokens` tokens.
 
-    Its row under way dies if it goes further. Blocks beyond come back; one that is cut, and that
-    others may refer to, comes back too, with the tokens before the cut.
+    A row under way dies if it goes further than them. Blocks after them are freed. The block with
+    the cut is freed too, with its tokens before the cut, if others may share it.
     """
     pool, request_id = scheduler.pool, request.request_id
     if not (request.is_admitted or request.num_swapped_tokens):
-        request.find(0)  # what the prefix cache has of the new prompt is found anew
+        request.find(0)  # the prefix cache is asked again for the new prompt
         return []
     whole, rest = divmod(num_tokens, pool.block_size)
     if rest and whole < len(request.block_table) and pool.is_fixed(request.block_table[whole]):
@@ -232,7 +233,7 @@ def _move_out(scheduler: "Scheduler", request: Request) -> list[Effect]:
 
 
 def step_aside(scheduler: "Scheduler", request: Request) -> list[Effect]:
-    """Its row leaves a frame that it shares, with what it has computed of whole layers."""
+    """Take a request's row out of a frame that it shares; whole layers stay computed."""
     request_id, frame_id = request.request_id, request.frame_id
     if frame_id is None:
         return []
@@ -250,17 +251,17 @@ def _free_blocks(scheduler: "Scheduler", request: Request, *, moving: bool = Fal
 
 
 def let_go(scheduler: "Scheduler") -> list[Split]:
-    """Drop parked frames whose remaining rows have all left the sweep."""
+    """Split parked frames whose remaining rows have all left the sweep."""
     found = []
     for parked in [p for p in scheduler.frames.values() if p.dead and not p.live_rows()]:
-        # the work in this layer was of cancelled rows; live rows left the sweep at its start
+        # only cancelled rows worked in this layer; live rows left the sweep at its start
         parked.index = parked.program.layer_start(parked.index)
         found.append(split(scheduler, parked))
     return found
 
 
 def split(scheduler: "Scheduler", parked: Parked) -> Split:
-    """Let go of a frame that is between two layers."""
+    """End a parked frame that is between two layers; its rows keep their hidden states."""
     del scheduler.frames[parked.program.frame_id]
     for row in parked.held_rows():
         scheduler.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))

@@ -1,4 +1,4 @@
-"""Rows of one step, and what is left for more of them."""
+"""Rows of one step, and the seats, prefill tokens and blocks that are left for more rows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,10 +23,10 @@ class Batch:
         self.num_prefills = 0
 
     def need(self, request: RequestView, row: Row) -> int:
-        """Blocks that a row takes beyond those its request holds.
+        """Return the number of blocks that a row takes beyond those of its request.
 
-        A newcomer's chunk counts to where level L2 lets it end: it may evict nobody of its tier,
-        and whoever holds blocks already may.
+        A newcomer may evict no request of its tier, so its chunk counts up to where level L2 lets
+        it end. A request that holds blocks may evict, so its chunk counts as it is.
         """
         if not request.is_admitted:
             return self.view.blocks_needed(row)
@@ -41,7 +41,7 @@ class Batch:
             self.free_blocks -= self.need(request, row)
 
     def take_prefill(self, request: RequestView, row: Row) -> None:
-        """Add a row that pays with tokens."""
+        """Add a row and charge its tokens to the prefill budget."""
         self.take(request, row)
         self.tokens -= row.num_tokens
         self.num_prefills += 1
@@ -53,7 +53,7 @@ class Batch:
 
 
 def may_wait(view: View, rows: Sequence[Row]) -> bool:
-    """Whether a step gives way to whole prompts of its tier: what it prefills is open prompts."""
+    """Return True if a step prefills streaming prompts only: whole prompts of its tier go first."""
     requests = [view.by_id[row.request_id] for row in rows]
     return any([r.is_open for r in requests]) and all(r.is_open or r.is_decoding for r in requests)
 
@@ -65,18 +65,18 @@ def runs_whole(
     best: int,
     slice_ns: int | None,
 ) -> bool:
-    """Whether nothing would stop these rows inside the step: the best class decodes alone.
+    """Return True if nothing would stop these rows inside the step: the best class decodes alone.
 
-    Rows of worse classes that joined it make a step worth stopping for newcomers of the best
-    class. A slice that outlasts the step stops nothing inside it. Control words, such as that of
-    a cancel, wait for the end of a whole step.
+    Such a step runs whole where each boundary inside it costs a launch. Rows of worse classes that
+    joined a step make it worth stopping for newcomers of the best class. A slice that outlasts the
+    step stops nothing inside it. A cancel waits for the end of a whole step.
 
     Args:
-        view: The state.
-        rows: What is to run.
+        view: State as policies see it.
+        rows: Rows to run.
         tier_of: Tiers of their requests.
-        best: The tier that no arrival goes before.
-        slice_ns: How long they may run; None is without an end.
+        best: Tier that no arrival goes before.
+        slice_ns: Longest run of the rows in nanoseconds; None sets no limit.
     """
     if not view.whole_steps:
         return False
@@ -91,7 +91,7 @@ def runs_whole(
 
 
 def fitting_tokens(view: View, grain: Grain, slice_ns: int) -> int:
-    """Prefill tokens for a slice: where time cannot stop a step, its size has to."""
+    """Return the prefill tokens that fit a slice, for steps that time cannot stop."""
     most = view.max_step_tokens
     if grain > Grain.STEP:
         return most

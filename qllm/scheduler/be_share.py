@@ -1,12 +1,12 @@
-"""The time that BE is owed while LS has work, and the plan that pays it (`qllm.floor`).
+"""The debt of time to BE while LS has work, and the plan that pays it (`qllm.floor`).
 
-    LS has work, BE could run     what BE is owed grows with the time
-    BE ran                        it shrinks, and not below zero
-    BE ran since it was owed      it shrinks by the whole run, below zero if that was too long
-    BE cannot run, or LS is away  it stays
+    LS has work, BE could run       the debt grows with the time
+    BE ran                          it shrinks, not below zero
+    BE ran to pay the debt          it shrinks by the whole run, below zero if that was too long
+    BE cannot run, or LS is idle    it stays
 
-So time that BE had while LS was away pays nothing, and no debt grows while BE is paused, waits for
-its prompt, or finds no KV. Whose KV is taken is the policy's business: a turn of BE evicts nobody.
+So BE's runs while LS is idle pay nothing. The debt does not grow while BE is paused, waits for its
+prompt, or lacks KV. A turn of BE evicts no request: only the policy's plans do.
 A class is BE if it is larger than LS, whatever tier the policy gives it.
 """
 
@@ -23,26 +23,26 @@ from qllm.types import Cap, Grain, Priority
 
 
 class Owed(NamedTuple):
-    """The time that BE is owed, and the times that both classes have had."""
+    """The debt of time to BE, and the times that both classes have had."""
 
     owed_ns: int = 0
     since_ns: int = 0
-    """When the last decision was taken."""
+    """Time of the last decision."""
     ls_has_work: bool = False
     """True if LS had work at that decision."""
     grows: bool = False
     """True if BE could run then as well, so that the debt grows until the next decision."""
     pays: bool = False
-    """True if the floor chose the run that is under way."""
+    """True if the floor chose the present run."""
     ls_ns: int = 0
     be_ns: int = 0
-    """Time of both classes so far: of a run that they share, in proportion to their tokens."""
+    """Time of both classes so far; a run that they share is divided by their tokens."""
     paid_ns: int = 0
     """Time of the runs that the floor chose."""
 
 
 class BeShare:
-    """The account of BE's time: counts what BE is owed, and returns a plan of BE when it is due."""
+    """The account of BE's time: counts the debt, and returns a plan of BE when a slice is due."""
 
     def __init__(self, floor: Floor) -> None:
         self.floor = floor
@@ -54,11 +54,11 @@ class BeShare:
         self.now = self.now._replace(ls_has_work=False, grows=False)
 
     def turn(self, view: View, policy: Any) -> Plan | None:
-        """Look around at a decision; return the plan of BE, if it is owed a slice.
+        """Count the time up to a decision; return a plan of BE if it is owed a slice.
 
         Args:
-            view: The state.
-            policy: Whose plans the others are: where it never stops a step, BE is not stopped.
+            view: State as policies see it.
+            policy: Policy of the other plans; if it never stops a step, BE's steps are whole too.
         """
         if not self.floor.rate:
             return None
@@ -72,7 +72,7 @@ class BeShare:
         return turn.a_slice() if grows and self.now.owed_ns >= self.floor.slice_ns else None
 
     def cut(self, plan: Plan, view: View) -> Plan:
-        """End a plan of the policy when BE is owed a slice: a pause, or a run that may be cut."""
+        """Shorten a plan of the policy, run or wait, so that it ends when BE is owed a slice."""
         if not self.now.grows:
             return plan
         left_ns = -((self.now.owed_ns - self.floor.slice_ns) * MILLION // self.floor.rate)
@@ -84,11 +84,11 @@ class BeShare:
         return replace(plan, slice_ns=max(1, min(slices)))
 
     def starts(self, *, pays: bool) -> None:
-        """Something runs; `pays` if it is the plan of `turn`."""
+        """Note that a run starts; `pays` is True if it is the plan of `turn`."""
         self.now = self.now._replace(pays=pays)
 
     def ran(self, requests: Sequence[tuple[RequestView, Row]], elapsed_ns: int) -> None:
-        """Something ran: rows, with their requests, took part for a time."""
+        """Count a run in which these rows, with their requests, took part."""
         tokens = sum(row.num_tokens for _, row in requests)
         be_tokens = sum(row.num_tokens for r, row in requests if _is_be(r))
         be_ns = elapsed_ns * be_tokens // tokens if tokens else 0
@@ -106,10 +106,10 @@ class BeShare:
         )
 
     def _pass(self, now_ns: int) -> None:
-        """Count the time since the last decision; no more than a window of it is remembered."""
+        """Count the time since the last decision, at most one window of it."""
         now, (rate, window_ns, _) = self.now, self.floor
         elapsed_ns = now_ns - now.since_ns
-        lost_ns = elapsed_ns if now.pays else 0  # by a run that raised
+        lost_ns = elapsed_ns if now.pays else 0  # the run raised
         owed_ns = now.owed_ns - lost_ns
         if now.grows:
             owed_ns += min(elapsed_ns, window_ns) * rate // MILLION
@@ -126,12 +126,12 @@ def _is_be(request: RequestView) -> bool:
 
 
 def _planned(plan: Plan, view: View) -> list[RequestView]:
-    """Requests of a plan; of a wrong one those that there are."""
+    """Return the requests of a plan; unknown ones are left out."""
     return [view.by_id[row.request_id] for row in plan.rows if row.request_id in view.by_id]
 
 
 class _Turn:
-    """What BE would run now: a parked frame of its own first, else its decodes and prefills."""
+    """The work that BE could do now: a parked frame of its own, else its decodes and prefills."""
 
     def __init__(self, view: View, needs: Cap, slice_ns: int) -> None:
         self.view = view
@@ -141,11 +141,11 @@ class _Turn:
 
     @property
     def is_possible(self) -> bool:
-        """Whether BE could run."""
+        """True if BE could run."""
         return bool(self._frames()) or next(self._loose(), None) is not None
 
     def a_slice(self) -> Plan:
-        """One slice of it, which nobody stops."""
+        """Return the plan of one slice, which no arrival stops."""
         frames = self._frames()
         own = next((f for f in frames if all(map(self._is_be, f.rows))), None)
         rows = own.rows if own is not None else tuple(self._loose()) or frames[0].rows
@@ -155,14 +155,14 @@ class _Turn:
         return _is_be(self.view.by_id[row.request_id])
 
     def _frames(self) -> list[FrameView]:
-        """Parked frames with BE in them, oldest first."""
+        """Return parked frames with rows of BE, oldest first."""
         return [f for f in self.view.frames if any(map(self._is_be, f.rows))]
 
     def _loose(self) -> Iterator[Row]:
-        """Rows of BE that are in no frame, as far as seats, tokens and free KV go.
+        """Yield rows of BE outside of frames, as far as there are seats, tokens and free KV.
 
-        Of decodes, whoever made progress longest ago goes first. Of the others, whoever holds KV,
-        then the oldest of the best class; nobody passes one that waits for KV.
+        Decodes come first, least recent progress first. Prefills follow: those that hold KV, then
+        the oldest of the best class. A prefill that lacks KV ends the list for newcomers.
         """
         view, be = self.view, [r for r in self.view.requests if _is_be(r) and r.frame_id is None]
         batch = Batch(view, fitting_tokens(view, self.grain, self.slice_ns))
@@ -198,7 +198,7 @@ class _Turn:
 
 
 def _grain_of(needs: Cap) -> Grain:
-    """The finest grain of the plans of a policy."""
+    """Return the finest grain of a policy's plans."""
     if needs & Cap.YIELD_EXPERT:
         return Grain.EXPERT
     return Grain.LAYER if needs & Cap.YIELD_LAYER else Grain.STEP

@@ -1,10 +1,10 @@
-"""Which request ends when a policy raises or breaks a rule: the one it breaks on, and no other.
+"""Search for the request that makes a policy raise or break a rule, so that only this one ends.
 
-No content of one request may end another's. Where the policy was asked about one request (`rank`,
-`on_arrival`), that one is to blame. Else it is found by trials: copies of the scheduler's state
-in which some requests have ended, with a copy of the policy that was told so, have to decide.
-Of two requests that break it only together, the newer one ends. A policy that breaks on every
-request it is tried on is broken: all end, or the fallback takes over.
+No content of one request may end another. If the policy was asked about one request (`rank`,
+`on_arrival`), that one is to blame. Else trials find it: copies of the scheduler's state, in which
+some requests have ended, decide with a copy of the policy whose hooks saw these ends.
+If two requests break the policy only together, the newer one ends. If the policy breaks on every
+request it is tried on, the policy is broken: all end, or the fallback policy continues.
 """
 
 import copy
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from qllm.scheduler.scheduler import Scheduler
 
 Works = Callable[[Collection[RequestId]], bool]
-"""Whether a policy does what it has to once these requests have ended."""
+"""Ids of ended requests -> True if the policy works without these requests."""
 
 
 class Blame(NamedTuple):
-    """What has to become of the requests after an error of the policy."""
+    """Verdict on the requests after an error of the policy."""
 
     request_ids: tuple[RequestId, ...]
-    """Those to end; none if the error was about a request that has ended."""
+    """Requests to end; empty if the error was about a request that has ended already."""
     others_go_on: bool
-    """Whether the policy is known to work without them."""
+    """True if a trial showed that the policy works without them."""
 
 
 class HookError(PolicyError):
-    """A hook raised.
+    """Error of a policy's hook.
 
     Args:
-        message: What it raised.
-        hook: Its name.
-        request_ids: The requests that it raised on.
-        others_go_on: Whether it is known not to raise on others.
+        message: Text with the policy, the hook and what it raised.
+        hook: Name of the hook.
+        request_ids: Requests that it raised on.
+        others_go_on: True if it is known not to raise on others.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class HookError(PolicyError):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A state of the scheduler to try a policy on, which stays as it is.
+    """A state of the scheduler to try a policy on. Trials run on copies and never change it.
 
     Args:
-        scheduler: The state.
+        scheduler: State to copy.
         now_ns: The engine's clock.
-        report: The step to tell `on_step_done` of; None asks for a decision.
+        report: Step to pass to `on_step_done`; None asks for a decision.
     """
 
     scheduler: "Scheduler"
@@ -68,7 +68,7 @@ class Trial:
     report: StepReport | None = None
 
     def without(self, gone: Collection[RequestId]) -> "Trial":
-        """The trial once these requests have ended, and their rows are in no report."""
+        """Return the trial without these requests, which have ended, and without their rows."""
         report = self.report
         if report is not None:
             report = report._replace(
@@ -78,7 +78,7 @@ class Trial:
         return Trial(without(self.scheduler, gone, self.now_ns), self.now_ns, report)
 
     def works(self, gone: Collection[RequestId]) -> bool:
-        """Whether the policy does what it has to once these requests have ended."""
+        """Return True if the policy works once these requests have ended."""
         trial = self.without(gone)
         twin = trial.scheduler
         if trial.report is None:
@@ -90,7 +90,7 @@ class Trial:
         try:
             with contained():
                 twin.policy.on_step_done(twin.view(self.now_ns), trial.report)
-        except Exception:  # noqa: BLE001 - that is the question
+        except Exception:  # noqa: BLE001 - then the answer is no
             return False
         return True
 
@@ -99,8 +99,8 @@ def blame(scheduler: "Scheduler", error: PolicyError, now_ns: int) -> Blame:
     """Find the requests that a policy has raised on. Nothing changes.
 
     Args:
-        scheduler: Its state after the error.
-        error: What `decide` raised.
+        scheduler: State after the error.
+        error: Error that `decide` raised.
         now_ns: The engine's clock.
     """
     trial = Trial(scheduler, now_ns)
@@ -109,7 +109,7 @@ def blame(scheduler: "Scheduler", error: PolicyError, now_ns: int) -> Blame:
     if error.request_id is None:
         order = list(reversed(scheduler.requests))
         if isinstance(scheduler.policy, RankPolicy):
-            # No rank was asked: its shape failed, as the scheduler in C++ does alike.
+            # No rank was asked: the shape failed. The scheduler in C++ does the same.
             return Blame(tuple(order), False)
         return _blame_of(trial, order)
     if error.request_id not in scheduler.requests:
@@ -130,32 +130,32 @@ def _blame_of_hook(trial: Trial, error: HookError) -> Blame:
 
 
 def _accepts_another(trial: Trial, ended: tuple[RequestId, ...]) -> bool:
-    """Whether `on_arrival` does not raise on the newest request that it has not raised on yet."""
+    """Return True if `on_arrival` accepts the newest request that it has not raised on yet."""
     raised_on = {i for _, e in trial.scheduler.hook_errors for i in getattr(e, "request_ids", ())}
     twin = trial.without(ended).scheduler
     others = [request for i, request in twin.requests.items() if i not in raised_on]
     if not others:
         return False
     if twin.policy is trial.scheduler.policy:
-        return True  # it is no copy: what it is told now, it would remember
+        return True  # the policy could not be copied: a trial would change its state
     view = twin.view(trial.now_ns)
-    with suppress(Exception), contained():  # so that the arrival is not its second
+    with suppress(Exception), contained():  # end it first, so that it does not arrive twice
         if hook := getattr(twin.policy, "on_finish", None):
             hook(view, others[-1])
     try:
         with contained():
             twin.policy.on_arrival(view, others[-1])
-    except Exception:  # noqa: BLE001 - that is the question
+    except Exception:  # noqa: BLE001 - then the answer is no
         return False
     return True
 
 
 def _blame_of(trial: Trial, order: Sequence[RequestId]) -> Blame:
-    """Find by trials whose end lets a policy work again.
+    """Find by trials the requests to end so that a policy works again.
 
     Args:
-        trial: What it broke on.
-        order: The requests to find them among, newest first.
+        trial: State that the policy broke on.
+        order: Candidates, newest first.
     """
     first = newest_needed(order, trial.works)
     rest = [i for i in order if i != first]
@@ -168,14 +168,14 @@ def _blame_of(trial: Trial, order: Sequence[RequestId]) -> Blame:
 
 
 def breaking(trial: Trial, group: Sequence[RequestId]) -> list[RequestId]:
-    """Find the requests on which a policy breaks also without all others of a group.
+    """Find the requests of a group on which a policy breaks even without the others.
 
-    The group is halved until it works. Each half starts from the state in which the other half
-    has ended already, so that the policy is told of O(n log n) ends in all, not O(n^2).
+    The group is halved until the policy works. Each half starts from the state in which the other
+    half has ended already, so that the policy sees O(n log n) ends in all, not O(n^2).
 
     Args:
-        trial: A state with the group and, of the requests to blame, no others.
-        group: n requests with which it does not work.
+        trial: State with the group and no other request to blame.
+        group: n requests with which the policy does not work.
     """
     if len(group) == 1:
         return list(group)
@@ -188,11 +188,11 @@ def breaking(trial: Trial, group: Sequence[RequestId]) -> list[RequestId]:
 
 
 def newest_needed(order: Sequence[RequestId], works: Works) -> RequestId:
-    """The request whose end, after the end of all newer ones, lets a policy work again.
+    """Return the newest request that must end, after all newer ones, so that a policy works.
 
     Args:
         order: Requests, newest first, with which it does not work.
-        works: Tells it of the first of these. It is taken to be true of all.
+        works: Test of the policy without the first few of these; assumed True without all.
     """
     low, high = 0, len(order)
     while high - low > 1:
@@ -205,14 +205,14 @@ def newest_needed(order: Sequence[RequestId], works: Works) -> RequestId:
 
 
 def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
-    """A plan of one request alone, as far as KV is free, to see whether it fails by itself.
+    """Plan one suspect alone, as far as KV is free, to see if it fails by itself.
 
     Args:
         suspects: Requests of a frame that raised.
-        view: The state.
+        view: State as policies see it.
 
     Returns:
-        None if there is no KV for any of them.
+        None if there is no KV for any suspect.
     """
     for request in suspects:
         row = next_row(request, view, view.max_step_tokens)
@@ -230,12 +230,12 @@ def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
 def call_hook(
     scheduler: "Scheduler", name: str, subject: Request | StepReport, now_ns: int
 ) -> PolicyError | None:
-    """Tell a policy of something, if it wants to know; return what it raised on, if it did.
+    """Call a policy's hook, if it has it; return its error, with the requests to blame, if any.
 
     Args:
-        scheduler: Its state.
-        name: Of the hook.
-        subject: What it is told of.
+        scheduler: State with the policy.
+        name: Name of the hook.
+        subject: Request or report to pass to it.
         now_ns: The engine's clock.
     """
     try:
@@ -254,17 +254,17 @@ def call_hook(
 
 
 def without(scheduler: "Scheduler", gone: Collection[RequestId], now_ns: int) -> "Scheduler":
-    """A copy of a scheduler's state in which some requests have ended.
+    """Return a copy of a scheduler's state in which some requests have ended.
 
-    It has no suspects: they would be planned without asking the policy. A policy that cannot be
-    copied is used as it is, and not told of their end.
+    The copy has no suspects, because these are planned without asking the policy. A policy that
+    cannot be copied is used itself, and its hooks do not see the ends.
     """
     ended = set(gone)
     policy, is_copy = scheduler.policy, True
     try:
         with contained():
             policy = copy.deepcopy(policy)
-    except Exception:  # noqa: BLE001 - it holds a lock, a file: `plan` is pure all the same
+    except Exception:  # noqa: BLE001 - it holds a lock or a file; `plan` is pure all the same
         is_copy = False
     twin = scheduler.empty(policy)
     for request_id, request in scheduler.requests.items():
@@ -284,7 +284,7 @@ def without(scheduler: "Scheduler", gone: Collection[RequestId], now_ns: int) ->
     twin.away = {i: replace(p) for i, p in scheduler.away.items() if i not in ended}
     for request_id in gone if is_copy else ():
         if request_id in scheduler.requests:
-            with suppress(Exception), contained():  # that would be blamed on the request that ends
+            with suppress(Exception), contained():  # the request to blame has ended anyway
                 if hook := getattr(policy, "on_finish", None):
                     hook(twin.view(now_ns), scheduler.requests[request_id])
     return twin

@@ -14,13 +14,13 @@ from qllm.plan import ModelShape, Row
 class BlockPool:
     """All KV blocks of an engine: each is free, or held by one request or more.
 
-    Several requests hold a block that a later one took by reference: full and committed, so that
-    nobody writes to it any more. It comes free with its last holder, and counts once.
+    A full, committed block can be shared by several requests, as no request writes to it any more.
+    It counts once, and is free when its last holder gives it back.
 
     Args:
-        num_blocks: Blocks in all.
+        num_blocks: Number of all blocks.
         block_size: Tokens of a block.
-        shape: Of the model: what states are charged; None charges nothing.
+        shape: Shape of the model, for the blocks that states are charged; None charges nothing.
     """
 
     __slots__ = (
@@ -35,23 +35,23 @@ class BlockPool:
         self._free = deque(range(num_blocks - 1, -1, -1))
         self._holders: dict[int, list[int]] = {}
         self.shared: dict[int, int] = {}
-        """Holders of each block that has more than one."""
+        """Number of holders of each block that has several."""
         self._named: dict[bytes, tuple[int, ...]] = {}
-        """Blocks of KV pages that a request holds, by the name of the page."""
+        """Blocks of each named KV page that a request holds."""
         self._name_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
+        """Number of blocks that no request holds."""
         return len(self._free)
 
     @property
     def has_names(self) -> bool:
-        """Whether there are blocks that could be taken by reference."""
+        """True if there are blocks that requests could share."""
         return bool(self._named)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens of one request need."""
+        """Return the number of blocks that `num_tokens` tokens of one request need."""
         if self.shape is not None:
             return self.shape.blocks_for(num_tokens, self.block_size)
         return -(-num_tokens // self.block_size)
@@ -66,13 +66,13 @@ class BlockPool:
         return taken
 
     def name(self, name: bytes, blocks: Sequence[int]) -> None:
-        """Say which KV page lies in blocks that are held; a name that there is keeps its blocks."""
+        """Name the KV page in blocks that a request holds; a known name keeps its blocks."""
         if name not in self._named and not any(block in self._name_of for block in blocks):
             self._named[name] = tuple(blocks)
             self._name_of |= dict.fromkeys(blocks, name)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the first of these pages that lie in blocks."""
+        """Return the blocks of these pages, up to the first page that lies in none."""
         found: list[int] = []
         for name in names if self._named else ():
             if name not in self._named:
@@ -81,11 +81,11 @@ class BlockPool:
         return found
 
     def is_fixed(self, block: int) -> bool:
-        """Whether others hold it, or may take it by reference: nobody writes to it again."""
+        """Return True if other requests share a block, or may: it must not change any more."""
         return block in self.shared or block in self._name_of
 
     def share(self, request_id: int, blocks: Sequence[int]) -> None:
-        """Give a request blocks that others hold."""
+        """Add a request as a holder of blocks that others hold."""
         for block in blocks:
             holders = self._holders.get(block)
             if not holders or request_id in holders:
@@ -94,12 +94,12 @@ class BlockPool:
             self.shared[block] = len(holders)
 
     def give_back(self, request_id: int, blocks: Sequence[int], *, moving: bool = False) -> None:
-        """Take back all blocks of `blocks`, which `request_id` must hold.
+        """Take blocks back from a request.
 
         Args:
-            request_id: Who gives them back.
-            blocks: Those it holds.
-            moving: Their KV is copied out meanwhile: others are handed out before them.
+            request_id: Request that gives them back.
+            blocks: Blocks that it holds.
+            moving: True if their KV is still being copied out: other free blocks are used first.
         """
         for block in blocks:
             holders = self._holders.get(block, [])
@@ -126,7 +126,7 @@ class BlockPool:
                 del self._name_of[other]
 
     def only(self, tables: Mapping[int, Sequence[int]]) -> "BlockPool":
-        """The pool as it were if these block tables were all."""
+        """Return a copy of the pool in which only these block tables hold blocks."""
         pool = BlockPool(self.num_blocks, self.block_size, self.shape)
         for request_id, table in tables.items():
             for block in table:
@@ -139,7 +139,7 @@ class BlockPool:
         return pool
 
     def check(self, tables: dict[int, list[int]]) -> None:
-        """Compare with the block tables of all requests: nothing leaks, what is shared counts once.
+        """Compare with the block tables of all requests: no block leaks, shared ones count once.
 
         Raises:
             InvariantError: They differ.
@@ -166,10 +166,10 @@ class BlockPool:
 
 
 class SwapSpace:
-    """Room for KV that lies outside the blocks of its request, counted in blocks.
+    """Space for swapped-out KV, counted in blocks.
 
     Args:
-        num_blocks: Room in all; 0 is none.
+        num_blocks: Size of the space in blocks; 0 disables swapping.
     """
 
     __slots__ = ("_held", "num_blocks", "num_used")
@@ -177,16 +177,16 @@ class SwapSpace:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_used = 0
-        """Blocks of room that requests have."""
+        """Blocks of the space that requests use."""
         self._held: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks of room that nobody has."""
+        """Blocks of the space that no request uses."""
         return self.num_blocks - self.num_used
 
     def put(self, request_id: int, count: int) -> bool:
-        """Take room for a request; False, and nothing is taken, if there is too little."""
+        """Reserve space for a request; return False, without reserving, if there is too little."""
         if request_id in self._held:
             raise InvariantError(f"request {request_id} is swapped out twice")
         if count > self.num_free:
@@ -196,23 +196,23 @@ class SwapSpace:
         return True
 
     def release(self, request_id: int) -> None:
-        """Give back the room of a request; one that has none is fine."""
+        """Free the space of a request, if it has any."""
         self.num_used -= self._held.pop(request_id, 0)
 
     def check(self, swapped: dict[int, int]) -> None:
-        """Compare with the blocks that the KV of each swapped-out request needs."""
+        """Compare with the number of blocks that each swapped-out request needs."""
         used = sum(self._held.values())
         if swapped != self._held or used != self.num_used or self.num_free < 0:
             raise InvariantError(f"swapped out are {swapped}, room is taken for {self._held}")
 
 
 class BlockTables:
-    """Block tables of requests that run without a scheduler: measurements and self-tests.
+    """Block tables of requests that run without a scheduler, in measurements and self-tests.
 
     Args:
-        num_blocks: Blocks in all.
+        num_blocks: Number of all blocks.
         block_size: Tokens of a block.
-        shape: See `BlockPool`.
+        shape: Shape of the model (see `BlockPool`).
     """
 
     def __init__(self, num_blocks: int, block_size: int, shape: ModelShape | None = None) -> None:
@@ -221,10 +221,10 @@ class BlockTables:
         self._tables: dict[int, list[int]] = {}
 
     def cover(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Give every row the blocks that it still needs; return all blocks of its request.
+        """Give every row the blocks that it still needs; return per row its request's blocks.
 
         Raises:
-            InvariantError: There are too few.
+            InvariantError: There are too few blocks.
         """
         for request_id, _, hi, *_ in rows:
             table = self._tables.setdefault(request_id, [])
@@ -233,5 +233,5 @@ class BlockTables:
         return [self._tables[row.request_id] for row in rows]
 
     def remove(self, request_id: int) -> None:
-        """Take back the blocks of a request; one that has none is fine."""
+        """Free the blocks of a request, if it has any."""
         self._pool.give_back(request_id, self._tables.pop(request_id, []))

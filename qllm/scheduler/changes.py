@@ -1,8 +1,8 @@
-"""A request changes its class or its prompt, stops for a while, or goes on: no decisions.
+"""Changes of a request's class, prompt and pause, and the view that policies get of the state.
 
-Who is paused is shown to no policy and planned by nobody. It keeps its KV, and a frame that holds
-no other request; for whoever needs KV it is the first victim, whatever its class. A request that
-waits for more of its prompt is not shown either, and keeps its rank among victims.
+No policy sees or plans a paused request. It keeps its KV, and a frame that holds no other request.
+Where blocks are short it is the first victim, whatever its class. A streaming prompt that waits
+for input is not shown either, and keeps its rank among victims.
 """
 
 from dataclasses import replace
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def change(
     scheduler: "Scheduler", request: Request, priority: int | None, paused: bool | None, now_ns: int
 ) -> list[Effect]:
-    """Give a request another class, pause it, or let it go on; None leaves as it is.
+    """Give a request another class, pause it, or resume it; None changes nothing.
 
-    Paused, its row leaves a frame that it shares and keeps what it has computed. The time that it
-    was paused is no stall.
+    The row of a paused request leaves a frame that it shares and keeps whole layers computed. The
+    time of a pause does not count as a stall.
     """
     if priority is not None:
         request.priority = priority
@@ -33,7 +33,7 @@ def change(
     request.is_paused = paused
     if not paused:
         scheduler.paused.discard(request.request_id)
-        # its time stood still: whether it has run since it was given KV is as it was
+        # leave the pause out of its times: both move alike, so it has run since admission or not
         request.last_progress_ns += now_ns - request.paused_ns
         request.admitted_ns += now_ns - request.paused_ns
         return []
@@ -45,14 +45,14 @@ def change(
 def revise(
     scheduler: "Scheduler", request: Request, num_kept: int, num_tokens: int, now_ns: int
 ) -> list[Effect]:
-    """Give a request that is or was open until now a prompt of another end.
+    """Replace the end of a streaming prompt, which may be complete from now on.
 
     Args:
-        scheduler: The owner of the request.
-        request: Without output. Whether it stays open, it says itself.
-        num_kept: Tokens, of the first of the prompt, whose KV is still theirs.
-        num_tokens: Of the prompt from now on.
-        now_ns: The engine's clock. The time that it waited for the piece is no stall.
+        scheduler: Owner of the request.
+        request: Request without output; its `is_open` is up to date.
+        num_kept: Number of first tokens of the prompt that did not change.
+        num_tokens: Length of the new prompt in tokens.
+        now_ns: The engine's clock. The wait for the piece does not count as a stall.
     """
     was_idle = request.is_idle or not request.is_open
     effects = cut_back(scheduler, request, num_kept)
@@ -66,24 +66,24 @@ def revise(
 
 
 def active(scheduler: "Scheduler") -> list[Request]:
-    """All requests but the paused ones and those that wait for more of their prompt."""
+    """Return all requests except paused ones and streaming prompts that wait for input."""
     if not (scheduler.paused or scheduler.open):
         return list(scheduler.requests.values())
     return [r for r in scheduler.requests.values() if not r.is_hidden]
 
 
 def ranked(scheduler: "Scheduler") -> list[Request]:
-    """Requests that have a rank: active ones, and those that hold KV and wait for more."""
+    """Return requests that have a rank: active ones, and waiting prompts that hold KV."""
     return [r for r in scheduler.requests.values() if has_rank(r)]
 
 
 def has_rank(request: Request) -> bool:
-    """Whether a policy ranks a request: to plan it, or to know who may take its KV."""
+    """Return True if the policy ranks a request, to plan it or as a possible victim."""
     return not request.is_paused and (request.is_admitted or not request.is_idle)
 
 
 def view_of(scheduler: "Scheduler", now_ns: int) -> View:
-    """The state as policies see it: without paused requests, their KV as if it were free."""
+    """Return the state as policies see it: no paused requests, and their KV counts as free."""
     limits, requests, paused = scheduler.limits, scheduler.requests, scheduler.paused
     pool, freed = scheduler.pool, Freed(scheduler.pool.shared)
     given_up = sum(freed.add(requests[i]) for i in paused)
@@ -119,27 +119,28 @@ def view_of(scheduler: "Scheduler", now_ns: int) -> View:
         found_blocks=_found_blocks(scheduler) if pool.has_names else {},
     )
     if view.idle and not any(r.is_admitted for r in view.requests):
-        return without_idle(view)  # a policy counts on it that somebody it sees may take KV
+        return without_idle(view)  # some request of a view must be able to take KV
     return view
 
 
 def _idle(scheduler: "Scheduler") -> tuple[Request, ...]:
-    """Those that hold KV and wait for more of their prompt, by id."""
+    """Return streaming prompts that hold KV and wait for input, by id."""
     found = (scheduler.requests[i] for i in sorted(scheduler.open))
     return tuple(r for r in found if r.is_idle and r.is_admitted and not r.is_paused)
 
 
 def without_idle(view: View) -> View:
-    """The state for when nobody can go on: KV of those who wait for more of their prompt is free.
+    """Return a view in which the KV of waiting streaming prompts counts as free.
 
-    So nothing stands still for a prompt that nobody may ever finish, whatever its class.
+    The scheduler uses it when no request can run, so that no request waits for a prompt that its
+    client may never finish.
     """
     freed = view.blocks_freed(view.idle)
     return replace(view, num_free_blocks=view.num_free_blocks + freed, idle=())
 
 
 def _found_blocks(scheduler: "Scheduler") -> dict[RequestId, list[int]]:
-    """Blocks that requests without KV would take by reference."""
+    """Return the blocks that requests without KV would share."""
     waiting = (r for r in scheduler.requests.values() if r.found_pages and not r.is_admitted)
     found = {r.request_id: scheduler.pool.find(r.found_pages) for r in waiting}
     return {request_id: blocks for request_id, blocks in found.items() if blocks}

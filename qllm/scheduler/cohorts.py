@@ -8,12 +8,12 @@ from qllm.scheduler.batch import Batch
 
 
 def is_under_way(request: RequestView) -> bool:
-    """Say whether a request is a member of a cohort that left the sweep at a cut between layers."""
+    """Return True if a request is in a cohort that left the sweep at a cut between layers."""
     return request.frontier is not None and request.frame_id is None and not request.is_decoding
 
 
 def next_cut(view: View, groups: Groups, rows: Sequence[Row]) -> int:
-    """Say where the cohort of these rows stops next: after the group that its last row owes."""
+    """Return the layer at which the cohort stops next: the end of its last row's next group."""
     return groups.next_cut(
         sum(row.num_tokens for row in rows),
         min((row.start_layer for row in rows), default=0),
@@ -22,10 +22,10 @@ def next_cut(view: View, groups: Groups, rows: Sequence[Row]) -> int:
 
 
 def advance(batch: Batch, groups: Groups, members: Sequence[RequestView]) -> None:
-    """Add the next group of layers of a cohort under way to a batch.
+    """Add the next group of layers of a started cohort to a batch.
 
-    It holds all the KV it needs and keeps the size it started with. Members that were left behind
-    (a seat was missing) catch up first.
+    The cohort holds all the KV it needs and keeps the size it started with. Members that lag behind
+    because a seat was missing catch up first.
     """
     rows = [next_row(r, batch.view) for r in members]
     cut = next_cut(batch.view, groups, rows)

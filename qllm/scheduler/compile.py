@@ -1,7 +1,7 @@
-"""Plan -> program: rows to ops, cut where the configuration says. Pure, and without tensors.
+"""Compiler from plans to programs: turns rows into ops, cut by the cut rule. Pure, no tensors.
 
-The price of a decision matters (a policy decides between any two steps), so work is
-proportional to rows and cuts, never to layers: what repeats layer by layer is one `Stretch`.
+A policy decides between any two steps, so a decision must be cheap: the work is proportional to
+rows and cuts, never to layers. Ops that repeat layer by layer are one `Stretch`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ def align_rows(
 
     Args:
         rows: Planned rows.
-        requests: Whose rows they are.
-        cuts: The cut rule; None leaves every row as it is.
+        requests: Requests of the rows.
+        cuts: Cut rule; None leaves every row as it is.
     """
     if cuts is None:
         return list(rows)
@@ -41,9 +41,9 @@ def _attn_cuts(
     """Pack the blocks of a group's rows, in order, into as few ops as `max_cost` allows.
 
     Args:
-        group: Rows.
-        costs: Per row, tokens and cost of each of its blocks.
-        max_cost: Most per op.
+        group: Numbers of the rows.
+        costs: Per row, the tokens and the cost of each of its blocks.
+        max_cost: Highest cost of one op.
     """
     spans: list[tuple[int, int]] = []
     begin = at = 0
@@ -64,7 +64,7 @@ def _even_cuts(num_tokens: int, block: int) -> list[tuple[int, int]]:
 
 
 def _alike(is_moe: Sequence[bool], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbouring layers of one kind."""
+    """Yield ranges of neighbouring layers of one kind."""
     while start < end:
         last = start + 1
         while last < end and is_moe[last] == is_moe[start]:
@@ -96,13 +96,13 @@ def compile_program(
     """Turn validated rows into ops. Pure: the same plan gives the same program.
 
     Args:
-        plan: Rows whose ranges the scheduler has checked.
+        plan: Plan whose row ranges the scheduler has checked.
         frame_id: Id of the new frame.
-        samples: Per row, whether it completes the request's known tokens.
+        samples: Per row, True if it completes the request's known tokens.
         shape: Layers of the model.
-        cuts: Where ops are cut by rows.
+        cuts: Rule of where ops are cut by rows.
         one_query_from: Per row, the position from which every token is a block of its own
-            (level L2: what was decoded one by one is recomputed one by one).
+            (level L2: tokens decoded one by one are recomputed one by one).
     """
     rows = plan.rows
     num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv

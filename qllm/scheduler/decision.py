@@ -1,4 +1,4 @@
-"""What the scheduler says: effects on the runner, decisions, and the frames it keeps."""
+"""Values that the scheduler returns and keeps: effects on the runner, decisions, parked frames."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,33 +11,33 @@ from qllm.types import CAPABILITIES, NS_PER_MS, NS_PER_S, Cap, FrameId, Grain, R
 
 Of = TypeVar("Of")
 MAX_IDLE_NS = 10 * NS_PER_S
-"""A policy that lets requests wait for so long while nothing runs has stalled."""
+"""Longest time that requests may wait while nothing runs; after it the policy has stalled."""
 
 
 class Kill(NamedTuple):
-    """Mark the row of a request in a parked frame dead."""
+    """Effect that marks the row of a request in a parked frame as dead."""
 
     program: Program
     request_id: RequestId
 
 
 class Drop(NamedTuple):
-    """Let go of a frame without committing anything."""
+    """Effect that frees a frame and commits nothing."""
 
     program: Program
 
 
 class Leave(NamedTuple):
-    """Take a row out of a parked frame; its request keeps its hidden states from `at` on."""
+    """Effect that takes a row out of a parked frame; its request keeps its hidden states."""
 
     program: Program
     request_id: RequestId
     at: Index
-    """The start of the layer that the frame is in: what the row did of it is done again."""
+    """Start of the frame's current layer. The row's work in this layer is recomputed."""
 
 
 class EvictKv(NamedTuple):
-    """Forget the KV of a request, whose blocks are free; it recomputes later."""
+    """Effect that drops the KV of a request, whose blocks are free; it is recomputed later."""
 
     request_id: RequestId
     num_tokens_lost: int
@@ -45,7 +45,7 @@ class EvictKv(NamedTuple):
 
 
 class SwapOut(NamedTuple):
-    """Move the KV of a request out of its blocks, which are free."""
+    """Effect that stores the KV of a request in the swap space; its blocks are free."""
 
     request_id: RequestId
     num_tokens: int
@@ -53,7 +53,7 @@ class SwapOut(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """Move the KV of a request back, which has its blocks."""
+    """Effect that loads the KV of a request from the swap space into its new blocks."""
 
     request_id: RequestId
     num_tokens: int
@@ -61,19 +61,19 @@ class SwapIn(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Let go of a frame between two layers; its rows keep their hidden states."""
+    """Effect that frees a frame between two layers; its rows keep their hidden states."""
 
     program: Program
     at: Index
 
 
 class Accept(NamedTuple):
-    """Make the frame of a new program."""
+    """Effect that makes the frame of a new program."""
 
     program: Program
     from_frames: tuple[FrameId, ...]
     tables: tuple[Sequence[int], ...]
-    """Per row all KV blocks of its request, to be read at once."""
+    """Per row, all KV blocks of its request. Read them at once: the scheduler changes the lists."""
 
 
 Effect = Kill | Drop | Leave | EvictKv | SwapOut | SwapIn | Split | Accept
@@ -87,17 +87,17 @@ class Parked:
     index: Index
     parked_ns: int
     alarm_ns: int | None = None
-    """When an arrival stopped it that has to wait for it (`RankPolicy.max_preemptions`)."""
+    """Time when an arrival stopped it that has to wait for it (`RankPolicy.max_preemptions`)."""
     dead: set[RequestId] = field(default_factory=set)
     """Rows whose requests were cancelled or evicted, or left it."""
 
     def alive(self, rows: Iterable[Row], requests: Mapping[RequestId, Of]) -> list[tuple[Of, Row]]:
-        """Those of its rows that are not dead, with their requests."""
+        """Return the given rows that are not dead, each after its request."""
         left = [r for r in rows if r.request_id in requests and r.request_id not in self.dead]
         return [(requests[row.request_id], row) for row in left]
 
     def held_rows(self) -> tuple[Row, ...]:
-        """Rows whose hidden states it holds, from their frontier, in program order."""
+        """Return the rows whose hidden states it holds, from their frontier, in program order."""
         return tuple(
             row._replace(start_layer=self.program.frontier_layer(r, self.index))
             for r, row in enumerate(self.program.rows)
@@ -105,7 +105,7 @@ class Parked:
         )
 
     def live_rows(self) -> tuple[Row, ...]:
-        """Those that still owe layers: the rest wait at the layer where they left the sweep."""
+        """Return held rows that still owe layers; the others wait where they left the sweep."""
         last = self.program.num_layers
         return tuple(
             row
@@ -116,18 +116,18 @@ class Parked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the engine does next."""
+    """The next work of the engine: effects, then a program to run, or a wait."""
 
     effects: tuple[Effect, ...] = ()
-    """To be done to the runner, in this order, before anything runs."""
+    """Effects that the engine applies to the runner, in this order, before anything runs."""
     program: Program | None = None
     start: Index = START
     limit: Index | None = None
-    """Run no further than this boundary; None is the end of the program."""
+    """Boundary at which the run ends; None is the end of the program."""
     slice_ns: int | None = None
     resumed: bool = False
     wait_until_ns: int | None = None
-    """Without a program: idle until then; None waits for an arrival."""
+    """Time at which the engine asks again, if there is no program; None waits for an arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,32 +142,32 @@ class Limits:
     max_segment_ns: int
     batch_invariant: bool = False
     capabilities: Cap = CAPABILITIES
-    """What the runner can do."""
+    """Capabilities of the runner."""
     num_swap_blocks: int = 0
-    """Room for KV that is swapped out, in blocks."""
+    """Space for swapped-out KV, in blocks."""
     whole_steps: bool = False
-    """Steps that nothing would stop are planned whole: each boundary inside one costs a launch."""
+    """True if steps that nothing would stop run whole, as each boundary costs a launch."""
     floor: Floor = NO_FLOOR
-    """The share of the time that BE gets, whatever LS does."""
+    """Least share of the time for BE while LS has work."""
 
     @property
     def max_kv_tokens(self) -> int:
-        """Tokens of KV that may exist at once, states of requests included."""
+        """Most tokens of KV at once, including the states of requests."""
         return self.num_blocks * self.block_size
 
 
 class Patience:
-    """How long a policy has let requests wait while nothing ran."""
+    """The time that a policy has let requests wait while nothing ran."""
 
     def __init__(self) -> None:
         self._since_ns: int | None = None
 
     def renew(self) -> None:
-        """Something runs, or nobody waits."""
+        """Start anew: something runs, or no request waits."""
         self._since_ns = None
 
     def until_ns(self, wanted_ns: int, now_ns: int) -> int | None:
-        """When to ask the policy again, which wants to wait; None if it has waited too long."""
+        """Return when to ask a policy again that wants to wait; None if it waited too long."""
         if self._since_ns is None:
             self._since_ns = now_ns
         end_ns = self._since_ns + MAX_IDLE_NS

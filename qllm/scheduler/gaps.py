@@ -1,14 +1,15 @@
-"""Turns of prompts and streams of one tier: how long the prompts may hold up the next tokens.
+"""Turns of the prompts and streams of one tier: a limit on how long prompts delay next tokens.
 
     decode step | prompts, a slice | decode step | prompts, a slice | ...
                  <------------------------------> the gap of a stream
 
-A step takes prompts and decodes together if it is expected to end before the first of the streams
-is due. Otherwise the prompts run alone until then, and the decodes after them; where a step is not
-cut, it takes as many tokens of prompts as fit. A stream is due after its TPOT target; without one
-after `max_prompt_gap_ms`, or after four decode steps if that is longer, so that prompts keep most
-of the time. Whatever the targets are, prompts have a fifth: a turn of theirs lasts at least a
-quarter of a decode step.
+A stream is a request that decodes. A step takes prompts and decodes together if it should end
+before the first stream is due. Otherwise the prompts run alone until then, and the decodes after
+them. Where steps are not cut, a step takes as many prompt tokens as fit.
+
+A stream is due after its TPOT target. Without one it is due after `max_prompt_gap_ms`, or after
+four decode steps if that is longer, so that prompts keep most of the time. Prompts get at least a
+fifth of the time under any target: their turn lasts at least a quarter of a decode step.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,15 @@ from qllm.scheduler.batch import Batch
 from qllm.types import NS_PER_MS
 
 GAP_STEPS = 4
-"""Decode steps that a gap without a target may last at least."""
+"""Shortest gap without a target, in decode steps."""
 LEAST_PART = 4
-"""A turn of prompts lasts at least a decode step through this."""
+"""Divisor of a decode step: a turn of prompts lasts at least the result."""
 LEAST_TURN_NS = 5 * NS_PER_MS
-"""And at least so long, or until the next boundary if that is sooner."""
+"""Shortest turn of prompts, unless the next boundary is sooner."""
 MARGIN_PART = 8
-"""The gap through this is left free: a slice ends at a boundary, a step may be slow."""
+"""Divisor of the gap: the result is left free, as slices end late and steps may be slow."""
 WORTH_NS = NS_PER_MS
-"""A shorter turn is not worth a switch."""
+"""Shortest turn that is worth a switch."""
 
 
 def fitting(view: View, decoding: Sequence[RequestView]) -> list[Row]:
@@ -41,12 +42,12 @@ def fitting(view: View, decoding: Sequence[RequestView]) -> list[Row]:
 
 
 class Turns:
-    """The times of the streams of one tier, and what they leave to its prompts.
+    """The times of the streams of one tier, and the time that they leave to its prompts.
 
     Args:
-        view: The state.
-        streams: Its requests that decode.
-        gap_ms: `max_prompt_gap_ms` of the policy.
+        view: State as policies see it.
+        streams: Requests of the tier that decode.
+        gap_ms: Value of the policy's `max_prompt_gap_ms`.
     """
 
     def __init__(self, view: View, streams: Sequence[RequestView], gap_ms: int) -> None:
@@ -57,10 +58,10 @@ class Turns:
         self.oldest_ns = min(r.last_progress_ns for r in streams)
 
     def share(self, batch: Batch) -> bool:
-        """Say whether a step of decodes and prompts ends in time.
+        """Return True if a step of decodes and prompts should end in time.
 
-        A token of a prompt costs at least what a row of a decode step does, as every expert that
-        is needed is loaded: so a few tokens are not predicted from what many take.
+        A prompt token counts at least as much as a row of a decode step: a few tokens load almost
+        as many experts as many do, so the average price of many tokens is too low for few.
         """
         costs, num_rows = self.view.costs, len(batch.rows) - batch.num_prefills
         tokens = sum(row.num_tokens for row in batch.rows) - num_rows
@@ -71,8 +72,8 @@ class Turns:
         """Return how long prompts may run now; None if it is the turn of the decodes.
 
         Args:
-            newest_ns: When a request of the tier last made progress: after the streams, if prompts
-                had a turn since.
+            newest_ns: Time of the tier's last progress; later than the streams' if prompts had a
+                turn since.
         """
         left_ns = self.left_ns - self.step_ns
         if newest_ns > self.oldest_ns:
@@ -82,7 +83,7 @@ class Turns:
 
 
 def _due_ns(stream: RequestView, gap_ns: int) -> int:
-    """Return when a stream is due, less the margin; a gap without a target is as long as given."""
+    """Return when a stream is due, less the margin; `gap_ns` is its gap without a target."""
     last_ns = stream.last_token_ns or 0
     if stream.deadline_ns is not None:
         gap_ns = stream.deadline_ns - last_ns

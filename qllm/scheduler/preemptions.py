@@ -1,11 +1,11 @@
-"""Whose pass an arrival does not stop at once: of who was preempted as often as it may be.
+"""The bound on preemptions: delays those of requests that reached `max_preemptions`.
 
-    arrival stops a pass    nobody in it is spent      preempted: the arrival goes first
-                            somebody is                alarm: the pass goes on to its end, or until
-                                                       the arrival has waited; then: preempted
+    arrival stops a pass    all below the bound    preempted: the arrival goes first
+                            one reached it         alarm: the pass continues to its end, or until
+                                                   the arrival has waited; then: preempted
 
-So the wait of an arrival is the bound that holds, and the number of preemptions the one that gives
-way: it is passed only by arrivals that have waited for all of `max_preemption_wait_ms`.
+So the bound on an arrival's wait always holds, and the bound on preemptions may be exceeded: only
+by arrivals that have waited for all of `max_preemption_wait_ms`.
 """
 
 from collections.abc import Mapping
@@ -26,21 +26,21 @@ def preempts(
     *,
     by_arrival: bool,
 ) -> bool:
-    """Whether a pass that was stopped is preempted; if not, and it was an arrival, sets its alarm.
+    """Return True if a stopped pass is preempted; set its alarm if an arrival has to wait for it.
 
     Args:
-        policy: Says how often a request may be preempted.
+        policy: Policy with the bounds.
         requests: Unfinished requests.
-        parked: The pass.
-        start_ns: When it began to run,
-        now_ns: and when it was stopped.
-        by_arrival: By an arrival, not by the end of a slice.
+        parked: Frame of the pass.
+        start_ns: Time when it began to run.
+        now_ns: Time when it stopped.
+        by_arrival: True if an arrival stopped it, False if its slice ended.
     """
     if not isinstance(policy, RankPolicy) or policy.max_preemptions is None:
         return by_arrival
     wait_ns = policy.max_preemption_wait_ms * NS_PER_MS
     if parked.alarm_ns is not None and start_ns >= parked.alarm_ns + wait_ns:
-        parked.alarm_ns = None  # it stood still meanwhile (others were due, it was paused)
+        parked.alarm_ns = None  # old: the pass was parked meanwhile (others were due, or a pause)
     if parked.alarm_ns is not None:
         over = now_ns >= parked.alarm_ns + wait_ns
         parked.alarm_ns = None if over else parked.alarm_ns

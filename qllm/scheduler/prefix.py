@@ -1,10 +1,10 @@
-"""Names of KV pages, and which of them are kept. No tensors.
+"""Names of KV pages, and the store of cached pages. No tensors.
 
 A page is `page_size` tokens of K and V in every layer. Its name is a hash chain over the tokens
-up to its end and over everything else that decides the bits, so two pages of one name are equal,
-and a page can be lost at any time.
+up to its end and over everything else that decides its bits. So two pages with one name are equal,
+and a page can be dropped at any time and computed again.
 
-    root    = H(what decides bits, salt)
+    root    = H(everything else that decides bits, salt)
     name[i] = H(name[i - 1], tokens of page i)
 """
 
@@ -20,7 +20,7 @@ from qllm.types import NS_PER_S, Priority
 
 Name = bytes
 Tag = bytes
-"""Whose KV it is: digests of the owner and of the salt, 16 bytes each."""
+"""Owner of KV: digests of the owner's name and of the salt, 16 bytes each."""
 _NOBODY = 2 * blake2b(b"", digest_size=16).digest()
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def _digest(*parts: bytes) -> Name:
 
 
 def tag_of(cache_salt: bytes) -> Tag:
-    """Whose the KV of a request is; one without owner and salt has those of empty texts."""
+    """Return the tag of a request's KV; without owner and salt it is that of empty texts."""
     return cache_salt or _NOBODY
 
 
@@ -44,7 +44,7 @@ class Chain:
     Args:
         token_ids: Known tokens.
         page_size: Tokens of a page.
-        root: What the first name depends on, beside its tokens.
+        root: Values that the first name depends on, in addition to its tokens.
     """
 
     __slots__ = ("_names", "page_size", "root", "token_ids")
@@ -56,19 +56,19 @@ class Chain:
         self._names: list[Name] = []
 
     def following(self, other: "Chain", num_tokens: int) -> Self:
-        """Take over names from a chain whose first `num_tokens` tokens are the same."""
+        """Copy names from a chain whose first `num_tokens` tokens are the same."""
         if other.root == self.root:
             self._names = other._names[: num_tokens // self.page_size]
         return self
 
     def usable(self, num_prompt_tokens: int) -> Sequence[Name]:
-        """The pages of all tokens but those that a request without KV has to compute."""
-        # a request with output owes two tokens or more: without KV nobody is decoding
+        """Return the pages of all tokens except those that a request without KV must compute."""
+        # with output, two tokens at least are computed: a request without KV is not decoding
         num_tokens = len(self.token_ids)
         return self.upto(max(0, num_tokens - (1 if num_tokens == num_prompt_tokens else 2)))
 
     def upto(self, num_tokens: int) -> Sequence[Name]:
-        """The names of the whole pages of the first `num_tokens` tokens."""
+        """Return the names of the whole pages of the first `num_tokens` tokens."""
         names, size = self._names, self.page_size
         count = num_tokens // size
         if num_tokens > len(self.token_ids):
@@ -82,16 +82,16 @@ class Chain:
 
 @dataclass(slots=True)
 class Counts:
-    """What a store did so far."""
+    """Counters of a page store."""
 
     queries: int = 0
-    """Tokens that requests looked for."""
+    """Tokens that requests looked up."""
     hits: int = 0
-    """Tokens that requests took."""
+    """Tokens that requests found and used."""
     evictions: int = 0
-    """Pages that others displaced."""
+    """Pages that other pages displaced."""
     refused: int = 0
-    """Pages that were not kept for want of room."""
+    """Pages that were not cached because the store was full."""
 
 
 @dataclass(slots=True)
@@ -101,24 +101,22 @@ class _Page(Generic[T]):
     used_ns: int
     tag: Tag = b""
     until_ns: int = 0
-    """A request asked to keep it until then."""
+    """Time until which a request asked to keep it; 0 without such a request."""
     pins: int = 0
 
 
 @dataclass(slots=True)
 class PageStore(Generic[T]):
-    """Kept pages by name: a bounded store, least recently used first, by class.
+    """A bounded store of cached pages by name; the least recently used page of a class goes first.
 
-    It has many methods because order, pins and holds of a page change together.
-
-    BE work displaces pages of BE and pages that LS has not used for `keep_ls_ns`; LS work
-    displaces those first and then any. A pinned page stays, and so does one that a request asked
-    to keep, as long as those are at most half of the store.
+    BE work displaces pages of BE and pages that LS has not used for `keep_ls_ns`. LS work
+    displaces those first and then any. A pinned page stays. A page that a request asked to keep
+    stays too, if such pages are at most half of the store.
 
     Args:
-        capacity: Most pages, beside those that `lend` added and that are pinned.
-        keep_ls_ns: How long LS pages are safe from BE work, in nanoseconds.
-        gone: Called with the data of each page that leaves.
+        capacity: Most pages, not counting pinned pages that `lend` added.
+        keep_ls_ns: Time in nanoseconds for which LS pages are safe from BE work.
+        gone: Function that is called with the data of each page that leaves.
     """
 
     capacity: int
@@ -126,58 +124,58 @@ class PageStore(Generic[T]):
     gone: Callable[[T], object] = lambda _: None
     counts: Counts = field(default_factory=Counts)
     generation: int = 0
-    """Moves when a page is added."""
+    """Counter that grows when a page is added."""
     _pages: dict[Name, _Page[T]] = field(default_factory=dict)
     _orders: tuple[OrderedDict[Name, None], ...] = field(
         default_factory=lambda: (OrderedDict(), OrderedDict(), OrderedDict())
     )
-    """Names of BE pages, of LS pages, and of those that requests asked to keep; in each least
-    recently used first, tails of chains first."""
+    """Names of BE pages, of LS pages, and of pages that requests asked to keep. Each is ordered
+    least recently used first, and the end of a chain before its start."""
     _next_release_ns: int = 0
-    """No page that a request asked to keep is free before."""
+    """Earliest time at which a page that a request asked to keep becomes free."""
 
     def __len__(self) -> int:
-        """Return the number of pages kept."""
+        """Return the number of cached pages."""
         return len(self._pages)
 
     def __contains__(self, name: Name) -> bool:
-        """Return whether a page is kept."""
+        """Return True if a page is cached."""
         return name in self._pages
 
     def find(self, names: Sequence[Name], start: int = 0) -> int:
-        """How many of the first pages are kept, if the first `start` are."""
+        """Return how many of the first pages are cached; the first `start` are known to be."""
         count = start
         while count < len(names) and names[count] in self._pages:
             count += 1
         return count
 
     def read(self, name: Name) -> T:
-        """The data of a kept page."""
+        """Return the data of a cached page."""
         return self._pages[name].data
 
     def is_pinned(self, name: Name) -> bool:
-        """Whether a kept page stays until `unpin`."""
+        """Return True if a cached page stays until `unpin`."""
         return self._pages[name].pins > 0
 
     def is_ls(self, name: Name) -> bool:
-        """Whether an LS request has used a kept page."""
+        """Return True if an LS request has used a cached page."""
         return self._pages[name].is_ls
 
     def until_ns(self, name: Name) -> int:
-        """Until when requests asked to keep a page."""
+        """Return the time until which requests asked to keep a page."""
         return self._pages[name].until_ns
 
     def tag(self, name: Name) -> Tag:
-        """Whose a kept page is."""
+        """Return the tag of a cached page."""
         return self._pages[name].tag
 
     def pin(self, names: Sequence[Name]) -> None:
-        """Keep pages, which are there, until `unpin`."""
+        """Keep cached pages until `unpin`."""
         for name in names:
             self._pages[name].pins += 1
 
     def unpin(self, names: Sequence[Name]) -> None:
-        """Undo `pin`; a page beyond the capacity goes with its last pin."""
+        """Undo `pin`; a page beyond the capacity is dropped with its last pin."""
         for name in names:
             page = self._pages[name]
             if not page.pins:
@@ -187,13 +185,13 @@ class PageStore(Generic[T]):
                 self._remove(name)
 
     def touch(self, names: Sequence[Name], priority: int, now_ns: int, until_ns: int = 0) -> None:
-        """Note that a request of a class uses pages; the first page outlives those after it.
+        """Note that a request uses pages; a page outlives those after it in the prefix.
 
         Args:
-            names: Kept pages, the first of a prefix.
+            names: Cached pages from the start of a prefix.
             priority: Class of the request.
             now_ns: The engine's clock.
-            until_ns: The request asks to keep them until then; 0 if it does not.
+            until_ns: Time until which the request asks to keep them; 0 if it does not.
         """
         self._release(now_ns)
         for name in reversed(names):
@@ -205,14 +203,14 @@ class PageStore(Generic[T]):
             self._order(page)[name] = None
 
     def make_room(self, priority: int, now_ns: int) -> bool:
-        """Have room for one more page; False if this class may displace nothing."""
+        """Make room for one more page; return False if this class may displace nothing."""
         while len(self._pages) >= self.capacity:
             if not self.displace(priority, now_ns):
                 return False
         return True
 
     def displace(self, priority: int, now_ns: int) -> bool:
-        """Drop the page that this class may displace first; False if there is none."""
+        """Drop the page that this class may displace first; return False if there is none."""
         self._release(now_ns)
         victim = self._victim(priority <= Priority.LS, now_ns)
         if victim is None:
@@ -223,7 +221,7 @@ class PageStore(Generic[T]):
         return True
 
     def may_displace(self, priority: int, now_ns: int) -> bool:
-        """Whether work of this class may displace a page."""
+        """Return True if work of this class may displace a page."""
         return self._victim(priority <= Priority.LS, now_ns) is not None
 
     def add(
@@ -235,13 +233,13 @@ class PageStore(Generic[T]):
         tag: Tag = b"",
         until_ns: int = 0,
     ) -> None:
-        """Keep a new page; there is room."""
+        """Cache a new page; the store has room for it."""
         if len(self._pages) >= self.capacity:
             raise InvariantError("a page is kept beyond the capacity")
         self._add(name, _Page(data, priority <= Priority.LS, now_ns, tag), until_ns, now_ns)
 
     def lend(self, name: Name, data: T, priority: int, now_ns: int, tag: Tag = b"") -> None:
-        """Keep a new page whether there is room or not, pinned once."""
+        """Cache a new page, pinned once, even if the store is full."""
         self._add(name, _Page(data, priority <= Priority.LS, now_ns, tag, pins=1), 0, now_ns)
 
     def _add(self, name: Name, page: _Page[T], until_ns: int, now_ns: int) -> None:
@@ -253,27 +251,27 @@ class PageStore(Generic[T]):
         self.generation += 1
 
     def drop(self, name: Name) -> None:
-        """Forget one page, which is not pinned."""
+        """Drop one page, which is not pinned."""
         if self._pages[name].pins:
             raise InvariantError("a page is dropped that is pinned")
         self._remove(name)
 
     def reset(self) -> None:
-        """Drop all pages, of which none is pinned."""
+        """Drop all pages; none is pinned."""
         self.check({})
         for name in list(self._pages):
             self._remove(name)
 
     def names(self) -> list[Name]:
-        """All kept pages."""
+        """Return the names of all cached pages."""
         return list(self._pages)
 
     def tagged(self, tag: Tag) -> list[Name]:
-        """The pages of an owner (16 bytes), or of one of its salts (32 bytes)."""
+        """Return the pages of an owner (tag of 16 bytes) or of one of its salts (32 bytes)."""
         return [name for name, page in self._pages.items() if page.tag.startswith(tag)]
 
     def unused_since(self, ns: int) -> list[Name]:
-        """The pages that nobody has pinned, or used since then."""
+        """Return the pages that are not pinned and were last used at or before `ns`."""
         found: list[Name] = []
         for order in self._orders:
             for name in order:
@@ -286,19 +284,22 @@ class PageStore(Generic[T]):
 
     @property
     def oldest_use_ns(self) -> int | None:
-        """When the page was used that nobody has used for the longest; None without pages."""
+        """Time of the last use of the least recently used page; None without pages."""
         firsts = (next(iter(order), None) for order in self._orders)
         return min((self._pages[n].used_ns for n in firsts if n is not None), default=None)
 
     def _hold(self, page: _Page[T], until_ns: int, now_ns: int) -> None:
-        """Keep a page, which is in no order, for a request that asks, if there is room for that."""
+        """Keep a page until a request's time, if fewer than half of the pages are kept so.
+
+        The page is in no order yet.
+        """
         num_held = len(self._orders[-1])
         if until_ns > max(now_ns, page.until_ns) and num_held < self.capacity // 2:
             page.until_ns = until_ns
             self._next_release_ns = min(self._next_release_ns or until_ns, until_ns)
 
     def _release(self, now_ns: int) -> None:
-        """Let go of pages that requests asked to keep until now."""
+        """Return pages to the orders of their classes when the time of their requests is over."""
         held = self._orders[-1]
         if not held or now_ns < self._next_release_ns:
             return
@@ -337,7 +338,7 @@ class PageStore(Generic[T]):
         """Compare with the pins of all requests.
 
         Raises:
-            InvariantError: A page leaked, is in two places, or is pinned by nobody.
+            InvariantError: A page leaked, is in two places, or is pinned without a request.
         """
         names = [name for order in self._orders for name in order]
         held = {name: page.pins for name, page in self._pages.items() if page.pins}

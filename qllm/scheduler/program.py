@@ -1,7 +1,7 @@
 """Program: a plan as ops in order, each on a fixed row set.
 
-A runner executes `run(program, start, stop) -> Index`, the first op it has not done. Nothing
-here touches a tensor, so the same program drives every runner.
+A runner executes `run(program, start, stop) -> Index` and returns the first op it has not done.
+No tensors here, so the same program drives every runner.
 
     rows    A [0, 6) layers [0, 3)      B [4, 5) layers [0, 3)      C [0, 9) layers [1, 3)
     ops     EMBED AB | layer 0: ATTN AB, ROUTE AB, EXPERTS AB, COMBINE AB
@@ -21,10 +21,10 @@ from qllm.types import FrameId, Grain, RequestId
 
 
 class OpKind(enum.IntEnum):
-    """What an op does to its rows. The residual stream x_TD is the state between layers."""
+    """Kind of an op. The residual stream x_TD is the state of its rows between layers."""
 
     EMBED = 0
-    """Token ids -> x. First op of rows that start at layer 0."""
+    """Token ids -> x. It is the first op of rows that start at layer 0."""
     ATTN = 1
     """x += attention(norm(x)); writes KV at the rows' positions."""
     ROUTE = 2
@@ -64,7 +64,7 @@ class Stretch(NamedTuple):
         return sum([len(spans) for _, spans in self.parts])
 
     def in_layer(self, layer: int) -> tuple[Op, ...]:
-        """Spell out one of its layers."""
+        """Return the ops of one of its layers."""
         group = self.group
         return tuple(
             [Op(kind, layer, group, lo, hi) for kind, spans in self.parts for lo, hi in spans]
@@ -72,10 +72,10 @@ class Stretch(NamedTuple):
 
 
 class Ops(Sequence[Op]):
-    """The ops of a program in order: a sequence that knows what repeats layer by layer.
+    """The ops of a program in order: a sequence that stores repeated layers once.
 
-    A sweep over 48 layers is thousands of ops and a few stretches, so it is made and kept as
-    stretches, and a layer is spelled out when it is looked at.
+    A sweep over 48 layers is thousands of ops and a few stretches. So it stores stretches, and
+    makes the ops of a layer when they are read.
     """
 
     __slots__ = ("_ends", "_seen", "stretches")
@@ -85,7 +85,7 @@ class Ops(Sequence[Op]):
         self._ends = list(accumulate(s.num_ops * (s.end - s.start) for s in stretches))
         """Per stretch, the index after its last op."""
         self._seen: tuple[int, int, tuple[Op, ...]] = (0, 0, ())
-        """The layer looked at last: the indexes it spans, and its ops."""
+        """The layer read last: its first index, the index after it, and its ops."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -104,7 +104,7 @@ class Ops(Sequence[Op]):
         return ops[index - first]
 
     def stretch_of(self, index: int) -> tuple[Stretch, int]:
-        """The stretch that an op lies in, and the index of the stretch's first op."""
+        """Return the stretch that an op lies in, and the index of the stretch's first op."""
         if not 0 <= index < len(self):
             raise IndexError(f"op {index} of {len(self)}")
         at = bisect_right(self._ends, index)
@@ -146,7 +146,7 @@ START = Index(0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Ops in order over fixed row sets; what travels together is a frame.
+    """Ops in order over fixed row sets; the rows of a program are a frame.
 
     `rows` are packed in plan order: row r owns tokens [offsets[r], offsets[r + 1]) of x_TD.
     """
@@ -159,10 +159,10 @@ class Program:
     grain: Grain
     stop_below: int
     samples: tuple[bool, ...]
-    """Per row: whether its last token completes what is known, so that a token is sampled."""
+    """Per row: True if it ends with the last known token, so that the next is sampled."""
     num_layers: int
     row_blocks: tuple[tuple[int, ...], ...] = field(default=())
-    """Per row: absolute positions where its queries are cut, `lo` and `hi` included."""
+    """Per row: absolute positions where its queries are cut, including `lo` and `hi`."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class Program:
         return tuple(row.request_id for row in self.rows)
 
     def tokens_of(self, kind: OpKind) -> int:
-        """Tokens of all ops of a kind, layer by layer."""
+        """Return the tokens of all ops of a kind, summed over layers."""
         if not isinstance(self.ops, Ops):
             return sum(op.hi - op.lo for op in self.ops if op.kind is kind)
         return sum(
@@ -197,15 +197,15 @@ class Program:
         return Index(len(self.ops), 0)
 
     def until(self, index: Index) -> "Program":
-        """The same frame, its ops only up to a boundary between layers."""
+        """Return the same frame with only the ops up to a boundary between layers."""
         return replace(self, ops=self.ops[: index.op])
 
     def layer_at(self, index: Index) -> int:
-        """First layer not finished at `index` (the number of layers when only HEAD is left)."""
+        """Return the first unfinished layer at `index`; `num_layers` if only HEAD is left."""
         return self.ops[index.op].layer if index.op < len(self.ops) else self.num_layers
 
     def inside_layer(self, index: Index) -> bool:
-        """Whether a layer is begun and not finished at `index`."""
+        """Return True if a layer is begun and not finished at `index`."""
         if index.op >= len(self.ops):
             return False
         if index.pos:
@@ -216,7 +216,7 @@ class Program:
         return op.kind is not OpKind.ATTN or op.lo > 0
 
     def layer_end(self, index: Index) -> Index:
-        """The first boundary between layers at or after `index`."""
+        """Return the first boundary between layers at or after `index`."""
         op = index.op
         if not self.inside_layer(index):
             return index
@@ -226,7 +226,7 @@ class Program:
         return Index(op, 0)
 
     def layer_start(self, index: Index) -> Index:
-        """The last boundary between layers at or before `index`."""
+        """Return the last boundary between layers at or before `index`."""
         op = index.op
         if not self.inside_layer(index):
             return index
@@ -236,7 +236,7 @@ class Program:
         return Index(op, 0)
 
     def rows_between(self, start: Index, stop: Index) -> list[Row]:
-        """The rows of the ops from `start` to `stop`, a begun op included."""
+        """Return the rows of the ops from `start` to `stop`, including a begun op."""
         if start == START and stop == self.end:
             return list(self.rows)
         last = stop.op if stop.pos else stop.op - 1
@@ -251,7 +251,7 @@ class Program:
         ]
 
     def frontier_layer(self, row: int, index: Index) -> int:
-        """First layer that row number `row` still owes at `index`."""
+        """Return the first layer that row number `row` still owes at `index`."""
         r = self.rows[row]
         if index == START:
             return r.start_layer

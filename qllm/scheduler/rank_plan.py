@@ -1,16 +1,16 @@
-"""From ranks to plans: the closed set of shapes around a `RankPolicy`.
+"""Plans from ranks: the closed set of shapes around a `RankPolicy`.
 
 Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of it
-first, else its decodes and prefills in one program; while it only decodes, worse tiers get slices
-paid from the ride credit, or their decodes join its steps. A step that was joined stops for an
-arrival of its own tier too, once: the newcomer's prefill goes first. With `max_prompt_gap_ms`
-prompts and decodes of a tier take turns (`qllm.scheduler.gaps`). Prefill is whole, a chunk (of
-a request, of what a step or the slack of its decodes leaves), or layered: a cohort of prompts
+first, else its decodes and prefills in one program. While it only decodes, worse tiers get slices
+paid from the ride credit, or their decodes join its steps. A step that was joined also stops for
+an arrival of its own tier, once: the newcomer's prefill goes first. With `max_prompt_gap_ms`,
+prompts and decodes of a tier take turns (`qllm.scheduler.gaps`). Prefill is whole, a chunk (as
+large as the policy, the step or the slack of its decodes allows), or layered: a cohort of prompts
 advances by groups of layers.
 
-Whoever is admitted, or was and is swapped out, and has not progressed for nearly `max_be_stall_ms`
-gets a guaranteed slice before anyone else. Everything is integer arithmetic on the view, nothing
-is remembered between two plans, so a device scheduler can do the same.
+A request that is admitted or swapped out, and has made no progress for nearly `max_be_stall_ms`,
+gets a guaranteed slice before all others. Everything is integer arithmetic on the view, and no
+state is kept between two plans, so a device scheduler can do the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -47,14 +47,13 @@ from qllm.scheduler.victims import make_way
 from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 MIN_SLICE_NS = NS_PER_MS
-"""A slice shorter than this is not worth a switch."""
+"""Shortest slice that is worth a switch."""
 GOOD_SLICE_NS = 10 * NS_PER_MS
-"""Credit is saved up to this before it is spent on a slice: switching to one and back takes about
-a millisecond."""
+"""Credit that is saved before it is spent on a slice; switching to it and back takes about 1 ms."""
 
 
 class _Shaper:
-    """One call of `shape_plan`; large because shapes share what is found out once per call."""
+    """One call of `shape_plan`. The shapes share what it computes once per call."""
 
     def __init__(self, view: View, policy: RankPolicy, ranking: Ranking) -> None:
         self.view = view
@@ -62,11 +61,11 @@ class _Shaper:
         self.ranking = ranking
         self.tiers = ranking.tiers
         self.tier_of = {x.request_id: x.tier for x in ranking.admitted}
-        """Tiers of requests that hold KV, and of the others once they are planned."""
+        """Tiers of requests that hold KV, and of other requests once they are planned."""
         self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
         self.decodes: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
         self.prefills: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
-        """Both per tier, of those who hold KV and are in no frame."""
+        """Decodes and prefills per tier, of requests that hold KV and are in no frame."""
         for x in ranking.admitted:
             r = x.request
             if r.frame_id is None and not r.is_idle:
@@ -79,11 +78,11 @@ class _Shaper:
         return self.finish_plan(frame.rows)
 
     def goes_before(self, frame: FrameView, tier: int) -> bool:
-        """Whether newcomers of this tier run before a parked step of it.
+        """Return True if newcomers of this tier run before a parked step of it.
 
-        Only a step that rows of worse tiers joined, or that prefills open prompts, stops for its
-        own tier. Whoever was there before it was parked, with a whole prompt, gets one step; then
-        it resumes, and runs to its end.
+        Only a step that rows of worse tiers joined, or that prefills streaming prompts, stops for
+        its own tier. Newcomers that came before it was parked, with a whole prompt, get one step.
+        Then it resumes, and runs to its end.
         """
         joined = any(self.tier_of[row.request_id] > tier for row in frame.rows)
         newcomers = self.ranking.waiting_of(tier)
@@ -108,23 +107,24 @@ class _Shaper:
         return Plan(rows=tuple(rows), grain=grain, stop_below=stop, slice_ns=slice_ns)
 
     def stop_below(self, rows: Sequence[Row]) -> int:
-        """The priority below which an arrival stops these rows.
+        """Return the priority below which an arrival stops these rows.
 
-        The stop word carries priorities: where tiers are not priorities, any arrival stops
-        them, and a false alarm resumes them.
+        The stop word carries priorities. Where tiers differ from priorities any arrival stops the
+        rows, and they resume if the arrival does not go first.
         """
         if self.ranking.num_own_tiers:
             return ANY_ARRIVAL
-        # whole prompts of their class stop open ones
+        # whole prompts of their class stop streaming ones
         return min([self.tier_of[row.request_id] for row in rows]) + may_wait(self.view, rows)
 
     # -- the stall bound (I14)
 
     def margin_ns(self, bound_ns: int) -> int:
-        """What may pass between falling due and running.
+        """Return the time that is left for a request between falling due and running.
 
-        It is the slices of all who fall due, at least an eighth of the bound (a machine pauses now
-        and then), at most the half, and the half where a group of layers has no slice to end it.
+        It is the time of the slices of all requests that fall due, at least an eighth of the bound
+        (a machine pauses now and then) and at most half. It is half where no slice ends a group of
+        layers.
         """
         if self.policy.groups is not None:
             return bound_ns // 2
@@ -134,7 +134,7 @@ class _Shaper:
 
     @cached_property
     def bounded(self) -> list[tuple[int, Ranked]]:
-        """When the requests that the stall bound protects fall due: admitted or swapped out."""
+        """Admitted and swapped-out requests under the stall bound, each after its due time."""
         if self.policy.max_be_stall_ms is None:
             return []
         best = self.tiers[0]
@@ -151,7 +151,7 @@ class _Shaper:
         return min(others, default=None)
 
     def stalled(self) -> Plan | None:
-        """A guaranteed slice for whoever is due; it needs no seat and nobody stops it."""
+        """Return a guaranteed slice for a due request; it needs no seat and no arrival stops it."""
         due = [x for due_ns, x in self.bounded if due_ns <= self.view.now_ns]
         for x in sorted(due, key=lambda x: (x.request.last_progress_ns, x.request_id)):
             if x.request.is_admitted:
@@ -162,7 +162,7 @@ class _Shaper:
         return None
 
     def come_back(self, x: Ranked) -> Plan | None:
-        """A slice for a swapped-out request; None if nobody can make way for it."""
+        """Return a slice for a swapped-out request; None if others cannot make way for it."""
         row = next_row(x.request, self.view, self.slice_tokens(self.min_slice_ns))
         if self.policy.groups is not None:
             row = row._replace(end_layer=next_cut(self.view, self.policy.groups, [row]))
@@ -174,7 +174,7 @@ class _Shaper:
         return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns, swap_out=out)
 
     def guaranteed(self, first: RequestView, waiting: Sequence[RequestView]) -> Plan:
-        """A slice for the first of those who wait for one and hold KV."""
+        """Return a slice for the first of the due requests that hold KV, `waiting`."""
         frame = next((f for f in self.view.frames if f.frame_id == first.frame_id), None)
         if frame is not None:
             rows: list[Row] = list(frame.rows)
@@ -197,20 +197,20 @@ class _Shaper:
         return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns)
 
     def slice_tokens(self, slice_ns: int) -> int:
-        """Prefill tokens for a slice."""
+        """Return the prefill tokens that fit a slice."""
         grain = min(self.policy.grain, self.view.finest_grain)
         return fitting_tokens(self.view, grain, slice_ns)
 
     # -- one step
 
     def evictable(self, tier: int, is_open: bool) -> int:
-        """Blocks that requests of worse tiers would free, and open prompts for a whole one."""
-        me, idle = (tier, is_open), self.view.idle  # else theirs count as free
+        """Return the blocks that lower requests, by tier and then by `is_open`, would free."""
+        me, idle = (tier, is_open), self.view.idle  # without idle, their blocks count as free
         order = (x.request for x in self.ranking.admitted if x[:2] > me)
         return self.view.blocks_freed(r for r in order if idle or not r.is_idle)
 
     def prefill_tokens(self, tiers: Collection[int]) -> int:
-        """Prefill tokens of a step that the decodes of these tiers share."""
+        """Return the prefill tokens of a step that it shares with the decodes of these tiers."""
         view, policy = self.view, self.policy
         tokens = view.max_step_tokens
         if policy.step_tokens is None and policy.slack is None:
@@ -233,15 +233,15 @@ class _Shaper:
         force: bool = False,
         num_others: int = 0,
     ) -> Batch:
-        """Decodes, then prefills, tier by tier; decodes are outside the prefill token budget.
+        """Return decodes, then prefills, tier by tier; decodes do not use the prefill token budget.
 
         Args:
-            tiers: Whose rows, in the order in which they get seats.
-            max_tokens: Prefill tokens, if not what the shape says.
-            cohorts: The tiers whose prefills advance; all by default. Where prefill is layered
-                and a cohort of such a tier is under way, that goes on and nobody joins it.
-            force: Let those who hold blocks prefill though blocks are short for a better one.
-            num_others: Seats that others take.
+            tiers: Tiers of the rows, in the order in which they get seats.
+            max_tokens: Prefill tokens; None takes those of the shape.
+            cohorts: Tiers whose prefills advance; all by default. Where prefill is layered and
+                such a tier has a started cohort, the cohort continues and no request joins it.
+            force: True lets requests with blocks prefill although a better one lacks blocks.
+            num_others: Seats that other rows take.
         """
         groups = self.policy.groups
         batch = Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
@@ -260,8 +260,8 @@ class _Shaper:
     def prefill(self, batch: Batch, tier: int, force: bool) -> None:
         """Fill a batch with prefills of a tier.
 
-        Order is strict: a prefill without room ends the walk, because whoever came next would
-        take the blocks it is waiting for; but if nothing else runs, those who hold blocks go on.
+        Order is strict: a prefill without room is the last, because the next one would take the
+        blocks it is waiting for. But if nothing else runs, requests with blocks continue.
         """
         view, chunk = self.view, self.policy.chunk_tokens or self.view.max_step_tokens
         begin = len(batch.rows)
@@ -295,23 +295,26 @@ class _Shaper:
             batch.rows[begin:] = [row._replace(end_layer=end) for row, end in cuts]
 
     def mixes(self, first: Row) -> bool:
-        """Whether open prompts join the prefill of a row: of a whole one, if that is no longer."""
+        """Return True if streaming prompts may join the prefill of a row.
+
+        They join a whole prompt only under a token budget, where they do not make the step longer.
+        """
         return self.policy.step_tokens is not None or self.view.by_id[first.request_id].is_open
 
     def is_first(self, x: Ranked) -> bool:
-        """Whether nobody ranks before it."""
+        """Return True if no request ranks before it."""
         return x == min(*self.ranking.admitted[:1], *self.ranking.waiting[:1], x)
 
     # -- layered prefill
 
     def go_on(self, batch: Batch, groups: Groups, tier: int) -> bool:
-        """Add the next group of layers of a cohort under way; return whether there is one."""
+        """Add the next group of layers of a started cohort; return True if there is one."""
         members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
         advance(batch, groups, members)
         return bool(members)
 
     def layered(self) -> Plan:
-        """Decodes of every tier, and the next group of the first cohort that can advance."""
+        """Return decodes of every tier, and the next group of the first cohort that can advance."""
         prefilling = [tier for tier in self.tiers if self.has_prefill(tier)]
         for force in (False, True):
             for tier in prefilling:
@@ -326,7 +329,7 @@ class _Shaper:
     # -- the bound on preemptions
 
     def spared(self) -> Plan | None:
-        """A pass that was stopped too often goes on, for as long as the arrival has to wait."""
+        """Return a pass that was stopped too often, for as long as the arrival has to wait."""
         ends_ns = self.policy.max_preemption_wait_ms * NS_PER_MS - self.view.now_ns
         for frame in self.view.frames:
             if frame.alarm_ns is not None and (left_ns := frame.alarm_ns + ends_ns) > 0:
@@ -358,11 +361,11 @@ class _Shaper:
     def tiers_plan(
         self, tiers: Sequence[int], prompts_ns: int | None = None
     ) -> tuple[Plan | None, bool]:
-        """The plan of one tier or of all together, and whether it is decodes only.
+        """Return the plan of one tier or of all together, and True if it has decodes only.
 
         Args:
-            tiers: Whose.
-            prompts_ns: How long prompts may run, alone where steps are cut; None is without an end.
+            tiers: Tiers of the plan.
+            prompts_ns: Time for prompts, which run alone where steps are cut; None has no limit.
         """
         scoring: list[Row] = []
         most = None
@@ -390,9 +393,9 @@ class _Shaper:
         return self.finish_plan(rows, prompts_ns), not (batch.num_prefills or scoring)
 
     def take_turns(self, tier: int) -> Plan | None:
-        """Return the plan of a tier whose prompts could hold up its streams for too long.
+        """Return the plan of a tier whose prompts could delay its streams for too long.
 
-        None if they do not (`qllm.scheduler.gaps`). A stream for which KV is short has no turn.
+        None if they could not (`qllm.scheduler.gaps`). A stream that lacks KV has no turn.
         """
         if self.policy.max_prompt_gap_ms is None:
             return None
@@ -420,24 +423,24 @@ class _Shaper:
         return self.resume(parked[0]) if parked else self.finish_plan(rows)
 
     def is_stream(self, frame: FrameView, tier: int) -> bool:
-        """Say whether all that a frame has of a tier is decodes."""
+        """Return True if all rows that a frame has of a tier are decodes."""
         own = (row.request_id for row in frame.rows if self.tier_of[row.request_id] == tier)
         return all(self.view.by_id[i].is_decoding for i in own)
 
     def scores(self, frame: FrameView) -> bool:
-        """Whether the frame takes turns with other rows of its tier (`qllm.scheduler.scoring`)."""
+        """Return True if the frame takes turns with rows of its tier (`qllm.scheduler.scoring`)."""
         get, num_layers = self.view.by_id, self.view.shape.num_layers
         return any(scores(row, get[row.request_id], num_layers) for row in frame.rows)
 
     def has_prefill(self, tier: int) -> bool:
-        """Whether somebody of the tier owes prefill, if only for want of a seat or of KV."""
+        """Return True if a request of the tier owes prefill, with or without a seat and KV."""
         return bool(self.prefills[tier] or self.ranking.waiting_of(tier))
 
     def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
-        """Let the next worse tier with work use what the best tier's decodes can spare.
+        """Let the next worse tier with work use the time that the best tier's decodes can spare.
 
-        Its decodes join the step: the experts are loaded once for both. Everything else of it
-        gets a slice of its own. The two take turns, and each waits until the credit is worth it.
+        Its decodes join the step, so that both load the experts once. Its other work gets a slice
+        of its own. The two take turns, and each waits until the credit is large enough.
         """
         decoding = [self.view.by_id[row.request_id] for row in best.rows]
         target_ns = tpot_target_ns(decoding)
@@ -467,13 +470,13 @@ class _Shaper:
         return best
 
     def room_ns(self, allowance_ns: int) -> int:
-        """What the present gap leaves under a target; a gap always has room for one slice."""
+        """Return the time left in the present gap under a target; a gap has room for one slice."""
         view = self.view
         room = allowance_ns - view.ride_margin_ns - view.ride_used_ns
         return room if view.ride_used_ns else max(MIN_SLICE_NS, room)
 
     def other_work(self, best: Plan, tier: int, num_joining: int, slice_ns: int) -> Plan | None:
-        """A parked frame of the tier, or a prefill for which seats are left."""
+        """Return a parked frame of the tier, or its prefills if seats are left."""
         for frame in self.view.frames:
             if self.frame_tier(frame) == tier:
                 return self.resume(frame)
@@ -485,12 +488,12 @@ class _Shaper:
 
 
 def shape_plan(view: View, policy: RankPolicy, ranking: Ranking | None = None) -> Plan:
-    """Make the plan of a `RankPolicy`: who runs, in which shape, until when.
+    """Return the plan of a `RankPolicy`: its rows, their shape, and when they stop.
 
     Args:
-        view: The state.
-        policy: Ranks, and says which shape.
-        ranking: The order of `view.requests` as of now; made here if it is not at hand.
+        view: State as policies see it.
+        policy: Policy with the ranks and the shape.
+        ranking: Order of `view.requests` as of now; None makes it here.
     """
     if not view.requests:
         return Plan()

@@ -1,4 +1,4 @@
-"""Who goes first: every request with its policy's verdict, best first."""
+"""Order of requests: each with its policy's verdict, best first."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +11,9 @@ from qllm.types import RequestId
 
 
 class Ranked(NamedTuple):
-    """A request with its policy's verdict; sorts best first, ties go to the older request.
+    """A request with its policy's verdict. They sort best first; ties go to the older request.
 
-    Open prompts come behind the others of their tier, whatever the key.
+    Streaming prompts come after the others of their tier, whatever the key.
     """
 
     tier: int
@@ -24,36 +24,36 @@ class Ranked(NamedTuple):
 
 
 class Ranking:
-    """The order of all requests, kept from one decision to the next.
+    """The order of all requests, updated from one decision to the next.
 
-    Its owner says when a request arrives, takes KV or loses it (`touch`) and when it is gone
-    (`forget`). A verdict is asked for then, and again whenever what the policy reads may have
-    changed (`RankPolicy.reads`): of those who hold KV when they run, of everybody with the time.
+    Its owner reports when a request arrives, takes KV or loses it (`touch`), and when it is gone
+    (`forget`). The policy is asked for a verdict then, and again when a value that it reads
+    (`RankPolicy.reads`) may have changed: progress of requests with KV, or the time of all.
     """
 
     def __init__(self, policy: RankPolicy, requests: Iterable[RequestView] = ()) -> None:
         self.policy = policy
         self.admitted: list[Ranked] = []
-        """Those who hold KV, best first."""
+        """Requests that hold KV, best first."""
         self.waiting: list[Ranked] = []
-        """Those who hold none, best first."""
+        """Requests that hold none, best first."""
         self.swapped: dict[RequestId, Ranked] = {}
-        """Those who wait and whose KV is swapped out."""
+        """Waiting requests whose KV is swapped out."""
         self.num_own_tiers = 0
         """Requests whose tier differs from their priority."""
         self._where: dict[RequestId, Ranked] = {}
-        """The places of those who wait."""
+        """Waiting requests by id."""
         self._unranked = list(requests)
         self.asking: RequestId | None = None
-        """The request that the policy is asked about; it stays where the policy raises."""
+        """Request that the policy is asked about; it keeps its value if the policy raises."""
 
     def touch(self, request: RequestView) -> None:
-        """It arrived, or holds KV now, or no more."""
+        """Rank a request again: it arrived, or it took or lost KV."""
         self.forget(request.request_id)
         self._unranked.append(request)
 
     def forget(self, request_id: RequestId) -> None:
-        """It is gone."""
+        """Remove a request."""
         place = self._where.pop(request_id, None)
         self.swapped.pop(request_id, None)
         if place is None:
@@ -66,7 +66,7 @@ class Ranking:
             self.num_own_tiers -= place.tier != place.request.priority
 
     def update(self, now_ns: int) -> None:
-        """Rank whoever may rank differently now.
+        """Rank every request whose rank may have changed.
 
         Raises:
             TypeError: The policy did not return two ints.
@@ -94,10 +94,10 @@ class Ranking:
         self.num_own_tiers -= sum([x.tier != x.request.priority for x in order])
 
     def rank(self, request: RequestView, now_ns: int) -> Ranked:
-        """Ask the policy.
+        """Ask the policy for the rank of a request.
 
         Raises:
-            TypeError: It did not return two ints.
+            TypeError: The policy did not return two ints.
         """
         self.asking = request.request_id
         deadline = request.deadline_ns
@@ -116,7 +116,7 @@ class Ranking:
         return Ranked(tier, request.is_open, key, request.request_id, request)
 
     def waiting_of(self, tier: int) -> list[Ranked]:
-        """Those of one tier who hold no KV, best first."""
+        """Return requests of one tier that hold no KV, best first."""
         return self.waiting[_first(self.waiting, tier) : _first(self.waiting, tier + 1)]
 
     @property
@@ -125,10 +125,10 @@ class Ranking:
         return sorted({*_tiers(self.admitted), *_tiers(self.waiting)})
 
     def check(self, requests: Iterable[RequestView]) -> None:
-        """Compare with all requests: everybody is in one place, and in the right one.
+        """Check that each of these requests, and no other, is in the one list where it belongs.
 
         Raises:
-            InvariantError: Somebody is not.
+            InvariantError: A request is not.
         """
         found = {r.request_id: r for r in self._unranked}
         places = [(x, True) for x in self.admitted] + [(x, False) for x in self.waiting]
@@ -148,7 +148,7 @@ class Ranking:
 
 
 def _first(order: Sequence[Ranked], tier: int) -> int:
-    """Where a tier begins."""
+    """Return the index at which a tier begins."""
     return bisect_left(order, tier, key=attrgetter("tier"))
 
 
@@ -160,7 +160,7 @@ def _tiers(order: Sequence[Ranked]) -> Iterator[int]:
 
 
 def rank_all(requests: Iterable[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
-    """Rank requests from nothing, best first: what a kept `Ranking` must agree with."""
+    """Rank requests anew, best first; an updated `Ranking` must give the same order."""
     ranking = Ranking(policy, requests)
     ranking.update(now_ns)
     return sorted(ranking.admitted + ranking.waiting)

@@ -1,12 +1,12 @@
-"""What BE may take while LS decodes: a credit of time, and room in every gap between tokens.
+"""The ride: time for BE while LS decodes, as a credit, and as room in every gap between tokens.
 
-A decode step of the best tier earns credit: what the TPOT targets of its requests leave, or
-without targets a fraction of the step. Whatever the other tiers run meanwhile spends it. Under a
-target no single gap may be longer than it either, and a request that is behind its target so far,
-because prefills of its own tier held it up, leaves nothing until it has caught up. Predictions do
-not hold that by themselves (a slice ends at the next boundary, a decode step is sometimes slow), so
-the room that a gap leaves is cut by a margin, which grows with every gap that was too long and
-shrinks with the others.
+A decode step of the best tier earns credit: the time that the TPOT targets of its requests leave,
+or a fraction of the step without targets. Runs of the other tiers spend it.
+
+Under a target, no single gap may be longer than the target. A request that is behind its target,
+because prefills of its own tier delayed it, leaves no room until it has caught up. Predictions are
+not exact: a slice ends at the next boundary, and a decode step is sometimes slow. So a margin cuts
+the room of a gap. It grows with every gap that was too long and shrinks with the others.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from qllm.scheduler.ranking import Ranking
 from qllm.types import NS_PER_MS
 
 RIDE_CAP = 8
-"""Cap on saved allowances; one decode step of the best tier earns one."""
+"""Most credit, in allowances; one decode step of the best tier earns one."""
 JOIN_CAP = 2
-"""Most that joining rows add to a step, in allowances: saved credit is not spent on one token."""
+"""Most time that joining rows add to a step, in allowances: one token must not wait for more."""
 MARGIN_GROWTH = 8
-"""A gap that was too long adds this part of the target to the margin."""
+"""Divisor of the target: a gap that was too long adds the result to the margin."""
 MARGIN_DECAY = 512
-"""A gap that was not takes this part of the margin away: one in a few hundred may be too long."""
+"""Divisor of the margin: each other gap takes the result away. One gap in a few hundred is late."""
 
 
 def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
-    """When the first of some decodes is due, by its own target or else by this one."""
+    """Return when the first decode is due, by its own target, or by `tpot_ms` without one."""
     return min(
         (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
         for r in decoding
@@ -38,7 +38,7 @@ def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
 
 
 def wait_longer(view: View, rows: Sequence[Row], others: Sequence[Row]) -> bool:
-    """Whether some rows made progress longer ago than others; work that never ran goes first."""
+    """Return True if `rows` have less recent progress than `others`; new work goes first."""
     last = [
         min(view.by_id[row.request_id].last_progress_ns for row in some) for some in (rows, others)
     ]
@@ -50,10 +50,10 @@ def joining_rows(
 ) -> list[Row]:
     """Choose the decodes of a worse tier for which the best tier leaves seats, KV and time.
 
-    Every token of the best tier waits for what joining rows add to its step, and so does an
-    arrival where steps are not cut, so that is also capped. The cap never removes the last of
-    them (none would ever join a single request); the room that a target leaves can. Whoever
-    made progress longest ago joins first, so that all of the tier go on though few fit a step.
+    Every token of the best tier waits for the time that joining rows add to its step, and so does
+    an arrival where steps are not cut. So `cap_ns` limits this time. The cap keeps one row at
+    least, or no row could ever join a single request; the room of a target can remove it too. The
+    row with the least recent progress joins first, so that all rows of the tier have a share.
     """
     rows: list[Row] = []
     batch = Batch(view, 0)
@@ -73,33 +73,33 @@ def joining_rows(
 
 
 class Riding(NamedTuple):
-    """What other tiers may take from decoding requests of the best tier."""
+    """The time that other tiers may take from decoding requests of the best tier."""
 
     credit_ns: int = 0
-    """Time they may take now."""
+    """Time that they may take now."""
     margin_ns: int = 0
-    """Room in a gap under a target that is left for what prediction misses."""
+    """Time in a gap under a target that is left free for errors of the prediction."""
     spent_ns: int = 0
-    """What they took since the best tier ran."""
+    """Time that they took since the best tier ran."""
     best_ns: int = 0
-    """When the best tier last ran; decisions and switches since then are part of the gap too."""
+    """Time of the best tier's last run. The gap since then includes decisions and switches."""
 
     def used_ns(self, now_ns: int) -> int:
-        """What of the present gap is used; 0 until another tier ran."""
+        """Return the used time of the present gap; 0 until another tier ran."""
         return now_ns - self.best_ns if self.spent_ns else 0
 
 
 def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
-    """The strictest target of these requests."""
+    """Return the strictest TPOT target of these requests; None without one."""
     targets = [int(r.slo.tpot_ms * NS_PER_MS) for r in decoding if r.slo.tpot_ms is not None]
     return min(targets, default=None)
 
 
 def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
-    """Time until the first of these requests is behind its target; negative if one is already.
+    """Return the time until the first request is behind its target; negative if one is already.
 
-    A request is behind when its tokens so far took longer than the target allows for so many, and
-    one more is due. None without targets, or before a first token.
+    A request is behind if its tokens so far, and the one that is due, took longer than the target
+    allows for so many. None without targets, or before a first token.
     """
     ahead = [
         r.first_token_ns + r.num_output_tokens * int(r.slo.tpot_ms * NS_PER_MS) - now_ns
@@ -112,7 +112,7 @@ def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
 def ride_allowance_ns(
     policy: RankPolicy, costs: CostTable, num_decodes: int, target_ns: int | None
 ) -> int:
-    """Time that worse tiers may take per step of decoding requests with this target, if any."""
+    """Return the time that a step of decoding requests with this target leaves to worse tiers."""
     predicted = costs.decode(num_decodes)
     return int(predicted * policy.ride.frac) if target_ns is None else max(0, target_ns - predicted)
 
@@ -126,16 +126,16 @@ def settle(
     start_ns: int,
     end_ns: int,
 ) -> Riding:
-    """What it is after a run: earned by decodes of the best tier, spent by the others.
+    """Return the state after a run: decodes of the best tier earn credit, other runs spend it.
 
     Args:
-        riding: Before the run.
-        ranking: The order after it.
-        costs: Predicts what the decodes would have taken alone.
-        program: What ran.
-        done: Whether it reached its end.
-        start_ns: From when,
-        end_ns: and until when it ran.
+        riding: State before the run.
+        ranking: Order of requests after the run.
+        costs: Cost table that predicts the time of the decodes alone.
+        program: Program that ran.
+        done: True if it reached its end.
+        start_ns: Time when it began to run.
+        end_ns: Time when it stopped.
     """
     credit, margin, spent, best_ns = riding
     elapsed_ns = end_ns - start_ns

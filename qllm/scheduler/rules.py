@@ -1,4 +1,4 @@
-"""The rules a plan must keep, whoever made it (I2, I4, I5, I10, budgets); the state's own."""
+"""Rules of plans, for every policy (I2, I4, I5, I10, budgets), and checks of the state."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -14,10 +14,10 @@ from qllm.types import Cap, FrameId, Grain, RequestId
 
 
 def refuse_policy(policy: Any, capabilities: Cap) -> None:
-    """Refuse what cannot be asked for plans (I7).
+    """Refuse a policy that this engine cannot use (I7).
 
     Raises:
-        ConfigError: It needs a capability the engine lacks, or plans in neither way.
+        ConfigError: It needs a capability that the engine lacks, or it has neither ranks nor plans.
     """
     try:
         with contained():
@@ -38,8 +38,8 @@ def refuse_policy(policy: Any, capabilities: Cap) -> None:
 
 
 def malformed(plan: Any) -> str | None:
-    """Say what of an alleged plan is not of its type; ends a sentence like `broken_rule`."""
-    if type(plan) is not Plan:  # properties of another class may say this now and that later
+    """Return what is of a wrong type in a policy's plan, as text like `broken_rule`, or None."""
+    if type(plan) is not Plan:  # a property of another class may change between two reads
         return f"returned {type(plan).__name__} instead of a Plan"
     rows = plan.rows if isinstance(plan.rows, tuple) else (plan.rows,)
     if not _are_rows(rows):
@@ -72,14 +72,14 @@ def broken_rule(
     num_layers: int,
     view: View,
 ) -> str | None:
-    """Say which rule a plan breaks.
+    """Return the rule that a plan breaks, as text.
 
     Args:
-        plan: What a policy returned.
+        plan: Plan that a policy returned.
         requests: Unfinished requests.
         frames: Live rows of the parked frames that the plan touches.
-        num_layers: Layers of the model.
-        view: For the budgets.
+        num_layers: Number of layers of the model.
+        view: State as policies see it, with the budgets.
 
     Returns:
         The end of a sentence that begins with the policy's name, or None.
@@ -178,7 +178,7 @@ def _broken_budget(plan: Plan, requests: Mapping[RequestId, Request], view: View
 
 
 class Pool(Protocol):
-    """KV blocks as others see them (see `qllm.scheduler.blocks.BlockPool`)."""
+    """KV blocks of a scheduler in Python or C++ (see `qllm.scheduler.blocks.BlockPool`)."""
 
     @property
     def num_free(self) -> int: ...
@@ -193,14 +193,14 @@ def check_state(
     swap: SwapSpace,
     away: Mapping[RequestId, Parked],
 ) -> None:
-    """Compare requests, frames, blocks and what is swapped out with each other.
+    """Check that requests, frames, blocks and swap space agree with each other.
 
     Args:
         requests: Unfinished requests.
         frames: Parked frames.
         pool: All blocks.
-        swap: Room for what is swapped out.
-        away: Frames of requests that are swapped out.
+        swap: Space for swapped-out KV.
+        away: Frames of swapped-out requests.
 
     Raises:
         InvariantError: They do not agree.

@@ -1,4 +1,3 @@
-# Over 500 lines: one class holds the state that every decision reads and changes.
 """The scheduler: requests, blocks and parked frames in; one decision out.
 
 Pure decisions: time arrives as an argument, effects leave as values. `decide` asks the policy
@@ -46,7 +45,7 @@ from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
 
 
 class Scheduler:
-    """State of decisions, owned by the loop; large because requests and blocks change together."""
+    """State of decisions. The engine loop owns it; it decides, and learns what became of a run."""
 
     def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
         refuse_policy(policy, limits.capabilities)
@@ -67,21 +66,21 @@ class Scheduler:
         self.riding = Riding()
         self.be_share = BeShare(limits.floor)
         self.suspects: list[RequestId] = []
-        """Requests of a frame that raised; rerun one by one, before anything else."""
+        """Requests of a frame that raised; each is rerun alone, before anything else."""
         self.num_spared = 0
-        """Passes that went on though an arrival had stopped them (`max_preemptions`)."""
+        """Passes that continued although an arrival had stopped them (`max_preemptions`)."""
         self._next_frame_id = 0
         self._owed: list[Effect] = []
-        """Done to the state and not yet to the runner; leaves with the next effects."""
+        """Effects that the state has and the runner has not; the next decision returns them."""
         self.hook_errors: deque[tuple[Any, PolicyError]] = deque()
         """Errors of hooks, each with its policy; the next decisions raise them one by one."""
         self._ranking: Ranking | None = None
         self._patience = Patience()
 
-    # -- requests come and go
+    # -- arrivals and ends of requests
 
     def add(self, request: Request, now_ns: int) -> None:
-        """A request arrived."""
+        """Add a request that has arrived."""
         self.requests[request.request_id] = request
         if request.is_open:
             self.open.add(request.request_id)
@@ -89,7 +88,7 @@ class Scheduler:
         self._hook("on_arrival", now_ns, request)
 
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
-        """A request ended, for whatever reason: its row dies, its blocks come back."""
+        """Remove a request that has ended: drop its row and free its blocks."""
         request = self.requests.pop(request_id)
         self.paused.discard(request_id)
         self.open.discard(request_id)
@@ -105,7 +104,7 @@ class Scheduler:
     def update(
         self, request_id: RequestId, priority: int | None, paused: bool | None, now_ns: int
     ) -> list[Effect]:
-        """Change the class of a request, pause it, or let it go on; None leaves as it is."""
+        """Change the class of a request, pause it, or resume it; None changes nothing."""
         request = self.requests[request_id]
         if self._ranking is not None:
             self._ranking.forget(request_id)
@@ -116,7 +115,7 @@ class Scheduler:
     def revise(
         self, request_id: RequestId, num_kept: int, num_tokens: int, now_ns: int
     ) -> list[Effect]:
-        """Give a request a prompt of another end (see `qllm.scheduler.changes.revise`)."""
+        """Replace the end of a request's prompt (see `qllm.scheduler.changes.revise`)."""
         request = self.requests[request_id]
         if self._ranking is not None:
             self._ranking.forget(request_id)
@@ -131,15 +130,15 @@ class Scheduler:
     def evict(
         self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
     ) -> list[Effect]:
-        """Take a request's blocks: its KV moves out, or, for want of room, it starts over."""
+        """Take a request's blocks: swap its KV out, or drop it if the swap space is too small."""
         return evict(self, self.requests[request_id], for_request, how)
 
     def found(self, request_id: RequestId, num_tokens: int, pages: Sequence[bytes]) -> None:
-        """The prefix cache has the first tokens of a request without KV of its own.
+        """Note that the prefix cache has the first tokens of a request without KV of its own.
 
         Args:
-            request_id: Whose.
-            num_tokens: How many.
+            request_id: Id of the request.
+            num_tokens: Number of tokens that the cache has.
             pages: Names of their pages.
         """
         self.swap.release(request_id)
@@ -147,13 +146,13 @@ class Scheduler:
         self.touch(self.requests[request_id])
 
     def name_pages(self, request_id: RequestId, names: Sequence[bytes], page_size: int) -> None:
-        """The first blocks of a request hold whole pages, committed: others may refer to them."""
+        """Name the committed pages in a request's first blocks, so that others may share them."""
         table, each = self.requests[request_id].block_table, page_size // self.pool.block_size
         for i, name in enumerate(names):
             self.pool.name(name, table[i * each : (i + 1) * each])
 
     def adopt(self, request: Request, *, swapped: bool = False) -> None:
-        """Take over a request of a checkpoint, swapped out if it was or if blocks are short.
+        """Add a request of a checkpoint, swapped out if it was, or if blocks are short.
 
         Raises:
             CheckpointError: Its KV does not fit now.
@@ -178,7 +177,7 @@ class Scheduler:
     def adopt_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
     ) -> None:
-        """Take over a parked frame whose live requests were adopted."""
+        """Add a parked frame of a checkpoint, after its live requests."""
         parked = Parked(program=program, index=index, parked_ns=now_ns, dead=dead)
         held = parked.held_rows()
         first = self.requests[held[0].request_id]
@@ -190,18 +189,18 @@ class Scheduler:
             self.requests[row.request_id].frame_id = program.frame_id
 
     def new_frame_id(self) -> FrameId:
-        """An id no frame had before."""
+        """Return an id that no frame has had before."""
         self._next_frame_id += 1
         return self._next_frame_id
 
     # -- the decision
 
     def view(self, now_ns: int) -> View:
-        """The state as policies see it."""
+        """Return the state as policies see it."""
         return view_of(self, now_ns)
 
     def decide(self, now_ns: int) -> Decision:
-        """What to run now.
+        """Return what to run now.
 
         Raises:
             PolicyError: The policy raised, or its plan breaks an invariant; nothing changed.
@@ -258,7 +257,7 @@ class Scheduler:
 
     @contained()
     def _ranked(self, now_ns: int) -> Ranking | None:
-        """The order of all requests as of now; None if the policy plans by itself."""
+        """Return the order of all requests as of now; None if the policy makes its own plans."""
         if not isinstance(self.policy, RankPolicy):
             return None
         if self._ranking is None or self._ranking.policy is not self.policy:
@@ -267,7 +266,7 @@ class Scheduler:
         return self._ranking
 
     def touch(self, request: Request) -> None:
-        """It arrived, or holds KV now, or no more: its rank and its place are looked at again."""
+        """Rank a request again: it arrived, or it took or lost KV."""
         if self._ranking is not None and has_rank(request):
             self._ranking.touch(request)
         elif self._ranking is not None:
@@ -290,13 +289,13 @@ class Scheduler:
         return broken
 
     def blame(self, error: PolicyError, now_ns: int) -> Blame:
-        """Say whose end lets the policy go on after `decide` has raised an error."""
+        """Find the requests to end so that the policy works again after an error of `decide`."""
         found = blame(self, error, now_ns)
         self._patience.renew()
         return found
 
     def empty(self, policy: Any) -> "Scheduler":
-        """A scheduler like this one that knows no request: `blame` fills and asks it."""
+        """Return a scheduler like this one without requests, for the trials of `blame`."""
         twin = Scheduler(policy, self.shape, self.cuts, self.limits)
         twin.costs, twin.riding, twin._patience = self.costs, self.riding, copy(self._patience)
         return twin
@@ -315,7 +314,7 @@ class Scheduler:
     # -- KV blocks
 
     def _acquire(self, view: View, plan: Plan) -> list[Row]:
-        """Take KV from whom the plan says, and give every row its blocks."""
+        """Evict the requests that the plan names, and give every row its blocks."""
         rows = align_rows(plan.rows, self.requests, view.cuts)
         victims = partial(self._victims, view)
         kept = acquire(self, plan, rows, victims, view.now_ns, self._owed)
@@ -395,10 +394,10 @@ class Scheduler:
             resumed=True,
         )
 
-    # -- what became of it
+    # -- results of a run
 
     def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
-        """Count the run for the requests whose rows took part in it."""
+        """Count a run for the requests whose rows took part in it."""
         program = parked.program
         begun = end == parked.index and end != program.end  # tasks inside an op were done
         rows = program.rows_between(parked.index, Index(end.op, 1) if begun else end)
@@ -423,7 +422,7 @@ class Scheduler:
         self.riding = settle(self.riding, ranking, self.costs, program, done, start_ns, end_ns)
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
-        """The running program reached its end; `sampled` requests have one more token."""
+        """Commit the running program, which reached its end, and the tokens of `sampled`."""
         parked, self.running = self._take_running(), None
         self._progress(parked, end, start_ns, end_ns)
         program, grown = parked.program, set(sampled)
@@ -439,16 +438,16 @@ class Scheduler:
         self._hook("on_step_done", end_ns, report)
 
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
-        """The running program stopped at a boundary: park its frame.
+        """Park the frame of the running program, which stopped at a boundary.
 
         Args:
-            end: Where.
-            start_ns: From when,
-            end_ns: and until when it ran.
-            preempted: An arrival stopped it.
+            end: Boundary where it stopped.
+            start_ns: Time when it began to run.
+            end_ns: Time when it stopped.
+            preempted: True if an arrival stopped it.
 
         Returns:
-            Whether it is preempted: not if the arrival has to wait for it (`preempts`).
+            True if it is preempted, False if the arrival has to wait for it (`preempts`).
         """
         parked, self.running = self._take_running(), None
         preempted = preempts(
@@ -472,10 +471,10 @@ class Scheduler:
         return preempted
 
     def failed(self) -> tuple[list[Effect], list[Request]]:
-        """The running program raised: drop its frame and rerun its requests one by one.
+        """Drop the frame of the running program, which raised, and rerun its requests one by one.
 
         Returns:
-            Effects, and the requests that failed alone: they must end in `error`.
+            Effects, and the requests that also failed alone: they must end in `error`.
         """
         parked, self.running = self._take_running(), None
         hopeless = []
@@ -495,7 +494,7 @@ class Scheduler:
         return self.running
 
     def check(self) -> None:
-        """Check the invariants of the state; called by tests after every step, and when idle."""
+        """Check the invariants of the state. Tests call it after every step and when idle."""
         check_state(self.requests, self.frames, self.pool, self.swap, self.away)
         if self._ranking is not None:
             self._ranking.check(ranked(self))

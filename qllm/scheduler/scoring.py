@@ -1,8 +1,8 @@
-"""Prompts whose log-probabilities are asked for end in a program of their own.
+"""Turns of scored prompts, those whose log-probabilities are requested, with other rows.
 
-To score a prompt is a row of the vocabulary per token, and a program gives its tokens at its end:
-whoever shared it would wait for all of them. So the row that completes such a prompt runs alone,
-a slice at a time where the grain allows it, in turns with the other rows of its plan.
+Scoring a prompt takes a row over the vocabulary per token, and a program returns its tokens at its
+end, so other requests in it would wait for all of these rows. Therefore the row that completes such
+a prompt runs alone, in slices where the grain allows it, in turns with the other rows of its plan.
 
     planned     decodes A B, prompt S       S (parked), A B         S, A B          A B
     runs        A B                         S, one slice            A B             ...
@@ -16,11 +16,11 @@ from qllm.policy import CostTable, RequestView
 from qllm.types import NS_PER_MS, RequestId
 
 TURN_NS = 10 * NS_PER_MS
-"""Shortest turn of a row that scores; switching to one and back takes about a millisecond."""
+"""Shortest turn of a scoring row; switching to it and back takes about a millisecond."""
 
 
 def scores(row: Row, request: RequestView, num_layers: int) -> bool:
-    """Whether a row completes a prompt whose log-probabilities are asked for."""
+    """Return True if a row completes a prompt whose log-probabilities are requested."""
     return request.owes_prompt and row.hi == request.num_tokens and row.end_layer == num_layers
 
 
@@ -31,18 +31,18 @@ def whose_turn(
     costs: CostTable,
     num_layers: int,
 ) -> tuple[Plan, list[Row]]:
-    """Choose the rows that run now: those that score nothing, or one that does, with a slice.
+    """Choose the rows that run now: all that do not score, or one that does, with a slice.
 
-    The others go on after every turn of a row that scores; of those, whoever made progress longest
-    ago is next. A turn is as long as a step of as many decodes as there are other rows, and at
-    least `TURN_NS`.
+    The other rows run after every turn of a scoring row. The scoring row with the least recent
+    progress is next. A turn is as long as a step of as many decodes as there are other rows, and
+    at least `TURN_NS`.
 
     Args:
-        plan: What the policy wants.
-        rows: Its rows that have their KV.
-        requests: Whose rows they are.
-        costs: Predicts the step of the others.
-        num_layers: Of the model.
+        plan: Plan of the policy.
+        rows: Rows of the plan that have their KV.
+        requests: Requests of the rows.
+        costs: Cost table that predicts the step of the others.
+        num_layers: Number of layers of the model.
     """
     owing = [row for row in rows if requests[row.request_id].owes_prompt]
     scoring = [row for row in owing if scores(row, requests[row.request_id], num_layers)]

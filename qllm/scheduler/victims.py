@@ -1,4 +1,4 @@
-"""Who loses its KV when there is too little (I6): lower ranks, worst first, never for nothing."""
+"""Requests that lose their KV when blocks are short (I6, I14): lower ranks, worst first."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,31 +26,31 @@ def victims_for(
     keep: frozenset[RequestId],
     shared: Mapping[int, int],
 ) -> list[tuple[RequestId, Evict]]:
-    """The shortest prefix of the victims that frees `num_blocks` blocks, or nobody; and how.
+    """Return the fewest victims that free `num_blocks` blocks, each with its way; else none.
 
-    Paused requests come first, whatever their class; those that wait for more of their prompt come
-    last, for whoever could not go on otherwise.
+    Paused requests come first, whatever their class. Streaming prompts that wait for input come
+    last: they lose their KV only if the request cannot run otherwise.
 
-    A request of a worse tier may always be evicted. One of the same tier only for a request
-    that already holds KV and has to grow, and only if it ranks behind it; so newcomers never
-    evict their equals, and there is no ping-pong. A prompt that is open is behind those that are
-    whole, no equal. A cohort between two groups of layers is not
-    evicted for its equals either: the layers it has done would be lost, and it advances in the
-    same step as those who have to grow.
+    A request of a worse tier may always be evicted. A request of the same tier may be evicted only
+    for one that already holds KV and has to grow, and only if it ranks behind that one. So
+    newcomers never evict their equals, and two requests never evict each other in turns. A
+    streaming prompt ranks behind all whole prompts of its tier. A cohort between two groups of
+    layers is not evicted for its equals: it would lose the layers it has done, and it advances in
+    the same step as the requests that have to grow.
 
     Args:
-        policy: Names victims itself, if it has a `victims` and no ranking.
-        ranking: The order of the requests, if the policy ranks them.
-        view: The state it decides on.
+        policy: Policy, which names victims itself if it has `victims` and no ranking.
+        ranking: Order of the requests, if the policy ranks them.
+        view: State to decide on.
         requests: Unfinished requests.
-        request: Who needs the blocks.
-        num_blocks: How many it needs beyond the free ones.
+        request: Request that needs the blocks.
+        num_blocks: Number of blocks that it needs beyond the free ones.
         keep: Requests planned at or above its rank.
-        shared: Holders of each block that has more than one.
+        shared: Number of holders of each block that has several.
 
     Raises:
-        BadVictimError: The policy named somebody it must not.
-        OutsideError: It raised `SystemExit`, or kin.
+        BadVictimError: The policy named a victim that the rules forbid.
+        OutsideError: The policy raised `SystemExit`, or another error that is no `Exception`.
     """
     if ranking is not None:
         order = [(victim, Evict.SWAP) for victim in _by_rank(ranking, view, request)]
@@ -80,13 +80,13 @@ def victims_for(
 
 
 def make_way(view: View, ranking: Ranking, row: Row) -> tuple[RequestId, ...] | None:
-    """Requests whose KV moves out so that `row` has its blocks; the last in rank go first.
+    """Choose requests to swap out so that `row`, itself swapped out, gets its blocks (I14).
 
-    Better ones too: they lose a slice, and no token. Whoever has not run since it was given KV
-    stays, and whoever finds no room in the swap space.
+    The worst rank goes first. Better ranks than the row's may go too: they lose a slice, and no
+    token. A request stays if it has not run since it got KV, or if the swap space lacks room.
 
     Returns:
-        Their ids, none if enough blocks are free; None if there are too few such requests.
+        Their ids, empty if enough blocks are free; None if there are too few such requests.
     """
     need, room = view.blocks_needed(row) - view.num_free_blocks, view.num_free_swap_blocks
     out, freed = list[RequestId](), Freed.of(view)
@@ -144,7 +144,7 @@ def _named(
 
 
 def _behind(victim: Request, request: Request) -> bool:
-    """Whether `victim` is behind `request` where no rank says it."""
+    """Return True if `victim` is behind `request`, for policies that rank nothing."""
     if (theirs := (victim.priority, victim.is_open)) != (
         own := (request.priority, request.is_open)
     ):
