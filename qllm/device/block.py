@@ -1,4 +1,4 @@
-"""The state of the native decisions in memory, and how Python reads and writes it."""
+"""Memory with the state of the native decisions, and its reads and writes from Python."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _PACK = {"i4": "i", "i8": "q"}
 
 
 def _record(dtype: Dtype) -> struct.Struct:
-    """Packs and unpacks one element of a section."""
+    """Return the packer of one element of a section."""
     assert dtype.names is not None
     return struct.Struct("<" + "".join(_PACK[dtype[name].str[1:]] for name in dtype.names))
 
@@ -36,7 +36,7 @@ class Block(Records):
 
     Args:
         sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
-        zeros: Makes its memory, so many numbers of eight bytes.
+        zeros: Function that allocates its memory, in numbers of eight bytes.
     """
 
     def __init__(self, sizes: dict[str, int], zeros: Zeros = host_zeros) -> None:
@@ -47,11 +47,11 @@ class Block(Records):
         self._chain = self.bytes[at : at + 4 * sizes["num_blocks"]].cast("i")
 
     def set_ride_frac(self, frac: float) -> None:
-        """The one number of STATE that is not whole."""
+        """Set the ride fraction, the only number of STATE that is not whole."""
         struct.pack_into("<d", self.bytes, 8 * self.index("ride_frac"), frac)
 
     def set_costs(self, table: CostTable) -> None:
-        """Change the predicted times."""
+        """Set the predicted times."""
         count = len(table.decode_ns)
         if count > layout.COST_LEVELS:
             raise InvariantError(f"{count} decode costs; at most {layout.COST_LEVELS}")
@@ -62,35 +62,35 @@ class Block(Records):
     # -- sections
 
     def ints(self, name: str, count: int) -> list[int]:
-        """The first numbers of a section of 4-byte integers."""
+        """Return the first numbers of a section of 4-byte integers."""
         at = self.offsets[name]
         return self.bytes[at : at + 4 * count].cast("i").tolist()
 
     def request(self, slot: int) -> tuple[int, ...]:
-        """A request, as `layout.REQUEST` has it."""
+        """Return the fields of a request, as in `layout.REQUEST`."""
         at = self.offsets["requests"] + slot * REQUEST.size
         return REQUEST.unpack_from(self.bytes, at)
 
     def frame(self, slot: int) -> tuple[int, ...]:
-        """A frame, as `layout.FRAME` has it."""
+        """Return the fields of a frame, as in `layout.FRAME`."""
         return FRAME.unpack_from(self.bytes, self.offsets["frames"] + slot * FRAME.size)
 
     def rows(self, frame: int, count: int) -> list[tuple[int, ...]]:
-        """The rows of a frame, as `layout.ROW` has them."""
+        """Return the first rows of a frame, as in `layout.ROW`."""
         at = self.rows_at(frame)
         return list(ROW.iter_unpack(self.bytes[at : at + count * ROW.size]))
 
     def rows_at(self, frame: int) -> int:
-        """The byte at which the rows of a frame begin."""
+        """Return the byte offset of the rows of a frame."""
         return self.offsets["frame_rows"] + frame * self.sizes["seats"] * ROW.size
 
     def effects(self, count: int) -> list[tuple[int, ...]]:
-        """The first effects, as `layout.EFFECT` has them."""
+        """Return the first effects, as in `layout.EFFECT`."""
         at = self.offsets["effects"]
         return list(EFFECT.iter_unpack(self.bytes[at : at + count * EFFECT.size]))
 
     def extend_table(self, slot: int, table: list[int]) -> None:
-        """Add to a block table the blocks that its request took since."""
+        """Append to a block table the blocks that its request has taken since the last call."""
         at = self.offsets["requests"] + slot * REQUEST.size + _TABLE_AT
         count, first, _ = _TABLE.unpack_from(self.bytes, at)
         while len(table) < count:
@@ -99,10 +99,10 @@ class Block(Records):
     # -- tests
 
     def check_blocks(self, tables: Mapping[RequestId, Sequence[int]]) -> None:
-        """Compare the chains of KV blocks with block tables: nothing leaks, nothing is shared.
+        """Check that these block tables and the free blocks hold every KV block exactly once.
 
         Raises:
-            InvariantError: Something does.
+            InvariantError: A block is missing, or is held twice.
         """
         found = [block for table in tables.values() for block in table]
         found += self.ints("free_blocks", self.get("num_free"))
@@ -110,10 +110,10 @@ class Block(Records):
             raise InvariantError("the free and the held KV blocks are not all of them, once each")
 
     def check_order(self, slots: Mapping[RequestId, int]) -> None:
-        """Look whether every live request is in one place of the order, and in the right one.
+        """Check that every live request is in exactly one list of the order, the right one.
 
         Raises:
-            InvariantError: One is not.
+            InvariantError: A request is not.
         """
         requests = self.array("requests")
         found: list[int] = []

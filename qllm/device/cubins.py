@@ -1,9 +1,9 @@
-"""Kernels of a policy, compiled once: cubins under the user's cache, keyed by all they come from.
+"""Kernels of a policy, compiled once: cubins in the user's cache, with a name from their inputs.
 
 The sources of `csrc` ship with the package. A change of them, of the policy's rank or its numbers,
-or of the architecture is another file. Compilers are not part of the name: a cubin that was linked
-on a machine without a GPU is found on the one that has it, whatever is installed there. A file that
-is not whole is compiled anew.
+or of the architecture gives another file name. The compiler is not part of the name, so a cubin
+linked on a machine without a GPU is also found on the machine that has one. A damaged file is
+compiled again.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ KERNELS = (
 
 
 def cache_folder() -> Path:
-    """Where cubins lie: under $XDG_CACHE_HOME, else ~/.cache."""
+    """Return the folder of cubins, in $XDG_CACHE_HOME, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "qllm" / "cubins"
 
 
 def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = None) -> bytes:
-    """The scheduler's kernels with a policy's rank in them, from the cache if they are there.
+    """Return the scheduler's kernels with a policy's rank, from the cache if they are there.
 
     Args:
         policy: A `RankPolicy`.
-        capability: Of the device, like (9, 0).
-        folder: The cache; None is `cache_folder()`.
+        capability: Compute capability of the device, like (9, 0).
+        folder: Folder of the cache; None is `cache_folder()`.
 
     Raises:
         ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.
@@ -54,7 +54,7 @@ def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = No
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
         part.write(hashlib.sha256(cubin).digest() + cubin)
-    os.replace(part.name, file)  # whoever reads meanwhile sees all of it or nothing
+    os.replace(part.name, file)  # atomic: a reader sees the whole file or none
     return cubin
 
 
@@ -68,16 +68,16 @@ def _key(policy: Any, capability: tuple[int, int]) -> str:
 
 
 def link_kernel(policy: Any, capability: tuple[int, int]) -> bytes:
-    """Return a cubin with KERNELS and the policy's `rank` in them: see `link_verbosely`."""
+    """Return a cubin with KERNELS and the policy's `rank` (see `link_verbosely`)."""
     return link_verbosely(policy, capability)[0]
 
 
 def link_verbosely(policy: Any, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """Return a cubin with KERNELS and the policy's `rank` in them, and what `ptxas -v` says of it.
+    """Return a cubin with KERNELS and the policy's `rank`, and the output of `ptxas -v`.
 
     Args:
         policy: A `RankPolicy`.
-        capability: Of the device, like (9, 0).
+        capability: Compute capability of the device, like (9, 0).
 
     Raises:
         ConfigError: The policy cannot be compiled, or a package of the extra `device` is missing.

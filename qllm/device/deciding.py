@@ -1,8 +1,8 @@
-"""What every user of the native decisions does: settings in, rows and effects out as programs.
+"""Base of the native decisions in Python: passes settings in, and returns programs and effects.
 
-The C++ code speaks of slots, rows and layers on one block of memory. `NativeDecider` owns it,
-turns rows into programs and effects into values, and keeps the parked programs. Who keeps what
-of a request is up to its kinds: `NativeScheduler` of the tests has `Request` objects,
+The C++ code works with slots, rows and layers in one block of memory. `NativeDecider` owns the
+block, makes programs of rows and values of effects, and keeps the parked programs. Its subclasses
+decide what they keep of a request: `NativeScheduler` of the tests has `Request` objects,
 `NativeServer` has none.
 """
 
@@ -38,28 +38,26 @@ from qllm.types import NS_PER_S, FrameId, Grain, RequestId
 
 _GRAINS = tuple(Grain)
 SLOT, _FLAGS = 5, 6
-"""Places of the slot and of the flags in a row."""
+"""Indexes of the slot and of the flags in a row."""
 _NUM_PROMPT = (layout.REQUEST.names or ()).index("num_prompt")
 
 
 def host_calls(policy: RankPolicy) -> Any:
-    """The functions of the scheduler in this process; they are given the policy's rank."""
+    """Return the functions of the scheduler in this process, which take the policy's rank."""
     return load_native()
 
 
 class NativeDecider:
-    """The block of the decisions, and the programs that come of them.
-
-    Large because it has what `Scheduler` has, over the memory of C++.
+    """The block of the decisions, and their programs: a `Scheduler` over the memory of C++.
 
     Args:
         policy: A `RankPolicy`; its `rank` is compiled here.
         shape: Layers of the model.
-        cuts: Where ops are cut.
-        limits: Settings.
-        capacity: Live requests there is room for.
-        calls: Makes the functions of the scheduler for a policy; by default those of this machine.
-        zeros: Makes the memory of the block.
+        cuts: Rule of where ops are cut.
+        limits: Settings that decisions depend on.
+        capacity: Most live requests.
+        calls: Loader of the scheduler's functions for a policy; by default those of this machine.
+        zeros: Function that allocates the memory of the block.
 
     Raises:
         ConfigError: The policy cannot be compiled, or numba or the extension is missing.
@@ -110,17 +108,17 @@ class NativeDecider:
         return function(self.block.address, self._rank.address, *numbers)
 
     def call(self, name: str, *numbers: int) -> int:
-        """A function of `layout.CALLS`, for who keeps no `Request` of its own."""
+        """Call a function of `layout.CALLS`, for callers without `Request` objects."""
         answer: int | None = self._do(getattr(self.native, name), *numbers)
         return answer or 0
 
     @property
     def rank_address(self) -> int:
-        """Where the policy's compiled rank lies."""
+        """Address of the policy's compiled rank."""
         return self._rank.address
 
     def _turn(self, name: str, *numbers: int) -> Any:
-        """One of the functions around a program: decide, done, stopped, failed."""
+        """Call one of the functions around a program: decide, done, stopped, failed."""
         return self._do(getattr(self.native, name), *numbers)
 
     # -- settings
@@ -163,24 +161,24 @@ class NativeDecider:
         self.block.set_costs(table)
         self._costs = table
 
-    # -- what a kind of decider keeps of requests
+    # -- hooks of subclasses that keep requests
 
     def _starts(self, rows: Sequence[tuple[int, ...]], now_ns: int) -> None:
-        """A program of these rows (`layout.ROW`) begins."""
+        """Note that a program of these rows (`layout.ROW`) starts."""
 
     def _resumes(self, parked: Parked) -> None:
-        """A parked frame goes on."""
+        """Note that a parked frame runs again."""
 
     def _evicted(self, request_id: RequestId) -> None:
-        """A request has lost its KV."""
+        """Note that a request has lost its KV."""
 
     def _moved(self, parked: Parked) -> None:
-        """The counters of the requests of a frame have changed."""
+        """Note that the counters of the requests of a frame have changed."""
 
     # -- the decision
 
     def decide(self, now_ns: int) -> Decision:
-        """What to run now.
+        """Return what to run now.
 
         Raises:
             PolicyError: The policy planned nothing, or stalls.
@@ -247,7 +245,7 @@ class NativeDecider:
         )
 
     def _table(self, slot: int) -> list[int]:
-        """The KV blocks of a request."""
+        """Return the KV blocks of a request."""
         table: list[int] = []
         self.block.extend_table(slot, table)
         return table
@@ -296,10 +294,10 @@ class NativeDecider:
         self._moved(parked)
         return Split(parked.program, index)
 
-    # -- what became of it
+    # -- results of a run
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
-        """The running program reached its end; `sampled` requests have one more token."""
+        """Commit the running program, which reached its end, and the tokens of `sampled`."""
         parked = self._take_running()
         high = _highest_layer(parked, end)
         count = self._turn("done", high, start_ns, end_ns)
@@ -308,7 +306,10 @@ class NativeDecider:
         self._moved(parked)
 
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
-        """The running program stopped at a boundary: park its frame. See `Scheduler.stopped`."""
+        """Park the frame of the running program, which stopped at a boundary.
+
+        See `Scheduler.stopped`.
+        """
         parked = self._take_running()
         program, high = parked.program, _highest_layer(parked, end)
         layer, inside = program.layer_at(end), program.inside_layer(end)
@@ -320,7 +321,7 @@ class NativeDecider:
         return preempted
 
     def _fail(self, *numbers: int) -> tuple[Program, list[int]]:
-        """The running program raised: it, and the slots of requests that failed alone."""
+        """Return the running program, which raised, and the slots of requests that failed alone."""
         parked = self._take_running()
         slots = self.block.ints("chosen", self._turn("failed", *numbers))
         self._moved(parked)
@@ -334,7 +335,7 @@ class NativeDecider:
 
 
 def _marks(cuts: CutRule, limits: Limits) -> list[int]:
-    """Where the blocks of a cut rule end, from position 0 on, as far as KV can reach."""
+    """Return the positions where blocks of a cut rule end, from 0 to the most tokens of KV."""
     marks = [0]
     while marks[-1] < limits.num_blocks * limits.block_size:
         marks.append(marks[-1] + cuts.block(marks[-1]))
@@ -342,6 +343,6 @@ def _marks(cuts: CutRule, limits: Limits) -> list[int]:
 
 
 def _highest_layer(parked: Parked, end: Index) -> int:
-    """The layer of the last op that a run to `end` has begun; -1 if it did nothing."""
+    """Return the layer of the last op that a run to `end` has begun; -1 if it did nothing."""
     last = end.op if end.pos else end.op - 1
     return -1 if last < parked.index.op else parked.program.ops[last].layer

@@ -1,13 +1,13 @@
 """The whole serving loop as one CUDA graph: the host launches it and then only watches.
 
-    WHILE (run)                     a conditional node; its body is
+    WHILE (run)                     a conditional node with this body:
       turn                            a kernel: books a stage, claims, decides, fills a lane
       SWITCH (branch)                 a conditional node with a body per captured stage;
-        0: stage   1: stage   ...     a branch that is none of them runs nothing
+        0: stage   1: stage   ...     a branch without a body runs nothing
 
-A turn sets both handles each time. It lowers `run` after a bounded number of turns or when it is
-told to stop, and the host launches again: nothing of the loop lives in the launch itself. What a
-stage may hold (`graphs.ALLOWED`) is what the body of a conditional node may hold.
+Each turn sets both handles. It clears `run` after a bounded number of turns or when the host asks
+it to stop, and the host launches again: the launch itself holds no state of the loop. A stage may
+hold only nodes that the body of a conditional node may hold (`graphs.ALLOWED`).
 """
 
 import time
@@ -18,16 +18,16 @@ from qllm.cuda.graphs import ALLOWED
 from qllm.errors import DeviceError, ModelError
 
 NO_BRANCH = (1 << 32) - 1
-"""A value of the switch that no body has."""
+"""Value of the switch without a body."""
 THREADS = 256
 """Threads of the one block that takes a turn."""
 MOST_LOOK_S = 1.0
-"""The time between two looks at the heartbeat counts for so much at most: a process that stood
-still, as one that is stopped and goes on, looks again before it says that the device hangs."""
+"""Most seconds that the time between two looks at the heartbeat counts. So a process that was
+suspended looks again before it reports that the device hangs."""
 
 
 class KernelCall(NamedTuple):
-    """A kernel and the numbers it is launched with; those of its loop follow them."""
+    """A kernel and the numbers to launch it with; the numbers of its loop follow them."""
 
     function: Any
     numbers: tuple[int, ...]
@@ -35,20 +35,20 @@ class KernelCall(NamedTuple):
 
 
 class LoopApi(Protocol):
-    """What the loop needs of CUDA's graphs."""
+    """The calls to CUDA's graphs that the loop needs."""
 
     def new_graph(self) -> Any:
-        """An empty graph."""
+        """Return an empty graph."""
         ...
 
     def new_handle(self, graph: Any, first: int) -> int:
-        """A condition of one node that will be in this graph; it has that value at each launch."""
+        """Return the condition of a later node of this graph; each launch sets it to `first`."""
         ...
 
     def add_conditional(
         self, graph: Any, after: Sequence[Any], handle: int, kind: str, size: int
     ) -> tuple[Any, list[Any]]:
-        """Add a "While" or "Switch" node: the node, and the empty graphs of its bodies."""
+        """Add a "While" or "Switch" node; return it and the empty graphs of its bodies."""
         ...
 
     def add_kernel(
@@ -62,7 +62,7 @@ class LoopApi(Protocol):
         ...
 
     def node_types(self, graph: Any) -> list[str]:
-        """Type of each node."""
+        """Return the type of each node."""
         ...
 
     def instantiate(self, graph: Any) -> Any:
@@ -74,23 +74,23 @@ class LoopApi(Protocol):
         ...
 
     def is_running(self) -> bool:
-        """Whether the last launch seems not to have ended; its own words decide (`serve`).
+        """Return True if the last launch seems to run; the words of the loop decide (`serve`).
 
         Raises:
-            DeviceError: It ended with a fault.
+            DeviceError: The launch ended with a fault.
         """
         ...
 
     def pin(self, address: int, num_bytes: int) -> Any:
-        """Page-lock memory of the host for the device until `close`; neither while a loop runs.
+        """Page-lock memory of the host for the device until `close`, while no loop runs.
 
         Raises:
-            DeviceError: It cannot be.
+            DeviceError: It cannot be page-locked.
         """
         ...
 
     def staging(self, num_bytes: int) -> Any:
-        """A page-locked tensor, uint8 [num_bytes]: copies to and from it wait for no loop."""
+        """Return a page-locked tensor, uint8 [num_bytes]: its copies do not wait for the loop."""
         ...
 
 
@@ -98,12 +98,12 @@ class LoopGraph:
     """The graph of a loop.
 
     Args:
-        api: Builds it.
-        turn: The kernel of a turn.
+        api: Calls that build it.
+        turn: Kernel of a turn.
         stages: Captured stages, in the order of their branches.
 
     Raises:
-        ModelError: There is no stage, or one holds what a conditional body may not.
+        ModelError: There is no stage, or one holds a node that a conditional body may not.
     """
 
     def __init__(self, api: LoopApi, turn: KernelCall, stages: Sequence[Any]) -> None:
@@ -126,7 +126,7 @@ class LoopGraph:
 
     @property
     def is_running(self) -> bool:
-        """See `LoopApi.is_running`."""
+        """True if the last launch seems to run (see `LoopApi.is_running`)."""
         return self._api.is_running()
 
 
@@ -143,18 +143,18 @@ def _check_stages(api: LoopApi, stages: Sequence[Any]) -> None:
 
 
 class Watch(NamedTuple):
-    """What the host knows of a loop: words that the device writes where the host can read."""
+    """The host's view of a loop: words that the device writes where the host can read them."""
 
     prepare: Callable[[], None]
-    """Called before each launch."""
+    """Function that is called before each launch."""
     heartbeat: Callable[[], int]
-    """Turns taken."""
+    """Number of turns taken."""
     is_stopped: Callable[[], bool]
-    """The loop was told to stop and has nothing left to do."""
+    """True if the loop was asked to stop and has no work left."""
     goes_on: Callable[[], bool]
-    """The launch has turns to take; `prepare` says so, and its last turn takes it back."""
+    """True while the launch has turns to take: `prepare` sets it, and its last turn clears it."""
     look: Callable[[], None] = lambda: None
-    """Called again and again while a launch runs."""
+    """Function that is called repeatedly while a launch runs."""
 
 
 def serve(
@@ -166,20 +166,20 @@ def serve(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Launch a loop again and again until it has stopped; return how often.
+    """Launch a loop again and again until it has stopped; return the number of launches.
 
     Args:
-        loop: Ready to be launched.
-        watch: Its words.
-        hang_s: A heartbeat that stands still so long, while it is watched, is a hang.
-        pause_s: Between two looks.
-        clock: Seconds.
-        sleep: Waits.
+        loop: Graph that is ready to launch.
+        watch: Words of the loop.
+        hang_s: Seconds without a new heartbeat, while the host watches, after which it is a hang.
+        pause_s: Seconds between two looks.
+        clock: Function that returns seconds.
+        sleep: Function that waits for seconds.
 
     Raises:
-        DeviceError: A fault, or a hang, or a launch that ended before its last turn. The CUDA
-            context is lost: this process must end, and a new one loads the weights and serves what
-            is unfinished.
+        DeviceError: A fault, a hang, or a launch that ended before its last turn. The CUDA context
+            is lost: this process must end, and a new one loads the weights and serves the
+            unfinished requests.
     """
     launches, seen = 0, watch.heartbeat()
     while not watch.is_stopped():
@@ -188,7 +188,7 @@ def serve(
         still_s, looked = 0.0, clock()
         loop.launch()
         launches += 1
-        # An event may read as over while a loop iterates: a launch ends when its words say so too.
+        # An event may read as over while a loop iterates, so the words of the launch count too.
         while loop.is_running or watch.goes_on():
             sleep(pause_s)
             watch.look()

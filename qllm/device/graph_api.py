@@ -1,4 +1,4 @@
-"""The loop's graph calls through cuda-bindings."""
+"""Graph calls of the loop through cuda-bindings."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ NOT_READY = 600
 
 
 def _checked(result: Sequence[Any]) -> Any:
-    """What a call returned, without its error code."""
+    """Return the result of a call without its error code; raise if that is not 0."""
     if int(result[0]) != 0:
         raise DeviceError(f"CUDA answered {result[0]!r} to a call of the loop")
     return result[1] if len(result) == 2 else result[1:]
 
 
 def _raw(graph: Any) -> Any:
-    """CUDA's graph of one of torch's; any other is CUDA's already."""
+    """Return the CUDA graph of a torch graph; others are CUDA graphs already."""
     if not hasattr(graph, "raw_cuda_graph"):
         return graph
     return runtime.cudaGraph_t(init_value=int(graph.raw_cuda_graph()))
 
 
 class CudaLoopApi:
-    """A `LoopApi` on a stream of its own, so that no other work waits for the loop."""
+    """The `LoopApi` of CUDA, on a stream of its own so that no other work waits for the loop."""
 
     def __init__(self) -> None:
         cuda: Any = torch.cuda
@@ -40,7 +40,7 @@ class CudaLoopApi:
         self._ended: Any = None
 
     def load(self, cubin: bytes, name: str) -> Any:
-        """A kernel of a cubin; it stays loaded."""
+        """Load a kernel of a cubin, which stays loaded."""
         module = _checked(driver.cuModuleLoadData(cubin))
         return _checked(driver.cuModuleGetFunction(module, name.encode()))
 
@@ -85,7 +85,7 @@ class CudaLoopApi:
 
     def instantiate(self, graph: Any) -> Any:
         made = _checked(runtime.cudaGraphInstantiate(graph, 0))
-        # In the stream of the launches, so it is done before the first of them.
+        # On the stream of the launches, so it ends before the first one.
         _checked((*runtime.cudaGraphUpload(made, self._stream.cuda_stream), None))
         return made
 

@@ -1,7 +1,7 @@
-"""The captured stages and their lanes, as the native side sees them: which graphs, which tensors.
+"""Layout of the captured stages and their lanes for the native side: graphs and tensors.
 
-A third block of memory beside STATE and SERVER: LANES, then the arrays of SECTIONS, each at the
-byte offset that LANES names. A stage's index in `stages` is the number of its branch in the
+A third block of memory next to STATE and SERVER: LANES, then the arrays of SECTIONS, each at the
+byte offset that LANES contains. A stage's index in `stages` is the number of its branch in the
 SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
 """
 
@@ -14,11 +14,11 @@ from qllm.ingress.structs import Dtype, c_struct
 VERSION = 4
 """Version of everything in this file."""
 NOTHING, CANNOT = -1, -2
-"""Returned instead of a branch: nothing can run now; the running frame fits no stage."""
+"""Values instead of a branch: nothing can run now; the running frame fits no stage."""
 GOES_ON, PARKED, OVER = range(3)
-"""What became of the running frame after a stage."""
+"""States of the running frame after a stage."""
 BROKEN = -1
-"""In place of a token: the largest logit was not finite, so the request has failed."""
+"""Value instead of a token: the largest logit was not finite, so the request has failed."""
 TENSORS = (
     *("ids", "pos", "slots", "seq", "gather", "tables", "decode", "prefill", "last", "positions"),
     *("seeds", "top_k", "temperature", "top_p", "min_p", "num_tokens", "tokens", "peaks"),
@@ -26,8 +26,8 @@ TENSORS = (
 """Arrays of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
 
 STAGE: Dtype = np.dtype(numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
-"""One graph: layers [start, end), its bucket, and whether it samples; one that begins at layer 0
-embeds."""
+"""One graph: layers [start, end), its bucket, and 1 in `head` if it samples. A graph that begins at
+layer 0 embeds."""
 
 LANE: Dtype = np.dtype(
     [
@@ -37,11 +37,13 @@ LANE: Dtype = np.dtype(
         *numbers("max_rows", "max_pages", "block", "prefill_tiles", kind="<i4"),
     ]
 )
-"""Addresses; whose data is here: the id of a frame, the layer where its group became this one,
-and how many rows of it live; and sizes. A group has one bucket, wherever it is."""
+"""Addresses of tensors; the loaded data; and sizes.
+
+The loaded data is that of frame `loaded_frame`, of its group from layer `loaded_layer` on, with
+`loaded_rows` live rows. A group has one bucket in all its layers."""
 
 MOST_LATENCIES = 1024
-"""Preemptions whose latency is kept, the latest ones."""
+"""Number of preemptions whose latency is stored, the latest ones."""
 
 SAMPLED: Dtype = np.dtype(numbers("slot", "token", kind="<i4"))
 
@@ -52,10 +54,11 @@ GROUP: Dtype = np.dtype(
         *numbers("prefill", "samples", kind="<i4"),
     ]
 )
-"""The rows of a frame that cross the layers [from, until), as they were last looked for.
+"""The rows of a frame that cross the layers [from, until), as found by the last search.
 
-`frame`: its id; `gone`: STATE's `num_gone` then; `layer`: where it was asked for; `since`: where
-it became this group; whether one of its rows has more than one token, and whether one samples."""
+`frame`: id of the frame; `gone`: STATE's `num_gone` at the search; `layer`: layer of the search;
+`since`: first layer with this group; `prefill`: 1 if a row has more than one token; `samples`: 1
+if a row samples."""
 
 SECTIONS = (
     Section("stages", STAGE, "num_stages"),
@@ -64,11 +67,13 @@ SECTIONS = (
     Section("sampled", SAMPLED, "seats"),
     Section("latencies", I8, str(MOST_LATENCIES)),
 )
-"""`stages`: those that begin at one layer lie together, by class, the best fit first. `starts`:
-where those of a class and a layer begin, at class * (num_layers + 1) + layer. `lanes`: of stages,
-and of whole steps. `sampled`: what the frame that ended last gave. `latencies`: ns from the put
-of a request to the stop for it, of preemption i at i % MOST_LATENCIES; too small by what the
-device's clock is behind the host's, which is as long as a launch takes, but never below 0."""
+"""Contents of the arrays.
+
+`stages`: stages by class and first layer, the best fit first. `starts`: index of the first stage of
+a class and a layer, at class * (num_layers + 1) + layer. `lanes`: the lane of stages, and that of
+whole steps. `sampled`: tokens of the frame that ended last. `latencies`: ns from the put of a
+request to the stop for it, of preemption i at i % MOST_LATENCIES. They are too small by the lag of
+the device's clock, which is as long as a launch takes, but never below 0."""
 
 LANES: Dtype = np.dtype(
     [
@@ -82,17 +87,21 @@ LANES: Dtype = np.dtype(
         ("group", GROUP),
     ]
 )
-"""Offsets and sizes; then of the running frame: the stage that was chosen last, the first layer not
-finished, whether the lane of that stage must be filled first, and when it began to run;
-`num_sampled`: entries of `sampled`; `failure`: what `decide` answered if it was not OK. Then of the
-loop: turns taken, how many more this launch may take, and whether it takes another; whether a stage
-runs between two turns; what the front ends ask of it; whether the last turn found nothing to do;
-whether it was asked to stop and has; `num_fetches`: records that the block of this turn has read.
-`launch_ns`: engine time of a launch, 0 once the device has set its clock by it: `clock_ns` is its
-timer at engine time 0; `now_ns`: when the last turn was. `pause`: the host wants the launch to end.
-`preempted`: whether the last frame that was parked made way for an arrival; `longest_ns`: from a
-turn that chose a stage to the next one, at most; `policy_error`: the last answer of `decide` that
-was not OK; `shown_ns`: when the front ends were last shown what the engine holds; `group`: of the
+"""Head of the block: offsets, sizes, the running frame, and the loop.
+
+Of the running frame: `branch`: the stage chosen last; `layer`: the first unfinished layer; `fill`:
+1 if the lane of the stage must be filled first; `start_ns`: when it began to run; `num_sampled`:
+entries of `sampled`; `failure`: the answer of `decide` if it was not OK.
+
+Of the loop: `num_turns`: turns taken; `turns_left`: turns that this launch may still take;
+`goes_on`: 1 if it takes another; `in_flight`: 1 if a stage runs between two turns; `asked`: the
+request of the front ends to the loop; `idle`: 1 if the last turn found no work; `stopped`: 1 if it
+was asked to stop and has; `num_fetches`: records that the block of this turn has read. `launch_ns`:
+engine time of a launch, 0 once the device has set its clock by it; `clock_ns`: the device's timer
+at engine time 0; `now_ns`: time of the last turn; `pause`: 1 if the host wants the launch to end;
+`preempted`: 1 if the frame parked last gave way to an arrival; `longest_ns`: longest time from a
+turn that chose a stage to the next; `policy_error`: the last answer of `decide` that was not OK;
+`shown_ns`: when the engine last published its load to the front ends; `group`: the group of the
 running frame."""
 
 STRUCTS = {"Stage": STAGE, "Lane": LANE, "Sampled": SAMPLED, "Group": GROUP, "Lanes": LANES}

@@ -1,4 +1,4 @@
-"""Builds the loop on the device: memory of both sides, the kernel, the CUDA graph, the watchdog.
+"""Builder of the loop on the device: memory of both sides, kernel, CUDA graph and watchdog.
 
 The host makes everything at start, launches the graph, and then reads a few words now and then.
 It touches no request and no token.
@@ -26,24 +26,24 @@ from qllm.policy import CostTable, RankPolicy
 from qllm.scheduler.decision import Limits
 
 TURN = "qllm_turn"
-"""The kernel of a turn, in `csrc/scheduler.cu`."""
+"""Name of the kernel of a turn, in `csrc/scheduler.cu`."""
 CONTROL = -1
 SERVER, STATE, LANES = range(3)
-"""Blocks, in the order in which a turn is given their addresses."""
+"""Indexes of the blocks, in the order of the addresses that a turn takes."""
 
 
 class OnDevice:
     """Copies of the blocks of a loop in the device's memory, where a turn reads them fast.
 
-    The blocks hold offsets rather than pointers, so a copy is as good. The host keeps its own and
-    sees of the device's only what it asks for. All of it is copied through page-locked memory that
-    is made here, on a stream of its own with a higher priority than the loop's: it waits for
-    nothing, nothing waits for it, and it needs no kernel. From any thread, one at a time.
+    The blocks hold offsets rather than pointers, so copies work too. The host keeps its own blocks
+    and reads parts of the device's on request. All copies go through page-locked memory that is
+    made here, on an own stream with a higher priority than the loop's. They do not wait for the
+    loop, the loop does not wait for them, and they need no kernel. One thread copies at a time.
 
     Args:
-        loop: Its blocks are complete.
-        device: Where the copies go.
-        staging: Makes page-locked memory (`LoopApi.staging`).
+        loop: Loop with complete blocks.
+        device: Device for the copies.
+        staging: Function that makes page-locked memory (`LoopApi.staging`).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OnDevice:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Work for the device that does not wait for the loop; done at the end."""
+        """Run the `with` block's device work next to the loop; wait for it at the end."""
         with self._lock:
             if self.stream is None:
                 yield
@@ -72,12 +72,12 @@ class OnDevice:
             self.stream.synchronize()
 
     def read(self, name: str) -> int:
-        """A number of the device's LANES, also while the loop runs."""
+        """Return a number of the device's LANES, also while the loop runs."""
         at = 8 * self._lanes.index(name)
         return int(self.snapshot(LANES, at, at + 8).view(np.int64)[0])
 
     def write(self, **numbers: int) -> None:
-        """Change numbers of the device's LANES, also while the loop runs: each at once."""
+        """Change numbers of the device's LANES, also while the loop runs; each change is atomic."""
         for name, value in numbers.items():
             at = 8 * self._lanes.index(name)
             self._send(LANES, at, np.array([value], np.int64).view(np.uint8))
@@ -85,7 +85,7 @@ class OnDevice:
     def snapshot(
         self, which: int, start: int = 0, end: int | None = None
     ) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-        """The bytes [start, end) of a block (SERVER, STATE or LANES) as they are now."""
+        """Return the present bytes [start, end) of a block (SERVER, STATE or LANES)."""
         with self._lock:
             found = self._copies[which].view(torch.uint8)[start:end]
             staged = self._staging[: len(found)]
@@ -110,24 +110,24 @@ class DeviceEngine:
     """One loop on the device, and the front ends whose rings it reads.
 
     Args:
-        backend: The backend, with captured stages.
+        backend: Backend with captured stages.
         policy: A `RankPolicy`.
-        limits: Settings.
-        control: The engine's control block.
-        front_ends: The memory of the first ones; `attach` serves more. That of this machine is
-            page-locked; where a `DeviceRings` lies was chosen when it was made.
+        limits: Settings that decisions depend on.
+        control: Control block of the engine.
+        front_ends: Memory of the first front ends; `attach` serves more. Memory of this machine is
+            page-locked. A `DeviceRings` has its place from its construction.
         now_ns: The engine's clock.
-        max_total_tokens: Longest request, prompt and answer.
-        api: Builds and launches graphs; None is CUDA's.
-        function: The kernel of a turn; None is compiled for the policy and this device.
-        look: Called again and again while a launch runs.
-        costs: Of steps, which the loop does not fit; None leaves the policy without.
-        settings: More of `DeviceLoop`.
+        max_total_tokens: Tokens of the longest request, prompt and answer.
+        api: Calls that build and launch graphs; None is CUDA's.
+        function: Kernel of a turn; None compiles it for the policy and this device.
+        look: Function that is called repeatedly while a launch runs.
+        costs: Costs of steps, which the loop does not measure; None gives the policy none.
+        settings: Further arguments of `DeviceLoop`.
 
     Raises:
-        ConfigError: There are no captured stages; or the policy, the settings or the device are
-            not fit for it; says why.
-        ModelError: A stage holds what the body of a conditional node may not; says which.
+        ConfigError: There are no captured stages, or the policy, the settings or the device do not
+            fit the loop. The message contains the reason.
+        ModelError: A stage holds a node that the body of a conditional node may not.
     """
 
     def __init__(
@@ -152,15 +152,14 @@ class DeviceEngine:
             )
         device = backend.device
         self.home = ring_memory_of(device, None)
-        """Where the control block and the rings of front ends of this machine lie."""
+        """Memory of the control block and of the rings of this machine's front ends."""
         self._device, self._look = device, look
         self._pinned: dict[int, Any] = {}
-        """Per front end of this machine its page-locked memory, and the control block's at
-        CONTROL."""
+        """Page-locked memory per front end of this machine; the control block's is at CONTROL."""
         self._left: list[tuple[Any, Any]] = []
-        """What front ends that are gone have left page-locked, and the memory itself."""
+        """Page-locked memory of front ends that are gone, and their blocks."""
         self._blocks: dict[int, FrontEndMemory | DeviceRings] = {}
-        """Kept: their memory must stay while the device may write it."""
+        """Blocks of front ends. Their memory must exist while the device may write it."""
         self._control = control
         if api is None or function is None:
             api, function = _cuda_api(policy, device)
@@ -183,7 +182,7 @@ class DeviceEngine:
     # -- front ends, between two launches
 
     def serves(self, number: int) -> bool:
-        """Whether a front end is attached."""
+        """Return True if a front end is attached."""
         return number in dict(self.loop.server.indexes())
 
     def _take_in(self, block: FrontEndMemory | DeviceRings) -> None:
@@ -223,7 +222,7 @@ class DeviceEngine:
         self.memory.push(SERVER, at, at + 8)
 
     def detach(self, number: int) -> None:
-        """A front end is gone: the next turns end its requests, and `gone` tells of it."""
+        """Let the next turns end the requests of a front end that left; `gone` then reports it."""
         server = self.loop.server
         index = server.index_of(number)
         server.memory.array("front_ends")["state"][index] = serving.LEAVING
@@ -232,9 +231,9 @@ class DeviceEngine:
         self.memory.push(SERVER, at, at + 4)
 
     def gone(self) -> list[CutOff]:
-        """The front ends that the device has detached since the last call, and why.
+        """Return the front ends that the device has detached since the last call, with reasons.
 
-        What was page-locked for them stays so until `unpin`.
+        Their memory stays page-locked until `unpin`.
         """
         found = []
         block = self.loop.server.memory
@@ -253,7 +252,7 @@ class DeviceEngine:
         return found
 
     def unpin(self) -> None:
-        """Let go of what front ends have left, while nothing runs: CUDA would wait for the loop."""
+        """Unpin the memory of front ends that are gone. No loop may run: CUDA would wait for it."""
         while self._left:
             pinned, _ = self._left.pop()
             pinned.close()
@@ -261,15 +260,15 @@ class DeviceEngine:
     # -- the loop
 
     def pause(self) -> None:
-        """Have the launch that runs end after the stage under way; `serve` makes another."""
+        """End the running launch after its present stage; `serve` then makes another one."""
         self.memory.write(pause=1)
 
     def serve(self, hang_s: float = 10.0, between: Callable[[], None] = lambda: None) -> int:
         """Serve until a front end asks to stop; return how many launches it took.
 
         Args:
-            hang_s: No turn for so long is a hang.
-            between: Called before each launch, while nothing runs.
+            hang_s: Seconds without a turn after which it is a hang.
+            between: Function that is called before each launch, while nothing runs.
 
         Raises:
             DeviceError: See `qllm.device.graph.serve`.
@@ -290,7 +289,7 @@ class DeviceEngine:
         return serve(self._graph, watch, hang_s=hang_s)
 
     def close(self) -> None:
-        """Give the pinned memory back."""
+        """Unpin all memory."""
         self.unpin()
         for pinned in self._pinned.values():
             pinned.close()

@@ -1,10 +1,10 @@
-"""The state of the native scheduler, said once: numpy dtypes, and the C header made from them.
+"""Layout of the native scheduler's state: numpy dtypes, and the C header made from them.
 
-All of it is one block of memory: STATE, then the arrays of SECTIONS, each at the byte offset that
-STATE names. Nothing in it is a pointer, so the block may lie anywhere, be copied, or be mapped
-into a device. Numbers are little-endian; a time that is not known is NONE.
+The state is one block of memory: STATE, then the arrays of SECTIONS, each at the byte offset that
+STATE contains. It holds no pointers, so the block can lie anywhere, be copied, or be mapped into a
+device. Numbers are little-endian; an unknown time is NONE.
 
-A *slot* is the index of a live request or frame; it is stable while that lives.
+A *slot* is the index of a live request or frame. It does not change while that lives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,34 +16,34 @@ import numpy as np
 from qllm.ingress.structs import TYPEDEFS, Dtype, c_struct
 
 VERSION = 6
-"""Version of everything in this file; the extension refuses a block of another one."""
+"""Version of everything in this file; the extension refuses blocks of other versions."""
 NONE = -(2**63)
-"""A time or a threshold that is not set."""
+"""Value of a time or a threshold that is not set."""
 COST_LEVELS = 32
 """Most entries of a cost table."""
 HEADER = Path(__file__).parent / "csrc" / "state.h"
 
 IDLE, WAIT, START, RESUME = range(4)
-"""Kinds of a decision: nothing lives; wait until `wait_until_ns`; make a frame; go on with one."""
+"""Kinds of a decision: no request lives; wait until `wait_until_ns`; make a frame; resume one."""
 OK, EMPTY_PLAN, STALLS, NO_KV, NO_ROOM = range(5)
-"""What `decide` returns. NO_ROOM is a broken invariant: an array of the block is too small."""
+"""Answers of `decide`. NO_ROOM is a broken invariant: an array of the block is too small."""
 KILL, DROP, EVICT, SPLIT = range(1, 5)
 """Kinds of an effect, as in `qllm.scheduler.decision`."""
 NOWHERE, ADMITTED, WAITING, UNRANKED = range(4)
-"""Places of a request in the order."""
+"""Lists of the order that a request can be in."""
 SAMPLES, DEAD = 1, 2
 """Flags of a row."""
 CALLS = (
     *("start", "add_slots", "rank_anew", "add", "remove", "evict", "adopt", "new_frame", "park"),
     *("decide", "done", "stopped", "failed"),
 )
-"""The functions of the scheduler; a kernel launch names one by its index."""
+"""Functions of the scheduler; a kernel launch selects one by its index."""
 MOST_NUMBERS = 6
-"""Arguments of a call."""
+"""Most arguments of a call."""
 
 
 def numbers(*names: str, kind: str = "<i8") -> list[tuple[str, Any]]:
-    """Fields of one type."""
+    """Return fields of one type."""
     return [(name, kind) for name in names]
 
 
@@ -58,8 +58,8 @@ REQUEST: Dtype = np.dtype(
         *numbers("evictions", "preemptions", "failures", "place", "next", "live", kind="<i4"),
     ]
 )
-"""`front_layer` and `frame` are -1 where there is none; `next` links free slots. `mark` and `gone`
-stamp those who take part in the decision under way."""
+"""State of a request. `front_layer` and `frame` are -1 without one; `next` links free slots; `mark`
+and `gone` mark requests that take part in the present decision."""
 
 ROW: Dtype = np.dtype(
     [("request_id", "<i8"), *numbers("lo", "hi", "start", "end", "slot", "flags", kind="<i4")]
@@ -71,8 +71,8 @@ FRAME: Dtype = np.dtype(
         *numbers("num_rows", "layer", "inside", "grain", "next", "reserved", kind="<i4"),
     ]
 )
-"""`layer`: the first one not finished; `inside`: whether that is begun. Its rows lie in
-`frame_rows` from `seats` times its slot on."""
+"""State of a frame. `layer`: the first unfinished layer; `inside`: 1 if that layer is begun. Its
+rows start in `frame_rows` at `seats` times its slot."""
 
 TIER: Dtype = np.dtype(
     [
@@ -94,7 +94,7 @@ class Section(NamedTuple):
     name: str
     dtype: Dtype
     size: str
-    """Product of fields of STATE and numbers."""
+    """Number of elements: a product of fields of STATE and numbers."""
 
 
 I4: Dtype = np.dtype("<i4")
@@ -119,10 +119,10 @@ SECTIONS = (
     Section("chosen", I4, "capacity"),
     Section("plan_rows", ROW, "seats * 3"),
 )
-"""`parked`: frames, oldest first. `admitted`, `waiting`: the order, best first. `next_block` links
-the blocks of a request; `free_blocks` is a stack of `num_free`. `marks`: where chunks may end
-(level L2). From `tiers`
-on it is scratch of one call."""
+"""Contents of the arrays. `parked`: frames, oldest first. `admitted`, `waiting`: the order, best
+first. `next_block` links the blocks of a request; `free_blocks` is a stack of `num_free`. `marks`:
+positions where chunks may end (level L2). `tiers` and the arrays after it are scratch of one
+call."""
 
 _LIMITS = numbers("capacity", "seats", "num_blocks", "num_marks", "num_layers")
 _LIMITS += numbers("max_step_tokens", "block_size", "finest_grain", "max_segment_ns")
@@ -151,11 +151,10 @@ STATE: Dtype = np.dtype(
         *_DECISION,
     ]
 )
-"""Offsets; the limits (`whole_steps` is 0 or 1); the policy's shape, 0 where it has none
-(`max_prompt_gap_ms` and `max_be_stall_ms` too); the cost table; the counters (`num_gone`: how often
-a request has ended or
-lost its KV; from `owed_ns` on see `qllm.scheduler.be_share.Owed`); and what the last decision
-said."""
+"""Head of the block: offsets; the limits (`whole_steps` is 0 or 1); the policy's shape, with 0 for
+settings that are None; the cost table; the counters; and the last decision. `num_gone` counts
+requests that ended or lost their KV. `owed_ns` to `paid_ns` are those of
+`qllm.scheduler.be_share.Owed`."""
 
 STRUCTS = {"Request": REQUEST, "Row": ROW, "Frame": FRAME, "Tier": TIER, "Effect": EFFECT}
 STRUCTS |= {"State": STATE}
@@ -183,7 +182,7 @@ ENUMS = {
 def place(
     head: Dtype, sections: Sequence[Section], sizes: Mapping[str, int]
 ) -> tuple[dict[str, int], int]:
-    """Where each of some sections begins behind a head, and the bytes of it all."""
+    """Return the byte offset of each section after a head, and the bytes of the whole block."""
     at, offsets = head.itemsize, {}
     for section in sections:
         offsets[section.name] = at
@@ -192,7 +191,7 @@ def place(
 
 
 def count_of(section: Section, sizes: Mapping[str, int]) -> int:
-    """Elements of a section."""
+    """Return the number of elements of a section."""
     count = 1
     for factor in section.size.split(" * "):
         count *= sizes[factor] if factor in sizes else int(factor)
@@ -221,7 +220,7 @@ def emit_header() -> str:
 
 
 def c_enums(enums: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Enums, one per line."""
+    """Return C enums, one per line."""
     lines = []
     for enum, names in enums.items():
         values = ", ".join(f"{name} = {value}" for name, value in names.items())
@@ -230,7 +229,7 @@ def c_enums(enums: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def c_sections(macro: str, sections: Sequence[Section], known: Mapping[Dtype, str]) -> str:
-    """A macro that names the arrays of a block."""
+    """Return a C macro that lists the arrays of a block."""
     types = {**known, I4: "i32", I8: "i64"}
     arrays = " ".join(f"X({types[s.dtype]}, {s.name})" for s in sections)
     return f"// The arrays of a block: X(type, name).\n#define {macro}(X) {arrays}"

@@ -1,8 +1,8 @@
-"""The loop of the device, from the host's side: its blocks, its words, and the host's stand-in.
+"""The device's loop as the host sees it: its blocks, its words, and a turn run by the host.
 
-Everything a turn needs lies in three blocks of memory that host and device see: the scheduler's
-STATE, the SERVER of what is served, and the LANES of the captured stages. The host writes them
-at set-up, attaches front ends, and then looks at a few words.
+All data of a turn lies in three blocks of memory that host and device see: STATE of the scheduler,
+SERVER of the served requests, and LANES of the captured stages. The host writes them at set-up,
+attaches front ends, and then reads a few words.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,24 @@ from qllm.policy import RankPolicy
 from qllm.scheduler.decision import Limits
 
 TURNS = 1_000_000
-"""Turns of one launch: seconds of work, and the host gets to see that the loop lives."""
+"""Most turns of one launch: seconds of work, so that the host regularly sees launches end."""
 
 
 class DeviceLoop:
     """The blocks of a loop.
 
     Args:
-        policy: Ranks.
+        policy: A `RankPolicy`.
         stages: A `qllm.cuda.stages.Stages`.
-        pages: The `qllm.cuda.pages.Pages` that it writes to; the loop hands them out.
-        shape: Of the model.
-        limits: Settings.
+        pages: Pages (`qllm.cuda.pages.Pages`) that the stages write; the loop allocates them.
+        shape: Shape of the model.
+        limits: Settings that decisions depend on.
         control: Address of the engine's control block.
-        max_total_tokens: Longest request, prompt and answer.
+        max_total_tokens: Tokens of the longest request, prompt and answer.
         now_ns: The engine's clock.
         turns: Most turns of one launch.
-        zeros: Makes the memory of all blocks, which the device sees at the same address.
-        settings: More of `NativeServer`.
+        zeros: Function that allocates all blocks, which the device sees at the same addresses.
+        settings: Further arguments of `NativeServer`.
 
     Raises:
         ConfigError: The policy cannot be compiled, or the stages do not fit the settings.
@@ -66,47 +66,46 @@ class DeviceLoop:
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Addresses of the blocks, with which a turn is launched."""
+        """Addresses of the blocks, the arguments of a turn."""
         return self.server.memory.address, self.server.block.address, self.lanes.address
 
-    # -- the words that the host looks at
+    # -- words that the host writes and reads
 
     def words_of_launch(self) -> dict[str, int]:
-        """What LANES must say before a launch, so that it takes its turns.
+        """Return words that LANES must contain before a launch, so that it takes its turns.
 
-        Beside them `launch_ns` has to be written, last of all: the device takes its first look at
-        its own clock for that moment.
+        The host writes `launch_ns` after them, as the last word: the device sets its clock by it.
         """
         return {"turns_left": self._turns, "goes_on": 1, "pause": 0}
 
     def launch_ns(self) -> int:
-        """The engine's time, of a launch that is made now."""
+        """Return the engine's time for a launch that starts now."""
         return max(1, self.now_ns())
 
     def prepare(self) -> None:
-        """Say it in the blocks of the host."""
+        """Write the words of a launch into the host's block."""
         self.lanes.set(**self.words_of_launch(), launch_ns=self.launch_ns())
 
     def heartbeat(self) -> int:
-        """Turns taken so far."""
+        """Return the number of turns taken so far."""
         return self.lanes.get("num_turns")
 
     def is_stopped(self) -> bool:
-        """A front end has asked to stop, every request has ended, and all records are out."""
+        """Return True if a front end asked to stop, and all requests and records are done."""
         return bool(self.lanes.get("stopped"))
 
     @property
     def takes_more(self) -> bool:
-        """Whether the launch that runs takes another turn."""
+        """True if the running launch takes another turn."""
         return bool(self.lanes.get("goes_on"))
 
-    # -- the host in the device's place
+    # -- the host instead of the device
 
     def turn(self, threads: int = 1) -> int:
-        """Take one turn here.
+        """Take one turn on the host.
 
         Args:
-            threads: Fill the lane as so many would.
+            threads: Number of threads of a block to imitate when the lane is filled.
 
         Returns:
             The branch of the stage to run next, or `lanes.NOTHING`.

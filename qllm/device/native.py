@@ -1,4 +1,4 @@
-"""The extension that `csrc` is built into, or why it is not there."""
+"""Import of the extension that is built from `csrc`."""
 
 from importlib import import_module
 from typing import Any
@@ -8,10 +8,10 @@ from qllm.errors import ConfigError
 
 
 def load_native() -> Any:
-    """Import it.
+    """Import the native scheduler.
 
     Raises:
-        ConfigError: It was not built, or from another version of the layout.
+        ConfigError: It was not built, or was built from another version of the layout.
     """
     try:
         native = import_module("qllm.device._scheduler")

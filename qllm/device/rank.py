@@ -1,13 +1,13 @@
-"""A policy's `rank`, compiled: for the host by numba, for the device to LTO-IR by numba-cuda.
+"""Compiler of a policy's `rank`: for the host with numba, for the device to LTO-IR with numba-cuda.
 
 `rank` is a small language: whole numbers, `+ - * // % << >> & | ^`, comparisons, `and or not`,
 `if`, assignments, `min`, `max`, `abs`, whole-number fields of the policy and of its module. All
-else is refused with its line. What comes out is one C function
+other code is refused with its line. The result is one C function
 
     void qllm_rank(i64 arrival_ns, i64 priority, i64 deadline_ns, i64 prompt_tokens,
                    i64 done_tokens, i64 served_ns, i64 now_ns, i64 *out)   // out = {tier, key}
 
-on 64-bit integers that wrap, and a division by zero gives 0 there where Python raises.
+on 64-bit integers that wrap. A division by zero gives 0 in it, and raises in Python.
 """
 
 import ast
@@ -26,7 +26,7 @@ from qllm.policy import RankPolicy
 SYMBOL = "qllm_rank"
 ARGUMENTS = tuple(inspect.signature(RankPolicy.rank).parameters)[1:]
 ARCHITECTURES = ((8, 0), (9, 0), (10, 0), (12, 0))
-"""Compute capabilities that `qllm policies --compile` compiles for."""
+"""Compute capabilities for which `qllm policies --compile` compiles."""
 _CALLS = ("min", "max", "abs")
 _STATEMENTS = (ast.Return, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.Pass)
 _EXPRESSIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Call)
@@ -41,11 +41,11 @@ class HostRank(NamedTuple):
 
     address: int
     owner: Any
-    """Keeps the machine code alive."""
+    """Object that owns the machine code."""
 
 
 _known: dict[str, HostRank] = {}
-"""What was compiled, by source with all numbers in it."""
+"""Compiled functions by their source, with all numbers in it."""
 
 
 def compile_host(policy: Any) -> HostRank:
@@ -77,14 +77,14 @@ def compile_host(policy: Any) -> HostRank:
 def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
     """Compile the `rank` of a policy to LTO-IR, to be linked into the scheduler kernel.
 
-    Needs no GPU.
+    It needs no GPU.
 
     Args:
         policy: A `RankPolicy`.
-        capability: Of the device, like (9, 0).
+        capability: Compute capability of the device, like (9, 0).
 
     Raises:
-        ConfigError: As for `compile_host`; or numba-cuda is missing.
+        ConfigError: An error of `compile_host`, or numba-cuda is missing.
     """
     tree, file = rank_tree(policy)
     try:
@@ -115,7 +115,7 @@ def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., Non
     try:
         with _old_numpy_names():
             return make(function)
-    except Exception as error:  # numba's own, of many kinds
+    except Exception as error:  # numba raises errors of many classes
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"rank of policy {type(policy).__name__} cannot be compiled: {reason}"
@@ -124,7 +124,7 @@ def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., Non
 
 @contextmanager
 def _old_numpy_names() -> Iterator[None]:
-    """Lend numpy >= 2.5 a name that numba-cuda 0.30 looks up when it first compiles."""
+    """Add a name to numpy >= 2.5, for the block, that numba-cuda 0.30 looks up when it compiles."""
     if hasattr(np, "row_stack"):
         yield
         return
@@ -136,10 +136,10 @@ def _old_numpy_names() -> Iterator[None]:
 
 
 def rank_text(policy: Any) -> str:
-    """The source of a policy's `rank` with its numbers in it: what a compiled kernel depends on.
+    """Return the source of a policy's `rank` with its numbers: the input of a compiled kernel.
 
     Raises:
-        ConfigError: As for `rank_tree`.
+        ConfigError: An error of `rank_tree`.
     """
     return ast.unparse(rank_tree(policy)[0])
 
@@ -148,10 +148,10 @@ def rank_tree(policy: Any) -> tuple[ast.Module, str]:
     """Return `rank` as a function of integers and an array for the verdict, without `self`.
 
     Returns:
-        Its syntax tree, with the policy's numbers in it, and the file it comes from.
+        Its syntax tree, with the policy's numbers in it, and its source file.
 
     Raises:
-        ConfigError: The policy is no `RankPolicy`, or says that it cannot be compiled, or its
+        ConfigError: The policy is no `RankPolicy`, declares that it cannot be compiled, or its
             `rank` uses more than the language of this module.
     """
     name = type(policy).__name__
@@ -201,7 +201,7 @@ class _RefusedError(Exception):
 
 
 def _rewrite(definition: ast.FunctionDef, policy: RankPolicy, method: Any) -> None:
-    """Check a method and make it the function that `rank_tree` returns."""
+    """Check a method and rewrite it to the function that `rank_tree` returns."""
     given = [arg.arg for arg in definition.args.args]
     if len(given) != len(ARGUMENTS) + 1 or definition.args.kwonlyargs or definition.args.vararg:
         raise _RefusedError(definition, f"rank must take self, {', '.join(ARGUMENTS)}")
@@ -237,7 +237,7 @@ def _returns(body: Sequence[ast.stmt]) -> bool:
 
 
 class _Numbers(ast.NodeTransformer):
-    """Puts the numbers that names stand for in their place."""
+    """Transformer that replaces names by the numbers that they stand for."""
 
     def __init__(self, policy: RankPolicy, me: str, local: set[str], outer: Any) -> None:
         self.policy = policy
@@ -246,7 +246,7 @@ class _Numbers(ast.NodeTransformer):
         self.outer = outer
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """`self.field`, or a constant of something the module imported."""
+        """Replace `self.field`, or a constant of an imported module or class."""
         base = node.value
         if not isinstance(base, ast.Name):
             raise _RefusedError(node, f"{ast.unparse(node)} is not a number that is known at start")
@@ -254,13 +254,13 @@ class _Numbers(ast.NodeTransformer):
         return self._number(node, getattr(owner, node.attr, None))
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """A local, or a constant of the module."""
+        """Replace a constant of the module; keep a local."""
         if node.id in self.local:
             return node
         return self._number(node, self.outer.get(node.id))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """One of three functions."""
+        """Keep a call of `min`, `max` or `abs`; refuse others."""
         called = node.func
         if not isinstance(called, ast.Name) or called.id not in _CALLS or node.keywords:
             what = ast.unparse(called)
@@ -269,13 +269,13 @@ class _Numbers(ast.NodeTransformer):
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Without the annotation."""
+        """Drop the annotation of an assignment."""
         if node.value is None or not isinstance(node.target, ast.Name):
             raise _RefusedError(node, "an annotation without a value")
         return ast.copy_location(ast.Assign([node.target], self.visit(node.value)), node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """A power of two known numbers is a number."""
+        """Replace a power of two known numbers by its value."""
         left, right = self.visit(node.left), self.visit(node.right)
         node.left, node.right = left, right
         if isinstance(node.op, ast.Pow):
@@ -291,7 +291,7 @@ class _Numbers(ast.NodeTransformer):
 
 
 def _check(node: ast.AST) -> None:
-    """Refuse what is not in the language."""
+    """Refuse syntax that is not in the language."""
     for child in ast.walk(node):
         if isinstance(child, ast.Constant):
             if not isinstance(child.value, int) or not -(2**63) <= child.value < 2**63:
@@ -303,18 +303,18 @@ def _check(node: ast.AST) -> None:
             if not isinstance(child, _SUMS + _BITS + _COMPARISONS):
                 raise _RefusedError(_owner(node, child), f"uses {type(child).__name__}")
         elif isinstance(child, ast.Tuple):
-            pass  # `_stored` looks where they may be
+            pass  # `_stored` checks their places
         elif not isinstance(child, (*_STATEMENTS, *_EXPRESSIONS, *_GLUE, ast.Name)):
             raise _RefusedError(child, f"uses {type(child).__name__}")
 
 
 def _owner(tree: ast.AST, wanted: ast.AST) -> ast.AST:
-    """The node that an operator belongs to: operators have no line."""
+    """Return the node of an operator, as operators have no line."""
     return next(n for n in ast.walk(tree) if wanted in ast.iter_child_nodes(n))
 
 
 def _stored(statements: Sequence[ast.stmt], out: str) -> Iterator[ast.stmt]:
-    """The statements with every `return tier, key` stored to `out`."""
+    """Yield the statements, with every `return tier, key` changed to stores to `out`."""
     for statement in statements:
         if isinstance(statement, ast.If):
             statement.body = list(_stored(statement.body, out))

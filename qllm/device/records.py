@@ -1,4 +1,4 @@
-"""A block of memory of the native side: a head of numbers, and the arrays that it says where."""
+"""A block of memory of the native side: a head of numbers, and arrays at offsets in the head."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,19 +13,19 @@ Zeros = Callable[[int], np.ndarray[Any, np.dtype[np.int64]]]
 
 
 def host_zeros(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Memory of the host."""
+    """Return zeroed memory of the host, `count` numbers of eight bytes."""
     return np.zeros(count, np.int64)
 
 
 class Records:
-    """Memory that begins with a head of numbers; arrays follow at the offsets it names.
+    """Memory that begins with a head of numbers, which contains the offsets of the arrays after it.
 
     Args:
-        head: What it begins with: fields of eight bytes, or arrays of such.
-        sections: What follows.
-        sizes: What the sizes of sections are products of; fields of the head.
-        version: Of the block.
-        zeros: Makes its memory, so many numbers of eight bytes.
+        head: Type of the head: fields of eight bytes, or arrays of these.
+        sections: Arrays after the head.
+        sizes: Values of head fields from which the sizes of sections are computed.
+        version: Version of the block.
+        zeros: Function that allocates its memory, in numbers of eight bytes.
     """
 
     def __init__(
@@ -53,39 +53,39 @@ class Records:
         self.set(**{f"at_{name}": at for name, at in self.offsets.items()})
 
     def index(self, name: str) -> int:
-        """Where a number of the head lies, in numbers."""
+        """Return the index of a number of the head, in numbers of eight bytes."""
         return self._at[name]
 
     def get(self, name: str) -> int:
-        """A number of the head."""
+        """Return a number of the head."""
         return int(self._cells[self._at[name]])
 
     def set(self, **numbers: int) -> None:
-        """Change numbers of the head."""
+        """Set numbers of the head."""
         for name, value in numbers.items():
             self._cells[self._at[name]] = int(value)
 
     def cell(self, name: str) -> memoryview:
-        """A number of the head as a view of one, for who looks often."""
+        """Return a view of one number of the head, for callers that read it often."""
         at = self._at[name]
         return self._cells[at : at + 1]
 
     def span(self, name: str, index: int) -> tuple[int, int]:
-        """Where an element of a section lies in the block: its bytes [start, end)."""
+        """Return the bytes [start, end) of a section's element in the block."""
         array = self._arrays[name]
         start = self.get(f"at_{name}") + index * array.itemsize
         return start, start + array.itemsize
 
     def head(self, copy: "np.ndarray[Any, np.dtype[np.uint8]]") -> dict[str, int]:
-        """The numbers of the head in a copy of the block's bytes."""
+        """Return the numbers of the head in a copy of the block's bytes."""
         cells = copy[: 8 * self.num_cells].view(np.int64)
         return {name: int(cells[at]) for name, at in self._at.items()}
 
     def view(self, name: str, copy: "np.ndarray[Any, np.dtype[np.uint8]]") -> Any:
-        """A section in a copy of the block's bytes."""
+        """Return a section in a copy of the block's bytes."""
         array = self._arrays[name]
         return np.frombuffer(copy.data, array.dtype, len(array), self.get(f"at_{name}"))
 
     def array(self, name: str) -> np.ndarray[Any, Dtype]:
-        """A section as a numpy array that shares its memory."""
+        """Return a section as a numpy array that shares its memory."""
         return self._arrays[name]

@@ -1,9 +1,9 @@
-"""Where rings lie that a device reads: in its own memory, or in page-locked memory of the host.
+"""Memory of rings that a device reads: its own memory, or page-locked memory of the host.
 
-A running kernel sees what a network card writes into the device's memory in order only where the
-device says so: CUDA's documentation promises it to calls of the host alone. Records carry their
-own proof (`qllm.ingress.ring`: a number at both ends and a checksum), so a device that does not
-promise it would lose time rather than data; still, its memory is not taken.
+A network card may write into the device's memory while a kernel runs. The kernel sees these writes
+in order only if the device reports so: CUDA's documentation promises the order to calls of the
+host alone. Records contain their own check (`qllm.ingress.ring`: a number at both ends and a
+checksum), so wrong order would cost time, not data. Still, such a device's memory is not used.
 """
 
 import logging
@@ -21,28 +21,28 @@ ATTRIBUTES = {
     "maps_host": "cudaDevAttrCanMapHostMemory",
     "same_pointer": "cudaDevAttrCanUseHostPointerForRegisteredMem",
 }
-"""What is asked of a device, and its name in CUDA."""
+"""Queried attributes of a device, and their names in CUDA."""
 IN_ORDER = 100
 """cudaGPUDirectRDMAWritesOrderingOwner: the device that owns the memory sees writes in order."""
 MAPPED = 2
 """cudaHostRegisterMapped."""
 _GPU_PAGE = 64 << 10
-"""Bytes: what GPUDirect RDMA maps at once."""
+"""Bytes of a page of GPUDirect RDMA."""
 
 
 class RingMemory(NamedTuple):
-    """Where rings lie, and why there."""
+    """Kind of memory of rings, with the reason for the choice."""
 
     name: str
-    """"vram" or "pinned"."""
+    """Kind: "vram" or "pinned"."""
     why: str
 
 
 def attributes_of(device: int = 0) -> dict[str, int]:
-    """The ATTRIBUTES of a device.
+    """Return the ATTRIBUTES of a device.
 
     Raises:
-        DeviceError: There is none.
+        DeviceError: The device does not exist.
     """
     from cuda.bindings import runtime
 
@@ -59,16 +59,16 @@ def attributes_of(device: int = 0) -> dict[str, int]:
 def choose_ring_memory(
     device: Mapping[str, int], profile: str | None, asked: str | None = None
 ) -> RingMemory:
-    """Choose, and log why.
+    """Choose the memory of rings, and log the reason.
 
     Args:
-        device: Its ATTRIBUTES.
-        profile: How front ends write: a profile of `qllm.ingress.remote.nixl`, or None for shared
+        device: ATTRIBUTES of the device.
+        profile: Profile of `qllm.ingress.remote.nixl` with which front ends write; None is shared
             memory of this machine.
-        asked: "vram" or "pinned"; None takes the device's memory where it may.
+        asked: Setting `ring_home`, "vram" or "pinned"; None prefers the device's memory.
 
     Raises:
-        ConfigError: The home that was asked for, or any, is not possible here; says why.
+        ConfigError: The requested memory, or any, is not possible here; the message has the reason.
     """
     if asked not in (None, "vram", "pinned"):
         raise ConfigError(f"ring_home={asked!r} is unknown; use vram or pinned")
@@ -106,11 +106,11 @@ class Pinned:
     """Memory of the host that the device reads and writes at the same address.
 
     Args:
-        address: Of the first byte; a page's.
-        num_bytes: Whole pages.
+        address: Address of the first byte, the start of a page.
+        num_bytes: Bytes of whole pages.
 
     Raises:
-        DeviceError: It cannot be page-locked.
+        DeviceError: The memory cannot be page-locked.
     """
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -127,23 +127,23 @@ class Pinned:
             )
 
     def close(self) -> None:
-        """Give it back. Twice is once."""
+        """Unpin the memory. Idempotent."""
         if self._address is not None:
             self._runtime.cudaHostUnregister(self._address)
         self._address = None
 
 
 class Vram:
-    """Memory of a device, which a network card reads and writes and the host does not.
+    """Memory of a device that a network card reads and writes, and the host does not.
 
-    An allocation of its own (`cudaMalloc`, whole pages of GPUDirect), zeros at first.
+    It is a separate allocation (`cudaMalloc`, whole pages of GPUDirect) that starts as zeros.
 
     Args:
-        num_bytes: At least so many.
-        device: Its number.
+        num_bytes: Least number of bytes.
+        device: Number of the device.
 
     Raises:
-        DeviceError: There is none, or none left.
+        DeviceError: The device does not exist, or has no memory left.
     """
 
     kind = "VRAM"
@@ -159,7 +159,7 @@ class Vram:
         self._call("cudaSetDevice", device)
         try:
             self.address = int(self._call("cudaMalloc", self.num_bytes))
-            # Copies of the host have ended when they return: the card sees them.
+            # Make copies by the host synchronous, so that the card sees them.
             sync = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
             (error,) = driver.cuPointerSetAttribute(1, sync, self.address)
             if int(error):
@@ -172,7 +172,7 @@ class Vram:
             self._call("cudaSetDevice", before)
 
     def write(self, at: int, data: bytes) -> None:
-        """Write bytes from the host, at set-up."""
+        """Write bytes from the host. Only used at set-up."""
         how = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         source = np.frombuffer(data, np.uint8)
         self._call("cudaMemcpy", self.address + at, int(source.ctypes.data), len(data), how)
@@ -187,7 +187,7 @@ class Vram:
         return found[0] if found else None
 
     def close(self) -> None:
-        """Free it, with no kernel running: CUDA waits for those. Twice is once."""
+        """Free the memory. No kernel may run, as CUDA waits for it. Idempotent."""
         if self.address:
             self._runtime.cudaFree(self.address)
         self.address = 0

@@ -1,9 +1,9 @@
-"""The block of a front end whose rings a device reads and writes, and where it lies.
+"""The block of a front end whose rings a device reads and writes, and the memory of the block.
 
-The engine's host makes it, knows it by address, and touches no record of it: the device's server
-is attached to the addresses, and a front end on another host WRITEs its requests there and READs
-its tokens from there (`qllm.ingress.remote.pull`). In the memory of a device the host could not
-touch it at all; in page-locked memory of the host it leaves it alone all the same.
+The engine's host allocates the block and knows its address, but reads and writes no record in it.
+The device's server gets the addresses. A front end on another host WRITEs its requests into the
+block and READs its tokens from it (`qllm.ingress.remote.pull`). This is the same for memory of the
+device, which the host cannot touch, and for page-locked memory of the host.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from qllm.ingress.memory import RINGS, FrontEndLayout, Memory, Segment
 def ring_memory_of(
     device: torch.device, profile: str | None, asked: str | None = None
 ) -> RingMemory:
-    """Where rings lie that a loop on this device reads (`choose_ring_memory`).
+    """Return the memory of rings that a loop on this device reads (`choose_ring_memory`).
 
     Raises:
-        ConfigError: Nowhere, or not where it was asked for; says why.
+        ConfigError: The requested memory, or any, is not possible; the message has the reason.
     """
     if device.type == "cuda":
         return choose_ring_memory(attributes_of(device.index or 0), profile, asked)
@@ -33,20 +33,20 @@ def ring_memory_of(
 
 
 class DeviceRings:
-    """One block, fresh.
+    """A new block of one front end.
 
     Args:
-        number: Of the front end.
-        capacities: Of its rings in bytes, as `FrontEndMemory.create` takes them.
-        home: Where it lies.
-        device: Whose memory, for the home "vram".
+        number: Number of the front end.
+        capacities: Sizes of its rings in bytes, as in `FrontEndMemory.create`.
+        home: Kind of memory.
+        device: Device that owns the memory, for the kind "vram".
 
     Raises:
-        DeviceError: The device has no memory for it.
+        DeviceError: The device has too little memory for it.
     """
 
     is_pulled = True
-    """Front ends fetch what the device writes."""
+    """True: front ends fetch the records that the device writes."""
 
     def __init__(
         self, number: int, capacities: Sequence[int], home: RingMemory, device: torch.device
@@ -61,7 +61,7 @@ class DeviceRings:
         self.memory.write(0, layout.header)
         base = self.memory.address
         self.progress = base + offset(FRONT_END, "progress")
-        """Address of the word."""
+        """Address of the progress word."""
         self.rings = {
             name: RingAt(base + at, base + offset(FRONT_END, f"{name}_tail"), size)
             for (name, at), size in zip(layout.offsets.items(), self.capacities, strict=True)
@@ -77,15 +77,15 @@ class DeviceRings:
         server.attach(self.number, self.rings, self.progress, rings_bell=False)
 
     def close(self) -> None:
-        """Give the memory back, after its link and with no loop on the device. Twice is once."""
+        """Free the memory, after its link is closed and the loop has ended. Idempotent."""
         self.memory.close()
 
 
 def check_device(block: DeviceRings, device: torch.device) -> None:
-    """Return if a loop on this device can read a block.
+    """Refuse a block that a loop on this device cannot read.
 
     Raises:
-        ConfigError: It lies in the memory of another one.
+        ConfigError: The block lies in the memory of another device.
     """
     if block.memory.kind != "VRAM":
         return

@@ -1,8 +1,8 @@
 """The native server: the engine loop's half of the native scheduler, on blocks of memory.
 
-It takes requests out of rings and puts tokens into rings by address. No record is decoded in
-Python and no object is made per request; what the host's runner needs of one is read from the
-block. The same source compiles for a GPU (docs/device-scheduler.md).
+It takes requests out of rings and puts tokens into rings by address. Python decodes no record and
+makes no object per request; the host's runner reads a request's data from the block. The same
+source compiles for a GPU (docs/device-scheduler.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,9 +26,9 @@ from qllm.types import RequestId, RequestStatus, SamplingParams
 RINGS = ("ls", "be", "cancel", "token")
 MAX_FRONT_ENDS = 16
 MIN_CAPACITY = 256
-"""Requests that there is room for at least, in steps or waiting; further ones stay in the rings."""
+"""Least room for requests, running and waiting; further requests stay in the rings."""
 MIN_TOKEN_RING = 1024
-"""Bytes: the largest end of a request fits."""
+"""Smallest token ring in bytes: the largest end record of a request fits."""
 WHY = {
     serving.WELL: "it has left",
     serving.BROKEN_RING: "a record of a ring has had a wrong checksum for too long",
@@ -36,20 +36,20 @@ WHY = {
     serving.FOREIGN_ID: "it used a request id of another front end",
     serving.DOUBLE_ID: "it used a request id twice",
 }
-"""What is told of a front end that was cut off."""
+"""Reasons why a front end was cut off, as text."""
 
 
 class RingAt(NamedTuple):
-    """Where a ring lies."""
+    """Place of a ring in memory."""
 
     address: int
     tail: int
-    """Address of its reader's word."""
+    """Address of its reader's position."""
     num_bytes: int
 
 
 class Event(NamedTuple):
-    """A request took a slot (`serving.ADDED`), or is computed no more (`serving.REMOVED`)."""
+    """Event: a request took a slot (`serving.ADDED`), or is no longer computed (`REMOVED`)."""
 
     request_id: RequestId
     kind: int
@@ -57,28 +57,26 @@ class Event(NamedTuple):
 
 
 class CutOff(NamedTuple):
-    """A front end whose rings make no sense."""
+    """A front end that was cut off, and the reason."""
 
     number: int
     why: str
 
 
 class NativeServer(NativeDecider):
-    """Claims, decides, publishes. One owner: the loop.
-
-    Large because it is the one way to the memory that the C++ server works in.
+    """Server over the memory of C++: claims requests, decides, publishes tokens. The loop owns it.
 
     Args:
         policy: A `RankPolicy`; its `rank` is compiled here.
         shape: Layers of the model.
-        cuts: Where ops are cut.
-        limits: Settings.
-        control: Address of the engine's control block; whoever gives it keeps its memory.
-        max_total_tokens: Longest request, prompt and answer; a longer one ends in an error.
-        capacity: Requests at once, those included whose last records wait for room.
-        max_front_ends: Front ends at once.
-        ls_slots: Of `capacity`, those that BE requests leave free.
-        settings: More of `NativeDecider`.
+        cuts: Rule of where ops are cut.
+        limits: Settings that decisions depend on.
+        control: Address of the engine's control block; the caller keeps its memory.
+        max_total_tokens: Tokens of the longest request, prompt and answer; longer ones fail.
+        capacity: Most requests at once, including ended ones whose last records wait for room.
+        max_front_ends: Most front ends at once.
+        ls_slots: Slots of `capacity` that BE requests leave free; None is an eighth.
+        settings: Further arguments of `NativeDecider`.
 
     Raises:
         ConfigError: The policy cannot be compiled, numba or the extension is missing, or the
@@ -124,9 +122,9 @@ class NativeServer(NativeDecider):
         )
         super().__init__(policy, shape, cuts, limits, capacity=capacity, **settings)
         self._indexes: dict[int, int] = {}
-        """Per attached front end its index in the block."""
+        """Index in the block of each attached front end."""
         self._silent: set[int] = set()
-        """Those of them that ring no bell."""
+        """Attached front ends that ring no bell."""
         self._turn("open")
 
     def _turn(self, name: str, *numbers: int) -> Any:
@@ -141,14 +139,14 @@ class NativeServer(NativeDecider):
         """Serve one more front end.
 
         Args:
-            number: In the ids of its requests.
-            rings: Where its RINGS lie; they are fresh.
+            number: Number of the front end, which the ids of its requests contain.
+            rings: Places of its RINGS, which are new.
             progress: Address of its progress word.
-            rings_bell: It changes the bell of the control block after it has put something; the
-                rings of one that does not are looked at whenever a program may stop.
+            rings_bell: True if it changes the bell of the control block after it puts a record;
+                if not, the server reads its rings whenever a program may stop.
 
         Raises:
-            ConfigError: There are `max_front_ends`, or its token ring is too small.
+            ConfigError: There are `max_front_ends` already, or its token ring is too small.
         """
         ends = self.memory.array("front_ends")
         taken = set(self._indexes.values())
@@ -170,55 +168,55 @@ class NativeServer(NativeDecider):
         if not rings_bell:
             self._silent.add(number)
             self.memory.set(num_silent=len(self._silent))
-        self.memory.set(bell_seen=-1)  # what it has put already was seen without it
+        self.memory.set(bell_seen=-1)  # look at its rings: they may hold records already
 
     def index_of(self, number: int) -> int:
-        """Where an attached front end lies in the block."""
+        """Return the index of an attached front end in the block."""
         return self._indexes[number]
 
     def indexes(self) -> list[tuple[int, int]]:
-        """Numbers of the attached front ends, and where they lie in the block."""
+        """Return the numbers of the attached front ends, and their indexes in the block."""
         return list(self._indexes.items())
 
     def forget(self, number: int) -> None:
-        """A front end is detached already, in a copy of the block: its place is free."""
+        """Free the place of a front end that is detached in the device's copy of the block."""
         self.memory.array("front_ends")["state"][self._drop(number)] = serving.DETACHED
 
     def _drop(self, number: int) -> int:
-        """Forget where a front end lies, and return it."""
+        """Forget the index of a front end, and return it."""
         self._silent.discard(number)
         self.memory.set(num_silent=len(self._silent))
         return self._indexes.pop(number)
 
     def detach(self, number: int, now_ns: int) -> None:
-        """Forget a front end, its requests and what is in its rings."""
+        """Forget a front end, its requests and the records in its rings."""
         if number in self._indexes:
             self._turn("detach", self._drop(number), serving.WELL, now_ns)
 
     def cut_off(self) -> list[CutOff]:
-        """The front ends that `claim` has cut off since the last call."""
+        """Return the front ends that `claim` has cut off since the last call."""
         states = self.memory.array("front_ends")["state"]
         gone = [n for n, i in self._indexes.items() if states[i] == serving.DETACHED]
         why = self.memory.array("front_ends")["why"]
         return [CutOff(n, WHY[int(why[self._drop(n)])]) for n in gone]
 
     def counters(self, number: int) -> dict[str, int]:
-        """What was taken from an attached front end and given to it."""
+        """Return the counters of an attached front end."""
         end = self.memory.array("front_ends")[self._indexes[number]]
         names = ("num_claimed", "num_refused", "num_ended", "num_written", "held", "owing")
         return {name: int(end[name]) for name in names}
 
     def num_written(self) -> dict[int, int]:
-        """Per attached front end the records in its token ring so far."""
+        """Return the number of records written to each attached front end's token ring."""
         written = self.memory.array("front_ends")["num_written"].tolist()
         return {number: written[index] for number, index in self._indexes.items()}
 
-    # -- in
+    # -- requests in
 
     def claim(self, now_ns: int) -> int:
-        """Take a bounded part of what has arrived, and end what is past its deadline.
+        """Take a bounded number of arrived records, and end requests past their deadlines.
 
-        The caller then takes `changes`, and calls again until it is told 0.
+        The caller then takes `changes`, and calls again until the answer is 0.
         """
         taken: int = self._turn("claim", now_ns)
         if taken < 0:
@@ -226,9 +224,9 @@ class NativeServer(NativeDecider):
         return taken
 
     def changes(self) -> tuple[list[Effect], list[Event]]:
-        """What has become of requests: effects on frames, to be done first, then events.
+        """Return the changes of requests: effects on frames, to be applied first, then events.
 
-        A request that came and went in the meantime is not told of.
+        A request that was added and removed since the last call has no event.
         """
         removed: list[Event] = []
         added: dict[int, Event] = {}
@@ -242,29 +240,29 @@ class NativeServer(NativeDecider):
         return self._take_effects(), [*removed, *added.values()]
 
     def arrived(self, now_ns: int) -> int:
-        """The smallest priority that `claim` would take now."""
+        """Return the smallest priority that `claim` would take now."""
         word: int = self._turn("arrived", now_ns)
         return word
 
     @property
     def asked(self) -> int:
-        """What the front ends ask of the loop: `serving.SERVE`, `DRAINED` or `STOP`."""
+        """The front ends' request to the loop: `serving.SERVE`, `DRAINED` or `STOP`."""
         answer: int = self._turn("asked")
         return answer
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next live request times out."""
+        """Time when the next live request times out; None without one."""
         at_ns = self.memory.get("next_deadline_ns")
         return None if at_ns == NONE else at_ns
 
     # -- a live request
 
     def find(self, request_id: RequestId) -> int:
-        """The slot of a request.
+        """Return the slot of a request.
 
         Raises:
-            InvariantError: It has none.
+            InvariantError: The request has no slot.
         """
         slot: int = self._turn("find", request_id)
         if slot < 0:
@@ -272,22 +270,22 @@ class NativeServer(NativeDecider):
         return slot
 
     def tokens(self, slot: int) -> list[int]:
-        """Ids of the prompt and of what was sampled."""
+        """Return the token ids of the prompt and the output."""
         num_tokens = int(self.block.array("requests")[slot]["num_tokens"])
         first = slot * self.memory.get("max_total_tokens")
         ids: list[int] = self.memory.array("tokens")[first : first + num_tokens].tolist()
         return ids
 
     def num_prompt_tokens(self, slot: int) -> int:
-        """How many of its tokens are the prompt."""
+        """Return the number of tokens of the prompt."""
         return int(self.block.array("requests")[slot]["num_prompt"])
 
     def max_tokens(self, slot: int) -> int:
-        """Most tokens to sample."""
+        """Return the most tokens to sample."""
         return int(self.memory.array("serving")[slot]["max_tokens"])
 
     def sampling(self, slot: int) -> SamplingParams:
-        """How the next token of a request is chosen."""
+        """Return the sampling parameters of a request."""
         x = self.memory.array("serving")[slot]
         return SamplingParams(
             temperature=float(x["temperature"]),
@@ -298,33 +296,33 @@ class NativeServer(NativeDecider):
         )
 
     def live(self) -> Iterator[int]:
-        """The slots of live requests."""
+        """Yield the slots of live requests."""
         for slot in np.flatnonzero(self.memory.array("serving")["phase"] == serving.LIVE):
             yield int(slot)
 
-    # -- what became of a program, and the way out
+    # -- results of a run, and tokens out
 
     def failed(self, start_ns: int, end_ns: int) -> tuple[list[Effect], list[int]]:
-        """The running program raised: drop its frame and rerun its requests one by one.
+        """Drop the frame of the running program, which raised, and rerun its requests one by one.
 
         Returns:
-            Effects, and the slots of requests that failed alone: they must end in `error`.
+            Effects, and the slots of requests that also failed alone: they must end in `error`.
         """
         program, slots = self._fail(start_ns, end_ns)
         return [Drop(program)], slots
 
     def sampled(self, slot: int, token_id: int, now_ns: int) -> None:
-        """A request has one more token, which `done` has counted: publish it, or its end."""
+        """Publish a request's new token, which `done` has counted, or the request's end."""
         self._turn("sampled", slot, token_id, now_ns)
 
     def end(self, slot: int, reason: int, now_ns: int, text: str = "") -> None:
-        """End a live request for a reason of the host's.
+        """End a live request for a reason of the host.
 
         Args:
-            slot: Of the request.
-            reason: Index of `qllm.ingress.layout.REASONS`.
-            now_ns: The time.
-            text: Of an error; cut to `serving.TEXT_BYTES`.
+            slot: Slot of the request.
+            reason: Index into `qllm.ingress.layout.REASONS`.
+            now_ns: The engine's clock.
+            text: Message of an error, cut to `serving.TEXT_BYTES`.
         """
         data = text.encode("utf-8", "replace")[: serving.TEXT_BYTES]
         x = self.memory.array("serving")
@@ -333,16 +331,16 @@ class NativeServer(NativeDecider):
         self._turn("end", slot, reason, now_ns)
 
     def flush(self) -> int:
-        """Write what found no room before; how many slots still have something to write."""
+        """Write records that lacked room before; return how many slots still have some."""
         left: int = self._turn("flush")
         return left
 
     def show(self) -> None:
-        """Show the front ends how many requests live and wait."""
+        """Publish to the front ends how many requests are live and waiting."""
         self._turn("show")
 
     def check(self) -> None:
-        """Check the invariants of both blocks; called by tests after every step.
+        """Check the invariants of both blocks. Tests call it after every step.
 
         Raises:
             InvariantError: Requests, slots, KV blocks and order do not agree.
@@ -382,13 +380,13 @@ def attach(server: NativeServer, block: FrontEndMemory) -> None:
 
 
 def sizes_of(config: EngineConfig) -> dict[str, Any]:
-    """How many requests and front ends a server has room for."""
+    """Return how many requests and front ends a server has room for."""
     capacity = max(MIN_CAPACITY, 4 * config.max_num_seqs)
     return {"capacity": capacity, "max_front_ends": MAX_FRONT_ENDS}
 
 
 def statuses_in(requests: "np.ndarray[Any, np.dtype[Any]]") -> dict[RequestId, RequestStatus]:
-    """Where the live requests of a scheduler's state are (`layout.REQUEST`)."""
+    """Return the status of each live request in a scheduler's state (`layout.REQUEST`)."""
     now = requests[np.flatnonzero(requests["live"])]
     found = {}
     for request_id, frame, blocks in zip(

@@ -1,7 +1,7 @@
-"""What the device keeps of a request beside the scheduler's state: tokens, sampling, its end.
+"""Layout of served requests on the device, next to the scheduler's state: tokens, sampling, end.
 
-A second block of memory beside STATE (see `layout`), with the same slots: SERVER, then the arrays
-of SECTIONS, each at the byte offset that SERVER names. Addresses in it are 8-byte numbers. A
+A second block of memory next to STATE (see `layout`), with the same slots: SERVER, then the arrays
+of SECTIONS, each at the byte offset that SERVER contains. Addresses in it are 8-byte numbers. A
 request holds its slot from the claim until its last record is in its front end's token ring.
 """
 
@@ -15,34 +15,34 @@ from qllm.ingress.structs import RING_END, Dtype, c_struct
 VERSION = 6
 """Version of everything in this file."""
 MOST_STOP_IDS = 8
-"""Ids that end a request on the device; one with more is not served there."""
+"""Most token ids that end a request; the device does not serve a request with more."""
 MOST_CLAIMS = 16
-"""Records that one call takes from one ring."""
+"""Most records that one call takes from one ring."""
 MOST_PUBLISHED = 64
-"""Tokens of one request that one call writes."""
+"""Most tokens of one request that one call writes."""
 MOST_PENDING = 256
-"""Cancels kept per front end for requests that are still in its rings."""
+"""Most cancels stored per front end for requests that are still in its rings."""
 TEXT_BYTES = 240
-"""Most bytes of an error; the rest of a longer one is cut off."""
+"""Most bytes of an error message; a longer one is cut."""
 HEADER = Path(__file__).parent / "csrc" / "serving.h"
 
 FREE, LIVE, ENDED = range(3)
-"""Phases of a slot. ENDED: some of its records found no room in the token ring yet."""
+"""Phases of a slot. ENDED: some of its records still wait for room in the token ring."""
 ADDED, REMOVED = 1, 2
 """Kinds of an event."""
 DETACHED, ATTACHED, LEAVING = range(3)
 """States of a front end. LEAVING: the host has seen that it is gone; `claim` detaches it."""
 WELL, BROKEN_RING, BAD_RECORD, FOREIGN_ID, DOUBLE_ID = range(5)
-"""Why a front end was cut off; WELL is that it was not."""
+"""Reasons why a front end was cut off; WELL means that it was not."""
 SERVE, DRAINED, STOP = range(3)
-"""What front ends ask of the loop. DRAINED: no new requests come and none is left."""
+"""Requests of the front ends to the loop. DRAINED: no new requests come and none is left."""
 CALLS = (
     *("open", "claim", "arrived", "asked", "decide", "done", "stopped", "failed", "sampled"),
     *("end", "flush", "detach", "show", "find"),
 )
-"""The functions of the server; a kernel launch names one by its index."""
+"""Functions of the server; a kernel launch selects one by its index."""
 CAUSES = 3
-"""Why tokens are computed again: evicted, retried, preempted (see `qllm.record.metrics`)."""
+"""Number of causes of recomputed tokens: evicted, retried, preempted (`qllm.record.metrics`)."""
 
 SERVING: Dtype = np.dtype(
     [
@@ -61,15 +61,17 @@ SERVING: Dtype = np.dtype(
         ("text", "u1", (TEXT_BYTES,)),
     ]
 )
-"""Fields of the request in a slot. `max_tokens`: sampled ones; `front_end`: index of who gets them.
-`planned_ns` to `depth` are what `qllm.record.metrics` keeps of a request: `parked_at_ns` and
-`frame_id` while it is in a parked frame, `lo`, `hi`, `depth` what is computed, `lost_*` per cause
-the tokens to be planned again. `reason` and `text` say how it ended; `owes`: records wait for room;
+"""Fields of the request in a slot.
+
+`max_tokens`: most tokens to sample; `front_end`: index of the front end that gets them.
+`planned_ns` to `depth` are the numbers of `qllm.record.metrics`: `parked_at_ns` and `frame_id` of
+its parked frame, `lo`, `hi` and `depth` of its computed row, and `lost_*`, per cause, the tokens
+that must be planned again. `reason` and `text`: its end; `owes`: 1 if records wait for room;
 `next` links the slots of a bucket."""
 
 PENDING: Dtype = np.dtype([("request_id", "<i8"), *numbers("reason", "passed", kind="<i4")])
-"""A cancel that came before its request was claimed. `passed`: bit 0 and 1 say that the LS and the
-BE ring were seen empty since, so that its request is in neither."""
+"""A cancel that came before its request was claimed. `passed`: bit 0 is set once the LS ring was
+seen empty, bit 1 for the BE ring; with both, its request is in neither."""
 
 FRONT_END: Dtype = np.dtype(
     [
@@ -80,19 +82,20 @@ FRONT_END: Dtype = np.dtype(
         ("pending", PENDING, (MOST_PENDING,)),
     ]
 )
-"""`number`: in the ids of its requests. `progress`: address of its word. `num_claimed` counts
-requests taken out of its rings; of these `num_refused` ended at once. `num_ended` and
-`num_written` count requests that ended, and records in its token ring. `held`: slots; `owing`:
-those of them with records that wait for room; `cursor`: the slot after which to look for these."""
+"""State of a front end. `number`: its number, which the ids of its requests contain. `progress`:
+address of its progress word. `num_claimed` counts requests taken out of its rings, and
+`num_refused` those of them that ended at once. `num_ended` counts ended requests, `num_written`
+records in its token ring. `held`: number of its slots; `owing`: number of those with records that
+wait for room; `cursor`: the slot after which the search for these starts."""
 
 EVENT: Dtype = np.dtype([("request_id", "<i8"), *numbers("kind", "slot", kind="<i4")])
-"""For the host: a request took a slot, or is computed no more. Whoever calls takes them and sets
-`num_events` to 0."""
+"""Event for the host: a request took a slot, or is no longer computed. The caller reads the events
+and sets `num_events` to 0."""
 
 SEND: Dtype = np.dtype(
     [*numbers("place", "seq", "request_id", "at_ns"), *numbers("token", "front_end", kind="<i4")]
 )
-"""A token record whose place in its ring is taken: the threads of a block write them together."""
+"""A token record with a reserved place in its ring: the threads of a block write them together."""
 
 FETCH: Dtype = np.dtype(
     [
@@ -101,10 +104,10 @@ FETCH: Dtype = np.dtype(
         )
     ]
 )
-"""What the threads of a block read of a request's record: its checksum, and its tokens into a slot.
-`end`: address of the ring's end; `seq`: of the record; `first_token`: bytes before the tokens, a
-multiple of 8; `sum`: the checksum; `broken`: a token is not in the vocabulary; `waits`: nothing of
-this was read yet."""
+"""A request's record that the threads of a block read: they compute its checksum, and copy its
+tokens into a slot. `end`: address of the ring's end; `seq`: number of the record; `first_token`: bytes
+before the tokens, a multiple of 8; `sum`: the checksum; `broken`: 1 if a token is not in the
+vocabulary; `waits`: 1 until the record is read."""
 
 SECTIONS = (
     Section("serving", SERVING, "capacity"),
@@ -115,8 +118,9 @@ SECTIONS = (
     Section("events", EVENT, "capacity * 4"),
     Section("sends", SEND, "capacity"),
 )
-"""`tokens`: of the request in slot s, prompt and sampled, from s * max_total_tokens on; `token_ns`:
-when each was sampled. `buckets`: heads of the chains in which a slot is found by its id."""
+"""Contents of the arrays. `tokens`: prompt and output of the request in slot s, from index
+s * max_total_tokens on; `token_ns`: time when each was sampled. `buckets`: heads of the chains in
+which a slot is found by the id of its request."""
 
 SERVER: Dtype = np.dtype(
     [
@@ -129,13 +133,13 @@ SERVER: Dtype = np.dtype(
         ("fetch", FETCH),
     ]
 )
-"""Offsets; sizes; `ls_slots`: slots that BE requests leave free; `shared_slots`: slots that every
-attached front end can have whatever the others hold; `control`: address of the engine's control
-block; `num_held`: slots that are not free; `word` and `lowered_ns`: what `arrived` found.
-`num_silent`: attached front ends that ring no bell; with any, a turn looks at the rings anyway;
-`num_sends`: token records of the turn whose places are taken; `num_taken`: records that this claim
-took; `next_ring`: the ring where it goes on, LS rings first; `fetch`: the record that it waits
-for."""
+"""Head of the block: offsets; sizes; then numbers of the server. `ls_slots`: slots that BE requests
+leave free; `shared_slots`: slots that every attached front end can have, however many the others
+hold; `control`: address of the engine's control block; `num_held`: slots that are not free; `word`
+and `lowered_ns`: results of `arrived`. `num_silent`: attached front ends that ring no bell: with
+any, a turn looks at the rings anyway; `num_sends`: token records of this turn with reserved places;
+`num_taken`: records that this claim took; `next_ring`: the ring where it continues, LS rings first;
+`fetch`: the record that it waits for."""
 
 STRUCTS = {"Serving": SERVING, "Pending": PENDING, "FrontEnd": FRONT_END, "Event": EVENT}
 STRUCTS |= {"Send": SEND, "Fetch": FETCH, "ServerState": SERVER}

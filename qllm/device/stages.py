@@ -1,7 +1,7 @@
-"""The captured stages as the native side sees them: in the order of branches, and checked.
+"""Captured stages for the native side: their order as branches, and checks.
 
-A branch is a stage's index in the SWITCH. What a decision could ask for and no stage can do is
-refused here, at set-up.
+A branch is a stage's index in the SWITCH. Settings under which a decision could need a stage that
+does not exist are refused here, at set-up.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from qllm.scheduler.decision import Limits
 
 
 def branches(captured: Sequence[Any]) -> list[Any]:
-    """Keys of stages in the order of their branches.
+    """Return keys of stages in the order of their branches.
 
-    By class and first layer; then the first that fits a group is the best: the most layers, for
-    decodes a stage of decodes, the smallest bucket, no head where nobody samples.
+    They are sorted by class and first layer, then so that the first one that fits a group is the
+    best: most layers, a stage of decodes for decodes, the smallest bucket, no unused head.
     """
 
     def order(key: Any) -> tuple[int, ...]:
@@ -33,13 +33,13 @@ def branches(captured: Sequence[Any]) -> list[Any]:
 
 
 def lanes_of(stages: Any, num_layers: int, seats: int, zeros: Zeros = host_zeros) -> Records:
-    """The block that names the captured stages and the tensors of their lanes.
+    """Return the block with the captured stages and the addresses of their lanes' tensors.
 
     Args:
         stages: A `qllm.cuda.stages.Stages`.
-        num_layers: L.
+        num_layers: Number of layers of the model.
         seats: Most rows of a frame.
-        zeros: Makes its memory.
+        zeros: Function that allocates its memory.
     """
     keys = branches(list(stages.captured))
     num_starts = 2 * (num_layers + 1)
@@ -66,7 +66,7 @@ def _describe(lane: Any, record: np.ndarray[Any, Dtype]) -> None:
     record["loaded_frame"] = -1
 
 
-# -- what must hold so that every frame has a stage
+# -- checks that every frame has a stage
 
 
 def check_stages(
@@ -74,18 +74,18 @@ def check_stages(
 ) -> None:
     """Refuse settings under which a decision could find no stage.
 
-    Frames of a policy with groups may still be too large where cohorts of several classes are
-    overdue at once: their rows are rerun one by one then.
+    Frames of a policy with groups may still be too large if cohorts of several classes are overdue
+    at once. Then their rows are rerun one by one.
 
     Args:
         stages: A `qllm.cuda.stages.Stages`.
-        pages: The `qllm.cuda.pages.Pages` that it writes to.
-        policy: Ranks.
-        limits: Of the scheduler.
-        max_total_tokens: Longest sequence.
+        pages: Pages (`qllm.cuda.pages.Pages`) that the stages write.
+        policy: A `RankPolicy`.
+        limits: Limits of the scheduler.
+        max_total_tokens: Tokens of the longest sequence.
 
     Raises:
-        ConfigError: Names the setting and what to change.
+        ConfigError: A setting does not fit; the message contains it and the remedy.
     """
     if limits.batch_invariant:
         raise ConfigError("exactness='batch-invariant' is not there with captured stages")
@@ -123,7 +123,7 @@ def _most_tokens(stages: Any, whole: bool, prefill: bool) -> int:
 
 
 def _check_chain(keys: list[Any], num_layers: int) -> None:
-    """Look whether stages lead from layer to layer, in each bucket."""
+    """Check that the stages of each bucket cover the layers without a gap or an overlap."""
     for bucket in {key.bucket for key in keys}:
         ends = {key.start: key.end for key in keys if key.bucket == bucket}
         layers = [*sorted(ends), num_layers]
@@ -134,7 +134,7 @@ def _check_chain(keys: list[Any], num_layers: int) -> None:
 
 
 def _check_cuts(groups: Groups, starts: set[int], num_layers: int) -> None:
-    """Look whether a cohort stops between stages only."""
+    """Check that a cohort stops only at layers where a stage begins."""
     for num in range(1, min(groups.most, num_layers) + 1):
         cuts = {num_layers * i // num for i in range(1, num)}
         if not cuts <= starts:
