@@ -271,7 +271,7 @@ class DeviceEngine:
             between: Function that is called before each launch, while nothing runs.
 
         Raises:
-            DeviceError: See `qllm.device.graph.serve`.
+            DeviceError: A fault or a hang (see `qllm.device.graph.serve`).
         """
 
         def prepare() -> None:

@@ -105,8 +105,8 @@ FETCH: Dtype = np.dtype(
     ]
 )
 """A request's record that the threads of a block read: they compute its checksum, and copy its
-tokens into a slot. `end`: address of the ring's end; `seq`: number of the record; `first_token`: bytes
-before the tokens, a multiple of 8; `sum`: the checksum; `broken`: 1 if a token is not in the
+tokens into a slot. `end`: address of the ring's end; `seq`: number of the record; `first_token`:
+bytes before the tokens, a multiple of 8; `sum`: the checksum; `broken`: 1 if a token is not in the
 vocabulary; `waits`: 1 until the record is read."""
 
 SECTIONS = (
