@@ -1,4 +1,4 @@
-"""qllm: serve Mixture-of-Experts models to people who wait and to jobs that don't."""
+"""qllm: a runtime that serves Mixture-of-Experts models to people who wait and jobs that do not."""
 
 import sys
 from importlib import import_module
@@ -55,7 +55,7 @@ _HOME = {
 
 
 def __dir__() -> list[str]:
-    """List what users need, as `import *` has it."""
+    """List the public names."""
     return sorted({*__all__, "__version__"})
 
 

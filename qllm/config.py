@@ -1,4 +1,4 @@
-"""Settings of the engine: one frozen object, checked when it is made."""
+"""Settings of the engine: a frozen object that is checked when it is made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,9 +23,9 @@ CHOICES = {
     "prefix_cache": ("auto", True, False, "approximate"),
     "role": ("both", "prefill", "decode"),
 }
-"""Settings that name one of a few."""
+"""Allowed values of settings that have a few."""
 ON_CUDA = ("auto", "int4", "mxfp4")
-"""Values of `expert_weights` that a GPU's kernels read."""
+"""Values of `expert_weights` that the GPU kernels support."""
 DEVICE_LOOP = "conditional"
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,24 +33,24 @@ DTYPE_WORDS = {
     "bf16": "bfloat16", "half": "float16", "fp16": "float16", "f16": "float16",
     "float": "float32", "fp32": "float32", "f32": "float32",
 }  # fmt: skip
-"""Other names of dtypes, of vLLM and llama.cpp."""
+"""Names of dtypes in vLLM and llama.cpp, and our names."""
 GONE = {
     "attention": "CUDA has one attention kernel, and it needs no setting; leave it out",
     "host": "say where the engine runs with run_in='process' or run_in='thread'",
     "scheduler": "Python decides, and with loop='conditional' the device does; leave it out",
 }
-"""Settings that there were once, and what to do instead."""
+"""Removed settings, and what to do instead."""
 GONE_VALUES = {
     ("loop", "device-launch"): "is gone: a loop on the device is 'conditional'",
     ("loop", "native"): "is gone: it saved little on a CPU; leave loop out",
 }
-"""Values that settings had once."""
+"""Removed values of settings, and the end of the error message."""
 PAGE_SIZE = 64
 """Tokens of a page of the prefix cache, or a KV block if that is larger."""
 SLO_EXAMPLE = "ttft=500ms,tpot=50ms"
 MAX_KV_GIB = 1 << 20
 MAX_COUNT = (1 << 31) - 1
-"""Largest count that a setting may name: the decisions in C++ keep counts in 32 bits."""
+"""Largest count of a setting: the decisions in C++ keep counts in 32 bits."""
 ONLY_HOST_LOOP = {
     "record": False,
     "on_policy_error": "fail",
@@ -60,7 +60,7 @@ ONLY_HOST_LOOP = {
     "role": "both",
     "handover_gib": 0.0,
 }
-"""Settings that a loop on the device does not have, and the values they have there."""
+"""Settings that a loop on the device does not support, and the values they must have there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class EngineConfig:
     """Settings of one engine.
 
     Raises:
-        ConfigError: A value is out of its range; the message says what is allowed.
+        ConfigError: A value is out of its range; the message contains the allowed values.
     """
 
     preempt_at: str = "expert"
@@ -76,85 +76,86 @@ class EngineConfig:
     max_num_seqs: int = 32
     """Seats: most requests in one step."""
     max_kv_tokens: int = 65536
-    """Tokens of KV that may exist at once, over all requests."""
+    """Most tokens of KV at once, over all requests."""
     block_size: int = 16
-    """Tokens per KV block; the unit in which `max_kv_tokens` is charged."""
+    """Tokens per KV block, the unit of allocation."""
     max_step_tokens: int = 4096
     """Most prefill tokens in one step."""
     max_segment_ms: float = 5.0
     """Declared bound on the work between two boundaries; infinity does not cut."""
     min_be_share: float = 0.0
-    """Part of the engine's time that BE gets at least while it can run, whatever LS does, over
-    every `be_share_window_ms`; `qllm doctor` says what LS waits longer. 0 is no floor."""
+    """Least part of the engine's time for BE while BE can run, over every `be_share_window_ms`;
+    `qllm doctor` prints how much longer LS waits then. 0 is no floor."""
     be_share_window_ms: float = 2000.0
-    """The time over which `min_be_share` holds. A shorter one costs LS more."""
+    """Time over which `min_be_share` holds. A shorter one costs LS more."""
     exactness: str = "order"
-    """"order" (L1) or "batch-invariant" (L2)."""
+    """Promise about bits: "order" (L1) or "batch-invariant" (L2)."""
     kernels: str = "fast"
-    """"fast": our kernels where they are made for a part, whose last bits may differ from Hugging
-    Face's; "reference": the bits of `model.forward`."""
+    """Kernels of the engine. "fast": our kernels for the parts that they support; last bits may
+    differ from Hugging Face's. "reference": the bits of `model.forward`."""
     expert_weights: str = "auto"
-    """"auto": as the checkpoint has them. Others round a bf16 checkpoint to the nearest value as it
-    is loaded: "int8" with a scale per output channel (weight-only, as vLLM's "experts_int8"),
-    "int8-g64" per group of 64 inputs, "int4" with a scale and offset per group of 64, "mxfp4" with
-    a power of two per group of 32 (docs/weights.md)."""
+    """Format of expert weights. "auto": as in the checkpoint. Others round a bf16 checkpoint to the
+    nearest value at load: "int8" with a scale per output channel (weight-only, as vLLM's
+    "experts_int8"), "int8-g64" per group of 64 inputs, "int4" with a scale and offset per group of
+    64, "mxfp4" with a power of two per group of 32 (docs/weights.md)."""
     activations: str = "bf16"
-    """What products with quantised weights read: "bf16", rows as they are; "int8", rows rounded to
-    8 bits with a scale per group of inputs, where weights are integers of 4 or 8 bits. Faster, and
-    other bits; a row still depends on no other (docs/weights.md)."""
+    """Rows that products with quantised weights read. "bf16": rows as they are. "int8": rows
+    rounded to 8 bits with a scale per group of inputs, where weights are integers of 4 or 8 bits.
+    It is faster and changes bits; a row still depends on no other row (docs/weights.md)."""
     max_waiting: int = 1024
-    """Most requests that wait for their first step; over it `submit` raises QueueFullError."""
+    """Most requests that wait for their first step; then `submit` raises QueueFullError."""
     default_max_tokens: int | None = None
-    """`max_tokens` of a request that names none, cut to what fits. None: 256, and for a chat over
-    HTTP whatever fits."""
+    """Default of `max_tokens`, cut to the room for an answer. None: 256, or all the room for a
+    chat over HTTP."""
     clamp_max_tokens: bool = True
-    """A `max_tokens` beyond what fits is a ceiling: the answer ends with the context. False refuses
-    such a request."""
+    """True: a `max_tokens` beyond the room for an answer is a ceiling, and the answer ends with the
+    context. False refuses such a request."""
     ls_slo: str = ""
-    """Latency targets of LS requests that bring none, like "ttft=500ms,tpot=100ms". `qllm2` lets
-    BE have the time that they leave, and stops prompts of LS in time; without a TPOT target BE
+    """Latency targets of LS requests that have none, like "ttft=500ms,tpot=100ms". `qllm2` gives
+    BE the time that they leave, and stops prompts of LS in time. Without a TPOT target, BE
     stretches decode steps by `ride_frac`, and prompts stop after `max_prompt_gap_ms`."""
     on_policy_error: str = "fail"
-    """A policy that breaks on one request ends that one. One that works for none: "fail" ends them
-    all, "fcfs" falls back."""
+    """Action if a policy works for no request: "fail" ends all requests, "fcfs" falls back. If the
+    policy breaks on one request, only that one ends."""
     loop: str = "host"
-    """Who takes requests out of the rings, decides and hands tokens over. "host": the engine loop,
-    in Python. "conditional": the device, with no CPU in it, as one graph that loops and switches
-    over captured stages; for a `RankPolicy` and an engine in a process of its own, and
-    docs/serving.md says what it does not serve."""
+    """Loop that takes requests out of the rings, decides, and publishes tokens. "host": the engine
+    loop in Python. "conditional": the device without a CPU, as one graph that loops and switches
+    over captured stages. It needs a `RankPolicy` and an engine in a process of its own;
+    docs/serving.md lists what it does not serve."""
     prefix_cache: str | bool = "auto"
-    """Keep KV of finished pages and copy it into requests with the same first tokens. "auto": where
-    no bit changes (our CPU kernels in every layer); True: refused elsewhere; "approximate": where
-    a hit may change last bits too, if loop="host"; False: off (docs/kv.md)."""
+    """Cache KV of finished pages, and copy it into requests with the same first tokens. "auto": if
+    no bit changes (our CPU kernels in every layer). True: refused where bits change. "approximate":
+    also where a hit may change last bits, with loop="host". False: off (docs/kv.md)."""
     prefix_cache_tokens: int = 16384
-    """Most tokens of KV that the prefix cache keeps, beside `max_kv_tokens`."""
+    """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`."""
     prefix_states_gib: float = 2.0
-    """GiB of states that it keeps beside them where layers carry a state (docs/kv.md)."""
+    """Most GiB of states in the prefix cache, for models whose layers have states (docs/kv.md)."""
     swap_kv_tokens: int = 0
-    """Most tokens of KV of requests that had to give up their blocks, beside `max_kv_tokens`: they
-    go on where they were. 0: they are computed again (docs/kv.md)."""
+    """Most tokens of swapped-out KV, in addition to `max_kv_tokens`: requests that lost blocks
+    continue where they stopped. 0: they are computed again (docs/kv.md)."""
     keep_ls_s: float = 600.0
     """Seconds for which KV that LS requests used is safe from BE work."""
     kv_dir: str | PurePath | None = None
-    """Folder for a file of kept KV, which the next engine finds, also after a crash; one engine at
-    a time. None: KV is kept in RAM alone (docs/kv.md)."""
+    """Folder for a file of cached KV, which the next engine finds, also after a crash. One engine
+    uses it at a time. None: KV is cached in RAM only (docs/kv.md)."""
     kv_dir_gib: float = 8.0
-    """Size of that file in GiB; it is taken at the start."""
+    """Size of that file in GiB, which is allocated at the start."""
     kv_dir_reset: bool = False
-    """Replace a file that is another model's, damaged or of another size; one that fits stays."""
+    """True replaces a file of another model or size, or a damaged one; a file that fits stays."""
     kv_ttl_s: float | None = None
-    """Kept KV is deleted, in RAM and in the file, once nobody has used it for so many seconds;
-    None: when its room is needed."""
+    """Seconds without use after which cached KV is deleted, in RAM and in the file. None: it is
+    deleted when its room is needed."""
     role: str = "both"
-    """"prefill": a request is handed over once it has its first token; "decode", "both": it is not,
-    and front ends send new requests to engines of role "decode" only if there are no others."""
+    """Role in a fleet. "prefill" migrates a request once it has its first token; "decode" and
+    "both" do not. Front ends send new requests to "decode" engines only if there are no others."""
     handover_gib: float = 0.0
-    """Most GiB of KV on its way to other engines, and as many on its way from them: requests that
-    move go on where they were. 0: they are computed again (docs/handover.md)."""
+    """Most GiB of KV on its way to other engines, and as many on its way from them. With it,
+    migrated requests continue where they stopped. 0: they are computed again
+    (docs/handover.md)."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
-    """Keep the trace events of the run (see `engine.trace`)."""
+    """Store the trace events of the run (see `engine.trace`)."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -199,7 +200,7 @@ class EngineConfig:
                 f"max_segment_ms={shown(segment)} must be a number in (0, {MAX_TIME_MS}], or "
                 "infinity"
             )
-        _ = self.floor  # which checks what it is made of
+        _ = self.floor  # checks its settings
         swap = self.swap_kv_tokens
         if not isinstance(swap, int) or isinstance(swap, bool) or not 0 <= swap <= MAX_COUNT:
             raise ConfigError(
@@ -268,7 +269,7 @@ class EngineConfig:
                 )
 
     def check_place(self, run_in: str, device: str) -> None:
-        """Return if the loop and the kernels that were asked for can run there.
+        """Refuse a loop or kernels that cannot run in this place or on this device.
 
         Raises:
             ConfigError: They need a process of their own, a CPU or a GPU.
@@ -293,16 +294,16 @@ class EngineConfig:
 
     @property
     def on_device(self) -> bool:
-        """Whether the loop runs on the device, where no doorbell rings."""
+        """True if the loop runs on the device, which uses no doorbell."""
         return self.loop == DEVICE_LOOP
 
     def default_slo(self, priority: int) -> Slo:
-        """Targets of a request that brings none."""
+        """Return the targets of a request that has none."""
         return parse_slo(self.ls_slo) if self.ls_slo and priority <= Priority.LS else Slo()
 
     @property
     def floor(self) -> Floor:
-        """The share of the time that BE gets, whatever LS does."""
+        """Least share of the time for BE while LS has work."""
         return Floor.of(self.min_be_share, self.be_share_window_ms, self.max_segment_ms)
 
     @property
@@ -312,12 +313,12 @@ class EngineConfig:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in the pool."""
+        """Number of KV blocks in the pool."""
         return self.max_kv_tokens // self.block_size
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of KV that the pool has room for: `max_kv_tokens` in whole blocks."""
+        """Tokens of KV in the pool: `max_kv_tokens` in whole blocks."""
         return self.num_blocks * self.block_size
 
     @property
@@ -327,17 +328,17 @@ class EngineConfig:
 
     @property
     def num_swap_blocks(self) -> int:
-        """Room for KV that is swapped out, in blocks."""
+        """Space for swapped-out KV, in blocks."""
         return self.swap_kv_tokens // self.block_size
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether level L2 is asked for."""
+        """True for exactness level L2."""
         return self.exactness == Exactness.BATCH_INVARIANT
 
 
 def engine_config(settings: dict[str, Any]) -> EngineConfig:
-    """Make an EngineConfig from keyword settings; an unknown name lists the known ones."""
+    """Make an EngineConfig from keyword settings; an error for an unknown name lists all names."""
     known = [f.name for f in fields(EngineConfig)]
     for name in settings:
         if name in GONE:
@@ -350,11 +351,11 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
 
 
 KINDS = get_type_hints(EngineConfig) | {name: Literal[known] for name, known in CHOICES.items()}
-"""The type of each setting; of those in CHOICES the values."""
+"""Type of each setting; a `Literal` of the values for those in CHOICES."""
 
 
 def spelled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of the engine whose values are written as text, each by its type.
+    """Return settings of the engine with values read from text, each by its type.
 
     Raises:
         ConfigError: A text is no value of its setting.
@@ -363,7 +364,7 @@ def spelled(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_dtype(dtype: Any) -> Any:
-    """Return a dtype that is named by text under its own name; anything else as it is.
+    """Return our name of a dtype given as text; other values are returned unchanged.
 
     Raises:
         ConfigError: The name is unknown.
@@ -378,7 +379,7 @@ def named_dtype(dtype: Any) -> Any:
 
 
 def named_device(device: Any) -> Any:
-    """Return a device that is named by text in lower case; anything else as it is.
+    """Return a device given as text in lower case; other values are returned unchanged.
 
     Raises:
         ConfigError: It is neither a CPU nor a GPU.
@@ -390,10 +391,10 @@ def named_device(device: Any) -> Any:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Return if a setting is a bool.
+    """Refuse a setting that is not a bool.
 
     Raises:
-        ConfigError: It is something else, which might mean one.
+        ConfigError: It has another type, even if it could mean a bool.
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)} must be True or False")
@@ -404,10 +405,10 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_slo(text: str) -> Slo:
-    """Read `ttft=500ms,tpot=50ms`; one of the two may be missing. Seconds are `0.5s`.
+    """Read text like `ttft=500ms,tpot=50ms`; one part may be missing, and times may be in `s`.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The text has another form.
     """
     found: dict[str, float] = {}
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use: what its control groups leave it."""
+"""Cores and memory that this process may use, as limited by its control groups."""
 
 import ctypes
 import gc
@@ -11,11 +11,11 @@ from typing import Any, Literal
 from qllm.errors import ConfigError
 
 Threads = int | Literal["auto"] | None
-"""Threads to compute with: that many, the cores this process may use, or torch's choice."""
+"""Threads of computation: a number, the cores that this process may use, or torch's choice."""
 
 
 def num_threads(threads: Threads) -> int | None:
-    """`threads` as a number; None stays None.
+    """Return `threads` as a number; None stays None.
 
     Raises:
         ConfigError: It is neither "auto" nor an integer >= 1.
@@ -30,7 +30,7 @@ def num_threads(threads: Threads) -> int | None:
 
 
 def parse_threads(text: str | int) -> int | None:
-    """The same from the command line, a file or the environment, where numbers are text.
+    """Return `threads` as a number, from the text of a flag, a file or a variable.
 
     Raises:
         ConfigError: It is neither "auto" nor an integer >= 1.
@@ -44,11 +44,11 @@ def parse_threads(text: str | int) -> int | None:
 def usable_cores(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Cores of this process's affinity, fewer if a control group's quota is smaller.
+    """Return the cores of this process's affinity, fewer if a control group's quota is smaller.
 
     Args:
-        groups: The control groups of the process, as Linux lists them.
-        root: Where their files are.
+        groups: File with the control groups of the process, as Linux lists them.
+        root: Folder of their files.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -59,11 +59,11 @@ def usable_cores(
 def memory_bytes(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Bytes of memory of the machine, fewer if a control group's limit is smaller.
+    """Return the machine's memory in bytes, less if a control group's limit is smaller.
 
     Args:
-        groups: See `usable_cores`.
-        root: Likewise.
+        groups: File with the control groups of the process (see `usable_cores`).
+        root: Folder of their files.
     """
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     names = ("memory.max", "memory.limit_in_bytes")
@@ -73,7 +73,7 @@ def memory_bytes(
 
 
 def _folders(controller: str, groups: Path, root: Path) -> Iterator[Path]:
-    """Those of the process's group and of the ones above it, to the root; of versions 1 and 2."""
+    """Yield the folders of the process's group and its parents, of cgroup versions 1 and 2."""
     for line in groups.read_text().splitlines() if groups.exists() else ():
         number, controllers, name = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
@@ -98,9 +98,10 @@ def _quota(folder: Path) -> Iterator[float]:
 
 
 def freeze_garbage() -> None:
-    """Keep what is loaded out of collections: a full one stops every thread for 0.2-0.4 s.
+    """Exclude all present objects from garbage collection.
 
-    Requests make few cycles, so that the rest is looked through every 20,000 objects, not 700.
+    A full collection stops every thread for 0.2-0.4 s. Requests make few cycles, so new objects are
+    searched every 20,000 objects, not every 700.
     """
     gc.collect()
     gc.freeze()
@@ -109,7 +110,7 @@ def freeze_garbage() -> None:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Collect no cycles meanwhile: for what makes many objects and few cycles."""
+    """Stop garbage collection during the block, for code that makes many objects and few cycles."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -120,6 +121,6 @@ def no_collections() -> Iterator[None]:
 
 
 def give_memory_back() -> None:
-    """Return what loading has freed: 108 MB after a tokenizer of 151,000 tokens."""
+    """Return freed memory to the system: 108 MB after a tokenizer of 151,000 tokens."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

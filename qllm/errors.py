@@ -1,4 +1,4 @@
-"""Every error a caller can meet.
+"""Errors that callers can get.
 
 QllmError
 ├── ConfigError            a setting, alias, policy or capability is wrong: fix the call
@@ -8,7 +8,7 @@ QllmError
 ├── QueueFullError         too many requests are waiting: try again later
 ├── EngineClosedError      the engine was closed or has crashed
 ├── RequestFailedError     raised by `result()` of a request that ended in `error`
-│   └── DeadEndError       what it asked for (a form, `bad_words`) leaves its answer no way on
+│   └── DeadEndError       the request's grammar or `bad_words` allow no next token
 ├── CheckpointError        a checkpoint file is truncated, foreign or of another version
 ├── PolicyError            a policy raised, or returned a plan that breaks an invariant
 ├── DeviceError            the device faulted or hangs: its process must end
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs what an extra of this package needs, by names that pip finds."""
+    """Return the command that installs the requirements of an extra, by names that pip finds."""
     needs = _needs(extra)
     if not needs:
         return f"install what the extra [{extra}] names in pyproject.toml"
@@ -30,7 +30,10 @@ def pip_install(extra: str) -> str:
 
 
 def _needs(*extras: str) -> list[str]:
-    """Return the requirements of extras. This package is on no index: its own are given instead."""
+    """Return the requirements of extras, also of extras that these name.
+
+    This package is on no index, so `qllm-runtime[extra]` itself could not be installed by name.
+    """
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
@@ -47,26 +50,26 @@ def _needs(*extras: str) -> list[str]:
 
 
 DISTRIBUTION = "qllm-runtime"
-"""What installers call this package; it is on no index yet."""
+"""Name of this package for installers; it is on no index yet."""
 
 
 def shown(value: object) -> str:
-    """A wrong value in a message: as `repr` has it, and short whatever it is."""
+    """Return a wrong value as text for a message: its `repr`, shortened."""
     try:
         with contained():
             text = repr(value)
-    except Exception as error:  # noqa: BLE001 - a huge int, deep nesting: it is wrong all the same
+    except Exception as error:  # noqa: BLE001 - a huge int or deep nesting has no `repr`
         return f"<{type(value).__name__}: {type(error).__name__}>"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 MAX_SHOWN = 200
-"""Characters of a wrong value in a message."""
+"""Most characters of a wrong value in a message."""
 
 
 def brief(value: object) -> str:
-    """A wrong value in a message, in a short time: it may be as large as a body."""
+    """Return a wrong value as text for a message, quickly even if it is as large as a body."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return shown(value[: 2 * MAX_SHOWN] if isinstance(value, str) else value)
@@ -78,12 +81,12 @@ class OutsideError(Exception):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Run code of a plugin: its `SystemExit`, and other errors of that kind, become OutsideError.
+    """Run code of a plugin; its `SystemExit`, and similar errors, become OutsideError.
 
-    A `KeyboardInterrupt` stays one: the user raises it, whatever code runs.
+    A `KeyboardInterrupt` is not changed: the user raises it, whatever code runs.
 
     Raises:
-        OutsideError: The code raised what is neither an `Exception` nor a `KeyboardInterrupt`.
+        OutsideError: The code raised neither an `Exception` nor a `KeyboardInterrupt`.
     """
     try:
         yield
@@ -94,11 +97,11 @@ def contained() -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """Return the class and the text of an error, also of one whose `__str__` raises."""
+    """Return the class and the text of an error, even if its `__str__` raises."""
     try:
         with contained():
             text = str(error)
-    except Exception:  # noqa: BLE001 - whatever its `__str__` does
+    except Exception:  # noqa: BLE001 - `__str__` is code of a plugin
         text = "(its text cannot be made)"
     return text if isinstance(error, OutsideError) else f"{type(error).__name__}: {text}"
 
@@ -108,90 +111,90 @@ class QllmError(Exception):
 
 
 class ConfigError(QllmError, ValueError):
-    """A setting, alias, policy or capability is wrong. The message lists what is known."""
+    """Error of a wrong setting, alias, policy or capability. The message lists the known ones."""
 
 
 class ModelError(QllmError):
-    """A model cannot be found, loaded or driven safely. The message says why."""
+    """Error of a model that cannot be found, loaded or driven safely. The message has the cause."""
 
 
 class InvalidRequestError(QllmError, ValueError):
-    """A request is wrong. Raised by `submit`, never in the engine loop."""
+    """Error of a wrong request. `submit` raises it, never the engine loop."""
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer are longer than the model, or the engine's KV, allows."""
+    """Error of a prompt and answer that are longer than the model, or the engine's KV, allows."""
 
 
 class QueueFullError(QllmError):
-    """`max_waiting` requests are waiting already. Try again later."""
+    """Error of a request too many: `max_waiting` requests are waiting. Try again later."""
 
 
 QueueFull = QueueFullError
 
 
 CRASHED = "the engine crashed"
-"""How the error of a request begins that ended with its engine, not by itself."""
+"""Start of the error text of a request that ended because its engine crashed."""
 
 
 NO_TOKEN = "no token may come next: "
-"""How the error of a request begins whose own limits (a form, `bad_words`) leave it no way on."""
+"""Start of the error text of a request whose grammar or `bad_words` allow no next token."""
 
 
 MOVED = "the request goes on elsewhere; ticket: "
-"""How the error of a request begins that was handed over; the ticket of its KV follows, if any."""
+"""Start of the error text of a migrated request; the ticket of its KV follows, if it has one."""
 
 
 def without_ticket(error: str | None) -> str | None:
-    """What traces may say of an error: with a ticket, KV can be fetched."""
+    """Return an error's text for traces, without a ticket, which would give access to KV."""
     if error is not None and error.startswith(MOVED):
         return MOVED.partition(";")[0]
     return error
 
 
 class EngineClosedError(QllmError):
-    """The engine was closed, or its loop has crashed (then `__cause__` says why)."""
+    """Error of calls to an engine that was closed, or crashed (then `__cause__` is the reason)."""
 
 
 class RequestFailedError(QllmError):
-    """The request ended in `error`; the message names the cause."""
+    """Error of a request that ended in `error`; the message has the cause."""
 
 
 class DeadEndError(RequestFailedError):
-    """The request ended in `error` since what it asked for (a form, `bad_words`) has no way on."""
+    """Error of a request that ended because its grammar or `bad_words` allow no next token."""
 
 
 def failed(name: str, error: str | None) -> RequestFailedError:
-    """The error of a request that ended in `error`, by its name and what the engine said."""
+    """Return the exception for a request that ended in `error`, from its name and error text."""
     is_dead_end = error is not None and error.startswith(NO_TOKEN)
     return (DeadEndError if is_dead_end else RequestFailedError)(f"request {name}: {error}")
 
 
 class CheckpointError(QllmError):
-    """A checkpoint cannot be written or read: truncated, foreign, or another version."""
+    """Error of a checkpoint that cannot be written or read: truncated, foreign, another version."""
 
 
 class PolicyError(QllmError):
-    """A policy raised, or planned what an invariant forbids. The message names both."""
+    """Error of a policy that raised, or whose plan breaks an invariant. The message has both."""
 
     request_id: int | None = None
-    """The request that the policy was asked about; None if it was asked about several."""
+    """Request that the policy was asked about; None if it was asked about several."""
 
 
 class DeviceError(QllmError):
-    """The device faulted or hangs: its context is lost, and its process must end."""
+    """Error of a device that faulted or hangs: its context is lost, and its process must end."""
 
 
 class InvariantError(QllmError, AssertionError):
-    """An invariant of the executor does not hold: a bug in this package."""
+    """Error of an invariant that does not hold: a bug in this package."""
 
 
 @contextmanager
 def naming(setting: str, path: object) -> Iterator[None]:
-    """Say which setting names a file or folder that cannot be used.
+    """Turn an `OSError` of the block into an error that names the setting and the path.
 
     Raises:
-        ConfigError: The system refused it.
+        ConfigError: The system refused the file or folder.
     """
     try:
         yield
@@ -200,14 +203,14 @@ def naming(setting: str, path: object) -> Iterator[None]:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Return if every string in a value can be encoded.
+    """Refuse a value with a string that cannot be encoded.
 
     Args:
-        name: What the value is called in the message.
-        value: A string, or mappings and sequences that hold some; anything else passes.
+        name: Name of the value in the message.
+        value: String, or mappings and sequences that hold strings; other values pass.
 
     Raises:
-        InvalidRequestError: A string holds half a surrogate pair; says which string and where.
+        InvalidRequestError: A string holds half a surrogate pair; the message has its place.
     """
     left = [(name, value)]
     while left:

@@ -1,11 +1,11 @@
-"""A floor for BE: the least share of time that it gets whatever LS does, and what LS pays for it.
+"""A floor for BE: its least share of the time while LS has work, and the cost of it for LS.
 
-BE is owed a part of the time in which LS has work. Once that is a slice, BE runs for a slice. So of
-any window BE has its share, and LS waits for few slices at once:
+BE is owed a part of the time in which LS has work. When the debt reaches a slice, BE runs for a
+slice. So BE has its share of any window, and LS waits for few slices at once:
 
-    owed    0 .......... a slice: BE runs until the first boundary after a slice, and has paid
+    debt    0 .......... a slice: BE runs until the first boundary after a slice, which pays it
     rate    share + 3 slices per window: the slice that is still owed, the rest of the LS run that
-            has to stop first, and what the last BE run was too long
+            has to stop first, and the time by which the last BE run was too long
 """
 
 from math import ceil
@@ -18,28 +18,28 @@ MILLION = 1_000_000
 MAX_SHARE = 0.9
 MIN_WINDOW_MS, MAX_WINDOW_MS = 100, 3_600_000
 MIN_SLICE_MS, MAX_SLICE_MS = 1, 50
-"""A slice is as long as a segment may be, within these."""
+"""Limits of a slice, which else is as long as a segment may be."""
 MAX_RATE = 950_000
-"""LS keeps a twentieth of the time, whatever is asked for BE."""
+"""Highest rate in millionths: LS keeps a twentieth of the time under any floor."""
 ROOM = 3
-"""Slices of a window that are room for what cannot be stopped or started at once."""
+"""Slices per window that are reserved, because runs do not stop and start at once."""
 
 
 class Floor(NamedTuple):
-    """Numbers that hold a floor; integers, so that a device computes the same."""
+    """The numbers of a floor; integers, so that a device computes the same."""
 
     rate: int = 0
-    """The part of the time that BE is owed, in millionths; 0 is no floor."""
+    """Part of the time that BE is owed, in millionths; 0 is no floor."""
     window_ns: int = 0
     slice_ns: int = 0
-    """How long BE runs at once: until the first boundary after it."""
+    """Time after which a run of BE stops, at the next boundary."""
 
     @classmethod
     def of(cls, share: float, window_ms: float, segment_ms: float) -> "Floor":
-        """The floor of some settings (`min_be_share`, `be_share_window_ms`, `max_segment_ms`).
+        """Return the floor for `min_be_share`, `be_share_window_ms` and `max_segment_ms`.
 
         Raises:
-            ConfigError: A value is out of its range, or they leave too little for LS.
+            ConfigError: A value is out of its range, or the values leave too little for LS.
         """
         if not _is_number(share) or not 0 <= share <= MAX_SHARE:
             raise ConfigError(
@@ -65,10 +65,10 @@ class Floor(NamedTuple):
         return cls(rate, int(window_ms * NS_PER_MS), int(slice_ms * NS_PER_MS))
 
     def delayed_ms(self, wait_ms: float) -> float:
-        """Return how long LS waits at most for what takes `wait_ms` without a floor.
+        """Return the longest wait of LS that takes `wait_ms` without a floor.
 
-        It holds where segments keep their bound and steps may be cut: BE takes no more of any time
-        than `rate` of it and `ROOM` slices.
+        It holds if segments keep their bound and steps may be cut. Of any time, BE takes at most
+        `rate` of it and `ROOM` slices.
         """
         return (wait_ms + ROOM * self.slice_ns / NS_PER_MS) / (1 - self.rate / MILLION)
 

@@ -1,17 +1,16 @@
-"""Structured outputs: which tokens may come next, by llguidance.
+"""Structured outputs: the allowed next tokens, with llguidance.
 
     StructuredOutputs -> text of a grammar -> Matcher -> one bit per token
 
-A `Matcher` is a function of the tokens of the answer so far: it takes those that are new to it and
-begins again when it is given fewer, or others. So a request that was evicted, restored from a
-checkpoint or replayed by another engine has the state that its tokens say, and nothing has to be
-saved.
+A `Matcher` is a function of the tokens of the answer so far. It consumes new tokens, and starts
+again when it gets fewer or other tokens. So the tokens alone decide the state of a request that was
+evicted, restored from a checkpoint or replayed by another engine, and no state has to be saved.
 
-What a grammar may cost is bounded: by llguidance's own counters, and where these do not reach by
-the CPU time of a process that tries it first (`qllm/grammar_check.py`). To build one gives the
-interpreter's lock back; to sort a vocabulary does not, so an engine does it at its start.
+The cost of a grammar is bounded by llguidance's own counters. Where these do not suffice, a process
+with limited CPU time tries it first (`qllm/grammar_check.py`). Building a grammar releases the
+interpreter's lock. Sorting a vocabulary does not, so an engine does it at its start.
 
-The library is imported when it is needed: an engine runs without it, and refuses what needs it.
+The library is imported when it is needed: an engine without it refuses requests that need it.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ MOST_GRAMMAR_CHARS = 32_768
 def _tokens(
     serialized: str, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> tuple["LLTokenizer", Sorts]:
-    """Sort a vocabulary: two seconds for 150,000 tokens, with the interpreter's lock."""
+    """Sort a vocabulary. It holds the interpreter's lock for two seconds for 150,000 tokens."""
     from llguidance import LLTokenizer
 
     found = LLTokenizer(serialized, n_vocab=vocab_size, eos_token=list(eos_token_ids))
@@ -48,10 +47,10 @@ def _tokens(
 
 
 class Vocabulary:
-    """The tokens of a model, as grammars need them. Callable from any thread.
+    """The tokens of a model, as grammars need them. Any thread may use it.
 
     Args:
-        tokenizer: Of transformers, with a Rust tokenizer inside; None if the model has none.
+        tokenizer: Tokenizer of transformers with a Rust tokenizer inside, or None.
         vocab_size: Width of the logits.
         eos_token_ids: Ids that end an answer.
     """
@@ -61,11 +60,11 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.bounds = Bounds()
-        """How long the parts of JSON may be where its schema does not say it."""
+        """Greatest lengths of the parts of JSON where its schema sets none."""
         self._known: tuple[LLTokenizer, Sorts] | None = None
 
     def refusal(self) -> str | None:
-        """Why this model cannot be held to a grammar; None if it can."""
+        """Return why this model does not support grammars; None if it does."""
         if find_spec("llguidance") is None:
             return "structured outputs need the package llguidance, which is not installed"
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
@@ -80,7 +79,7 @@ class Vocabulary:
         return None
 
     def prepare(self) -> None:
-        """Sort the tokens now, not with the first grammar. Twice is once."""
+        """Sort the tokens now, not with the first grammar. Idempotent."""
         if self.refusal() is None and self._known is None:
             backend = copy(self._tokenizer.backend_tokenizer)
             backend.no_padding()
@@ -88,7 +87,7 @@ class Vocabulary:
             self._known = _tokens(backend.to_str(), self.vocab_size, self.eos_token_ids)
 
     def split(self, words: Sequence[str]) -> list[list[int]]:
-        """The token ids of words, at the start of a text and behind a space.
+        """Return the token ids of words, at the start of a text and after a space.
 
         Raises:
             InvalidRequestError: There are words, but no tokenizer.
@@ -104,7 +103,7 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text alone.
+        """Return the token ids of a text alone.
 
         Raises:
             InvalidRequestError: There is no tokenizer, or the model cannot produce the text.
@@ -119,19 +118,19 @@ class Vocabulary:
         return ids
 
     def id_of(self, text: str) -> int | None:
-        """The added token that a text is; None if the tokenizer may split it."""
+        """Return the id of the added token with this text; None without one."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return next((i for i, token in added.items() if token.content == text), None)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of ids, including special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def check(self, asked: StructuredOutputs) -> None:
-        """Return if an answer can be held to a form. The first time it takes 0.1 s and a process.
+        """Refuse a grammar that no answer can follow. A new one takes 0.1 s and a process.
 
         Raises:
-            InvalidRequestError: It cannot; says why, and where in a schema.
+            InvalidRequestError: The grammar is wrong; the message has the reason and the place.
         """
         if (text := self.refusal()) is not None:
             raise InvalidRequestError(text)
@@ -142,7 +141,7 @@ class Vocabulary:
             raise InvalidRequestError(f"structured_outputs.{asked.kind}{wrong}")
 
     def matcher(self, asked: StructuredOutputs) -> "Matcher":
-        """Build a grammar. One that `check` has let pass is built in bounded time.
+        """Build a grammar. It takes bounded time if `check` has accepted the grammar.
 
         Raises:
             InvalidRequestError: It is no grammar, or too large.
@@ -166,21 +165,21 @@ class Vocabulary:
 
 
 def _text(asked: StructuredOutputs) -> str:
-    """Return the text that a form is made of; of a schema, the part that constrains an answer."""
+    """Return the text of a grammar; of a JSON schema, only the part that constrains an answer."""
     text = asked.text()
     if asked.kind != "json":
         return text
     try:
         return dumps(bounded(loads(text)))
-    except (ValueError, RecursionError):  # llguidance says what is wrong with it
+    except (ValueError, RecursionError):  # llguidance reports the error
         return text
 
 
 def _grammar(asked: StructuredOutputs) -> str:
-    """The text that llguidance takes.
+    """Return a grammar as text in llguidance's form.
 
     Raises:
-        InvalidRequestError: It is too long, or of no known form.
+        InvalidRequestError: It is too long, or has no known syntax.
     """
     text = _text(asked)
     if len(text) > MOST_GRAMMAR_CHARS:
@@ -202,7 +201,7 @@ def _grammar(asked: StructuredOutputs) -> str:
 
 
 def _schemas(asked: StructuredOutputs) -> list[Any] | None:
-    """Return the schemas of an answer that is JSON, or calls; None if it has another form."""
+    """Return the schemas of an answer that is JSON or tool calls; None for other answers."""
     if asked.kind == "json":
         return [loads(_text(asked))]
     if asked.kind != "grammar" or not asked.text().startswith(CALLS):
@@ -213,13 +212,13 @@ def _schemas(asked: StructuredOutputs) -> list[Any] | None:
 
 
 class Matcher:
-    """A grammar and how far an answer has come in it. One thread at a time.
+    """A grammar and the state of an answer in it. One thread at a time uses it.
 
     Args:
-        matcher: Of llguidance, at its start.
+        matcher: Matcher of llguidance, at its start.
         vocab_size: Width of the logits.
-        written: Of an answer that is JSON: knows which of its parts are as long as they may be.
-        bytes_of: Returns the bytes of tokens.
+        written: JSON written so far, which enforces its greatest lengths; None for other answers.
+        bytes_of: Function that returns the bytes of tokens.
     """
 
     def __init__(
@@ -231,19 +230,19 @@ class Matcher:
     ) -> None:
         self._matcher, self._written, self._bytes_of = matcher, written, bytes_of
         self.words = np.zeros((vocab_size + 31) // 32, np.int32)
-        """After `allow`: token i may come next if bit i % 32 of word i // 32 is set."""
+        """Allowed next tokens after `allow`: token i has bit i % 32 of word i // 32."""
         self._address = self.words.ctypes.data
         self._num_taken = 0
         self._last: int | None = None
-        """The last token taken."""
+        """Last token that was consumed."""
         self._wrong: str | None = None
-        """Why no token may come next."""
+        """Reason why no token may come next; None if one may."""
         self._is_known = False
-        """Whether `words` and `_wrong` are of the tokens taken so far."""
+        """True if `words` and `_wrong` belong to the tokens consumed so far."""
         self._ahead: Future[None] | None = None
 
     def _follow(self, outputs: Sequence[int]) -> None:
-        """Come to where an answer is; it grew since the last call, or began again."""
+        """Consume the new tokens of an answer; start again if it is not a continuation."""
         taken = self._num_taken
         if len(outputs) < taken or (taken and outputs[taken - 1] != self._last):
             self._matcher.reset()
@@ -276,10 +275,10 @@ class Matcher:
         self._is_known = True
 
     def allow(self, outputs: Sequence[int]) -> str | None:
-        """Set `words` to what may come behind the tokens of an answer so far.
+        """Set `words` to the tokens that may follow an answer.
 
         Returns:
-            Why no token may come next; None if one may.
+            The reason why no token may come next; None if one may.
         """
         if self._ahead is not None:
             self._ahead.result()
@@ -288,8 +287,8 @@ class Matcher:
         return self._wrong
 
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
-        """Let a thread do what the next `allow` needs, if it is asked for these tokens.
+        """Let a thread prepare the next `allow` for these tokens.
 
-        llguidance gives the interpreter's lock back: it runs beside the model's next pass.
+        llguidance releases the interpreter's lock, so it runs during the model's next pass.
         """
         self._ahead = builder.submit(self._look, tuple(outputs))

@@ -1,10 +1,10 @@
-"""Ends of a JSON answer that its schema leaves open.
+"""Limits of a JSON answer where its schema sets none.
 
-A grammar says what may come next, and often that is more of the same: text in a string, digits, a
-further item, an object inside an object. A model that never wants to end goes on with it. So the
-JSON that an answer has written is followed here, and where a part of it is as long as it may be,
-the tokens that would make it longer are left out, if others remain. What a schema demands is never
-left out, and what it allows by a limit of its own is not either: `Bounds.of`.
+A grammar often allows more of the same: text in a string, digits, a further item, an object inside
+an object. A model may continue with it without end. So this module follows the JSON of an answer.
+When a part has its greatest length, the tokens that would make it longer are forbidden, if other
+tokens remain. Parts that a schema demands, or allows by limits of its own, are never forbidden
+(`Bounds.of`).
 """
 
 import re
@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int32]
-"""One bit per token: bit i % 32 of word i // 32."""
+"""One bit per token: token i has bit i % 32 of word i // 32."""
 
 _QUOTE, _ESCAPE, _HEX, _COMMA, _DOT = b'"\\u,.'
 _OPEN, _CLOSE, _DIGITS, _EXPONENT = b"[{", b"]}", b"0123456789", b"eE"
 _STRUCTURE = re.compile(rb"[][{},]")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_FIRST = bytes(range(0x80, 0xC0))
-"""Bytes that go on with a character of UTF-8."""
+"""Bytes that continue a character of UTF-8."""
 _ESCAPED = re.compile(rb"\\(?:u[0-9a-fA-F]{0,4}|.)?", re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.|\\\Z)*"?', re.DOTALL)
 _INTEGER, _FRACTION, _POWER = range(3)
@@ -33,21 +33,21 @@ _INTEGER, _FRACTION, _POWER = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How long the parts of a JSON answer may be where its schema does not say it."""
+    """Greatest lengths of the parts of a JSON answer where its schema sets none."""
 
     text: int = 65_536
-    """Characters of a string; an escape is one."""
+    """Most characters of a string; an escape is one."""
     items: int = 1_000
-    """Items of a list, and members of an object whose schema says what others may be."""
+    """Most items of a list, and most members of an object whose schema defines further members."""
     others: int = 32
-    """Members of an object, beside as many as the largest object of the schema names."""
+    """Most members of an object beyond the number that the schema's largest object names."""
     depth: int = 64
-    """Lists and objects inside each other."""
+    """Most lists and objects inside each other."""
     digits: tuple[int, int, int] = (15, 20, 3)
-    """Digits of a number: in front of the point, behind it, and of the exponent."""
+    """Most digits of a number: before the point, after it, and of the exponent."""
 
     def of(self, schemas: Iterable[Any]) -> "Bounds":
-        """Return these bounds, raised to what the schemas of an answer name or allow."""
+        """Return these bounds, raised to the lengths that the schemas of an answer need."""
         text, items, named, digits = self.text, self.items, 0, self.digits[_INTEGER]
         says_others = False
         for key, value in _walk(list(schemas)):
@@ -74,7 +74,7 @@ class Bounds:
 
 
 def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of a JSON value, itself too, each with the key of the object that it is in."""
+    """Yield a JSON value and all values inside it, each after its key in the object around it."""
     left = [(key, value)]
     while left:
         key, value = left.pop()
@@ -86,10 +86,10 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Sorts:
-    """The tokens of a vocabulary by what they do to JSON. The same for all answers.
+    """The tokens of a vocabulary by their effect on JSON, the same for all answers.
 
     Args:
-        bytes_of: Returns the bytes of a token.
+        bytes_of: Function that returns the bytes of a token.
         vocab_size: Number of tokens.
     """
 
@@ -100,26 +100,26 @@ class Sorts:
         self._num_chars = np.array([_num_chars(_before_end(text)) for text in texts])
         self._num_all_chars = np.array([len(text.translate(None, _NOT_FIRST)) for text in texts])
         self.most_chars = int(self._num_all_chars.max())
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         self.closes = _words(text.lstrip()[:1] in (b"]", b"}") for text in texts)
-        """Tokens that end a list or an object before they do anything else."""
+        """Tokens that first end a list or an object."""
         outside = [_structure(text, in_string=False) for text in texts]
         inside = [_structure(text, in_string=True) for text in texts]
         both = (outside, inside)
         self.opens = tuple(_words(b"[" in x or b"{" in x for x in found) for found in both)
-        """Tokens that begin a list or an object, by whether they begin inside a string."""
+        """Tokens that begin a list or an object: if they start outside a string, and inside one."""
         self.commas = tuple(_words(b"," in x for x in found) for found in both)
-        """Tokens after which a further item or member comes."""
+        """Tokens that contain a comma, so that a further item or member follows."""
         self.ends_and_commas = tuple(_words(_is_outer(x) for x in found) for found in both)
-        """Tokens after which a further one comes of what holds the innermost list or object."""
+        """Tokens that end the innermost list or object, and add an item to one around it."""
 
-    @lru_cache(maxsize=512)  # noqa: B019 - as few as there are vocabularies, and as long-lived
+    @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
     def longer(self, most: int, *, is_escaped: bool) -> Words:
-        """Return the tokens that have more characters up to the end of a string that is open.
+        """Return the tokens with more characters before the end of the present string.
 
         Args:
-            most: Characters.
-            is_escaped: Whether the token goes on with an escape: a quote may not be the end.
+            most: Number of characters.
+            is_escaped: True if the token continues an escape, so that a quote may not be the end.
         """
         return _words((self._num_all_chars if is_escaped else self._num_chars) > most)
 
@@ -129,23 +129,23 @@ class Sorts:
 
 
 def _num_chars(text: bytes) -> int:
-    """Count characters: each has one byte that does not go on with another; an escape is one."""
+    """Count characters by their first bytes; an escape counts as one."""
     return len(_ESCAPED.sub(b"e", text).translate(None, _NOT_FIRST))
 
 
 def _before_end(text: bytes) -> bytes:
-    """What of a token is in a string that is open before it."""
+    """Return the part of a token that is inside the present string."""
     found = _REST_OF_STRING.match(text)
-    assert found is not None  # it takes an empty text
+    assert found is not None  # the pattern matches the empty text
     return text[: found.end()].removesuffix(b'"')
 
 
 def _structure(text: bytes, *, in_string: bool) -> bytes:
-    """The brackets and commas of a token that are in no string.
+    """Return the brackets and commas of a token outside of strings.
 
     Args:
-        text: The bytes of the token.
-        in_string: Whether it begins inside a string.
+        text: Bytes of the token.
+        in_string: True if the token begins inside a string.
     """
     if _STRUCTURE.search(text) is None:
         return b""
@@ -155,7 +155,7 @@ def _structure(text: bytes, *, in_string: bool) -> bytes:
 
 
 def _is_outer(structure: bytes) -> bool:
-    """Whether a comma stands behind the end of more than what the token has begun."""
+    """Return True if a comma follows the end of a list or object that began before the token."""
     depth = 0
     for byte in structure:
         depth += (byte in _OPEN) - (byte in _CLOSE)
@@ -174,8 +174,8 @@ class Written:
     """The JSON that an answer has written, as far as its bounds need it.
 
     Args:
-        bounds: Of the answer.
-        sorts: Of the vocabulary.
+        bounds: Bounds of the answer.
+        sorts: Sorted tokens of the vocabulary.
     """
 
     def __init__(self, bounds: Bounds, sorts: Sorts) -> None:
@@ -185,14 +185,14 @@ class Written:
     def restart(self) -> None:
         """Begin again with an empty answer."""
         self._num_items: list[int] = []
-        """Commas so far of each list and object that is open, the innermost last."""
+        """Commas so far in each unfinished list and object, the innermost last."""
         self._most_items: list[int] = []
-        """How many each of them may have."""
+        """Most items of each of them."""
         self._in_string = self._begins_escape = False
         self._num_chars = self._escape = 0
-        """Characters of the string that is open, and bytes that its last escape has still."""
+        """Characters of the present string, and missing bytes of its last escape."""
         self._part, self._num_digits = _INTEGER, 0
-        """Where in a number the answer is; no digits are outside of one."""
+        """Part of the present number, and its digits so far; 0 digits outside of a number."""
 
     def push(self, text: bytes) -> None:
         """Take the bytes of a token."""
@@ -241,10 +241,10 @@ class Written:
             self._num_items[-1] += 1
 
     def limit(self, words: Words) -> None:
-        """Leave out the tokens that make longer what is as long as it may be.
+        """Forbid the tokens that would make a part longer than its bound.
 
         Args:
-            words: The tokens that the grammar allows; some of them stay.
+            words: Tokens that the grammar allows; at least one stays.
         """
         bounds, sorts = self._bounds, self._sorts
         room = max(0, bounds.text - self._num_chars) + self._escape
@@ -268,6 +268,6 @@ class Written:
 
 
 def _keep(words: Words, fewer: Words) -> None:
-    """Leave out tokens if others remain."""
+    """Replace the allowed tokens by fewer, unless none would remain."""
     if fewer.any():
         words[:] = fewer

@@ -1,11 +1,11 @@
-"""Check a grammar in a process that may use so much CPU time and memory, and no more.
+"""Check of a grammar in a process with limits of CPU time and memory.
 
-Some small JSON schemas take llguidance minutes (many patterns under `allOf`: it doubles with each).
-A thread that builds one cannot be ended; a process is. `python -m qllm.grammar_check` reads a
-grammar and its schema, and writes what is wrong, as JSON.
+Some small JSON schemas take llguidance minutes (many patterns under `allOf`: each doubles the
+time). A thread that builds one cannot be ended, but a process can. `python -m qllm.grammar_check`
+reads a grammar and its schema, and writes the error as JSON.
 
-llguidance takes some grammars that nothing is of, and finds out at their first token. So each is
-tried here, over a vocabulary of bytes, up to the first place where there is a choice.
+llguidance accepts some grammars that match no text, and fails at their first token. So each grammar
+is tried here over a vocabulary of bytes, up to the first place with a choice.
 """
 
 import json
@@ -24,17 +24,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from qllm.grammar_schema import LISTS, MAPS, ONES
 
 CPU_S = 2
-"""Seconds of CPU time; a usual schema takes milliseconds, the start of the process 70 ms."""
+"""Most seconds of CPU time; a usual schema takes milliseconds, the start of the process 70 ms."""
 MEMORY_BYTES = 2 << 30
-"""Address space."""
+"""Most bytes of address space."""
 TIMEOUT_S = 60
-"""For a machine that has no CPU time to give."""
+"""Longest wait in seconds, for a machine whose CPU is busy."""
 MOST_PLACES = 200
-"""Parts of a refused schema that are tried to find the one to blame."""
+"""Most parts of a refused schema that are tried to find the wrong one."""
 MOST_CHARS = 1000
-"""Longest message of llguidance that is passed on."""
+"""Most characters of a message of llguidance."""
 NOTHING = "NoExtensionBias"
-"""llguidance's word for a grammar that allows nothing further."""
+"""Error of llguidance for a grammar that allows no further token."""
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -45,22 +45,22 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""What one grammar may cost to build, and each of its tokens: llguidance's own counters."""
+"""Limits of the cost of a grammar and of each token, by llguidance's own counters."""
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\n?[ ]{0,20}"}
-"""What may stand between the parts of a JSON value: a model that likes white space comes to an
+"""White space between the parts of a JSON value. It is limited, or a model could write it without
 end. A schema changes it with `x-guidance`."""
 
 
 @lru_cache(maxsize=256)
 def wrong_with(grammar: str, schema: str | None) -> str | None:
-    """Say what is wrong with a grammar, behind the name of its field; None if it is well.
+    """Return the error of a grammar, as text to follow its field's name; None if it is correct.
 
     Args:
-        grammar: As llguidance takes it.
-        schema: The JSON schema that it was made of, if it was: the message has the place in it.
+        grammar: Grammar in llguidance's form.
+        schema: JSON schema that it was made of, if any; the error has the place in it.
 
     Raises:
-        RuntimeError: The process failed by itself.
+        RuntimeError: The process failed for another reason.
     """
     data = json.dumps({"grammar": grammar, "schema": schema})
     command = [sys.executable, "-m", "qllm.grammar_check"]
@@ -72,7 +72,7 @@ def wrong_with(grammar: str, schema: str | None) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return too_much
-    if done.returncode < 0:  # a signal: of the limit of time, or where memory ran out
+    if done.returncode < 0:  # a signal, because CPU time or memory ran out
         return too_much
     if done.returncode > 0:
         raise RuntimeError(f"the check of a grammar failed: {done.stderr[-MOST_CHARS:]}")
@@ -81,13 +81,13 @@ def wrong_with(grammar: str, schema: str | None) -> str | None:
 
 
 def _error(text: str) -> str:
-    """What llguidance refuses a grammar for; empty if it takes it."""
+    """Return llguidance's error for a grammar; empty if it accepts it."""
     is_error, texts = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return texts[0].removesuffix("<non-verbose/>").strip() if is_error else ""
 
 
 def find(grammar: str, schema: str | None) -> str | None:
-    """The same in this process, for as long as it takes."""
+    """Return the error of a grammar, as `wrong_with`, in this process and without limits."""
     if schema is not None:
         return _wrong_schema(json.loads(schema), _error(grammar) or _stuck(grammar))
     for rule, inner in schemas_in(grammar):
@@ -98,7 +98,7 @@ def find(grammar: str, schema: str | None) -> str | None:
 
 
 def _wrong_schema(schema: Any, error: str) -> str | None:
-    """Where and why a schema is refused for `error`, or for references that lead to themselves."""
+    """Return the place and the reason of a schema's `error`, or of a reference to itself."""
     path = ""
     if (loop := _loop(schema) or (None if error else _endless(schema))) is not None:
         path, error = loop
@@ -108,34 +108,34 @@ def _wrong_schema(schema: Any, error: str) -> str | None:
 
 
 def _error_of(schema: Any) -> str:
-    """What llguidance refuses a part of a schema for by itself; empty if it does not."""
+    """Return llguidance's error for a part of a schema alone; empty if it accepts it."""
     if isinstance(schema, bool):
         return ""
     if not isinstance(schema, Mapping):
         return f"{json.dumps(schema):.80} must be a schema: an object, true or false"
     try:
         text = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_OPTIONS)
-    except ValueError as error:  # a number that is too large, or too deep
+    except ValueError as error:  # a number is too large, or the schema is too deep
         return str(error)
     return _error(text)
 
 
 def schemas_in(grammar: str) -> Iterator[tuple[str, Any]]:
-    """The JSON schemas inside a grammar of Lark's syntax, each with the name of its rule."""
+    """Yield the JSON schemas inside a grammar of Lark's syntax, each after its rule's name."""
     for found in re.finditer(r"%json\s+(?={)", grammar):
         names = re.findall(r"^(\w+)\s*:", grammar[: found.start()], re.MULTILINE)
         try:
             schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+        except (ValueError, RecursionError):  # llguidance reports the error
             continue
         yield names[-1] if names else "%json", schema
 
 
 def _stuck(grammar: str) -> str:
-    """Why no answer can be of a grammar, as far as its beginning shows; empty if one may."""
+    """Return why no answer can begin under a grammar; empty if one can."""
     tokens = LLTokenizer("byte")
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
-    if matcher.is_error():  # it names tokens of the model's vocabulary
+    if matcher.is_error():  # the grammar uses tokens of the model's vocabulary
         return ""
     if forced := matcher.compute_ff_tokens():
         matcher.consume_tokens(forced)
@@ -148,7 +148,7 @@ def _stuck(grammar: str) -> str:
 
 
 def _loop(root: Any) -> tuple[str, str] | None:
-    """A reference that leads to nothing but itself: its JSON pointer and what it is."""
+    """Return a reference that leads only back to itself, as JSON pointer and error; else None."""
     for path, part in _walk(root):
         seen: list[str] = []
         while (ref := _ref(part)) is not None and ref not in seen:
@@ -160,7 +160,7 @@ def _loop(root: Any) -> tuple[str, str] | None:
 
 
 def _endless(root: Any) -> tuple[str, str] | None:
-    """A part that is referred to and has no finite value: its JSON pointer and why not."""
+    """Return a referenced part without a finite value, as JSON pointer and error; else None."""
     refs = {ref for _, part in _walk(root) if (ref := _ref(part)) is not None}
     ending: set[str] = set()
     while more := {x for x in refs - ending if _ends(_target(root, x), ending)}:
@@ -171,11 +171,11 @@ def _endless(root: Any) -> tuple[str, str] | None:
 
 
 def _ends(schema: Any, ending: AbstractSet[str]) -> bool:
-    """Whether a finite value is of a schema, as far as `required`, `minItems` and references say.
+    """Return True if a schema has a finite value, judged by `required`, `minItems` and references.
 
     Args:
-        schema: The schema, or a part of it.
-        ending: References to parts of which a finite value is; of the others none is.
+        schema: A schema, or a part of it.
+        ending: References to parts that have a finite value; other references count as having none.
     """
     if not isinstance(schema, Mapping):
         return True
@@ -202,13 +202,13 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _property(schema: Mapping[str, Any], name: Any) -> Any:
-    """What a property must be of."""
+    """Return the schema of a property; None without one."""
     known = schema.get("properties")
     return known.get(name) if isinstance(known, Mapping) and isinstance(name, str) else None
 
 
 def _walk(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """A schema and all schemas inside it, each with its JSON pointer."""
+    """Yield a schema and all schemas inside it, each after its JSON pointer."""
     left = [(path, schema)]
     while left:
         path, schema = left.pop()
@@ -217,13 +217,13 @@ def _walk(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _ref(schema: Any) -> str | None:
-    """The place in the same schema that one refers to; None if it does not."""
+    """Return the reference of a schema to a place in the same document; None without one."""
     ref = schema.get("$ref") if isinstance(schema, Mapping) else None
     return ref if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else None
 
 
 def _target(root: Any, ref: str) -> Any:
-    """What stands at a place in a schema; None if there is nothing."""
+    """Return the value at a place in a schema; None if there is none."""
     found = root
     for name in unquote(ref).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -235,7 +235,7 @@ def _target(root: Any, ref: str) -> Any:
 
 
 def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str, str]:
-    """The JSON pointer of the innermost part that is refused by itself, and why it is."""
+    """Return the JSON pointer and the error of the innermost part that is refused alone."""
     for path, part in _parts(schema):
         if next(left, None) is None:
             break
@@ -246,7 +246,7 @@ def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str
 
 
 def _alone(value: Any, root: Any) -> Any:
-    """A part of a schema without references that lead somewhere: what is there is tried there."""
+    """Return a part of a schema without references that resolve: their targets are tried apart."""
     if isinstance(value, list):
         return [_alone(item, root) for item in value]
     if not isinstance(value, Mapping):
@@ -257,7 +257,7 @@ def _alone(value: Any, root: Any) -> Any:
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas directly inside a schema, each with its JSON pointer from there."""
+    """Yield the schemas directly inside a schema, each after its JSON pointer from there."""
     if not isinstance(schema, Mapping):
         return
     for key in MAPS:
@@ -274,7 +274,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    """Check what comes on standard input."""
+    """Check the grammar on standard input, and write its error, or null, to standard output."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sys.stdout.write(json.dumps(find(**json.load(sys.stdin))))

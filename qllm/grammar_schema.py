@@ -1,9 +1,9 @@
-"""What of a JSON schema holds an answer: without annotations, and with ends that it leaves open.
+"""JSON schemas for grammars: without annotations, and with limits where a schema sets none.
 
-A description, a title or a format that nobody knows allows and forbids nothing, so it counts
-nothing either. An integer that a schema leaves without an end may have as many digits as a program
-reads, and a string of a format has a length; a schema with limits of its own keeps them. Other ends
-are those of `qllm.grammar_bounds`.
+Descriptions, titles and unknown formats constrain no answer, so they are removed and do not count
+towards limits of size. An integer without limits gets as many digits as every program reads, and a
+string with a format gets a longest length. A schema's own limits stay. Further limits are in
+`qllm.grammar_bounds`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ FORMATS = frozenset(
     {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "unknown"}
     | {"uri", "uuid"}
 )
-"""Those that a grammar knows; others are annotations."""
+"""Formats that a grammar knows; others are annotations."""
 MOST_DIGITS = 15
-"""Digits of an integer without limits: what every reader of JSON holds exactly."""
+"""Most digits of an integer without limits: every reader of JSON holds so many exactly."""
 CALLS = "// calls of tools\n"
-"""Begins a grammar of calls: what their arguments leave open has the ends of any JSON."""
+"""First line of a grammar of tool calls. The limits of JSON apply to their arguments."""
 MOST_OF_FORMAT = 2_048
-"""Characters of a string of a format that says no limit: a URI may not end where it likes."""
+"""Most characters of a string that has a format and no length: a URI, for example, has no end."""
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ONES = ("items", "additionalProperties")
@@ -33,14 +33,14 @@ Schema = dict[str, Any]
 
 
 def bounded(schema: Any) -> Any:
-    """A schema without annotations, whose integers and formats have an end."""
+    """Return a schema without annotations, and with limits for integers and formats."""
     return _each(schema, _bounded)
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that it names and no others.
+    """Return a schema whose objects allow the named properties and no others, as `strict` means.
 
-    That is what `strict` means. Parts of `allOf` stay: each would forbid what the others name.
+    Parts of `allOf` do not change: each would forbid the properties of the others.
     """
     return _each(schema, _closed, besides=("allOf",))
 
@@ -54,7 +54,7 @@ def _bounded(schema: Schema) -> Schema:
     kind = kept.get("type")
     is_integer = kind == "integer" or (isinstance(kind, list) and "integer" in kind)
     is_other = isinstance(kind, list) and "number" in kind
-    if "multipleOf" in kept:  # it has no powers, and may end only where it is such a multiple
+    if "multipleOf" in kept:  # such a number has no exponent and can only end at a multiple
         is_integer, is_other = True, False
     if not is_integer or is_other or kept.keys() & {"enum", "const"}:
         return kept
@@ -68,7 +68,7 @@ def _bounded(schema: Schema) -> Schema:
 
 
 def _limits(schema: Schema, names: tuple[str, ...]) -> list[float]:
-    """The limits that a schema sets at one end."""
+    """Return the limits of a schema at one end."""
     return [x for name in names if isinstance(x := schema.get(name), int | float)]
 
 
@@ -79,7 +79,10 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _each(schema: Any, change: Callable[[Schema], Schema], besides: tuple[str, ...] = ()) -> Any:
-    """A schema with each of the schemas inside it, and itself, changed."""
+    """Return a schema after `change` of it and of each schema inside it.
+
+    Lists under the keys in `besides` stay.
+    """
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)

@@ -1,4 +1,4 @@
-"""What people know from vLLM, llama.cpp, Ollama and transformers, and what it is called here."""
+"""Settings of vLLM, llama.cpp, Ollama and transformers, and their equivalents here."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -75,15 +75,15 @@ HINTS = {
     "jinja": "leave it out: the model's template is always used",
     "keep_alive": "leave it out: the model stays loaded",
 }
-"""What to do instead, by the name with underscores."""
+"""Advice by the name of a setting, with underscores."""
 
 
 def hint_of(name: str, known: Iterable[str]) -> str:
-    """Return what to do instead, in brackets; empty where nothing is known.
+    """Return advice in brackets for an unknown setting; empty without advice.
 
     Args:
-        name: A setting or flag that there is not.
-        known: Those that there are: one that is spelled almost so is named.
+        name: Name of an unknown setting or flag.
+        known: Names of all settings; a similar one is proposed.
     """
     plain = name.lstrip("-").replace("-", "_").lower()
     if plain in HINTS:

@@ -57,14 +57,13 @@ PLACES = ("process", "thread")
 
 
 class QLLMEngine(Offline, KeptKv, Opens):
-    """Serves one model to requests of several classes. Make it with a `from_` method.
+    """An engine that serves one model to requests of several classes. A `from_` method makes it.
 
-    Use it as a context manager, or call `close`. An engine that is collected without it is closed
-    then, although handles may still be held: those of requests in flight end as `cancelled`.
+    Use it as a context manager, or call `close`. If it is garbage collected before, it is closed:
+    handles of unfinished requests, which callers may still hold, end as `cancelled`.
 
-    In a child of `os.fork` the engine stays the parent's: handles that were open end in `error`,
-    calls raise EngineClosedError, and neither `close` nor the child's end touches it.
-    The class is large because everything that callers do with an engine is found here.
+    After `os.fork` the engine belongs to the parent. In the child, handles of unfinished requests
+    end in `error`, calls raise EngineClosedError, and `close` and the child's exit leave it alone.
     """
 
     def __init__(self, client: Client, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
@@ -72,18 +71,18 @@ class QLLMEngine(Offline, KeptKv, Opens):
         self.tokenizer = tokenizer
         self.config = config
         self.policy = policy
-        """As it was given. An engine in a process of its own serves a copy of a policy object."""
+        """Policy as given. An engine in a process of its own uses a copy of a policy object."""
         self.sampling_defaults = client.info.sampling_defaults
-        """Keywords of SamplingParams for requests without any, from the generation config."""
+        """Defaults of SamplingParams from the generation config, for requests without any."""
         info = client.info
         self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
-        """What structured outputs are checked with."""
+        """Vocabulary that checks structured outputs."""
         self._client = client
         self.fleet = client if isinstance(client, ManyClient) else None
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # the client closes itself then
 
-    # -- making one
+    # -- constructors
 
     @classmethod
     def from_pretrained(
@@ -107,17 +106,19 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
         Args:
             name_or_path: An alias ("tiny", ...), a folder of `save_pretrained`, or a hub id.
-            policy: A policy's name (see `qllm policies`) or object.
+            policy: Name of a policy (see `qllm policies`), or a policy object.
             policy_settings: Parameters of a policy given by name.
-            device: Where the model runs: "cpu", or "cuda" where torch sees a GPU.
-            dtype: Of the weights; None keeps the checkpoint's.
-            trust_remote_code: Run modelling code that comes with the checkpoint.
+            device: Device of the model: "cpu", or "cuda" where torch sees a GPU.
+            dtype: Type of the weights; None keeps the checkpoint's.
+            trust_remote_code: True runs modelling code that comes with the checkpoint.
             load_format: "auto" reads weights; "dummy" makes seeded random ones.
-            threads: To compute with; "auto" is the cores this process may use, None torch's choice.
+            threads: Number of threads; "auto" is the cores this process may use, None torch's
+                choice.
             run_in: "process", one of its own, for which latency bounds are promised, or "thread".
             listen: Path of a Unix socket at which further processes `attach`; needs a process.
-            meeting: Where front ends of other hosts may `connect`; needs a process.
-            takes_digest: Read all weights once, to tell engines apart; always if others meet it.
+            meeting: Address at which front ends of other hosts `connect`; needs a process.
+            takes_digest: True reads all weights once for a digest that identifies them; always
+                with `listen` or `meeting`.
             **settings: Fields of `EngineConfig`.
 
         Raises:
@@ -148,7 +149,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
             loaded = load(name_or_path, **how)
             return cls(ThreadClient(loaded, made, config, count), loaded.tokenizer, made, config)
-        bars = sys.modules.get("transformers.utils.logging")  # nobody said no before an import
+        bars = sys.modules.get("transformers.utils.logging")  # progress bars are on without it
         start = Start(
             model=os.fspath(name_or_path),
             load=how,
@@ -165,13 +166,13 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
     @classmethod
     def attach(cls, path: str) -> Self:
-        """Become a further front end of an engine that was made with `listen=path`.
+        """Return a further front end of an engine that was made with `listen=path`.
 
-        It tokenises here, has rings of its own, and its requests end when it is closed or its
-        process ends; the engine stays.
+        It tokenises in this process and has rings of its own. Its requests end when it is closed or
+        this process ends; the engine continues.
 
         Raises:
-            ConfigError: No engine listens there, or it is of another release.
+            ConfigError: No engine listens there, or its release differs.
         """
         return cls._over_rings(ProcessClient.attach(path), None)
 
@@ -186,25 +187,25 @@ class QLLMEngine(Offline, KeptKv, Opens):
         trust_remote_code: bool = False,
         **fleet: Any,
     ) -> Self:
-        """Become a front end of an engine on another host; it tokenises here, without weights.
+        """Return a front end of an engine on another host; it tokenises here, without weights.
 
-        Several addresses with commas between are a fleet: see docs/fleet.md.
+        Several addresses, separated by commas, are a fleet: see docs/fleet.md.
 
-        Requests end when this is closed, its process ends, or the connection does. `call`,
-        `checkpoint`, `restore` and `trace` are for the engine's own host.
+        Its requests end when it is closed, this process ends, or the connection fails. `call`,
+        `checkpoint`, `restore` and `trace` work only on the engine's own host.
 
         Args:
             address: HOST:PORT of the engine's `meeting`; in a fleet also a path (`listen`).
-            profile: What the rings go over, the same on both sides: "tcp", "shm" or "rdma".
-            secret_file: Holds the secret of both sides; needed unless the address is loopback.
-            tokenizer: Where the tokenizer is, as `from_pretrained` takes it; by default where the
-                engine found its model.
-            trust_remote_code: Run code that comes with the tokenizer.
+            profile: Transport of the rings, the same on both sides: "tcp", "shm" or "rdma".
+            secret_file: File with the secret of both sides; needed unless the address is loopback.
+            tokenizer: Alias, folder or hub id of the tokenizer, as in `from_pretrained`; by default
+                the engine's model.
+            trust_remote_code: True runs code that comes with the tokenizer.
             **fleet: Arguments of `FleetClient.connect`, such as `route` (a name or function).
 
         Raises:
-            ConfigError: A secret, NIXL, the tokenizer or a device is missing; sides differ.
-            EngineClosedError: Nobody answers there, or who answers is not the engine.
+            ConfigError: A secret, NIXL, the tokenizer or a device is missing, or the sides differ.
+            EngineClosedError: No engine answers there.
         """
         check_bool("trust_remote_code", trust_remote_code)
         client = meet(address, profile, secret_file, fleet)
@@ -231,13 +232,13 @@ class QLLMEngine(Offline, KeptKv, Opens):
     ) -> Self:
         """Serve a Hugging Face model that is already loaded, on a thread; it is not copied.
 
-        A model object serves one engine at a time. An engine of it that was collected, is being
-        closed or has crashed is waited for.
+        One engine at a time can serve a model object. If another engine of it was collected, is
+        being closed or has crashed, this waits for that one's end.
 
         Raises:
             ConfigError: A setting or policy is unknown; known ones are listed.
             ModelError: The model cannot be driven safely, or another engine serves it: close that
-                one first, or load the model once more.
+                engine first, or load the model again.
         """
         from qllm.frontend.thread import ThreadClient
         from qllm.models.loader import wrap
@@ -247,7 +248,7 @@ class QLLMEngine(Offline, KeptKv, Opens):
         return cls(thread, tokenizer, made, config)
 
     def now_ns(self) -> int:
-        """The engine's clock: nanoseconds since it was made."""
+        """Return the engine's clock, in nanoseconds since its start."""
         return self._client.now_ns()
 
     # -- requests
@@ -269,22 +270,24 @@ class QLLMEngine(Offline, KeptKv, Opens):
         reading: MakeReading | None = None,
         **options: Any,
     ) -> Handle:
-        """Hand over one request and return at once. Callable from any thread.
+        """Submit one request and return its handle at once. Any thread may call it.
 
         Args:
             prompt: Text, a list of chat messages, or a list of token ids.
             priority: "LS", "BE" or an integer class; smaller is sooner (LS = 0, BE = 10).
-            max_tokens: Most tokens to produce, and never more than fit; by default
-                `default_max_tokens`; "fit" takes what fits where that setting is not made.
-            sampling: How tokens are chosen; by default as the model's generation config says.
-            stop: Strings that end the answer, beside those in `sampling`.
+            max_tokens: Most tokens to produce, and never more than the room for an answer; by
+                default `default_max_tokens`. "fit" takes that setting, or all the room without it.
+            sampling: Settings of sampling; by default those of the model's generation config.
+            stop: Strings that end the answer, in addition to those in `sampling`.
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.
-            timeout_s: Ends it with `timeout` when this has passed.
-            request_id: A name for it in results and traces.
-            cache_salt: Kept KV is shared only between requests of one salt (docs/kv.md).
-            cache_owner: And of one owner, whose kept KV can be deleted (`delete_kv`).
-            cache_ttl_s: Its kept KV is not displaced for so long, for the turns that follow.
-            reading: Knows where the answer reasons; no stop string or stop id ends it there.
+            timeout_s: Seconds after which the request ends with `timeout`.
+            request_id: Name of the request in results and traces.
+            cache_salt: Salt of cached KV: only requests with one salt share it (docs/kv.md).
+            cache_owner: Owner of cached KV: only requests of one owner share it, and `delete_kv`
+                deletes it.
+            cache_ttl_s: Seconds for which its cached KV is not displaced, for later turns.
+            reading: Maker of a reader that finds reasoning, in which no stop string or stop id
+                ends the answer.
             **options: Fields of SamplingParams (`temperature=0.8`) in place of those in `sampling`.
 
         Raises:
@@ -334,17 +337,17 @@ class QLLMEngine(Offline, KeptKv, Opens):
     def check(
         self, token_ids: Sequence[int], max_tokens: int | str, params: SamplingParams
     ) -> None:
-        """Refuse a prompt with its sampling as `submit` would, and submit nothing.
+        """Check a prompt and its sampling as `submit` does, and submit nothing.
 
         Raises:
-            InvalidRequestError: Something about them is wrong.
+            InvalidRequestError: The prompt or the sampling is wrong.
         """
         shape = self._client.info.shape
         most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         check_sampling(params, self.vocabulary, self.tokenizer, self.config.loop, most)
 
     def replay(self, request: SavedRequest) -> None:
-        """Go on with a request that another engine has left unfinished (see `RequestLog`)."""
+        """Continue a request that another engine left unfinished (see `RequestLog`)."""
         self._client.replay(request)
 
     def _handle(
@@ -372,12 +375,12 @@ class QLLMEngine(Offline, KeptKv, Opens):
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, between two programs, and return its result.
 
-        It is pickled for an engine in a process of its own, and so are its result and error.
+        The function, its result and its error are pickled for an engine in a process of its own.
         """
         return self._client.call(function)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no new requests and wait for the open ones; False if time ran out first.
+        """Refuse new requests and wait for the unfinished ones; return False at a timeout.
 
         From now on `submit` raises EngineClosedError, here and at every other front end.
         """
@@ -394,19 +397,19 @@ class QLLMEngine(Offline, KeptKv, Opens):
         return True
 
     def end_if_stuck(self, after_s: float) -> None:
-        """Kill the engine's process once it has work and has not come round for so long.
+        """Kill the engine's process if it has work and finishes no iteration for `after_s` seconds.
 
-        Its requests end in `error` and `failure` says why. It comes round between two passes, so
-        leave more time than the longest takes. Time in which this process stands still too (a
-        suspended machine) does not count.
+        Its requests end in `error`, and `failure` has the reason. An iteration ends between two
+        passes, so allow more time than the longest pass. Time in which this process is suspended
+        too does not count.
 
         Raises:
-            ConfigError: The engine has no process that is ours.
+            ConfigError: This front end has not started the engine's process.
         """
         self._client.end_if_stuck(after_s)
 
     def close(self) -> None:
-        """Stop serving. Requests in flight end as `cancelled`. Twice is once.
+        """Stop serving. Unfinished requests end as `cancelled`. Idempotent.
 
         An engine's process that does not end in time is killed; calls that wait for it raise
         EngineClosedError. In a child of `os.fork` this does nothing.
@@ -430,48 +433,48 @@ class QLLMEngine(Offline, KeptKv, Opens):
     # -- checkpoints
 
     def checkpoint(self, path: str | os.PathLike[str]) -> int:
-        """Write every unfinished request, mid-pass and KV included, to one safetensors file.
+        """Write every unfinished request, with parked passes and KV, to one safetensors file.
 
-        The requests go on. Returns how many were written.
+        The requests continue. Returns the number of requests written.
         """
         return self._client.checkpoint(path)
 
     def restore(self, path: str | os.PathLike[str]) -> list[Handle]:
-        """Finish the requests of a checkpoint here, without log-probabilities, in the time left.
+        """Continue the requests of a checkpoint, without log-probabilities, in their time left.
 
         Raises:
             CheckpointError: The file is truncated or of another version or model, or does not fit.
         """
         return self._client.restore(path, self._handle)
 
-    # -- what the outside may read
+    # -- state for callers
 
     def raise_if_closed(self) -> None:
-        """Return if the engine serves.
+        """Raise an error unless the engine serves.
 
         Raises:
-            EngineClosedError: It was closed or has crashed (then the cause says why).
+            EngineClosedError: It was closed or has crashed (then the cause is the reason).
         """
         self._client.raise_if_closed()
 
     @property
     def client(self) -> Client:
-        """What reaches the engine, for who carries requests of others to it."""
+        """Client of the engine, for callers that forward requests of others."""
         return self._client
 
     @property
     def trace(self) -> Trace:
-        """Events of the run, kept if the engine was made with `record=True`."""
+        """Events of the run, stored if the engine was made with `record=True`."""
         return self._client.trace
 
     @property
     def failure(self) -> str | None:
-        """Why the engine ended by itself: a supervisor makes a new one. None while it serves."""
+        """Reason why the engine ended by itself, for a supervisor; None while it serves."""
         return self._client.failure
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no KV yet."""
+        """Number of requests that hold no KV yet."""
         return self._client.num_waiting
 
     @property
@@ -481,19 +484,19 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What computes experts, projections, head and attention."""
+        """Kernels of experts, projections, head and attention."""
         return self._client.info.kernels
 
     def statuses(self, handles: Sequence[Handle]) -> list[RequestStatus]:
-        """Where requests of this engine are, all in one question to its process."""
+        """Return the states of requests of this engine, with one call to its process."""
         told = self._client.statuses([handle.number for handle in handles]) if handles else []
         done = RequestStatus.FINISHED
         return [done if h.finish_reason else x for h, x in zip(handles, told, strict=True)]
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far: the longest segment, preempt latencies, policy errors."""
+        """Return numbers of the run so far: longest segment, preempt latencies, policy errors."""
         return self._client.stats()
 
     def watch(self, since: int = 0, whole: bool = True) -> dict[str, Any]:
-        """What the passes did after entry `since`, for a live page; see `qllm.engine.watch`."""
+        """Return the work of passes after entry `since`, for a live page (`qllm.engine.watch`)."""
         return self._client.watch(since, whole)

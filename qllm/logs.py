@@ -1,4 +1,4 @@
-"""The log of a process on stderr: one line per record, as text or as JSON."""
+"""Log of a process on stderr: one line per record, as text or as JSON."""
 
 import json
 import logging
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 VARIABLE = "QLLM_LOG_FORMAT"
-"""Tells the processes of an engine how the server that started them logs; a setting of that."""
+"""Environment variable that passes a server's log format to the processes of its engine."""
 
 
 class _TextLines(logging.Formatter):
-    """One line each; the second is written out once for all lines of it."""
+    """Formatter of text lines; it formats each second once for all lines in it."""
 
     _second = -1
     _shown = ""
@@ -31,7 +31,7 @@ class _TextLines(logging.Formatter):
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object per line."""
+    """Formatter of JSON lines, one object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         found = {
@@ -47,7 +47,7 @@ class _JsonLines(logging.Formatter):
 
 
 def _name(record: logging.LogRecord) -> str:
-    """Return the name of a logger; `uvicorn.error`, which has all messages, is `uvicorn`."""
+    """Return the name of a record's logger; `uvicorn.error` logs all kinds and is `uvicorn`."""
     return record.name.removesuffix(".error")
 
 
@@ -59,7 +59,7 @@ LOGGERS = ("uvicorn", "qllm")
 
 
 def log_config(log_format: str) -> dict[str, Any]:
-    """Return the logging of the process, on stderr."""
+    """Return the logging configuration of the process, on stderr."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -73,17 +73,17 @@ def log_config(log_format: str) -> dict[str, Any]:
 
 @contextmanager
 def configured(log_format: str) -> Iterator[None]:
-    """Log in a format meanwhile, as do the processes that this one starts.
+    """Log in a format during the block, also in processes that this one starts.
 
     Args:
-        log_format: "text" or "json".
+        log_format: Format, "text" or "json".
     """
     loggers = [logging.getLogger(name) for name in (None, *LOGGERS)]
     before = [(x, x.handlers[:], x.level, x.propagate) for x in loggers]
     environ = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = log_format
     logging.config.dictConfig(log_config(log_format))
-    logging.getLogger().handlers = logging.getLogger("qllm").handlers  # what libraries warn of
+    logging.getLogger().handlers = logging.getLogger("qllm").handlers  # warnings of libraries
     try:
         yield
     finally:
@@ -97,6 +97,6 @@ def configured(log_format: str) -> Iterator[None]:
 
 
 def inherited() -> str:
-    """Return the format of the process that started this one."""
+    """Return the log format of the process that started this one."""
     found = os.environ.get(VARIABLE, "").lower()
     return found if found in FORMATS else "text"

@@ -1,4 +1,4 @@
-"""Plan: what a policy asks for, and where a model may be cut.
+"""Plans of policies, and the rule by which ops are cut.
 
 A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to
 stop. `qllm.scheduler.compile` turns it into a `Program` (`qllm.scheduler.program`), which a
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from qllm.types import Grain, RequestId
 
 NO_STOP = -(2**31)
-"""A stop threshold that no arrival reaches."""
+"""Stop threshold that no arrival reaches."""
 ANY_ARRIVAL = 2**31 - 1
-"""A stop threshold that every arrival reaches; the stop word rests on it."""
+"""Stop threshold that every arrival reaches, and the stop word's value without an arrival."""
 
 
 class Row(NamedTuple):
@@ -31,68 +31,68 @@ class Row(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this row."""
+        """Number of tokens of this row."""
         return self.hi - self.lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a policy wants next. The order of `rows` is the order of rank, best first.
+    """The next work that a policy wants. `rows` are in order of rank, best first.
 
-    If the rows are exactly the rows of one parked frame, that frame is resumed unchanged
-    (L0). If they contain some rows of a parked frame, they must contain all of its live rows:
-    the frame is replaced, first finishing the layer it is parked in.
+    If the rows are exactly the rows of one parked frame, that frame is resumed unchanged (L0). If
+    they contain some rows of a parked frame, they must contain all of its live rows. Then the frame
+    finishes the layer it is parked in, and is replaced.
     """
 
     rows: tuple[Row, ...] = ()
     grain: Grain = Grain.STEP
-    """Which boundaries may stop it."""
+    """Boundaries at which it may stop."""
     stop_below: int = NO_STOP
-    """Stop for a newly arrived request whose priority is smaller than this."""
+    """Priority below which a new arrival stops it."""
     slice_ns: int | None = None
-    """Stop after this long; None is no limit. Binds at the boundaries that `grain` allows."""
+    """Time after which it stops, at the next boundary of `grain`; None is no limit."""
     wait_until_ns: int | None = None
-    """With no rows: idle on purpose until then, or until something arrives."""
+    """Time until which a plan without rows waits, if no request arrives before."""
     drop: tuple[RequestId, ...] = ()
     """Requests to evict (recompute) before the rows run."""
     swap_out: tuple[RequestId, ...] = ()
-    """Requests whose KV moves out before the rows run, equals too; it comes back when they are
-    planned. Needs `Cap.KV_SWAP`, room for them, and that they ran since they were given KV."""
+    """Requests to swap out before the rows run, also ones of equal rank; they are swapped in when
+    they are planned. It needs `Cap.KV_SWAP`, free swap space, and a run since they took KV."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it asks for nothing, but perhaps for time."""
+        """True if it asks for no work, and at most for a wait."""
         return not (self.rows or self.drop or self.swap_out)
 
 
 class ModelShape(NamedTuple):
-    """What a program depends on of a model: never a tensor."""
+    """The numbers of a model that programs depend on; no tensors."""
 
     num_layers: int
     num_experts: int
     experts_per_token: int
     is_moe: tuple[bool, ...]
-    """Per layer: has a router and experts."""
+    """Per layer: True if it has a router and experts."""
     vocab_size: int
     max_position: int
-    """Longest sequence the model was made for."""
+    """Longest sequence that the model was made for."""
     recompute_above: int | None = None
-    """Tokens: KV of a sequence up to that long is of no use once it is longer (`runner.rope`)."""
+    """Length in tokens; KV of a sequence that grows beyond it is computed anew (`runner.rope`)."""
     state_tokens: int = 0
-    """Tokens whose KV takes as much memory as the states that a request carries (`runner.states`):
-    they are charged beside its own while it holds KV."""
+    """Number of tokens whose KV takes as much memory as the states of a request (`runner.states`).
+    A request is charged them in addition to its own tokens while it holds KV."""
 
     def longest(self, max_kv_tokens: int) -> int:
-        """Longest sequence, with room for the KV of so many tokens."""
+        """Return the longest sequence if there is room for KV of `max_kv_tokens` tokens."""
         return max(0, min(max_kv_tokens - self.state_tokens, self.max_position))
 
     def blocks_for(self, num_tokens: int, block_size: int) -> int:
-        """KV blocks that so many tokens of one request are charged, with its states."""
+        """Return the KV blocks that one request with so many tokens needs, including its states."""
         return -(-(num_tokens + self.state_tokens) // block_size) if num_tokens > 0 else 0
 
 
 class CutRule(NamedTuple):
-    """Where ops are cut by rows, as a pure function of absolute positions.
+    """Rule of where ops are cut by rows: a pure function of absolute positions.
 
     A row's tokens are divided into blocks at multiples of `block(position)`; consecutive
     blocks are packed into one op while the op stays within `max_cost`. Costs are in
@@ -101,7 +101,7 @@ class CutRule(NamedTuple):
     """
 
     max_cost: float
-    """Most cost per op; infinity never cuts."""
+    """Highest cost of an op; infinity never cuts."""
     attn_cost_per_kv: float
     """Cost of attending from one token to one cached token."""
     min_block: int = 16
@@ -114,7 +114,7 @@ class CutRule(NamedTuple):
     """Most rows of one expert work unit."""
 
     def block(self, position: int) -> int:
-        """Tokens of the block at `position`: a power of two that `max_cost` allows."""
+        """Return the tokens of the block at `position`: a power of two that `max_cost` allows."""
         size = self.max_block
         while size > self.min_block:
             start = position // size * size
@@ -124,7 +124,7 @@ class CutRule(NamedTuple):
         return size
 
     def priced(self, lo: int, hi: int) -> tuple[int, float]:
-        """How many the tokens [lo, hi) are, and what they cost."""
+        """Return the number and the cost of the tokens [lo, hi)."""
         num = hi - lo
         return num, num * (1.0 + self.attn_cost_per_kv * hi)
 
@@ -140,20 +140,20 @@ NO_CUTS = CutRule(
 
 
 class _Ruler:
-    """The cuts of a rule at absolute positions: where its blocks end, from position 0 on.
+    """The ends of a rule's blocks at absolute positions, from position 0 on.
 
-    A block of a later position is never longer, and its size divides where it begins; so the
-    cuts of a row are those of the ruler inside it.
+    A block at a later position is never longer, and its size divides its start. So the cuts of a
+    row are those of the ruler inside it.
     """
 
     def __init__(self, cuts: CutRule) -> None:
         self._cuts = cuts
         self._marks = [0]
         self._priced: list[tuple[int, float]] = []
-        """Per block, its tokens and its cost."""
+        """Number of tokens and cost of each block."""
 
     def blocks(self, lo: int, hi: int) -> tuple[list[int], list[tuple[int, float]]]:
-        """Where [lo, hi) is cut, both ends included; and of each block its tokens and cost."""
+        """Return the cuts of [lo, hi), including both ends, and each block's tokens and cost."""
         marks, priced, cuts = self._marks, self._priced, self._cuts
         while marks[-1] < hi:
             marks.append(marks[-1] + cuts.block(marks[-1]))
@@ -171,7 +171,10 @@ _ruler = lru_cache(maxsize=16)(_Ruler)
 def row_blocks(
     lo: int, hi: int, cuts: CutRule, one_query_from: int
 ) -> tuple[list[int], list[tuple[int, float]]]:
-    """Where a row is cut; and of each block its tokens and cost."""
+    """Return the cuts of a row, including both ends, and each block's tokens and cost.
+
+    Tokens from position `one_query_from` on are a block each.
+    """
     alone = max(lo, min(hi, one_query_from))
     marks, priced = _ruler(cuts).blocks(lo, alone) if lo < alone else ([lo], [])
     marks += range(alone + 1, hi + 1)
@@ -180,12 +183,12 @@ def row_blocks(
 
 
 def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> int:
-    """Where a chunk may end in level L2: the last cut of its request at or before `row.hi`.
+    """Return the end of a chunk in level L2: the last cut of its request at or before `row.hi`.
 
     Args:
-        row: The chunk asked for.
-        num_tokens: Known tokens of the request.
-        cuts: The cut rule.
+        row: Requested chunk.
+        num_tokens: Number of known tokens of the request.
+        cuts: Cut rule.
         one_query_from: Position from which every token is a block of its own.
     """
     marks, _ = row_blocks(row.lo, num_tokens, cuts, one_query_from)

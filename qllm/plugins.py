@@ -1,4 +1,4 @@
-"""Policies installed on this machine, by name: the entry-point group `qllm.policies`."""
+"""Policies installed on this machine, from the entry-point group `qllm.policies`."""
 
 import pickle
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ GROUP = "qllm.policies"
 
 
 def installed_policies() -> dict[str, EntryPoint]:
-    """Entry points by policy name; two packages may not claim one name."""
+    """Return entry points by policy name; two packages with one name are an error."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         other = found.get(point.name)
@@ -29,10 +29,10 @@ def installed_policies() -> dict[str, EntryPoint]:
 
 
 def load_factory(point: EntryPoint) -> Any:
-    """Import what an entry point names: the class of a policy.
+    """Import the class of a policy from an entry point.
 
     Raises:
-        ConfigError: The import fails, whatever it raised; the message names the package's part.
+        ConfigError: The import raised an error of any kind; the message names the module.
     """
     try:
         with contained():
@@ -45,11 +45,11 @@ def load_factory(point: EntryPoint) -> Any:
 
 
 def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) -> Any:
-    """Return a policy object, from a name with settings or as it is.
+    """Return a policy object, made from a name with settings, or given as it is.
 
     Raises:
-        ConfigError: The name is unknown (the message lists the known ones), a setting is, or the
-            package of the policy is broken.
+        ConfigError: The name is unknown (the message lists the known ones), a setting is unknown,
+            or the package of the policy is broken.
     """
     if not isinstance(policy, str):
         if settings:
@@ -71,7 +71,7 @@ def _factory(policy: str) -> Any:
 
 
 def spelled_for(policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a policy whose values are written as text, each by its field's type.
+    """Return settings of a policy with values read from text, each by its field's type.
 
     Raises:
         ConfigError: A text is no value of its setting, or the policy is unknown.
@@ -86,10 +86,10 @@ def cap_names(caps: Cap) -> str:
 
 
 def pickled_policy(policy: Any) -> bytes:
-    """Make a policy object ready for the engine's process.
+    """Pickle a policy object for the engine's process.
 
     Raises:
-        ConfigError: It cannot be pickled.
+        ConfigError: The object cannot be pickled.
     """
     try:
         with contained():
@@ -102,7 +102,7 @@ def pickled_policy(policy: Any) -> bytes:
 
 
 def unpickled_policy(data: bytes) -> Any:
-    """The policy object again.
+    """Return the policy object from its pickle.
 
     Raises:
         ConfigError: Its class cannot be imported here.

@@ -1,8 +1,8 @@
-"""The plug-in surface: what a policy is given, and what it returns.
+"""The plug-in surface: the state that a policy gets, and the plan that it returns.
 
-Two ways to write one. A `RankPolicy` is one pure function of integers, with parameters of a
-closed set of shapes around it; the scheduler turns ranks into plans, and so can a device. A
-`Policy` plans by itself. Both are found through the entry-point group `qllm.policies`.
+There are two ways to write a policy. A `RankPolicy` is one pure function of integers, with
+parameters of a closed set of shapes around it. The scheduler, or a device, turns ranks into plans.
+A `Policy` makes its own plans. Both are found through the entry-point group `qllm.policies`.
 
     @dataclass(frozen=True, kw_only=True)
     class ShortestFirst(RankPolicy):
@@ -59,10 +59,7 @@ __all__ = [
 
 
 class RequestView(Protocol):
-    """What a policy may read of a request (see `qllm.scheduler.request.Request`).
-
-    It has many properties because each is one number.
-    """
+    """The fields of a request that a policy may read (see `qllm.scheduler.request.Request`)."""
 
     @property
     def request_id(self) -> RequestId: ...
@@ -125,18 +122,18 @@ class FrameView(NamedTuple):
 
     frame_id: FrameId
     rows: tuple[Row, ...]
-    """Live rows from their frontier to the layer they were planned to."""
+    """Live rows, from their frontier to the layer they were planned to."""
     parked_ns: int
-    """When it was parked."""
+    """Time when it was parked."""
     alarm_ns: int | None = None
-    """When an arrival stopped it that it need not give way to yet (`max_preemptions`)."""
+    """Time when an arrival stopped it that still has to wait for it (`max_preemptions`)."""
 
 
 class Tier(enum.IntEnum):
-    """Where KV lies that is outside the blocks of its request; an index of cost tables."""
+    """Place of KV outside the blocks of its request; an index of cost tables."""
 
     MEMORY = 0
-    """Main memory. On a CPU KV does not move there: it is there."""
+    """Main memory. On a CPU, KV is there already and does not move."""
     FILE = 1
 
 
@@ -147,14 +144,14 @@ class CostTable(NamedTuple):
     """
 
     decode_ns: tuple[int, ...]
-    """A decode step of 1, 2, 4, 8, ... rows through all layers."""
+    """Time of a decode step of 1, 2, 4, 8, ... rows through all layers."""
     prefill_token_ns: int
-    """One prefill token through all layers."""
+    """Time of one prefill token through all layers."""
     move_token_ns: tuple[int, ...] = (0,)
-    """Moving the KV of one token to a tier (`Tier`), or back; as far as known."""
+    """Time to store the KV of one token in a tier, or to load it, per measured `Tier`."""
 
     def decode(self, num_rows: int) -> int:
-        """Predicted time of a decode step, interpolated between the powers of two."""
+        """Return the predicted time of a decode step, interpolated between powers of two."""
         if num_rows <= 0:
             return 0
         exponent = num_rows.bit_length() - 1
@@ -165,45 +162,45 @@ class CostTable(NamedTuple):
         return low + (high - low) * (num_rows - (1 << exponent)) // (1 << exponent)
 
     def extra(self, num_rows: int, num_more: int) -> int:
-        """What more rows add to a decode step."""
+        """Return the time that `num_more` rows add to a decode step."""
         return max(0, self.decode(num_rows + num_more) - self.decode(num_rows))
 
     def pays_to_keep(self, tier: Tier, num_moved: int, num_lost: int) -> bool:
-        """Whether moving KV to a tier and back is quicker than computing it again.
+        """Return True if storing KV in a tier and loading it is quicker than computing it again.
 
         Args:
-            tier: Where to; False for one that was not measured.
-            num_moved: Tokens that have to move: not those whose KV is there already.
-            num_lost: Tokens that would have to be computed.
+            tier: Tier that stores it; the answer is False for one that was not measured.
+            num_moved: Number of tokens to store, without those whose KV is there already.
+            num_lost: Number of tokens to compute otherwise.
         """
         there_ns = self.move(tier, num_moved)
         return there_ns is not None and 2 * there_ns < num_lost * self.prefill_token_ns
 
     def move(self, tier: Tier, num_tokens: int) -> int | None:
-        """Predicted time to move KV to a tier, or back; None if that was not measured."""
+        """Return the predicted time to store KV in a tier, or to load it; None if not measured."""
         if tier >= len(self.move_token_ns):
             return None
         return num_tokens * self.move_token_ns[tier]
 
     def step(self, num_decode_rows: int, num_prefill_tokens: int) -> int:
-        """Predicted time of a step through all layers."""
+        """Return the predicted time of a step through all layers."""
         return self.decode(num_decode_rows) + num_prefill_tokens * self.prefill_token_ns
 
 
 NO_DEADLINE = 1 << 62
-"""The deadline that `rank` is given for a request without a target."""
+"""Deadline that `rank` gets for a request without a target."""
 NO_COSTS = CostTable((1_000_000,), 10_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The engine as a policy sees it. Read-only by contract (`check_policy` looks)."""
+    """The engine as a policy sees it. Read-only by contract (`check_policy` tests this)."""
 
     now_ns: int
     requests: Sequence[RequestView]
     """Every unfinished request with work to do, in order of submission."""
     by_id: Mapping[RequestId, RequestView]
-    """The same, by id."""
+    """All unfinished requests, by id."""
     frames: Sequence[FrameView]
     """Parked frames, oldest first."""
     shape: ModelShape
@@ -214,31 +211,31 @@ class View:
     num_blocks: int
     costs: CostTable
     finest_grain: Grain
-    """`preempt_at`: a finer grain in a plan is coarsened to this."""
+    """Setting `preempt_at`: a finer grain in a plan becomes this one."""
     max_segment_ns: int
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
     ride_margin_ns: int
-    """What of a gap under a TPOT target is left free for what predictions miss."""
+    """Time in a gap under a TPOT target that is left free for errors of predictions."""
     ride_used_ns: int
     """Time since the best tier last ran, if worse tiers ran since; else 0."""
     capabilities: Cap
-    """What the engine can do, for policies that `want` more than they need."""
+    """Capabilities of the engine, for policies that `want` more than they need."""
     cuts: CutRule | None
-    """Where chunks must end (level L2): a row that ends elsewhere is moved there; None anywhere."""
+    """Rule of where chunks end (level L2): the scheduler aligns other rows. None: anywhere."""
     whole_steps: bool = False
-    """Steps that nothing would stop are to run whole: each boundary inside one costs a launch."""
+    """True if steps that nothing would stop run whole, as each boundary costs a launch."""
     num_free_swap_blocks: int = 0
-    """Room for KV that moves out of its blocks (`Cap.KV_SWAP`)."""
+    """Free space for swapped-out KV, in blocks (`Cap.KV_SWAP`)."""
     shared_blocks: Mapping[int, int] = field(default_factory=dict)
-    """Holders of each block that more than one request holds (see `Freed`)."""
+    """Number of holders of each block that several requests hold (see `Freed`)."""
     found_blocks: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)
-    """Blocks of others that a request without KV would take by reference, where KV is shared."""
+    """Blocks that each request without KV would share with others."""
     idle: Sequence[RequestView] = ()
-    """Requests that wait for more of their prompt, and may have to give up KV meanwhile."""
+    """Streaming prompts that wait for input and hold KV, which others may take."""
 
     def blocks_needed(self, row: Row) -> int:
-        """Blocks that running `row` would take beyond those its request holds."""
+        """Return the number of blocks that `row` would take beyond those of its request."""
         request, hi = self.by_id[row.request_id], row.hi
         if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
             hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
@@ -248,19 +245,19 @@ class View:
         return need if need > 0 else 0
 
     def blocks_freed(self, requests: Iterable[RequestView]) -> int:
-        """Blocks that come free if all these requests lose theirs (see `Freed`)."""
+        """Return the number of blocks that come free if these requests lose theirs (`Freed`)."""
         return sum(map(Freed.of(self).add, requests))
 
 
 class Freed:
-    """Counts blocks that come free as requests lose theirs, one after the other.
+    """Counter of blocks that come free as requests lose theirs, one after the other.
 
-    A shared block comes free with its last holder; one that a waiting request has found does not
-    count, since that request may be planned in the same step and hold it.
+    A shared block comes free with its last holder. A block that a waiting request has found does
+    not count, since that request may be planned in the same step and hold it.
 
     Args:
-        shared: Holders of each block that has more than one.
-        found: Blocks that others may take by reference.
+        shared: Number of holders of each block that has several.
+        found: Blocks that waiting requests would share.
     """
 
     def __init__(self, shared: Mapping[int, int], found: Iterable[Sequence[int]] = ()) -> None:
@@ -270,15 +267,15 @@ class Freed:
 
     @classmethod
     def of(cls, view: View) -> "Freed":
-        """Count from a view, before anybody has lost any."""
+        """Make the counter of a view in which no request has lost blocks."""
         return cls(view.shared_blocks, view.found_blocks.values())
 
     def copy(self) -> "Freed":
-        """Count on from here, and not here."""
+        """Return a copy that counts on its own."""
         return Freed(self._left)
 
     def add(self, request: RequestView) -> int:
-        """Let a request lose its blocks; return how many come free."""
+        """Count a request that loses its blocks; return how many come free."""
         table, left = request.block_table, self._left
         if not left:
             return len(table)
@@ -291,13 +288,13 @@ class Freed:
 def next_row(
     request: RequestView, view: View, max_tokens: int | None = None, end_layer: int | None = None
 ) -> Row:
-    """The row a request owes next, from its frontier.
+    """Return the next row of a request, from its frontier.
 
     Args:
-        request: A request with tokens left to compute.
-        view: For the number of layers.
-        max_tokens: Most tokens of a new row; a row part-way through the layers keeps its own.
-        end_layer: Layer it leaves at; the last by default.
+        request: Request with tokens left to compute.
+        view: State with the number of layers.
+        max_tokens: Most tokens of a new row; a row part-way through the layers keeps its tokens.
+        end_layer: Layer at which the row ends; the last by default.
     """
     end = view.shape.num_layers if end_layer is None else end_layer
     front = request.frontier
@@ -310,50 +307,50 @@ def next_row(
 
 
 class StepReport(NamedTuple):
-    """What became of a plan."""
+    """Result of one run of a plan."""
 
     start_ns: int
     end_ns: int
     rows: tuple[Row, ...]
     done: bool
-    """Whether the program reached its end (else its frame is parked)."""
+    """True if the program reached its end; if not, its frame is parked."""
     sampled: tuple[RequestId, ...]
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy that plans by itself. Only `plan` is mandatory besides `needs`.
+    """A policy that makes its own plans. Only `needs` and `plan` are mandatory.
 
-    `needs` is refused at start where an engine lacks it.
+    An engine that lacks a capability of `needs` refuses the policy at start.
     """
 
     needs: Cap
 
     def plan(self, view: View) -> Plan:
-        """Return rows in rank order, or a time to wait until. Must not change anything."""
+        """Return rows in rank order, or a time to wait until. It must not change anything."""
         ...
 
 
 class Ride(NamedTuple):
-    """How worse tiers ride along while the best tier only decodes."""
+    """Shape in which worse tiers use time of the best tier while it only decodes."""
 
     unbounded: bool = False
-    """Share every step with every tier, as vLLM does."""
+    """True shares every step with every tier, as vLLM does."""
     frac: float = 0.0
-    """Most they may stretch the step of decoding requests without a TPOT target."""
+    """Most that worse tiers may add to a decode step without a TPOT target, as a part of it."""
 
 
 class Slack(NamedTuple):
-    """Prefill takes the time until the first decode of its step is due."""
+    """Shape in which prefill takes the time until the first decode of its step is due."""
 
     min_tokens: int
     """Prefill tokens of a step, however late its decodes are."""
     tpot_ms: int
-    """Target of the requests that bring none."""
+    """TPOT target of requests that have none."""
 
 
 class Groups(NamedTuple):
-    """Prefill advances by groups of layers, one group per step, all of a cohort together."""
+    """Shape in which a cohort of prompts advances together, one group of layers per step."""
 
     tokens: int
     """Prompt tokens of the cohort per group."""
@@ -361,19 +358,19 @@ class Groups(NamedTuple):
     """Most groups, however long the prompts are."""
 
     def next_cut(self, num_tokens: int, layer: int, num_layers: int) -> int:
-        """Where a cohort of `num_tokens` tokens that has done `layer` layers stops next."""
+        """Return the layer at which a cohort of `num_tokens` tokens stops next, after `layer`."""
         num = max(1, min(-(-num_tokens // self.tokens), self.most, num_layers))
         cuts = (num_layers * (i + 1) // num for i in range(num))
         return next((cut for cut in cuts if cut > layer), num_layers)
 
 
 class Reads(enum.IntEnum):
-    """What a rank depends on, and so when a verdict has to be asked for again."""
+    """The values that a rank depends on; when they change, the policy is asked again."""
 
     FIXED = 0
-    """Only what never changes: arrival, class, prompt length."""
+    """Only values that never change: arrival, class, prompt length."""
     PROGRESS = 1
-    """Also what changes when the request runs: deadline, tokens done, time served."""
+    """Also values that change when the request runs: deadline, tokens done, time served."""
     TIME = 2
     """Also the time."""
 
@@ -387,38 +384,38 @@ class RankPolicy:
     """
 
     compilable = True
-    """Whether a device scheduler can run it."""
+    """True if a device scheduler can run it."""
     since: ClassVar[str] = "arrival_ns"
-    """What `rank` is given as the arrival: "arrival_ns", or "revised_ns", when the last piece of a
-    prompt came."""
+    """Field that `rank` gets as the arrival: "arrival_ns", or "revised_ns", the time of a prompt's
+    last piece."""
     reads = Reads.TIME
-    """What of its arguments `rank` reads; one that reads less is asked less often."""
+    """Arguments that `rank` reads; a policy that reads fewer is asked less often."""
 
     grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})
     chunk_tokens: int | None = None
     """Most prefill tokens of one request per step; None takes whole prompts."""
     step_tokens: int | None = field(default=None, metadata={"fixed": True})
-    """Most tokens of a step: its decodes, and prefill in what they leave; None is no limit."""
+    """Most tokens of a step: its decodes, then prefill in the rest; None is no limit."""
     slack: Slack | None = field(default=None, metadata={"fixed": True})
-    """How deadlines limit the prefill of a step; None does not look at them."""
+    """Limit of a step's prefill by the deadlines of its decodes; None ignores deadlines."""
     groups: Groups | None = field(default=None, metadata={"fixed": True})
     """Layered prefill; None takes all layers in one step."""
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
     max_prompt_gap_ms: int | None = None
-    """Longest gap between two tokens of a request that decodes, as far as prompts of its own tier
-    make it; its TPOT target goes before this. None: a step takes prompts whatever a target is."""
+    """Longest gap between two tokens of a decoding request that prompts of its own tier may cause;
+    a TPOT target replaces it. None: a step takes prompts whatever the targets are."""
     max_be_stall_ms: int | None = None
-    """Longest an admitted request goes without progress (I14); None declares no bound."""
+    """Longest time of an admitted request without progress (I14); None declares no bound."""
     max_preemptions: int | None = None
-    """How often an arrival may stop passes of one request that is not LS; None is no bound. After
-    that its pass goes on, and the arrival waits until it ends: at most `max_preemption_wait_ms`."""
+    """Most passes of one request, not LS, that arrivals may stop; None is no bound. After that its
+    pass continues, and an arrival waits for its end, at most `max_preemption_wait_ms`."""
     max_preemption_wait_ms: int = 50
-    """How long an arrival waits at most for a pass that it may not stop; then it stops it."""
+    """Longest wait of an arrival for a pass that it may not stop; then it stops the pass."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "rank" in vars(cls) and "reads" not in vars(cls):
-            cls.reads = Reads.TIME  # the parent spoke of its own `rank`
+            cls.reads = Reads.TIME  # the parent's value was about the parent's `rank`
 
     def __post_init__(self) -> None:
         least = [("chunk_tokens", self.chunk_tokens), ("step_tokens", self.step_tokens)]
@@ -451,7 +448,7 @@ class RankPolicy:
 
     @property
     def needs(self) -> Cap:
-        """What its grain and shape rely on."""
+        """Capabilities that its grain and shape need."""
         caps = {
             Grain.STEP: Cap.NONE,
             Grain.LAYER: Cap.YIELD_LAYER,
@@ -474,12 +471,12 @@ class RankPolicy:
         """Return (tier, key), smaller first. Only a strictly smaller tier preempts.
 
         Args:
-            arrival_ns: When it arrived, or what `since` says.
-            priority: Its class; smaller is sooner.
-            deadline_ns: When its next token is due; 2**62 without a target.
+            arrival_ns: Time of its arrival, or of the field that `since` names.
+            priority: Class of the request; smaller is sooner.
+            deadline_ns: Time when its next token is due; 2**62 without a target.
             prompt_tokens: Length of its prompt.
-            done_tokens: Tokens whose KV exists.
-            served_ns: Time it has had so far.
+            done_tokens: Number of tokens whose KV exists.
+            served_ns: Time of its runs so far.
             now_ns: The engine's clock.
         """
         raise NotImplementedError
@@ -489,8 +486,8 @@ def make_policy(name: str, factory: Any, settings: Mapping[str, Any]) -> Any:
     """Make a policy with validated settings.
 
     Args:
-        name: What it is called, for messages.
-        factory: Its class.
+        name: Name of the policy, for messages.
+        factory: Class of the policy.
         settings: Keyword parameters of the policy.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner may read: what is written of requests goes into them."""
+"""Files and folders that only their owner may read, for data of requests."""
 
 import os
 import stat
@@ -7,9 +7,9 @@ from typing import TextIO
 
 
 def private_fd(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that only its owner may read, whatever the umask; make it if it is not there.
+    """Open a file that only its owner may read under any umask; create it if it is missing.
 
-    What is no file (a pipe, a terminal) is opened as it is.
+    A pipe or a terminal is opened with its present rights.
     """
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -22,12 +22,12 @@ def private_fd(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def write_private(path: str | os.PathLike[str]) -> TextIO:
-    """Open a private text file to write it anew."""
+    """Open a private text file for writing; its old content is lost."""
     return open(private_fd(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter, whatever the umask; leave one that is there."""
+    """Make a folder that only its owner may enter, under any umask; leave an existing one alone."""
     if not path.is_dir():
         path.mkdir(mode=0o700, parents=True)
         path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""How a value of a setting is written as text: the same for flags, the environment and files."""
+"""Reader of settings written as text: one syntax for flags, the environment and files."""
 
 import json
 import re
@@ -16,7 +16,7 @@ BOOLS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
 }
-"""The words that pydantic takes for a bool."""
+"""Words for a bool, the same as pydantic's."""
 COUNTS: Mapping[str, int | Decimal] = {
     "": 1,
     "k": 10**3,
@@ -46,11 +46,11 @@ UNITS: dict[str, Units] = {
     "_gib": (SIZES, 2**30, "8GiB or 500MB"),
     "_bytes": (SIZES, 1, "4MiB or 500kB"),
 }
-"""Units by how the name of a setting ends: each unit's size, what a number without one counts, and
-an example."""
+"""Units by the end of a setting's name: size of each unit, size of a number without unit, and an
+example."""
 NUMBER = re.compile(r"([+-]?(?:[\d_]+\.?[\d_]*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.I)
 MAX_DIGITS = 30
-"""Digits of the largest integer that is read: `1e999999999` would fill the memory."""
+"""Most digits of an integer: `1e999999999` would fill the memory."""
 
 
 class Unset(Enum):
@@ -60,19 +60,19 @@ class Unset(Enum):
 
 
 UNSET = Unset.UNSET
-"""What an empty text says: the setting is not given here."""
+"""Value of an empty text: the setting is not given here."""
 
 
 def read(name: str, text: str, kind: Any) -> Any:
-    """Return the value that a text spells, or UNSET.
+    """Return the value of a text, or UNSET.
 
     Args:
-        name: What the setting is called; its end says the unit of numbers.
-        text: The text, of a flag, a variable or a file.
-        kind: The type of the setting.
+        name: Name of the setting; its end decides the unit of numbers.
+        text: Text of a flag, a variable or a file.
+        kind: Type of the setting.
 
     Raises:
-        ConfigError: The text is none of this type's; the message says what is allowed.
+        ConfigError: The text has no value of this type; the message contains the allowed texts.
     """
     word = text.strip()
     if not word:
@@ -87,18 +87,18 @@ def read(name: str, text: str, kind: Any) -> Any:
 def read_all(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of settings by their types; empty texts are left out.
 
-    What a file has as a bool or a number is read as its text is, so that every place agrees. A
-    name without a type is read as `Any`.
+    A bool or a number of a file is read like its text, so that all places agree. A name without a
+    type is read as `Any`.
     """
     found = {name: _value(name, x, kinds.get(name, Any)) for name, x in given.items()}
     return {name: value for name, value in found.items() if value is not UNSET}
 
 
 def read_list(name: str, text: str) -> tuple[str, ...]:
-    """Return the items of a list: as JSON, or with commas between.
+    """Return the items of a list, written as JSON or separated by commas.
 
     Raises:
-        ConfigError: It begins like JSON and is no list of strings.
+        ConfigError: The text begins like JSON, but is no list of strings.
     """
     if not text.strip().startswith(("[", "{")):
         return tuple(item.strip() for item in text.split(",") if item.strip())
@@ -112,7 +112,7 @@ def read_list(name: str, text: str) -> tuple[str, ...]:
 
 
 def alternatives(kind: Any) -> list[Any]:
-    """Return the types that a type is a union of; each value of a Literal is one."""
+    """Return the members of a union type; each value of a Literal is a member."""
     if get_origin(kind) is Annotated:
         return alternatives(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -123,7 +123,7 @@ def alternatives(kind: Any) -> list[Any]:
 
 
 def allowed(name: str, kind: Any) -> str:
-    """Return what may be typed for a setting of this type, in words."""
+    """Return the allowed texts for a setting of this type, in words."""
     units = units_of(name)
     number = f", like {units[2]}" if units else ""
     words = {
@@ -142,7 +142,7 @@ def allowed(name: str, kind: Any) -> str:
 
 
 def units_of(name: str) -> Units | None:
-    """Return the units that the end of a name says."""
+    """Return the units for the end of a name; None without one."""
     return next((units for end, units in UNITS.items() if name.endswith(end)), None)
 
 
@@ -154,7 +154,7 @@ def _value(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, dict):
         return value
     of_values = next((get_args(x)[1] for x in alternatives(kind) if get_args(x)[1:]), Any)
-    if of_values is Any:  # a table, which is read by types of its own
+    if of_values is Any:  # the table is read later, by its own types
         return value
     return {key: _value(f"{name}.{key}", x, of_values) for key, x in value.items()}
 
@@ -164,7 +164,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _rank(kind: Any) -> int:
-    """Which alternative is tried first: what few texts spell; what every text spells is last."""
+    """Return the order in which types are tried: types with few texts first, text itself last."""
     order = (type(None), bool, int, float, dict, tuple)
     if isinstance(kind, str):
         return -1
@@ -172,13 +172,13 @@ def _rank(kind: Any) -> int:
 
 
 def _unquoted(word: str) -> str:
-    """The text between quotes, which shells take away and files of variables may not."""
+    """Return a text without its quotes: shells remove them, readers of variable files may not."""
     is_quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"
     return word[1:-1] if is_quoted else word
 
 
 def _read_as(name: str, text: str, word: str, kind: Any) -> Any:
-    """The value if the text spells one of this alternative, else UNSET."""
+    """Return the value of a text for this alternative, or UNSET if it has none."""
     low, plain = word.lower(), _plain(kind)
     if isinstance(kind, str):
         return kind if low == kind.lower() else UNSET
@@ -196,7 +196,7 @@ def _read_as(name: str, text: str, word: str, kind: Any) -> Any:
         return _anything(word)
     if plain is str or (isinstance(plain, type) and issubclass(plain, PurePath)):
         return plain(word)
-    return text  # a secret: nothing of it is a quote, and none is no word
+    return text  # a secret is taken literally: quotes are part of it, and "none" is no None
 
 
 def _number(name: str, low: str, kind: type[Any]) -> Any:
@@ -233,7 +233,7 @@ def _table(name: str, text: str, kind: Any) -> dict[str, Any]:
 
 
 def _anything(word: str) -> Any:
-    """The value of a setting whose type nobody says: a word, a number or JSON, else text."""
+    """Return the value for a setting without a type: a word, a number or JSON, else text."""
     low = word.lower()
     if low in NONE:
         return None

@@ -1,7 +1,7 @@
-"""A process that holds no model does without torch, which takes a second and 200 MB.
+"""Switch that hides torch in processes without a model: torch takes a second and 200 MB.
 
-transformers and NIXL import torch wherever it is installed, although no tokenizer and no ring
-needs it. A process that says so once (`forgo_torch`) hides it from them.
+transformers and NIXL import torch wherever it is installed, although tokenizers and rings do not
+need it. A process that calls `forgo_torch` once hides it from them.
 """
 
 import sys
@@ -10,21 +10,21 @@ _is_forgone = False
 
 
 def forgo_torch() -> None:
-    """Say that no model is loaded in this process: `qllm serve` does, a notebook must not."""
+    """Declare that this process loads no model. `qllm serve` calls it, a notebook must not."""
     global _is_forgone
     _is_forgone = True
 
 
 def hide_torch() -> None:
-    """Call before an import of transformers or NIXL: they find no torch, if it was forgone.
+    """Hide torch from the next import of transformers or NIXL, after `forgo_torch`.
 
-    Torch that is here already stays: a policy may have imported it.
+    A torch that is imported already stays: a policy may use it.
     """
     if _is_forgone:
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as the import system says
 
 
 def show_torch() -> None:
-    """Call before the first import of transformers where the tokenizer itself needs torch."""
+    """Undo `hide_torch` before the first import of transformers, if the tokenizer needs torch."""
     if "torch" in sys.modules and sys.modules["torch"] is None:
         del sys.modules["torch"]

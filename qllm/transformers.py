@@ -1,4 +1,4 @@
-"""Our expert kernels in a plain model of transformers, on the CPU, without an engine.
+"""Our expert kernels for plain models of transformers, on the CPU, without an engine.
 
     import qllm.transformers
     model = AutoModelForCausalLM.from_pretrained(
@@ -6,14 +6,14 @@
     )
     model.generate(**inputs)
 
-The import registers "qllm" in transformers' `ALL_EXPERTS_FUNCTIONS`. At its first call each block
-of experts is packed in place of the module's weights, one block after the other, so they are in
-memory once. Meanwhile the module's parameters are on the meta device. `release(model)` puts every
-bit back; `state_dict()`, and with it `save_pretrained`, does that by itself.
+The import registers "qllm" in transformers' `ALL_EXPERTS_FUNCTIONS`. At its first call, each block
+of experts is packed and replaces the module's weights, so the weights are in memory once. Until
+they are restored, the module's parameters are on the meta device. `release(model)` restores every
+bit; `state_dict()`, and so `save_pretrained`, does it too.
 
-Experts that the kernels are not made for (another activation or gate, another dtype or device,
-quantised weights), a call that needs gradients, and a block whose check fails run with
-`grouped_mm`. A warning says why, once for each reason.
+Some calls run with `grouped_mm`: experts that the kernels do not support (another activation or
+gate, another dtype or device, quantised weights), calls that need gradients, and blocks whose check
+fails. A warning reports each reason once.
 """
 
 import logging
@@ -32,9 +32,10 @@ from qllm.runner.reference import unit
 
 NAME = "qllm"
 CHECKED_ROWS = 16
-"""Rows of the first call that are compared with `grouped_mm`."""
+"""Number of rows of the first call that are compared with `grouped_mm`."""
 BOUND = 8.0
-"""Largest difference, in what one rounding of the input changes; as of the start-up check."""
+"""Largest allowed difference, as a multiple of the change by one rounding of the input; the same as
+in the start-up check."""
 _HELD, _FAILED = "_qllm_experts", "_qllm_failed"
 _log = logging.getLogger("qllm")
 _said: set[str] = set()
@@ -46,7 +47,7 @@ class _Held:
     def __init__(self, module: nn.Module) -> None:
         self._bank = NativeBank(module)
         self._bank.pack()
-        vars(module).pop("forward")  # the module's own asks `ALL_EXPERTS_FUNCTIONS`
+        vars(module).pop("forward")  # the class's forward uses `ALL_EXPERTS_FUNCTIONS`
         register: Any = module.register_state_dict_pre_hook
         self._hook = register(lambda one, *_: _give_back(one))
 
@@ -65,16 +66,16 @@ class _Held:
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute what a module of experts does, with our kernels.
+    """Compute a module of experts with our kernels.
 
     Args:
-        self: The module, as `use_experts_implementation` made it.
-        hidden_states: [T, D]
-        top_k_index: [T, K], the experts of each token.
-        top_k_weights: [T, K], what they weigh.
+        self: Module, as `use_experts_implementation` made it.
+        hidden_states: Rows [T, D].
+        top_k_index: Experts of each token, [T, K].
+        top_k_weights: Weights of these experts, [T, K].
 
     Returns:
-        [T, D]
+        Rows [T, D].
 
     Raises:
         ModelError: An engine serves the model.
@@ -94,10 +95,10 @@ def experts_forward(
 
 
 def release(model: nn.Module) -> None:
-    """Put the weights of all experts of a model back into its modules, with every bit.
+    """Put the weights of all experts of a model back into its modules, with the same bits.
 
     Args:
-        model: One that runs with `experts_implementation="qllm"`; its next call packs them again.
+        model: Model with `experts_implementation="qllm"`; its next call packs the weights again.
     """
     for module in model.modules():
         _give_back(module)
@@ -138,7 +139,7 @@ def _say(name: str, why: str) -> None:
 
 
 def _taken(module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Check the first rows, pack, and run; where the check fails, run as transformers does."""
+    """Check the first rows, pack the weights, and run; run as transformers if the check fails."""
     if any(getattr(module, name).device.type == "meta" for name in WEIGHTS):
         raise ModelError(
             "the experts of this model are packed for an engine that serves it; close that engine "

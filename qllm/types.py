@@ -1,7 +1,7 @@
-"""The words of the project as types: classes of requests, grains, capabilities, sampling.
+"""Types that the whole project uses: classes of requests, grains, capabilities, sampling.
 
-Everything here is a plain value. All internal time is `int` nanoseconds of the engine's
-clock, whose zero is the start of the engine.
+All are plain values. All internal time is `int` nanoseconds of the engine's clock, whose zero is
+the start of the engine.
 """
 
 import enum
@@ -23,10 +23,10 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 MAX_TIME_MS = 1_000_000_000
-"""Largest time that a request or a setting may name: 11.6 days. Sums of thousands fit 64 bits."""
+"""Largest time in a request or a setting: 11.6 days. Sums of thousands of them fit 64 bits."""
 MAX_TIME_S = MAX_TIME_MS // 1000
 MAX_CLOCK_NS = 1 << 60
-"""Times on the engine's clock lie within this, in both directions from its start (36 years)."""
+"""Largest distance of a time from the start of the engine's clock, in both directions: 36 years."""
 PRIORITY_LIMIT = 1 << 20
 """Classes lie in [-PRIORITY_LIMIT, PRIORITY_LIMIT]."""
 
@@ -37,11 +37,11 @@ class Priority(enum.IntEnum):
     LS = 0
     """Latency-sensitive: a person waits."""
     BE = 10
-    """Best-effort: a batch job that does not."""
+    """Best-effort: a batch job, for which no person waits."""
 
 
 class Grain(enum.IntEnum):
-    """How finely a program may be stopped."""
+    """Boundaries at which a program may stop, coarse to fine."""
 
     STEP = 0
     """Only at its end."""
@@ -52,31 +52,31 @@ class Grain(enum.IntEnum):
 
 
 class Cap(enum.Flag):
-    """What a policy may need of an engine. Missing capabilities are refused at start (I7)."""
+    """Capabilities of an engine that a policy may need. Missing ones are refused at start (I7)."""
 
     NONE = 0
     LAYER_RANGE = enum.auto()
     YIELD_LAYER = enum.auto()
     YIELD_EXPERT = enum.auto()
     KV_SWAP = enum.auto()
-    """KV can be moved out of the blocks of its request and back."""
+    """The engine can swap KV out of the blocks of its request and back in."""
 
 
 CAPABILITIES = Cap.LAYER_RANGE | Cap.YIELD_LAYER | Cap.YIELD_EXPERT
-"""What an engine can do so far."""
+"""Capabilities of every engine."""
 
 
 class Evict(enum.Enum):
-    """How a victim loses its KV blocks."""
+    """Way in which a victim loses its KV blocks."""
 
     RECOMPUTE = "recompute"
     """It starts again from its first token."""
     SWAP = "swap"
-    """Its KV moves out if the engine has room for it, else it starts again."""
+    """Its KV is swapped out if the engine has room for it; if not, it starts again."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended. Every request ends in exactly one (I13)."""
+    """Reason for the end of a request. Every request ends with exactly one (I13)."""
 
     STOP = "stop"
     """An EOS id, a stop id or a stop string was produced."""
@@ -91,18 +91,18 @@ class FinishReason(enum.StrEnum):
 
 
 class RequestStatus(enum.StrEnum):
-    """Where a request is."""
+    """State of a request, as callers see it."""
 
     WAITING = "waiting"
-    """Submitted; holds no KV."""
+    """It is submitted and holds no KV."""
     RUNNING = "running"
-    """Holds KV; takes part in steps."""
+    """It holds KV and takes part in steps."""
     PARKED = "parked"
-    """Part of a frame that was stopped at a boundary."""
+    """It is part of a frame that was stopped at a boundary."""
     PAUSED = "paused"
-    """Stopped by its caller until it is resumed."""
+    """Its caller stopped it until it is resumed."""
     OPEN = "open"
-    """Waits for the next piece of its prompt."""
+    """It waits for the next piece of its prompt."""
     FINISHED = "finished"
 
 
@@ -112,14 +112,14 @@ class Exactness(enum.StrEnum):
     ORDER = "order"
     """L1: the bits do not depend on expert order, partition or preemption."""
     BATCH_INVARIANT = "batch-invariant"
-    """L2: nor do they depend on the other requests in the batch."""
+    """L2: in addition, the bits do not depend on the other requests in the batch."""
 
 
 class Driver(enum.StrEnum):
     """The driver of a layer; every result names that of each layer."""
 
     FAST = "fast"
-    """Our glue over the model's own submodules, for a layer whose fingerprint is known."""
+    """Our code around the model's own submodules, for a layer whose fingerprint is known."""
     HOOKED = "hooked"
     """Hooks on the unmodified layer, which unwind at the router."""
     DENSE = "dense"
@@ -136,12 +136,12 @@ class Slo(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """The first work a request still owes: tokens [lo, hi) from `layer` on."""
+    """The next work of a request: tokens [lo, hi) from `layer` on."""
 
     lo: int
     hi: int
     layer: int
-    """First layer not finished. A frame parked inside a layer still owes that layer."""
+    """First unfinished layer. A frame parked inside a layer still owes that layer."""
 
 
 Message = Mapping[str, Any]
@@ -175,7 +175,7 @@ def _is_int(value: Any) -> bool:
 MOST_STOPS = 256
 """Most stop strings of a request."""
 MOST_STOP_CHARS = 16_384
-"""Most characters of them in all."""
+"""Most characters of all stop strings together."""
 MOST_STOP_TOKENS = 1024
 """Most stop token ids of a request."""
 MOST_BIASES = 4096
@@ -183,10 +183,10 @@ MOST_BIASES = 4096
 MOST_CHOICES = 1024
 """Most answers to choose from."""
 MOST_BAD_WORDS, MOST_BAD_CHARS = 256, 16_384
-"""Most words that an answer may not have, and characters of them in all."""
+"""Most forbidden words of a request, and most characters of all of them together."""
 MOST_MIN_TOKENS = 1 << 30
 THINK, THOUGHT = "<think>", "</think>"
-"""What stands around the reasoning in an answer."""
+"""Marks before and after the reasoning in an answer."""
 MOST_ANSWERS = 128
 """Most answers to one prompt."""
 NUM_SEEDS = 2**63
@@ -195,10 +195,10 @@ NUM_SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What form an answer must have; exactly one of the fields says it. The names are vLLM's.
+    """Grammar of an answer; exactly one of the fields defines it. The names are vLLM's.
 
     Raises:
-        InvalidRequestError: None or two of them are given, or one is of another type.
+        InvalidRequestError: No field or several are given, or one has a wrong type.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -208,7 +208,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     """The answers to choose from."""
     grammar: str | None = None
-    """A context-free grammar: Lark's syntax as llguidance has it, or llama.cpp's GBNF."""
+    """A context-free grammar in llguidance's variant of Lark's syntax, or in llama.cpp's GBNF."""
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -244,11 +244,11 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """Name of the given field."""
         return next(name for name in _FORMS if getattr(self, name) is not None)
 
     def text(self) -> str:
-        """The value of the field that is given; JSON of what is no string."""
+        """Return the value of the given field: a string as it is, other values as JSON."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else dumps(value)
 
@@ -258,61 +258,62 @@ _FORMS = ("json", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. The names and defaults are those of vLLM.
+    """Settings of how the next token is chosen. The names and defaults are those of vLLM.
 
     Raises:
         InvalidRequestError: A value is not finite or out of its range.
     """
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Divisor of the logits; 0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Number of most likely tokens to keep; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Probability that the smallest set of kept tokens must reach; 1 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this fraction of the most likely one."""
+    """Fraction of the highest probability below which tokens are dropped."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of seen tokens (prompt included)."""
+    """Number that divides positive and multiplies negative logits of tokens seen so far, also in
+    the prompt."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logits of tokens already produced."""
+    """Number that is subtracted once from the logits of tokens already produced."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence from the logits of tokens already produced."""
+    """Number that is subtracted per occurrence from the logits of tokens already produced."""
     seed: int | None = None
     """Key of the request's own random numbers; None draws one at submission."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer; they are not part of it. A single string is accepted."""
+    """Strings that end the answer and are not part of it. A single string is accepted."""
     stop_token_ids: tuple[int, ...] = ()
     """Further ids that end the answer."""
     ignore_eos: bool = False
-    """Go on to `max_tokens` whatever EOS id is produced."""
+    """True continues to `max_tokens` after an EOS id."""
     logprobs: int | None = None
-    """Report the chosen token's log-probability and this many alternatives (0 to 20)."""
+    """Number of alternatives (0 to 20) to report with the chosen token's log-probability."""
     prompt_logprobs: int | None = None
-    """Report the prompt's log-probabilities, with this many alternatives per token (0 to 20)."""
+    """Number of alternatives (0 to 20) to report with each prompt token's log-probability."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    """Numbers that are added to the logits of these token ids."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the answer must have. It is held from its first token, or where the prompt ends
-    with `<think>` from the end of that reasoning, and EOS ends it."""
+    """Grammar of the answer. It holds from the first token, or after the reasoning if the prompt
+    ends with `<think>`. EOS ends the answer."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """No other id is produced; ids that end the answer only if they are among them."""
+    """Ids that may be produced, and no others. Ids that end the answer need to be among them."""
     bad_words: tuple[str, ...] = ()
-    """Words, as the tokenizer splits them alone, that the answer may not have."""
+    """Words, as the tokenizer splits each alone, that the answer may not contain."""
     min_tokens: int = 0
-    """No id that ends the answer is produced before so many tokens, where another may come; a
-    stop string is not looked for among them."""
+    """Least number of tokens before an id that ends the answer, if another token is possible. Stop
+    strings do not count among them."""
 
     thinking_token_budget: int | None = None
-    """Most tokens between `<think>` and `</think>`, which then comes; None sets no limit."""
+    """Most tokens after `<think>` before `</think>` is forced; None sets no limit."""
     include_stop_str_in_output: bool = False
-    """Whether the stop string that ended the answer is part of it."""
+    """True makes the stop string that ended the answer part of it."""
     skip_special_tokens: bool = True
-    """Whether special tokens have no text; that which ends the answer never has."""
+    """True leaves out the text of special tokens. The token that ends the answer never has text."""
     max_tokens: int | None = None
-    """Most tokens to produce; `submit(max_tokens=)` says the same. None leaves it to that."""
+    """Most tokens to produce; None uses `submit(max_tokens=)`."""
     n: int = 1
-    """Answers to each prompt of `generate` and `chat`; answer i has the seed `seed + i`."""
+    """Number of answers to each prompt of `generate` and `chat`; answer i has seed `seed + i`."""
 
     def __post_init__(self) -> None:
         t, s = self.temperature, self.seed
@@ -327,7 +328,7 @@ class SamplingParams:
             self._check_rest()
 
     def _check_rest(self) -> None:
-        """Check what is not as by default."""
+        """Check the fields that have other values than their defaults."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -369,9 +370,9 @@ class SamplingParams:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        """Check what forbids tokens."""
+        """Check the fields that forbid tokens."""
         form = self.structured_outputs
-        if isinstance(form, Mapping):  # of a file
+        if isinstance(form, Mapping):  # read from a file
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**form))
         elif form is not None and not isinstance(form, StructuredOutputs):
             _check("structured_outputs", form, False, "StructuredOutputs, or None")
@@ -409,23 +410,23 @@ class SamplingParams:
 
     @property
     def limits_tokens(self) -> bool:
-        """Whether some tokens may not be produced, which a sampler on the host sees to."""
+        """True if some tokens are forbidden, which needs a sampler on the host."""
         limits = (self.structured_outputs, self.allowed_token_ids, self.bad_words, self.min_tokens)
         return any(limits) or self.thinking_token_budget is not None
 
     @property
     def has_penalties(self) -> bool:
-        """True if tokens that are there already make themselves less likely, or more."""
+        """True if tokens change their own probability once they have occurred."""
         changed = self.repetition_penalty != 1 or self.frequency_penalty != 0
         return changed or self.presence_penalty != 0
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.temperature == 0
 
 
-_USUAL = [  # of what is always allowed as it is by default
+_USUAL = [  # fields whose defaults need no check
     (x.name, {} if x.name == "logit_bias" else x.default)
     for x in fields(SamplingParams)
     if x.name not in ("temperature", "seed", "ignore_eos")
@@ -441,7 +442,7 @@ class Logprobs(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of the tokens of a prompt but its first, one after the other, as fp32."""
+    """Log-probabilities of a prompt's tokens except the first, in order, as fp32."""
 
     num_top: int
     """Alternatives per token."""
@@ -454,7 +455,7 @@ class PromptLogprobs(NamedTuple):
 
     @classmethod
     def empty(cls, num_top: int) -> "PromptLogprobs":
-        """Without a token so far."""
+        """Make one without tokens."""
         return cls(num_top, array("f"), array("f"), array("I"))
 
     def add(self, token: Logprobs) -> None:
@@ -464,7 +465,7 @@ class PromptLogprobs(NamedTuple):
         self.top_ids.extend(i for i, _ in token.top)
 
     def part(self, start: int, stop: int) -> "PromptLogprobs":
-        """Return the tokens [start, stop) of them."""
+        """Return those of tokens [start, stop)."""
         k = self.num_top
         tops = slice(start * k, stop * k)
         return PromptLogprobs(k, self.chosen[start:stop], self.top[tops], self.top_ids[tops])
@@ -490,6 +491,6 @@ class Sampled(NamedTuple):
     token_id: int
     logprobs: Logprobs | None = None
     prompt: PromptLogprobs | None = None
-    """Comes with the first token of a request that asked for it."""
+    """Log-probabilities of the prompt, with the first token of a request that asked for them."""
     error: str | None = None
-    """Why there is no token: the request ends with this, and no other does."""
+    """Reason why there is no token. It ends this request, and no other."""
