@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_GRAMMAR_CHARS = 32_768
-"""Longest schema, regular expression, list of choices or grammar."""
+"""Most characters of a schema, regular expression, list of choices or grammar."""
 
 
 @lru_cache(maxsize=2)

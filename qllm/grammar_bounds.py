@@ -124,7 +124,7 @@ class Sorts:
         return _words((self._num_all_chars if is_escaped else self._num_chars) > most)
 
     def digits(self, most: int) -> Words | None:
-        """Return the tokens that begin with more digits; None if there are none."""
+        """Return the tokens that begin with more than `most` digits; None if there are none."""
         return self._digits[most] if most < len(self._digits) else None
 
 

@@ -372,12 +372,12 @@ class Reads(enum.IntEnum):
     PROGRESS = 1
     """Also values that change when the request runs: deadline, tokens done, time served."""
     TIME = 2
-    """Also the time."""
+    """Also the time of the decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPolicy:
-    """One pure function of integers, and the shape of the plans made from it.
+    """A policy of one pure function of integers, and of the shape of the plans made from it.
 
     Raises:
         ConfigError: A parameter is out of its range.

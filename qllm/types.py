@@ -28,7 +28,7 @@ MAX_TIME_S = MAX_TIME_MS // 1000
 MAX_CLOCK_NS = 1 << 60
 """Largest distance of a time from the start of the engine's clock, in both directions: 36 years."""
 PRIORITY_LIMIT = 1 << 20
-"""Classes lie in [-PRIORITY_LIMIT, PRIORITY_LIMIT]."""
+"""Limit of classes, which lie in [-PRIORITY_LIMIT, PRIORITY_LIMIT]."""
 
 
 class Priority(enum.IntEnum):
@@ -44,11 +44,11 @@ class Grain(enum.IntEnum):
     """Boundaries at which a program may stop, coarse to fine."""
 
     STEP = 0
-    """Only at its end."""
+    """The end of the program only."""
     LAYER = 1
-    """Between any two layers."""
+    """Also between any two layers."""
     EXPERT = 2
-    """Between any two ops, and between any two experts inside a layer."""
+    """Also between any two ops, and between any two experts inside a layer."""
 
 
 class Cap(enum.Flag):
@@ -121,11 +121,11 @@ class Driver(enum.StrEnum):
     FAST = "fast"
     """Our code around the model's own submodules, for a layer whose fingerprint is known."""
     HOOKED = "hooked"
-    """Hooks on the unmodified layer, which unwind at the router."""
+    """Hooks on the unmodified layer; they leave its forward at the router."""
     DENSE = "dense"
-    """A layer without experts, run whole."""
+    """A layer without experts, which runs whole."""
     AROUND = "around"
-    """A layer called as the model's own forward calls it; under hooks, if it has experts."""
+    """A layer called as in the model's own forward, with hooks if it has experts."""
 
 
 class Slo(NamedTuple):
@@ -179,7 +179,7 @@ MOST_STOP_CHARS = 16_384
 MOST_STOP_TOKENS = 1024
 """Most stop token ids of a request."""
 MOST_BIASES = 4096
-"""Most tokens with a bias."""
+"""Most tokens with a bias, and most allowed token ids."""
 MOST_CHOICES = 1024
 """Most answers to choose from."""
 MOST_BAD_WORDS, MOST_BAD_CHARS = 256, 16_384
@@ -190,7 +190,7 @@ THINK, THOUGHT = "<think>", "</think>"
 MOST_ANSWERS = 128
 """Most answers to one prompt."""
 NUM_SEEDS = 2**63
-"""Seeds lie in [0, NUM_SEEDS)."""
+"""Limit of seeds, which lie in [0, NUM_SEEDS)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,7 +471,7 @@ class PromptLogprobs(NamedTuple):
         return PromptLogprobs(k, self.chosen[start:stop], self.top[tops], self.top_ids[tops])
 
     def extend(self, part: "PromptLogprobs") -> None:
-        """Append tokens with as many alternatives."""
+        """Append the tokens of `part`, which have `num_top` alternatives too."""
         self.chosen.extend(part.chosen)
         self.top.extend(part.top)
         self.top_ids.extend(part.top_ids)
@@ -485,7 +485,7 @@ class PromptLogprobs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One token a runner produced."""
+    """One token that a runner produced."""
 
     request_id: RequestId
     token_id: int

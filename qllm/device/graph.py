@@ -66,11 +66,11 @@ class LoopApi(Protocol):
         ...
 
     def instantiate(self, graph: Any) -> Any:
-        """Make a graph launchable."""
+        """Return a graph that can be launched."""
         ...
 
     def launch(self, made: Any) -> None:
-        """Start a graph; returns at once."""
+        """Start a graph and return at once."""
         ...
 
     def is_running(self) -> bool:

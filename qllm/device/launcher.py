@@ -207,7 +207,7 @@ class DeviceEngine:
         """Serve one more front end.
 
         Raises:
-            ConfigError: See `NativeServer.attach`.
+            ConfigError: The server has no room for it (see `NativeServer.attach`).
             DeviceError: Its memory cannot be page-locked.
         """
         self._take_in(block)

@@ -72,7 +72,7 @@ class DeviceRings:
         """Let a server serve the front end.
 
         Raises:
-            ConfigError: See `NativeServer.attach`.
+            ConfigError: The server has no room for it (see `NativeServer.attach`).
         """
         server.attach(self.number, self.rings, self.progress, rings_bell=False)
 

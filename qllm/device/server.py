@@ -369,7 +369,7 @@ def attach(server: NativeServer, block: FrontEndMemory) -> None:
     """Let a server serve one more front end, whose memory the caller keeps.
 
     Raises:
-        ConfigError: See `NativeServer.attach`.
+        ConfigError: The server has no room for it (see `NativeServer.attach`).
     """
     rings = {
         name: RingAt(address_of(ring), address_of(tail), len(ring))

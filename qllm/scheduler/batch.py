@@ -7,7 +7,7 @@ from qllm.policy import RequestView, View
 from qllm.types import Grain, RequestId
 
 MIN_CHUNK = 32
-"""Tokens of the smallest prefill step made to fit a slice."""
+"""Fewest prefill tokens of a step that is made to fit a slice."""
 
 
 class Batch:
@@ -47,7 +47,7 @@ class Batch:
         self.num_prefills += 1
 
     def chosen(self, prompts: bool) -> list[Row]:
-        """Return the rows of prompts, or all."""
+        """Return the rows of prompts if `prompts` is True, or all rows."""
         get = self.view.by_id
         return [row for row in self.rows if not (prompts and get[row.request_id].is_decoding)]
 

@@ -188,7 +188,7 @@ class _Turn:
                 break
 
     def _piece(self, row: Row) -> Row:
-        """Return a row with as many of its layers as fit a slice, where time cannot stop it."""
+        """Return a row with as many layers as fit a slice, if time cannot stop its step."""
         num_layers = self.view.shape.num_layers
         if self.grain > Grain.STEP or not self.by_layers or not row.start_layer:
             return row

@@ -1,7 +1,7 @@
-"""KV blocks: ids and who holds them. No tensors.
+"""KV blocks: their ids, and the requests that hold them. No tensors.
 
-A block is `block_size` tokens of K and V in every layer. Blocks are charged as tokens are
-scheduled to be written, and come back whole when a request ends or is evicted.
+A block is `block_size` tokens of K and V in every layer. A request takes blocks when tokens are
+scheduled to be written, and gives all of them back when it ends or is evicted.
 """
 
 from collections import deque

@@ -45,7 +45,7 @@ from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
 
 
 class Scheduler:
-    """State of decisions. The engine loop owns it; it decides, and learns what became of a run."""
+    """State of decisions, owned by the engine loop, which reports each run back to it."""
 
     def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
         refuse_policy(policy, limits.capabilities)

@@ -12,7 +12,7 @@ from qllm.types import Evict, RequestId
 
 
 class BadVictimError(Exception):
-    """A policy named a victim that the rules forbid; the scheduler adds the policy's name."""
+    """Error of a policy that named a forbidden victim; the scheduler adds the policy's name."""
 
 
 @contained()
