@@ -1,5 +1,4 @@
-// What BE is owed of the time in which LS has work (qllm/scheduler/be_share.py), and the plan that
-// pays it.
+// The debt of time to BE while LS has work (qllm/scheduler/be_share.py), and the plan that pays it.
 #pragma once
 #include "shapes.h"
 
@@ -13,12 +12,12 @@ struct BeShare : Shapes {
   QLLM_HD static bool is_be(const Request& r) { return r.priority > kPriorityLs; }
   QLLM_HD bool is_be(const Row& row) const { return is_be(requests[row.slot]); }
 
-  // Nobody has work at this decision.
+  // Count a decision at which no request has work.
   QLLM_HD void rest() {
     pass();
     s->owed_ls = s->owed_grows = 0;
   }
-  // Look around at a decision, when everybody is ranked; the plan of BE if it is owed a slice.
+  // Count the time up to a decision, when all are ranked; return BE's plan if it is owed a slice.
   QLLM_HD_CALL Plan turn() {
     if (!s->floor_rate) return no_plan();
     pass();
@@ -27,11 +26,11 @@ struct BeShare : Shapes {
     for (i32 i = 0; i < s->num_waiting; i++) (is_be(requests[waiting[i]]) ? be : ls) = true;
     s->owed_ls = ls;
     s->owed_grows = ls && be && is_possible();
-    if (!be) s->owed_ns = least<i64>(s->owed_ns, 0);  // whom it was owed is gone
+    if (!be) s->owed_ns = least<i64>(s->owed_ns, 0);  // no request of BE is left
     if (!s->owed_grows || s->owed_ns < s->floor_slice_ns) return no_plan();
     return plan();
   }
-  // End a plan of the policy when BE is owed a slice, if it may be cut.
+  // Shorten a plan of the policy that may be cut, so that it ends when BE is owed a slice.
   QLLM_HD void cut(Plan& plan) const {
     if (!s->owed_grows || plan.grain == kGrainStep) return;
     bool ls = false;
@@ -41,7 +40,7 @@ struct BeShare : Shapes {
     if (plan.slice_ns != kNone) left = least(left, plan.slice_ns);
     plan.slice_ns = most<i64>(1, left);
   }
-  // A run took part of these tokens, of which so many were BE's.
+  // Count a run of `tokens` tokens, of which `be_tokens` were BE's.
   QLLM_HD static void ran(State* s, i64 be_tokens, i64 tokens, i64 elapsed_ns) {
     i64 be_ns = tokens ? elapsed_ns * be_tokens / tokens : 0;
     if (s->owed_pays)
@@ -55,7 +54,7 @@ struct BeShare : Shapes {
   }
 
  private:
-  // Count the time since the last decision; no more than a window of it is remembered.
+  // Count the time since the last decision, at most one window of it.
   QLLM_HD void pass() {
     i64 elapsed = now_ns - s->owed_since_ns;
     s->owed_since_ns = now_ns;
@@ -69,11 +68,11 @@ struct BeShare : Shapes {
     s->owed_ns = least(s->owed_ns, s->floor_window_ns * s->floor_rate / kMillion);
   }
 
-  // Whether BE could run.
+  // Return true if BE could run.
   QLLM_HD_CALL bool is_possible() const {
     return be_frame(false) >= 0 || loose(other_rows, 1).num_rows;
   }
-  // One slice of it, which nobody stops.
+  // Return the plan of one slice, which no arrival stops.
   QLLM_HD_CALL Plan plan() const {
     Plan plan = {other_rows, 0, be_frame(true), finest_grain(), kNoStop, s->floor_slice_ns};
     if (plan.frame < 0) plan.num_rows = loose(other_rows, s->seats).num_rows;
@@ -82,7 +81,7 @@ struct BeShare : Shapes {
     plan.num_rows = live_rows(plan.frame, other_rows);
     return plan;
   }
-  // The oldest parked frame with BE in it, or with nobody else; -1 if there is none.
+  // Return the oldest parked frame with rows of BE, and no others if `alone`; -1 without one.
   QLLM_HD i32 be_frame(bool alone) const {
     for (i32 i = 0; i < s->num_parked; i++) {
       const Frame& f = frames[parked[i]];
@@ -95,7 +94,7 @@ struct BeShare : Shapes {
   }
   QLLM_HD bool is_loose(const Request& r) const { return is_be(r) && r.frame < 0; }
 
-  // Rows of BE that are in no frame, as far as seats, tokens and free KV go, up to `count`.
+  // Find rows of BE outside of frames, up to `count`, as seats, tokens and free KV allow.
   QLLM_HD_CALL Batch loose(Row* rows, i64 count) const {
     Batch out = empty_batch(rows, slice_tokens(s->floor_slice_ns));
     i64 spare = s->seats - count;
@@ -116,7 +115,7 @@ struct BeShare : Shapes {
     }
     return out;
   }
-  // The decode that made progress longest ago but for those up to `after`.
+  // Return the decode with the least recent progress after `after`.
   QLLM_HD i32 next_decode(i32 after) const {
     i32 first = -1;
     for (i32 i = 0; i < s->num_admitted; i++) {
@@ -127,7 +126,7 @@ struct BeShare : Shapes {
     }
     return first;
   }
-  // The prefill behind `after`: of those who hold KV, then of the others.
+  // Return the next prefill after `after`: first requests that hold KV, then the others.
   QLLM_HD i32 next_prefill(i32 after) const {
     bool held = after < 0 || requests[after].num_blocks;
     i32 first = held ? next_prefill_of(admitted, i32(s->num_admitted), after) : -1;
@@ -150,7 +149,7 @@ struct BeShare : Shapes {
     if (a.arrival_ns != b.arrival_ns) return a.arrival_ns < b.arrival_ns;
     return a.id < b.id;
   }
-  // As many layers of a row under way as fit a slice, where time cannot stop it.
+  // Return a row under way with as many layers as fit a slice, if time cannot stop its step.
   QLLM_HD Row piece(Row row) const {
     if (finest_grain() > kGrainStep || !groups() || !row.start) return row;
     i64 whole_ns = most<i64>(1, (row.hi - row.lo) * s->prefill_token_ns);

@@ -1,4 +1,4 @@
-// The block of state and the smallest things to say about it. No pointers are kept between calls.
+// The block of state, and small functions on it. No pointers are kept between calls.
 #pragma once
 #include "state.h"
 
@@ -42,11 +42,11 @@ QLLM_HD inline i64 floor_div(i64 a, i64 b) {  // b > 0; rounds down, as Python d
   return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
 
-// A thread of the block that shares some work: whoever's number `i` is, modulo their count.
+// A thread of a block that shares work: it takes the numbers equal to `i`, modulo the count.
 struct Share {
   i32 thread, threads;
 
-  // The first number at or after `first` that is this thread's.
+  // Return this thread's first number at or after `first`.
   QLLM_HD i64 from(i64 first) const {
     i64 ahead = (thread - first) % threads;
     return first + (ahead < 0 ? ahead + threads : ahead);
@@ -111,7 +111,7 @@ struct Block {
     }
     return row;
   }
-  // Level L2: a chunk ends at the last mark before where it was to end, or at the first there is.
+  // Level L2: a chunk ends at the last mark at or before its end, or at the first mark there is.
   QLLM_HD void align(Row& row) const {
     const Request& r = requests[row.slot];
     if (!s->num_marks || r.front_layer >= 0 || row.hi >= r.num_tokens) return;
@@ -135,16 +135,16 @@ struct Block {
     Rows rows = {rows_of(frame), rows_of(frame) + frames[frame].num_rows};
     return rows;
   }
-  // First layer that a row of a frame still owes.
+  // Return the first layer that a row of a frame still owes.
   QLLM_HD i32 frontier_layer(const Frame& f, const Row& row) const {
     return least(most(f.layer, row.start), row.end);
   }
-  // Whether a row of a frame still owes layers, or waits at the end of the sweep.
+  // Return true if a row of a frame still owes layers, or waits at the end of the sweep.
   QLLM_HD bool is_live(const Frame& f, const Row& row) const {
     if (row.flags & DEAD) return false;
     return frontier_layer(f, row) < row.end || row.end == s->num_layers;
   }
-  // Whether the request of a row still lives (its slot may have a new owner).
+  // Return true if the request of a row still lives (its slot may have a new owner).
   QLLM_HD bool has_request(const Row& row) const {
     const Request& r = requests[row.slot];
     return r.live && r.id == row.request_id;
@@ -166,7 +166,7 @@ struct Block {
   }
 };
 
-// The time that worse tiers may take from one step of these decodes.
+// Return the time that worse tiers may take from one step of these decodes.
 QLLM_HD inline i64 ride_allowance_ns(const Block& b, i64 num_decodes, i64 least_tpot_ns) {
   i64 predicted = b.decode_cost(num_decodes);
   if (least_tpot_ns != kNone) return most<i64>(0, least_tpot_ns - predicted);

@@ -1,10 +1,10 @@
-// The functions of scheduler and server by number: how a kernel launch names the one it wants.
+// The functions of scheduler and server by number; a kernel launch selects one.
 #pragma once
 #include "server.h"
 
 namespace qllm {
 
-// Arguments are in `n`, in the order of the function's own; a function of nothing answers 0.
+// `n` holds the arguments in the order of the function's own. A void function answers 0.
 QLLM_HD_CALL inline i64 call(State* state, RankFunction rank, i32 which, const i64* n) {
   Scheduler s(state, rank);
   switch (which) {
@@ -26,7 +26,7 @@ QLLM_HD_CALL inline i64 call(State* state, RankFunction rank, i32 which, const i
   return -1;
 }
 
-// The same for the server. `decide` and what follows a run are its own, which keep the meters.
+// The functions of the server. It has its own `decide` and results of a run, with the meters.
 QLLM_D_CALL inline i64 server_call(ServerState* server, State* state, RankFunction rank, i32 which,
                                    const i64* n) {
   Server s(server, state, rank);

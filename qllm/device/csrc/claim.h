@@ -1,8 +1,8 @@
-// The way in: requests and cancels out of the rings of all front ends (qllm/ingress/shm.py).
+// Input: requests and cancels out of the rings of all front ends (qllm/ingress/shm.py).
 //
-// A request record is looked at and taken only when it has a slot, or ends at once; otherwise it
-// stays in the ring, which is the backpressure. A record that no front end of ours writes cuts its
-// front end off. What is in a ring may change under us, so every number is checked in a copy.
+// A request record is read and taken only if it has a slot or ends at once. Otherwise it stays in
+// the ring, which is the backpressure. A record that our front ends never write cuts its front end
+// off. Records may change while they are read, so every number is checked in a copy.
 #pragma once
 #include "publish.h"
 
@@ -17,12 +17,12 @@ struct Claimer : Publisher {
       : Publisher(server, state, rank) {}
 
   QLLM_D ControlMemory* control() const { return (ControlMemory*)v->control; }
-  // A front end, of all in turn from `first_front_end` on.
+  // Return a front end; they take turns, from `first_front_end` on.
   QLLM_D i32 turn(i64 n) const { return i32((v->first_front_end + n) % v->num_front_ends); }
 
-  // -- front ends come and go
+  // -- arrivals and ends of front ends
 
-  // Forget a front end: its requests end, and nobody is told.
+  // Forget a front end: end its requests without publishing.
   QLLM_D_CALL void detach(i32 index, i32 why, i64 now_ns) {
     FrontEnd& f = front_ends[index];
     f.state = DETACHED;
@@ -35,8 +35,8 @@ struct Claimer : Publisher {
 
   // -- reading
 
-  // The length of the next record of a ring and its fixed part; 0 if there is none, or if it is
-  // none of this kind, for which the front end is cut off.
+  // Return the length of a ring's next record and read its fixed part. Return 0 if there is none,
+  // or if it has another kind, which cuts the front end off.
   template <class Record>
   QLLM_D i64 look(i32 index, RingEnd& end, u32 kind, Record* record, i64 now_ns) {
     RingReader ring(&end);
@@ -53,8 +53,8 @@ struct Claimer : Publisher {
     detach(index, FOREIGN_ID, now_ns);
     return 0;
   }
-  // The next record of a ring of requests, as `RingReader::look`, its checksum by `read_fetch`; 0
-  // while that is to come.
+  // Read the next record of a ring of requests, as `RingReader::look`, with the checksum of
+  // `read_fetch`. Return 0 until that is known.
   QLLM_D i64 checked(RingEnd& end, i64 now_ns) {
     RingReader ring(&end);
     i64 length = ring.glance();
@@ -66,8 +66,8 @@ struct Claimer : Publisher {
     if (answer <= 0) f.end = 0;  // it is read anew
     return answer;
   }
-  // Have the next record of a ring read: by the threads of a block before `claim` goes on, if
-  // `shares`, else now. What its numbers say is not checked yet, so they only bound the reading.
+  // Order the read of a ring's next record: by the threads of a block before `claim` continues if
+  // `shares`, else now. Its numbers are not checked yet, so they only bound the read.
   QLLM_D_CALL void order(RingEnd& end, i64 length) {
     RingReader ring(&end);
     RequestRecord r = {};
@@ -84,7 +84,7 @@ struct Claimer : Publisher {
   QLLM_D static i64 first_token(const RequestRecord& r) {
     return i64(sizeof r + 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids));
   }
-  // Read what was ordered, each thread a part: checksum, tokens, and whether all are known.
+  // Read the ordered record, each thread a part: checksum, tokens, and if all tokens are known.
   QLLM_D_CALL void read_fetch(Share mine) const {
     Fetch& f = v->fetch;
     Ring ring((RingEnd*)f.end);
@@ -115,22 +115,22 @@ struct Claimer : Publisher {
     *sum ^= part;
 #endif
   }
-  // One thread, when all are through.
+  // Finish the read, by one thread after all others.
   QLLM_D void fetched() {
     v->fetch.waits = 0;
     v->fetch.sum = ~v->fetch.sum;
   }
-  // Its prompt and what an engine before this one has produced.
+  // Count its prompt and the output of an earlier engine.
   QLLM_D static u64 num_known(const RequestRecord& r) { return u64(r.num_prompt) + r.num_output; }
-  // Whether the arrays of a request are inside its record.
+  // Return true if the arrays of a request lie inside its record.
   QLLM_D static bool is_whole(const RequestRecord& r, i64 length) {
     u64 arrays = 8 * (u64(r.num_stop_ids) + r.num_stop_token_ids + r.num_logit_bias) +
                  4 * (u64(r.num_logit_bias) + num_known(r) + r.num_stops) + r.num_name_bytes +
                  r.num_stop_bytes;
     return sizeof r + arrays + kTrailer <= u64(length);
   }
-  // Which number of a request no front end of ours writes (qllm/ingress/admission.py); null if all
-  // are well. Nothing is computed with a wrong one.
+  // Return the name of a number that our front ends never write (qllm/ingress/admission.py), or
+  // null if all are allowed. A wrong number is not used.
   QLLM_D static Text wrong_number(const RequestRecord& r) {
     if (!is_time(r.arrival_ns) || ((r.header.flags & kHasDeadline) && !is_time(r.deadline_ns)))
       return "a time of the request is out of range";
@@ -150,7 +150,7 @@ struct Claimer : Publisher {
   QLLM_D static i64 target_ns(double ms) {
     return ms != ms ? kNone : i64(ms * double(kNsPerMs));
   }
-  // Why a request cannot be served here; null if it can.
+  // Return the reason why a request cannot be served here; null if it can.
   QLLM_D Text refusal(const RequestRecord& r) const {
     u64 total = u64(r.num_prompt) + r.max_tokens;
     if (Text wrong = wrong_number(r)) return wrong;
@@ -194,7 +194,7 @@ struct Claimer : Publisher {
     if (taken) RingReader(&f.cancel).give_back();
     return taken;
   }
-  // Pass over an update: here a request stays as it came. Front ends refuse it with the reason.
+  // Skip an update: here a request does not change. Front ends refuse updates with the reason.
   QLLM_D static bool skip_update(FrontEnd& f, i64 now_ns) {
     RingReader ring(&f.cancel);
     i64 length = ring.look(now_ns);
@@ -202,8 +202,8 @@ struct Claimer : Publisher {
     ring.pass(u64(length));
     return true;
   }
-  // Keep a cancel whose request may be in a ring still: it was put before the cancel. False if
-  // there is no place for it.
+  // Store a cancel whose request may still be in a ring, as it came first. Return false without
+  // room.
   QLLM_D bool put_off(FrontEnd& f, const CancelRecord& cancel) {
     if (!RingReader(&f.ls).has_news() && !RingReader(&f.be).has_news()) return true;
     if (f.num_pending == kMostPending) return false;
@@ -219,7 +219,7 @@ struct Claimer : Publisher {
     while (at >= 0 && f.pending[at].request_id != id) at--;
     return at;
   }
-  // The ring was empty, so no pending cancel refers to a request still in it.
+  // Note that a ring was empty: no pending cancel refers to a request in it.
   QLLM_D static void passed(FrontEnd& f, i32 ring) {
     for (i32 at = f.num_pending - 1; at >= 0; at--) {
       f.pending[at].passed |= ring;
@@ -229,7 +229,7 @@ struct Claimer : Publisher {
 
   // -- requests
 
-  // Slots that a front end may take now: others keep theirs, and BE leaves some to LS.
+  // Return the slots that a front end may take now: others keep theirs, and BE leaves some to LS.
   QLLM_D_CALL i64 num_claimable(i32 index, bool is_be) const {
     i64 free = v->capacity - v->num_held - (is_be ? v->ls_slots : 0);
     for (i32 n = 0; n < v->num_front_ends; n++)
@@ -254,7 +254,7 @@ struct Claimer : Publisher {
     if (taken) RingReader(&end).give_back();
     return taken;
   }
-  // Give the request of a record a slot, or end it; false if it has to stay in the ring.
+  // Give the request of a record a slot, or end it; return false if it must stay in the ring.
   QLLM_D_CALL bool admit(i32 index, const RequestRecord& r, i64 length, bool is_be, i64 now_ns) {
     FrontEnd& f = front_ends[index];
     bool whole = is_whole(r, length);
@@ -283,7 +283,7 @@ struct Claimer : Publisher {
     add(index, r);
     return true;
   }
-  // End a request that never had a slot; false if there is no room for its end.
+  // End a request that never had a slot; return false if its end does not fit the token ring.
   QLLM_D_CALL bool end_at_once(FrontEnd& f, const RequestRecord& r, u32 reason, Text why) {
     Ending e = {};
     e.record.header.flags = kHasMetrics;
@@ -300,7 +300,7 @@ struct Claimer : Publisher {
     f.num_refused++;
     return true;
   }
-  // Whether the tokens of a request were read into a slot.
+  // Return true if the tokens of a request were read into a slot.
   QLLM_D bool has_tokens(const RingEnd& end, i32 slot, const RequestRecord& r) const {
     const Fetch& f = v->fetch;
     return f.end == i64(&end) && f.seq == i64(end.seq) + 1 && f.slot == slot &&
@@ -330,15 +330,15 @@ struct Claimer : Publisher {
     tell(ADDED, slot);
   }
 
-  // -- without taking anything
+  // -- reads that take nothing
 
   QLLM_D void lower(i64 word, i64 at_ns) {
     if (word >= v->word) return;
     v->word = word;
     v->lowered_ns = at_ns;
   }
-  // Lower the word by the requests that `claim` would take of a ring now. Checksums are left to it:
-  // a torn record may park a frame in vain, once per look.
+  // Lower the word by the requests of a ring that `claim` would take now. It skips checksums, so a
+  // torn record may park a frame in vain, once per look.
   QLLM_D_CALL void lower_by(i32 index, bool is_be, i64 now_ns) {
     RingEnd ahead = is_be ? front_ends[index].be : front_ends[index].ls;
     RingReader ring(&ahead);

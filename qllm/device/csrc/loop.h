@@ -1,21 +1,21 @@
-// The whole loop as turns, with nobody beside it: what the device does between two stages.
+// The whole loop as turns, without a host: the work of the device between two stages.
 //
-//   open     book the stage that ran; between two frames claim what has come
-//   (read)   Server::read_fetch, then `go_on`, for each request that is in a ring
+//  open     book the stage that ran; between two frames claim arrived requests
+//  (read)   Server::read_fetch, then `go_on`, for each request in a ring
 //   close    choose the next stage
-//   (send)   Sender::send, then Sender::show: what front ends get
+//  (send)   Sender::send, then Sender::show: records for the front ends
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
 //
-// A turn does bounded work and leaves everything in the blocks: a launch may end after any.
-// The rules are those of the loop on the host (qllm/engine/loop.py). Costs are not fitted here
-// (qllm/engine/calibrate.py measures them before).
+// A turn does bounded work and leaves all state in the blocks, so a launch may end after any turn.
+// Its rules are those of the loop on the host (qllm/engine/loop.py). It does not measure costs;
+// qllm/engine/calibrate.py measures them before.
 #pragma once
 #include "server.h"
 #include "turns.h"
 
 namespace qllm {
 
-const i64 kShowNs = kNsPerMs;  // front ends are shown what the engine holds this often
+const i64 kShowNs = kNsPerMs;  // time between two publications of the engine's load
 const i64 kMostFetches = 64;   // records that a turn has its block read
 
 struct Loop {
@@ -47,7 +47,7 @@ struct Loop {
     now->now_ns = now_ns;
     now->num_turns++;
     now->turns_left--;
-    v->num_events = 0;  // nobody mirrors requests
+    v->num_events = 0;  // the device has no copy of requests to update
     now->num_fetches = v->num_taken = v->fetch.waits = 0;
     if (now->in_flight) book(now_ns);
     if (s->running < 0) take_in(now_ns);
@@ -68,7 +68,7 @@ struct Loop {
     server.show_stats();
   }
 
-  // What the stage that ran has done, and who gets tokens of it.
+  // Book the work of the stage that ran, and publish its tokens.
   QLLM_D_CALL void book(i64 now_ns) {
     bool looks = v->num_silent || load_acquire(&server.control()->bell) != u64(v->bell_seen);
     i64 stop = looks ? server.arrived(now_ns) : v->word;
@@ -85,7 +85,7 @@ struct Loop {
         server.sampled(found[i].slot, found[i].token, now_ns);
     }
   }
-  // Between two frames: take requests in, write what found no room.
+  // Between two frames, claim requests and write records that lacked room.
   QLLM_D void take_in(i64 now_ns) {
     s->num_effects = 0;
     v->num_events = 0;
@@ -104,7 +104,7 @@ struct Loop {
     v->num_steps += steps != s->next_frame_id || branch < 0;
     return branch < 0 ? NOTHING : branch;
   }
-  // The running frame fits no stage: its rows are rerun alone, those that were alone end.
+  // Handle a running frame that fits no stage: rerun its rows alone; those that were alone end.
   QLLM_D void rerun(i64 now_ns) {
     i32 count = server.failed(now->start_ns, now_ns);
     for (i32 i = 0; i < count; i++)
@@ -136,7 +136,7 @@ struct Loop {
         server.end(slot, reason, now_ns);
     }
   }
-  // Asked to stop: everybody ends, those in the rings too, a bounded part of them per turn.
+  // Stop: end all requests, also those in the rings, a bounded number per turn.
   QLLM_D i32 end(i64 taken, i64 now_ns) {
     now->branch = NOTHING;
     now->fill = 0;

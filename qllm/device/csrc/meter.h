@@ -1,5 +1,5 @@
-// What a request experienced, kept as it happens: the numbers of qllm/record/metrics.py that the engine
-// alone can know. The reference is `MetricsBuilder`; here events are calls.
+// The history of a request, stored as it happens: the numbers of qllm/record/metrics.py that only
+// the engine knows. The reference is `MetricsBuilder`; here events are calls.
 #pragma once
 #include "../../ingress/csrc/rings.h"
 #include "scheduler.h"
@@ -20,7 +20,7 @@ struct Meter {
     for (i32 i = 0; i < kCauses; i++) x.lost_from[i] = x.lost_to[i] = x.recomputed[i] = 0;
     x.lo = x.hi = x.depth = 0;
   }
-  // Its row is in a new program.
+  // Note that its row is in a new program.
   QLLM_D void planned(const Row& row, i64 now_ns) {
     if (x.planned_ns == kNone) x.planned_ns = now_ns;
     if (x.last_ran_ns == kNone) x.last_ran_ns = now_ns;
@@ -34,14 +34,14 @@ struct Meter {
       x.lost_from[i] = row.hi;
     }
   }
-  // The runner worked on its frame.
+  // Note that the runner worked on its frame.
   QLLM_D void worked(i64 start_ns, i64 end_ns) {
     unpark(start_ns);
     if (x.last_ran_ns == kNone) return;
     x.stall_ns = most(x.stall_ns, start_ns - x.last_ran_ns);
     x.last_ran_ns = end_ns;
   }
-  // The row did the layers below `layer`.
+  // Note that the row did the layers below `layer`.
   QLLM_D void reached(const Row& row, i32 layer) {
     if (layer <= row.start) return;
     x.lo = row.lo;
@@ -58,7 +58,7 @@ struct Meter {
     x.frame_id = 0;
     x.parked_at_ns = kNone;
   }
-  // Tokens [lo, hi), and with them all that is computed from `lo` on, are gone.
+  // Note that KV from token `lo` on was lost, up to `hi` of the tokens.
   QLLM_D void lose(i32 cause, i32 lo, i32 hi) {
     i32 &from = x.lost_from[cause], &to = x.lost_to[cause];
     hi = most(hi, x.hi);
@@ -77,14 +77,14 @@ struct Meter {
     }
     lose(EVICTED, 0, end);
   }
-  // It holds no KV from here on.
+  // Note that it holds no KV from now on.
   QLLM_D void left(i64 now_ns) {
     unpark(now_ns);
     if (x.last_ran_ns == kNone) return;
     x.stall_ns = most(x.stall_ns, now_ns - x.last_ran_ns);
     x.last_ran_ns = kNone;
   }
-  // Prompt tokens that are computed; those in part of the layers count as that part.
+  // Return the computed prompt tokens; those in part of the layers count as that part.
   QLLM_D i32 num_prefilled(i32 num_prompt, i64 num_layers) const {
     i32 whole = least(num_prompt, x.lo), part = least(num_prompt, x.hi) - whole;
     return whole + i32(i64(part) * x.depth / most<i64>(1, num_layers));

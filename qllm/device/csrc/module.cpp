@@ -1,5 +1,5 @@
 // The host build of the scheduler as a Python module: functions over the address of a block and
-// the address of the policy's compiled rank. Who calls owns both; a call takes microseconds, so
+// the address of the policy's compiled rank. The caller owns both. A call takes microseconds, so
 // it keeps the GIL.
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -15,7 +15,7 @@ namespace {
 
 using namespace qllm;
 
-// What a function works on, made of the first arguments.
+// The objects that a function works on, made of the first arguments.
 template <class Owner>
 struct Made;
 
@@ -74,8 +74,8 @@ struct Function<Owner, Member, Result (RingMemory::*)(A...) const>
 #define QLLM_METHOD(name) {#name, QLLM_FUNCTION(Scheduler, name), "See scheduler.h."}
 #define QLLM_SERVER_METHOD(name) {"server_" #name, QLLM_FUNCTION(Server, name), "See server.h."}
 
-// (state, rank, which, number...) and (server, state, rank, which, number...): one of the functions
-// above by its number, as a kernel does it.
+// (state, rank, which, number...) and (server, state, rank, which, number...): call a function
+// above by its number, as a kernel does.
 template <class Owner>
 PyObject* call_by_number(PyObject*, PyObject* const* args, Py_ssize_t num) {
   const Py_ssize_t fixed = Made<Owner>::num + 1;
@@ -122,7 +122,7 @@ PyObject* turn_before(PyObject*, PyObject* const* args, Py_ssize_t num) {
   return PyLong_FromLong(OwnTurns(n).turns.before(n[4]));
 }
 
-// (..., threads): fill the lane of the chosen stage as so many threads would.
+// (..., threads): fill the lane of the chosen stage as a block of so many threads would.
 PyObject* turn_fill(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[5];
   if (!read_numbers(args, num, n)) return nullptr;
@@ -133,15 +133,15 @@ PyObject* turn_fill(PyObject*, PyObject* const* args, Py_ssize_t num) {
   Py_RETURN_NONE;
 }
 
-// (..., now_ns, stop): what became of the running frame.
+// (..., now_ns, stop): the state of the running frame.
 PyObject* turn_after(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[6];
   if (!read_numbers(args, num, n)) return nullptr;
   return PyLong_FromLong(OwnTurns(n).turns.after(n[4], n[5]));
 }
 
-// A turn of the whole loop (loop.h), its lane filled as by so many threads. Addresses of server,
-// state, rank and lanes; now_ns, threads: the branch of the next stage, or NOTHING.
+// A turn of the whole loop (loop.h), with its lane filled as by so many threads. Addresses of
+// server, state, rank and lanes; now_ns, threads: the branch of the next stage, or NOTHING.
 PyObject* loop_turn(PyObject*, PyObject* const* args, Py_ssize_t num) {
   i64 n[6];
   if (!read_numbers(args, num, n)) return nullptr;

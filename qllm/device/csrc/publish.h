@@ -1,16 +1,16 @@
-// Slots, and the way out: tokens and ends of requests into the token rings.
+// Slots, and output: tokens and ends of requests into the token rings.
 //
-// A request keeps its slot until its last record is in its front end's ring. A ring without room
-// loses nothing: what it has not got lies in `tokens` and `serving` and is written later.
+// A request keeps its slot until its last record is in its front end's ring. A full ring loses
+// nothing: unwritten records stay in `tokens` and `serving` and are written later.
 #pragma once
 #include "meter.h"
 
 namespace qllm {
 
-// A literal of this file or a sibling, shown in an error.
+// A string literal of this file or a sibling, for an error.
 typedef const char* Text;
 
-// An end as it lies in a ring: a record and its text.
+// An end as in a ring: a record and its text.
 struct Ending {
   FinishRecord record;
   u8 text[kTextBytes];
@@ -32,7 +32,7 @@ QLLM_D inline TokenRecord record_of(const Send& send) {
   return token;
 }
 
-// What a turn leaves for its end: the threads of a block write the token records, one shows them.
+// Work for the end of a turn: the threads of a block write token records, one publishes them.
 struct Sender {
   ServerState* v;
   FrontEnd* front_ends;
@@ -42,7 +42,7 @@ struct Sender {
       : v(server), front_ends((FrontEnd*)((char*)server + server->at_front_ends)),
         sends((Send*)((char*)server + server->at_sends)) {}
 
-  // Write the records into their places. All threads are through it before one calls `show`.
+  // Write the records into their places. All threads finish before one calls `show`.
   QLLM_D_CALL void send(Share mine) const {
     for (i64 i = mine.thread; i < v->num_sends; i += mine.threads) {
       FrontEnd& f = front_ends[sends[i].front_end];
@@ -52,7 +52,7 @@ struct Sender {
                                 (const u8*)&token + kHeader, kTokenBody);
     }
   }
-  // Let the front ends see all that was written: one fence for all of it.
+  // Publish all written records to the front ends, with one fence.
   QLLM_D_CALL void show() {
     bool fenced = false;
     v->num_sends = 0;
@@ -69,7 +69,7 @@ struct Sender {
 struct Publisher {
   ServerState* v;
   bool holds = false;   // records are left to a `Sender`
-  bool shares = false;  // what is ordered of a ring is left to the threads of a block
+  bool shares = false;  // true if the threads of a block read the ordered records
   Scheduler scheduler;
   Request* requests;
 #define X(type, name) type* name;
@@ -83,13 +83,13 @@ struct Publisher {
 #undef X
   }
 
-  // -- slots by id: chains of a few, as there are at least as many buckets as slots
+  // -- slots by id: short chains, as there are at least as many buckets as slots
 
   QLLM_D i32* bucket(i64 id) const {
     u64 mixed = u64(id) * 0x9E3779B97F4A7C15ULL;
     return &buckets[(mixed >> 32) & u64(v->num_buckets - 1)];
   }
-  // The slot of a request, -1 if it has none.
+  // Return the slot of a request, -1 without one.
   QLLM_D i32 find(i64 id) const {
     i32 slot = *bucket(id);
     while (slot >= 0 && requests[slot].id != id) slot = serving[slot].next;
@@ -143,7 +143,7 @@ struct Publisher {
     TokenRecord token = record_of(send);
     return write(f, kTokenKind, 0, (const u8*)&token, sizeof token);
   }
-  // What a `Sender` writes into a place that was reserved last.
+  // The record that a `Sender` writes into the place reserved last.
   QLLM_D void say_token(Send& send, i64 place, const FrontEnd& f, i32 slot, i32 number) const {
     const i64 at = slot * v->max_total_tokens + requests[slot].num_prompt + number;
     send.place = place;
@@ -160,7 +160,7 @@ struct Publisher {
     f.num_ended++;
     return true;
   }
-  // A function of its own that writes to memory: as a value it would take all registers.
+  // A separate function that writes to memory: a returned value would take all registers.
   QLLM_D_CALL void say_ending(i32 slot, Ending& e) const {
     const Request& r = requests[slot];
     Serving& x = serving[slot];
@@ -195,9 +195,9 @@ struct Publisher {
     return value;
   }
 
-  // -- the way out
+  // -- output
 
-  // Write what a request has ready, as far as there is room.
+  // Write the ready records of a request, as far as there is room.
   QLLM_D_CALL void publish(i32 slot) {
     Serving& x = serving[slot];
     const Request& r = requests[slot];
@@ -222,8 +222,8 @@ struct Publisher {
     if (serving[slot].owes) front_ends[serving[slot].front_end].owing--;
     serving[slot].owes = 0;
   }
-  // Write what found no room before: one pass over the slots of each front end that is owed
-  // something, from where the last one ended. Return how many slots still owe.
+  // Write records that lacked room before: one pass over the slots of each front end with some,
+  // from where the last pass ended. Return how many slots still have some.
   QLLM_D_CALL i32 flush() {
     i32 left = 0;
     for (i32 n = 0; n < v->num_front_ends; n++) {
@@ -245,14 +245,14 @@ struct Publisher {
 
   // -- ends
 
-  // A request is computed no more. Its records go out now, or when there is room.
+  // End a request: it is no longer computed. Its records go out now, or when there is room.
   QLLM_D_CALL void finish(i32 slot, i32 reason, i64 now_ns) {
     retire(slot, now_ns);
     serving[slot].phase = ENDED;
     serving[slot].reason = reason;
     publish(slot);
   }
-  // The same, with nobody there to be told.
+  // End a request of a front end that is gone.
   QLLM_D void drop(i32 slot, i64 now_ns) {
     if (serving[slot].phase == LIVE) retire(slot, now_ns);
     let_go(slot);

@@ -1,4 +1,4 @@
-// Who goes first (qllm/scheduler/ranking.py): the order of all requests, kept from call to call.
+// The order of all requests (qllm/scheduler/ranking.py), updated from call to call.
 #pragma once
 #include "block.h"
 
@@ -29,7 +29,7 @@ struct Ranking : Block {
     return before(r.tier, r.key, r.id, requests[b]);
   }
 
-  // How many of the first `count` of an order go before a request.
+  // Return how many of the first `count` of an order rank before a request.
   QLLM_HD i32 rank_in(const i32* order, i32 count, i32 slot) const {
     i32 low = 0, high = count;
     while (low < high) {
@@ -58,7 +58,7 @@ struct Ranking : Block {
     return -1;
   }
 
-  // It is gone.
+  // Remove a request.
   QLLM_HD_CALL void forget(i32 slot) {
     Request& r = requests[slot];
     if (r.place == ADMITTED) {
@@ -72,14 +72,14 @@ struct Ranking : Block {
     }
     r.place = NOWHERE;
   }
-  // It arrived, or holds KV now, or no more.
+  // Rank a request again: it arrived, or it took or lost KV.
   QLLM_HD void touch(i32 slot) {
     forget(slot);
     unranked[s->num_unranked++] = slot;
     requests[slot].place = UNRANKED;
   }
 
-  // Ask again for the verdicts of an order, and sort what moved.
+  // Ask for the verdicts of an order again, and sort those that moved.
   QLLM_HD_CALL void rank_again(i32* order, i64 count, i64 now_ns) {
     for (i32 i = 0; i < count; i++) {
       Request& r = requests[order[i]];
@@ -97,7 +97,7 @@ struct Ranking : Block {
       order[at] = slot;
     }
   }
-  // Rank whoever may rank differently now.
+  // Rank every request whose rank may have changed.
   QLLM_HD_CALL void update(i64 now_ns) {
     if (s->reads >= kReadsTime) rank_again(waiting, s->num_waiting, now_ns);
     if (s->reads >= kReadsProgress) rank_again(admitted, s->num_admitted, now_ns);

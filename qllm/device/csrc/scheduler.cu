@@ -1,5 +1,5 @@
-// The device build: one thread does what a launch asks for, except where a block reads requests, writes
-// token records or fills a lane; the policy's rank is linked in.
+// The device build: one thread does the work of a launch, except where a block reads requests,
+// writes token records or fills a lane. The policy's rank is linked in.
 #include "calls.h"
 #include "loop.h"
 
@@ -12,8 +12,8 @@ extern "C" __global__ void qllm_call(qllm::State* state, qllm::i32 which, qllm::
   *answer = qllm::call(state, nullptr, which, numbers);
 }
 
-// Take the next record of a ring into `body` (of `room` bytes): its length, 0 if there is none that
-// is whole, -1 if it is broken for good or longer than `room`.
+// Take the next record of a ring into `body` (of `room` bytes): return its length, 0 without a
+// whole record, -1 if it is broken for good or longer than `room`.
 extern "C" __global__ void qllm_ring_read(qllm::RingEnd* end, qllm::i64 now_ns, qllm::u8* body,
                                           qllm::u64 room, qllm::i64* length) {
   if (threadIdx.x || blockIdx.x) return;
@@ -29,7 +29,7 @@ extern "C" __global__ void qllm_ring_read(qllm::RingEnd* end, qllm::i64 now_ns, 
   reader.take(qllm::u64(*length));
 }
 
-// Write one record; `done` is what RingWriter::write returns.
+// Write one record; `done` is the result of RingWriter::write.
 extern "C" __global__ void qllm_ring_write(qllm::RingEnd* end, qllm::u32 kind, qllm::u32 flags,
                                            const qllm::u8* body, qllm::u64 num_body,
                                            qllm::i64* done) {
@@ -47,7 +47,7 @@ extern "C" __global__ void qllm_server_call(qllm::ServerState* server, qllm::Sta
   *answer = qllm::server_call(server, state, nullptr, which, numbers);
 }
 
-// What the loop does before a stage (turns.h): choose its branch, and fill its lane with all
+// The work of the loop before a stage (turns.h): choose its branch, and fill its lane with all
 // threads of one block.
 extern "C" __global__ void qllm_before(qllm::State* state, qllm::ServerState* server,
                                        qllm::Lanes* lanes, qllm::i64 now_ns, qllm::i64* branch) {
@@ -62,7 +62,7 @@ extern "C" __global__ void qllm_before(qllm::State* state, qllm::ServerState* se
   turns.stages.write(mine);
 }
 
-// What it does after one.
+// The work of the loop after a stage.
 extern "C" __global__ void qllm_after(qllm::State* state, qllm::ServerState* server,
                                       qllm::Lanes* lanes, qllm::i64 now_ns, qllm::i64 stop, qllm::i64* became) {
   if (threadIdx.x || blockIdx.x) return;
@@ -73,7 +73,7 @@ extern "C" __global__ void qllm_after(qllm::State* state, qllm::ServerState* ser
 
 // -- the loop
 
-// Engine time: the device's timer, set by the host's clock at each launch, and never going back.
+// Engine time: the device's timer, set by the host's clock at each launch. It never goes back.
 __device__ inline qllm::i64 engine_ns(qllm::Lanes* lanes) {
   qllm::u64 timer;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(timer));
@@ -81,8 +81,8 @@ __device__ inline qllm::i64 engine_ns(qllm::Lanes* lanes) {
   lanes->launch_ns = 0;
   return qllm::most(qllm::i64(timer) - lanes->clock_ns, lanes->now_ns);
 }
-// The parts of a turn that one thread does; the branch. Functions of their own, so that the kernel
-// keeps nothing of them in registers.
+// The parts of a turn that one thread does. They are separate functions, so that the kernel keeps
+// none of their values in registers.
 __device__ __noinline__ void open_turn(qllm::ServerState* server, qllm::State* state,
                                        qllm::Lanes* lanes, bool first) {
   qllm::Loop loop(server, state, nullptr, lanes);
@@ -98,12 +98,12 @@ __device__ __noinline__ qllm::i32 close_turn(qllm::ServerState* server, qllm::St
   if (lanes->idle) __nanosleep(2000);
   return branch;
 }
-// Records that came in are read by all threads of the block.
+// All threads of the block read the records that came in.
 __device__ __noinline__ void fetch_turn(qllm::ServerState* server, qllm::State* state) {
   const qllm::Share mine = {qllm::i32(threadIdx.x), qllm::i32(blockDim.x)};
   qllm::Server(server, state, nullptr).read_fetch(mine);
 }
-// The part that the threads of one block share: token records go out, the lane is filled.
+// The part that the threads of one block share: send token records, fill the lane.
 __device__ __noinline__ void share_turn(qllm::ServerState* server, qllm::State* state,
                                         qllm::Lanes* lanes) {
   const qllm::Share mine = {qllm::i32(threadIdx.x), qllm::i32(blockDim.x)};
@@ -120,7 +120,7 @@ __device__ __noinline__ void share_turn(qllm::ServerState* server, qllm::State* 
   __syncthreads();
 }
 
-// The loop as the body of a WHILE node: it says whether to go on, and which body of a SWITCH runs.
+// The loop as the body of a WHILE node: it sets if the loop continues, and the body of a SWITCH.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI
 cudaGraphSetConditional(cudaGraphConditionalHandle, unsigned int);
 extern "C" __global__ void __launch_bounds__(256, 1)

@@ -1,8 +1,8 @@
 // The decisions (qllm/scheduler/scheduler.py): requests, blocks and parked frames in; one decision out.
 //
 // Each call does bounded work on one block of state, allocates nothing and reads no clock. The
-// effects on the runner are left in `effects`; whoever called takes them and sets `num_effects`
-// to 0. A rank policy resumes a parked frame whole or lets it go, so a frame is never replaced.
+// effects on the runner are left in `effects`; the caller takes them and sets `num_effects`
+// to 0. A rank policy resumes a parked frame whole or frees it, so no frame is ever replaced.
 #pragma once
 #include "be_share.h"
 
@@ -22,7 +22,7 @@ struct Scheduler : Ranking {
     s->idle_since_ns = kNone;
     add_slots(0);
   }
-  // Make the slots from `first` on free ones.
+  // Free the slots from `first` on.
   QLLM_HD void add_slots(i64 first) {
     for (i64 i = s->capacity - 1; i >= first; i--) {
       requests[i].live = 0;
@@ -32,15 +32,15 @@ struct Scheduler : Ranking {
       s->free_frame = i;
     }
   }
-  // The policy has changed: nobody's verdict holds.
+  // Note a new policy: no verdict is valid any more.
   QLLM_HD void rank_anew() {
     for (i32 i = 0; i < s->capacity; i++)
       if (requests[i].live) touch(i);
   }
 
-  // -- requests come and go
+  // -- arrivals and ends of requests
 
-  // A request arrived: return its slot, or -1 if there is none.
+  // Add a request that has arrived; return its slot, or -1 without a free one.
   QLLM_HD i32 add(i64 id, i64 priority, i64 arrival_ns, i64 ttft_ns, i64 tpot_ns, i64 num_prompt) {
     i32 slot = i32(s->free_request);
     if (slot < 0) return slot;
@@ -60,12 +60,12 @@ struct Scheduler : Ranking {
     touch(slot);
     return slot;
   }
-  // A request ended, for whatever reason: its row dies, its blocks come back.
+  // Remove a request that has ended: drop its row and free its blocks.
   QLLM_HD void remove(i32 slot) {
     retire(slot);
     release(slot);
   }
-  // The same, but its slot stays taken until `release`.
+  // Remove a request, but keep its slot until `release`.
   QLLM_HD_CALL void retire(i32 slot) {
     start_over(slot);
     forget(slot);
@@ -86,7 +86,7 @@ struct Scheduler : Ranking {
     r.evictions++;
     tell(EVICT, -1, r.id, lost, for_request);
   }
-  // Give a request of a checkpoint the blocks of what it has computed.
+  // Give a request of a checkpoint the blocks of its computed tokens.
   QLLM_HD void adopt(i32 slot) {
     const Request& r = requests[slot];
     take_blocks(slot, blocks_for(r.front_layer < 0 ? r.num_computed : r.front_hi));
@@ -165,7 +165,7 @@ struct Scheduler : Ranking {
   QLLM_HD void unpark(i32 frame) {
     take_out(parked, &s->num_parked, find(parked, s->num_parked, frame));
   }
-  // Drop parked frames whose remaining rows have all left the sweep.
+  // Split parked frames whose remaining rows have all left the sweep.
   QLLM_HD void let_go() {
     for (i32 p = 0; p < s->num_parked;) {
       i32 frame = parked[p];
@@ -176,7 +176,7 @@ struct Scheduler : Ranking {
         p++;
         continue;
       }
-      // the work in this layer was of cancelled rows; live rows left the sweep at its start
+      // only cancelled rows worked in this layer; live rows left the sweep at its start
       for (const Row& row : all_rows(frame)) {
         if (row.flags & DEAD) continue;
         requests[row.slot].frame = -1;
@@ -239,7 +239,7 @@ struct Scheduler : Ranking {
     evict(i32(stuck), requests[stuck].id);
     return wait(now_ns);
   }
-  // Be asked again soon, unless it has been so for too long.
+  // Wait to be asked again soon, unless that has lasted too long.
   QLLM_HD i32 wait(i64 now_ns) {
     if (s->idle_since_ns == kNone) s->idle_since_ns = now_ns;
     if (now_ns >= s->idle_since_ns + kMaxIdleNs) {
@@ -250,7 +250,7 @@ struct Scheduler : Ranking {
     s->wait_until_ns = now_ns + kNsPerMs / 10;
     return OK;
   }
-  // A suspect alone, as far as KV is free.
+  // Plan a suspect alone, as far as KV is free.
   QLLM_HD_CALL Plan alone() {
     Plan plan = {plan_rows, 0, -1, kGrainStep, kNoStop, kNone};
     for (i32 i = 0; i < s->num_suspects && !plan.num_rows; i++) {
@@ -293,7 +293,7 @@ struct Scheduler : Ranking {
     }
     plan.num_rows = i32(kept - plan.rows);
   }
-  // Evict the shortest list of worse ranks that frees so many blocks, or nobody (I6).
+  // Evict the shortest list of worse ranks that frees so many blocks, or none (I6).
   QLLM_HD void make_room(i32 slot, i64 num_blocks, i64 stamp, i64 now_ns) {
     update(now_ns);
     const Request& r = requests[slot];
@@ -343,7 +343,7 @@ struct Scheduler : Ranking {
     s->slice_ns = plan.slice_ns;
   }
 
-  // -- what became of it
+  // -- results of a run
 
   QLLM_HD i32 take_running() {
     i32 frame = i32(s->running);
@@ -351,7 +351,7 @@ struct Scheduler : Ranking {
     s->idle_since_ns = kNone;
     return frame;
   }
-  // Count the run for the requests whose rows took part in it: up to an op of layer `high`.
+  // Count the run for requests whose rows took part in it: up to an op of layer `high`.
   QLLM_HD_CALL void progress(i32 frame, i32 high, bool done, i64 start_ns, i64 end_ns) {
     const i32 layer = frames[frame].layer;
     i64 tokens = 0, be_tokens = 0;
@@ -411,7 +411,7 @@ struct Scheduler : Ranking {
     s->ride_credit_ns = least(credit, kRideCap * allowance);
   }
 
-  // The running frame reached its end; return how many tokens its rows sampled.
+  // Commit the running frame, which reached its end; return how many tokens its rows sampled.
   QLLM_HD_CALL i32 done(i32 high, i64 start_ns, i64 end_ns) {
     i32 frame = take_running(), num_sampled = 0;
     progress(frame, high, true, start_ns, end_ns);
@@ -440,7 +440,7 @@ struct Scheduler : Ranking {
     free_slot(frame);
     return num_sampled;
   }
-  // The running frame stopped at a boundary: park it.
+  // Park the running frame, which stopped at a boundary.
   QLLM_HD_CALL void stopped(i32 high, i32 layer, i32 inside, i64 start_ns, i64 end_ns, i32 preempted) {
     i32 frame = take_running();
     progress(frame, high, false, start_ns, end_ns);
@@ -457,8 +457,8 @@ struct Scheduler : Ranking {
     }
     park(frame);
   }
-  // The running frame raised: its requests are rerun one by one. Those that failed alone are
-  // left in `chosen`; return how many.
+  // Rerun the requests of the running frame, which raised, one by one. Leave those that failed
+  // alone in `chosen`; return their number.
   QLLM_HD_CALL i32 failed() {
     i32 frame = take_running(), hopeless = 0;
     for (const Row& row : all_rows(frame)) {

@@ -1,11 +1,11 @@
-// The loop's half of the native scheduler: what the engine loop (qllm/engine/loop.py) does between two
-// programs. Requests come out of rings and tokens go into rings with no object made for either.
+// The loop's half of the native scheduler: the engine loop's work (qllm/engine/loop.py) between two
+// programs. Requests come out of rings and tokens go into rings, and no object is made for either.
 //
 // Work per call is bounded by the capacity of the block, by `kMostPublished` tokens per request, and
-// by what a call takes out of rings: of each at most `kMostClaims` records. Where a block of threads
-// reads requests (`shares`), a claim ends at each of them and `claim_requests` goes on with it, so
-// there a turn takes fewer than `kMostFetches` (loop.h), of whatever rings. Whoever calls has one
-// thread do it, passes the time in, and takes `effects` and `events`.
+// by the records that a call takes out of rings: at most `kMostClaims` of each. Where a block of
+// threads reads requests (`shares`), a claim ends at each and `claim_requests` continues it, so
+// there a turn takes fewer than `kMostFetches` (loop.h) of all rings. The caller runs it on one
+// thread, passes the time in, and takes `effects` and `events`.
 #pragma once
 #include "claim.h"
 
@@ -15,7 +15,7 @@ struct Server : Claimer {
   QLLM_D Server(ServerState* server, State* state, RankFunction rank)
       : Claimer(server, state, rank) {}
 
-  // Make all slots free ones; the caller has written sizes and offsets, and started the scheduler.
+  // Free all slots; the caller has written sizes and offsets, and started the scheduler.
   QLLM_D void open() {
     for (i64 i = 0; i < v->num_buckets; i++) buckets[i] = -1;
     for (i64 i = 0; i < v->capacity; i++) serving[i].phase = FREE;
@@ -23,10 +23,10 @@ struct Server : Claimer {
     v->word = kAnyArrival;
   }
 
-  // -- in
+  // -- input
 
-  // Take what has arrived, a bounded part of it: cancels, then LS requests, then BE requests. End
-  // what is past its deadline. Return the records taken, -1 if effects or events were not taken.
+  // Take a bounded number of arrived records: cancels, then LS requests, then BE requests. End
+  // requests past their deadlines. Return the records taken, -1 if effects or events were left.
   QLLM_D_CALL i32 claim(i64 now_ns) {
     if (!has_room()) return -1;
     v->bell_seen = i64(load_acquire(&control()->bell));
@@ -39,8 +39,8 @@ struct Server : Claimer {
     for (i64 n = 0; n < num; n++) v->num_taken += take_cancels(turn(n), now_ns);
     return claim_requests(now_ns);
   }
-  // Go on with a claim, after what waits was fetched: at the ring of which it was, so that a record
-  // that is wrong keeps no other ring waiting.
+  // Continue a claim after its record was fetched, at the ring of that record, so that a wrong
+  // record delays no other ring.
   QLLM_D_CALL i32 claim_requests(i64 now_ns) {
     i64 num = v->num_front_ends;
     for (; v->next_ring < 2 * num; v->next_ring++) {
@@ -49,7 +49,7 @@ struct Server : Claimer {
     }
     return end_claim(now_ns);
   }
-  // Rings that were not reached come sooner in the next claim.
+  // Serve rings that were not reached sooner in the next claim.
   QLLM_D_CALL i32 end_claim(i64 now_ns) {
     v->first_front_end = (v->first_front_end + 1) % v->num_front_ends;
     expire(now_ns);
@@ -68,7 +68,7 @@ struct Server : Claimer {
     }
     find_deadline();
   }
-  // The bell has rung while a program runs: the smallest priority that `claim` would take.
+  // Return the smallest priority that `claim` would take, when the bell rings during a program.
   QLLM_D_CALL i64 arrived(i64 now_ns) {
     v->bell_seen = i64(load_acquire(&control()->bell));
     v->word = kAnyArrival;
@@ -81,7 +81,7 @@ struct Server : Claimer {
     }
     return v->word;
   }
-  // What the front ends ask of the loop.
+  // Return the front ends' request to the loop.
   QLLM_D i32 asked() const {
     if (load_acquire(&control()->stop)) return STOP;
     if (!load_acquire(&control()->drain) || v->num_held) return SERVE;
@@ -93,7 +93,7 @@ struct Server : Claimer {
     return DRAINED;
   }
 
-  // -- the decision and what became of it, as the scheduler's own functions, with the meters kept
+  // -- the decision and results of a run, as in the scheduler, with the meters
 
   QLLM_D_CALL i32 decide(i64 now_ns) {
     State* s = scheduler.s;
@@ -134,14 +134,15 @@ struct Server : Claimer {
     for (const Row& row : scheduler.all_rows(frame))
       if (scheduler.has_live_request(row)) Meter(serving[row.slot]).park(id, end_ns);
   }
-  // The running frame raised; those that failed alone are left in `chosen`, return how many.
+  // Handle the running frame, which raised. Leave requests that failed alone in `chosen`; return
+  // their number.
   QLLM_D i32 failed(i64 start_ns, i64 end_ns) {
     i32 frame = worked(start_ns, end_ns, 0);
     for (const Row& row : scheduler.all_rows(frame))
       if (scheduler.has_live_request(row)) Meter(serving[row.slot]).lose(RETRIED, row.lo, row.hi);
     return scheduler.failed();
   }
-  // The rows of the running frame went through the layers below `layer`; return that frame.
+  // Note that the running frame's rows did the layers below `layer`; return that frame.
   QLLM_D_CALL i32 worked(i64 start_ns, i64 end_ns, i32 layer) {
     i32 frame = i32(scheduler.s->running);
     for (const Row& row : scheduler.all_rows(frame)) {
@@ -153,9 +154,9 @@ struct Server : Claimer {
     return frame;
   }
 
-  // -- out
+  // -- output
 
-  // A request has one more token, which `done` has counted.
+  // Publish a request's new token, which `done` has counted.
   QLLM_D_CALL void sampled(i32 slot, i32 token, i64 now_ns) {
     const Request& r = requests[slot];
     Serving& x = serving[slot];
@@ -173,11 +174,11 @@ struct Server : Claimer {
     else
       publish(slot);
   }
-  // End a request for a reason of the host's; `serving` has the text.
+  // End a request for a reason of the host; `serving` has the text.
   QLLM_D void end(i32 slot, i32 reason, i64 now_ns) {
     if (serving[slot].phase == LIVE) finish(slot, reason, now_ns);
   }
-  // One more step; show the front ends what the engine holds now.
+  // Count a step, and publish the engine's load to the front ends.
   QLLM_D void show() {
     v->num_steps++;
     show_stats();

@@ -1,4 +1,4 @@
-// From ranks to a plan (qllm/scheduler/rank_plan.py): the closed set of shapes around a rank policy.
+// Plans from ranks (qllm/scheduler/rank_plan.py): the closed set of shapes around a rank policy.
 #pragma once
 #include "ranking.h"
 
@@ -26,7 +26,7 @@ struct Batch {
   i64 free_blocks;
 };
 
-// What to run: the rows of a parked frame (`frame` >= 0), or new ones.
+// A plan: the rows of a parked frame (`frame` >= 0), or new ones.
 struct Plan {
   Row* rows;
   i32 num_rows;
@@ -54,7 +54,7 @@ struct Shapes : Ranking {
   QLLM_HD bool groups() const { return s->group_tokens > 0; }
   QLLM_HD i32 finest_grain() const { return i32(least(s->grain, s->finest_grain)); }
 
-  // Where a tier ends in an order that is in it, or behind it, at `low`.
+  // Return the end of a tier in an order, for a `low` in the tier or after it.
   QLLM_HD i32 end_of_tier(const i32* order, i32 low, i32 high, i64 tier) const {
     while (low < high) {
       i32 middle = (low + high) / 2;
@@ -65,7 +65,7 @@ struct Shapes : Ranking {
     }
     return low;
   }
-  // The tiers, and per tier who decodes, prefills and waits.
+  // Find the tiers, and the decodes, prefills and waiting requests of each.
   QLLM_HD void look_around() {
     i32 a = 0, w = 0;
     while (a < s->num_admitted || w < s->num_waiting) {
@@ -102,7 +102,7 @@ struct Shapes : Ranking {
     Batch batch = {rows, 0, 0, s->seats, tokens, s->num_free};
     return batch;
   }
-  // Blocks that a row takes beyond those its request holds; a newcomer's to where it may end.
+  // Return the blocks that a row takes beyond its request's; a newcomer's up to its allowed end.
   QLLM_HD i64 need(const Row& asked) const {
     Row row = asked;
     if (!requests[row.slot].num_blocks) align(row);
@@ -119,7 +119,7 @@ struct Shapes : Ranking {
     batch.num_prefills++;
   }
 
-  // Prefill tokens of a step that the decodes of these tiers share.
+  // Return the prefill tokens of a step that it shares with the decodes of these tiers.
   QLLM_HD_CALL i64 prefill_tokens(const i32* which, i32 count) const {
     i64 tokens = s->max_step_tokens;
     if (!s->step_tokens && !s->slack_min_tokens) return tokens;
@@ -144,13 +144,13 @@ struct Shapes : Ranking {
     return tokens;
   }
 
-  // Prefill tokens for a slice: where time cannot stop a step, its size has to.
+  // Return the prefill tokens that fit a slice, for steps that time cannot stop.
   QLLM_HD i64 slice_tokens(i64 slice_ns) const {
     if (finest_grain() > kGrainStep) return s->max_step_tokens;
     return least(s->max_step_tokens, most(kMinChunk, floor_div(slice_ns, s->prefill_token_ns)));
   }
 
-  // Where a cohort stops next: after the group of layers that its last row owes.
+  // Return the layer at which a cohort stops next: the end of its last row's next group.
   QLLM_HD i32 next_cut(i64 tokens, i64 layer) const {
     i64 num = (tokens + s->group_tokens - 1) / s->group_tokens;
     num = most<i64>(1, least(least(num, s->max_groups), s->num_layers));
@@ -161,7 +161,7 @@ struct Shapes : Ranking {
     return i32(s->num_layers);
   }
 
-  // Add the next group of layers of a cohort under way; return whether there is one.
+  // Add the next group of layers of a started cohort; return true if there is one.
   QLLM_HD_CALL bool go_on(Batch& batch, const Tier& t) const {
     i64 tokens = 0, least_layer = kMost;
     bool any = false;
@@ -189,7 +189,7 @@ struct Shapes : Ranking {
     return !(s->num_admitted && before(admitted[0], slot)) &&
            !(s->num_waiting && before(waiting[0], slot));
   }
-  // Blocks that requests of worse tiers hold.
+  // Return the blocks that requests of worse tiers hold.
   QLLM_HD i64 evictable(const Tier& t) const {
     i64 sum = 0;
     for (i32 i = t.admitted_end; i < s->num_admitted; i++) sum += requests[admitted[i]].num_blocks;
@@ -206,7 +206,7 @@ struct Shapes : Ranking {
       if (!batch.seats || batch.tokens <= 0) break;
       bool held = p < t.prefills_end;
       if (held && w < t.waiting_end) held = before(prefills[p], waiting[w]);
-      if (blocked && !held) {  // whoever waits is passed over
+      if (blocked && !held) {  // waiting requests are skipped
         w = t.waiting_end;
         continue;
       }
@@ -239,8 +239,8 @@ struct Shapes : Ranking {
     }
   }
 
-  // Decodes, then prefills, tier by tier. `tokens`: kNone is what the shape says. `cohort`: the
-  // tier whose prefills advance, or one of these.
+  // Return decodes, then prefills, tier by tier. `tokens`: kNone takes those of the shape.
+  // `cohort`: the tier whose prefills advance, or one of these.
   enum { kEveryCohort = -1, kMarkedCohorts = -2, kNoCohort = -3 };
   QLLM_HD_CALL Batch batch(const i32* which, i32 count, Row* rows, i64 tokens, i32 cohort, bool force) {
     Batch out = empty_batch(rows, tokens == kNone ? prefill_tokens(which, count) : tokens);
@@ -293,7 +293,7 @@ struct Shapes : Ranking {
     plan.slice_ns = plan.slice_ns == kNone ? left_ns : least(plan.slice_ns, left_ns);
     return plan;
   }
-  // Whether nothing would stop these rows inside the step: the best class decodes alone.
+  // Return true if nothing would stop these rows inside the step: the best class decodes alone.
   QLLM_HD bool runs_whole(const Plan& plan) const {
     i64 best = least(tiers[0].tier, kPriorityLs);
     if (!s->whole_steps || plan.grain == kGrainStep || plan.stop_below > best) return false;
@@ -331,7 +331,7 @@ struct Shapes : Ranking {
   QLLM_HD_CALL Plan resume(i32 frame, Row* rows) {
     return finish_plan(rows, live_rows(frame, rows), frame);
   }
-  // Whether the best of the live rows of a parked frame are of a tier.
+  // Return true if the best live row of a parked frame is of a tier.
   QLLM_HD bool is_of_tier(i32 frame, i64 tier) const {
     const Frame& f = frames[frame];
     i64 best = kMost;
@@ -344,15 +344,15 @@ struct Shapes : Ranking {
     }
     return any && best == tier;
   }
-  // The first parked frame of a tier, or -1.
+  // Return the first parked frame of a tier, or -1.
   QLLM_HD_CALL i32 frame_of_tier(i64 tier) const {
     for (i32 i = 0; i < s->num_parked; i++)
       if (is_of_tier(parked[i], tier)) return parked[i];
     return -1;
   }
 
-  // Whether newcomers of this tier run before a parked step of it: one that rows of worse tiers
-  // joined stops for its own tier too, once.
+  // Return true if newcomers of this tier run before a parked step of it: a step that rows of
+  // worse tiers joined also stops for its own tier, once.
   QLLM_HD_CALL bool goes_before(i32 frame, const Tier& t) const {
     const Frame& f = frames[frame];
     bool joined = false;
@@ -366,12 +366,12 @@ struct Shapes : Ranking {
 
   // -- the stall bound
 
-  // Who made no progress since then is due.
+  // A request without progress since this time is due.
   QLLM_HD i64 due_since_ns() const { return now_ns - (bound_ns() - margin_ns()); }
   QLLM_HD bool is_due(const Request& r, i64 since_ns) const {
     return r.last_progress_ns <= since_ns && is_bounded(r);
   }
-  // A guaranteed slice for whoever is due; it needs no seat and nobody stops it.
+  // Return a guaranteed slice for a due request; it needs no seat and no arrival stops it.
   QLLM_HD Plan stalled() {
     if (!s->max_be_stall_ms) return no_plan();
     i32 first = -1;
@@ -427,13 +427,13 @@ struct Shapes : Ranking {
 
   // -- turns of the prompts and the streams of one tier (qllm/scheduler/gaps.py)
 
-  // When a stream is due, less the margin; a gap without a target is as long as given.
+  // Return when a stream is due, less the margin; `gap_ns` is its gap without a target.
   QLLM_HD i64 stream_due_ns(const Request& r, i64 gap_ns) const {
     i64 last_ns = r.last_token_ns == kNone ? 0 : r.last_token_ns, due_ns = deadline_ns(r);
     if (due_ns != kNone) gap_ns = due_ns - last_ns;
     return last_ns + gap_ns - floor_div(gap_ns, kMarginPart);
   }
-  // Whether all that a frame has of a tier is decodes.
+  // Return true if all rows that a frame has of a tier are decodes.
   QLLM_HD bool is_stream(i32 frame, i64 tier) const {
     const Frame& f = frames[frame];
     for (const Row& row : all_rows(frame)) {
@@ -442,7 +442,7 @@ struct Shapes : Ranking {
     }
     return true;
   }
-  // Decodes of a tier for which there are seats and free KV.
+  // Find decodes of a tier for which there are seats and free KV.
   QLLM_HD Batch fitting(const Tier& t, Row* rows) const {
     Batch out = empty_batch(rows, 0);
     for (i32 d = t.decodes; d < t.decodes_end; d++) {
@@ -451,7 +451,7 @@ struct Shapes : Ranking {
     }
     return out;
   }
-  // Whether a step of decodes and prompts ends in time.
+  // Return true if a step of decodes and prompts should end in time.
   QLLM_HD bool share(const Batch& batch, i64 left_ns) const {
     i64 decoding = batch.num_rows - batch.num_prefills, tokens = -decoding;
     for (i32 i = 0; i < batch.num_rows; i++) tokens += batch.rows[i].hi - batch.rows[i].lo;
@@ -459,7 +459,7 @@ struct Shapes : Ranking {
                        decode_cost(decoding + tokens));
     return step_ns <= left_ns;
   }
-  // The plan of a tier whose prompts could hold up its streams for too long; none if they do not.
+  // Plan a tier whose prompts could delay its streams for too long; no plan if they could not.
   QLLM_HD_CALL Plan take_turns(i32 index) {
     const Tier& t = tiers[index];
     if (!s->max_prompt_gap_ms || !(s->num_parked || has_prefill(t))) return no_plan();
@@ -506,7 +506,7 @@ struct Shapes : Ranking {
     if (num_frames) return finish(loose);
     return finish(batch(order + index, 1, best_rows, kNone, kNoCohort, false));
   }
-  // Prompts of a tier for a while: alone, where steps are cut.
+  // Plan the prompts of a tier for a time: alone, where steps are cut.
   QLLM_HD_CALL Plan prompts_for(i32 index, i64 slice_ns) {
     const Tier& t = tiers[index];
     const bool alone = finest_grain() > kGrainStep;
@@ -525,7 +525,7 @@ struct Shapes : Ranking {
     i32 count = chosen(out, alone);
     return count ? finish_plan(out.rows, count, -1, slice_ns) : no_plan();
   }
-  // Keeps the prompts of a batch, or all rows; returns how many.
+  // Keep the prompts of a batch, or all rows; return how many.
   QLLM_HD i32 chosen(const Batch& batch, bool prompts) const {
     if (!prompts) return batch.num_rows;
     i32 count = 0;
@@ -536,7 +536,7 @@ struct Shapes : Ranking {
 
   // -- all tiers
 
-  // Decodes of every tier, and the next group of the first cohort that can advance.
+  // Return decodes of every tier, and the next group of the first cohort that can advance.
   QLLM_HD Plan layered() {
     for (i32 force = 0; force < 2; force++) {
       for (i32 t = 0; t < num_tiers; t++) {
@@ -583,11 +583,11 @@ struct Shapes : Ranking {
     return out.num_rows ? finish(out) : no_plan();
   }
 
-  // Whether somebody of the tier owes prefill, if only for want of a seat or of KV.
+  // Return true if a request of the tier owes prefill, with or without a seat and KV.
   QLLM_HD bool has_prefill(const Tier& t) const {
     return t.prefills < t.prefills_end || t.waiting < t.waiting_end;
   }
-  // Let the next worse tier with work use what the best tier's decodes can spare.
+  // Let the next worse tier with work use the time that the best tier's decodes can spare.
   QLLM_HD Plan ride_along(const Plan& best, i32 next) {
     i64 tpot_ns = kNone, ahead_ns = kNoDeadline;
     for (i32 i = 0; i < best.num_rows; i++) {
@@ -604,7 +604,7 @@ struct Shapes : Ranking {
       i64 used_ns = s->ride_spent_ns ? now_ns - s->ride_best_ns : 0;
       room_ns = allowance - s->ride_margin_ns - used_ns;
       if (!used_ns) room_ns = most(kMinSliceNs, room_ns);
-      // a request that is behind its target so far leaves nothing
+      // a request that is behind its target leaves no room
       room_ns = least(room_ns, ahead_ns - decode_cost(best.num_rows));
     }
     if (room_ns < kMinSliceNs) return best;
@@ -628,11 +628,11 @@ struct Shapes : Ranking {
     }
     return best;
   }
-  // What more decode rows add to a step.
+  // Return the time that more decode rows add to a step.
   QLLM_HD i64 extra_ns(i32 num_rows, i32 num_more) const {
     return most<i64>(0, decode_cost(num_rows + num_more) - decode_cost(num_rows));
   }
-  // Of the decodes of a tier, the one that made progress longest ago but for those up to `after`.
+  // Return the decode of a tier with the least recent progress after `after`.
   QLLM_HD i32 next_waiting(i32 t, i32 after) const {
     i32 first = -1;
     for (i32 d = tiers[t].decodes; d < tiers[t].decodes_end; d++) {
@@ -647,7 +647,7 @@ struct Shapes : Ranking {
     if (a.last_progress_ns != b.last_progress_ns) return a.last_progress_ns < b.last_progress_ns;
     return a.id < b.id;
   }
-  // Decode rows of a worse tier for which the best tier leaves seats, KV and time.
+  // Choose decodes of a worse tier for which the best tier leaves seats, KV and time.
   QLLM_HD i32 join(const Plan& best, i32 t, i64 room_ns, i64 cap_ns) const {
     Batch out = empty_batch(joining_rows, 0);
     for (i32 i = 0; i < best.num_rows; i++) out.free_blocks -= need(best.rows[i]);
@@ -662,7 +662,7 @@ struct Shapes : Ranking {
     while (count && extra_ns(best.num_rows, count) > room_ns) count--;
     return count;
   }
-  // A parked frame of the tier, or a prefill for which seats are left.
+  // Return a parked frame of the tier, or its prefills if seats are left.
   QLLM_HD Plan other_work(i32 num_taken, i32 t, i64 slice_ns) {
     i32 frame = frame_of_tier(tiers[t].tier);
     if (frame >= 0) return resume(frame, other_rows);

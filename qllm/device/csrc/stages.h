@@ -1,6 +1,6 @@
 // From a decision to the next stage graph and the data of its lane, and back to tokens.
 //
-// Three blocks: the scheduler's state, what is served, and the captured stages with their lanes.
+// Three blocks: the scheduler's state, the served requests, and the captured stages with lanes.
 // A group is the rows of a frame that cross a layer; a stage runs one group through a few layers.
 // Work per call is bounded by the rows of a frame and, where threads share it, by its tokens.
 #pragma once
@@ -30,7 +30,7 @@ struct Stages {
 #undef X
   }
 
-  // -- which stage is next
+  // -- the next stage
 
   QLLM_HD const Frame& running() const { return scheduler.frames[s->running]; }
   QLLM_HD static bool crosses(const Row& row, i32 layer) {
@@ -42,8 +42,8 @@ struct Stages {
     else
       g.until = least(g.until, layer);
   }
-  // The group of the running frame at the first layer, from `layer` on, that a living row crosses.
-  // It is looked for once, then again where rows begin or end and when somebody has gone.
+  // Return the group of the running frame at the first layer, from `layer` on, that a live row
+  // crosses. It is searched once, and again where rows begin or end and when a request has gone.
   QLLM_HD const Group& group_at(i32 layer) {
     Group& g = now->group;
     bool known = g.frame == running().id && g.gone == s->num_gone;
@@ -73,7 +73,7 @@ struct Stages {
     }
     now->group = g;
   }
-  // Whether a row gives a token at the end of the sweep.
+  // Return true if a row gives a token at the end of the sweep.
   QLLM_HD bool samples(const Row& row) const {
     return (row.flags & SAMPLES) && row.end == s->num_layers;
   }
@@ -82,7 +82,7 @@ struct Stages {
     if (g.prefill && !stage.prefill) return false;
     return stage.head || !g.samples || stage.end < s->num_layers;
   }
-  // The branch of the next stage of the running frame; NOTHING at its end.
+  // Return the branch of the next stage of the running frame; NOTHING at its end.
   QLLM_HD_CALL i32 next(const Group& g) const {
     const Frame& f = running();
     if (f.inside || f.layer >= s->num_layers) return CANNOT;  // only a host parks there
@@ -94,12 +94,12 @@ struct Stages {
     return CANNOT;
   }
 
-  // -- its data
+  // -- data of a stage
 
   QLLM_HD static i64* ints(i64 at) { return (i64*)at; }
   QLLM_HD static double* reals(i64 at) { return (double*)at; }
 
-  // Whether the lane of a stage must be filled for a group; it counts as filled from now on.
+  // Return true if the lane of a stage must be filled for a group; it counts as filled from now on.
   QLLM_HD bool take_lane(const Stage& stage, const Group& g) {
     Lane& lane = lanes[stage.whole];
     i64 id = running().id;
@@ -117,8 +117,8 @@ struct Stages {
   QLLM_HD static void clear_tiles(i64 at, i64 stride, i64 count, Share mine) {
     for (i32 column = 0; column < 4; column++) put<i64>(ints(at) + column * stride, count, 0, mine);
   }
-  // First half of filling the lane of the chosen stage: nothing stale in its bucket, and the block
-  // tables. All threads are through it before one begins the second half.
+  // Fill the first half of the chosen stage's lane: clear its bucket, and write the block tables.
+  // All threads finish it before one begins the second half.
   QLLM_HD_CALL void clear(Share mine) const {
     const Stage& stage = stages[now->branch];
     const Lane& lane = lanes[stage.whole];
@@ -145,7 +145,7 @@ struct Stages {
     for (i64 i = 0, count = scheduler.blocks_for(row.hi); i < count; i++, block = scheduler.next_block[block])
       table[i] = block;
   }
-  // Second half: tokens, tiles, and the rows that sample.
+  // Fill the second half: tokens, tiles, and the rows that sample.
   QLLM_HD_CALL void write(Share mine) const {
     const Stage& stage = stages[now->branch];
     const Lane& lane = lanes[stage.whole];
@@ -186,7 +186,7 @@ struct Stages {
       ints(lane.at_seq)[t] = seq;
     }
   }
-  // One tile of a row: `num` queries from its token `a` on.
+  // Write one tile of a row: `num` queries from its token `a` on.
   QLLM_HD static void write_tile(i64 tiles, i64 stride, i32 tile, i32 seq, i32 at, const Row& row,
                                  i32 a, i32 num, Share mine) {
     if (!mine.has(tile)) return;
@@ -209,10 +209,10 @@ struct Stages {
     reals(lane.at_min_p)[head] = as ? as->min_p : 0;
   }
 
-  // -- what came of it
+  // -- results of a stage
 
-  // Take the tokens of the running frame, which is at its end, into `sampled` and behind those of
-  // their requests. A row without a finite logit is dead from here on: whoever called ends it.
+  // Take the tokens of the running frame, which is at its end, into `sampled` and after those of
+  // their requests. A row without a finite logit is dead from here on; the caller ends it.
   QLLM_HD_CALL void collect() {
     const Lane& lane = lanes[stages[now->branch].whole];
     const float* peaks = (const float*)lane.at_peaks;

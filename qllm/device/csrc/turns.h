@@ -1,17 +1,17 @@
-// One turn of the loop: what it does before a stage graph runs, and after.
+// One turn of the loop: its work before a stage graph runs, and after.
 //
-//   before   go on with the running frame, or decide; the branch of the next stage
+//  before   continue the running frame, or decide; the branch of the next stage
 //   (fill)   Stages::clear, then Stages::write, where `fill` says so
-//   after    the frame goes on, is parked, or has ended with `sampled` tokens
+//  after    the frame continues, is parked, or has ended with `sampled` tokens
 //
-// Whoever calls takes in what arrived before `before`, and ends requests after `after`.
+// The caller claims arrivals before `before`, and ends requests after `after`.
 #pragma once
 #include "scheduler.h"
 #include "stages.h"
 
 namespace qllm {
 
-// `Decider` has `decide`, `done` and `stopped` of the scheduler, or of who keeps count beside it.
+// `Decider` has `decide`, `done` and `stopped` of the scheduler, or of a server with meters.
 template <class Decider>
 struct Turns {
   Decider& decider;
@@ -22,8 +22,8 @@ struct Turns {
   QLLM_HD Turns(Decider& decides, const Block& block, ServerState* server, Lanes* lanes)
       : decider(decides), stages(block, server, lanes), s(block.s), now(lanes) {}
 
-  // The branch of the next stage. NOTHING: none can run now, see `failure` and the scheduler's
-  // `kind`. CANNOT: the running frame fits no stage; `Scheduler::failed` reruns its rows alone.
+  // Return the branch of the next stage. NOTHING: none can run now, see `failure` and the
+  // scheduler's `kind`. CANNOT: the running frame fits no stage; `Scheduler::failed` reruns its rows alone.
   QLLM_HD_CALL i32 before(i64 now_ns) {
     now->branch = NOTHING;
     now->fill = 0;
@@ -39,7 +39,7 @@ struct Turns {
     now->fill = branch >= 0 && stages.take_lane(stages.stages[branch], g);
     return branch;
   }
-  // Decide; whether a frame runs now.
+  // Decide; return true if a frame runs now.
   QLLM_HD bool begins(i64 now_ns) {
     now->failure = decider.decide(now_ns);
     if (now->failure != OK || s->decided_frame < 0) return false;
@@ -47,19 +47,19 @@ struct Turns {
     now->start_ns = now_ns;
     return true;
   }
-  // Whether nobody of the running frame owes a layer any more.
+  // Return true if no row of the running frame owes a layer.
   QLLM_HD bool is_over() {
     return stages.group_at(i32(now->layer)).from >= s->num_layers;
   }
 
-  // What became of the running frame: GOES_ON, PARKED or OVER. `stop`: the best class of those who
-  // arrived since the decision.
+  // Return the state of the running frame: GOES_ON, PARKED or OVER. `stop`: the best class of the
+  // requests that arrived since the decision.
   QLLM_HD_CALL i32 after(i64 now_ns, i64 stop) {
     const Frame& f = stages.running();
     i32 end = stages.stages[now->branch].end;
     now->layer = end;
     now->num_sampled = 0;
-    // At the end of the sweep nobody owes a layer, so nobody is looked for.
+    // At the end of the sweep no row owes a layer, so no group is searched.
     const i32 from = end < s->num_layers ? stages.group_at(end).from : end;
     if (from >= s->num_layers) {
       stages.collect();
