@@ -12,9 +12,9 @@ from qllm.device.ring_memory import Pinned
 from qllm.errors import DeviceError
 
 DEFAULT_AT_LAUNCH = 1
-"""cudaGraphCondAssignDefault."""
+"""Value of cudaGraphCondAssignDefault."""
 NOT_READY = 600
-"""cudaErrorNotReady."""
+"""Value of cudaErrorNotReady."""
 
 
 def _checked(result: Sequence[Any]) -> Any:

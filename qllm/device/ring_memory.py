@@ -23,9 +23,9 @@ ATTRIBUTES = {
 }
 """Queried attributes of a device, and their names in CUDA."""
 IN_ORDER = 100
-"""cudaGPUDirectRDMAWritesOrderingOwner: the device that owns the memory sees writes in order."""
+"""Value of cudaGPUDirectRDMAWritesOrderingOwner: the owner of the memory sees writes in order."""
 MAPPED = 2
-"""cudaHostRegisterMapped."""
+"""Value of cudaHostRegisterMapped."""
 _GPU_PAGE = 64 << 10
 """Bytes of a page of GPUDirect RDMA."""
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from qllm.scheduler.scheduler import Scheduler
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
-"""(request, blocks that it lacks, requests that must stay) -> victims, each with its way."""
+"""Function (request, missing blocks, requests that must stay) -> victims with their ways."""
 
 
 def acquire(

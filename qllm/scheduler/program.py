@@ -171,7 +171,7 @@ class Program:
 
     @property
     def num_tokens(self) -> int:
-        """T: tokens of all rows."""
+        """Number of tokens of all rows, T."""
         return self.offsets[-1]
 
     @cached_property

@@ -123,8 +123,8 @@ class _Shaper:
         """Return the time that is left for a request between falling due and running.
 
         It is the time of the slices of all requests that fall due, at least an eighth of the bound
-        (a machine pauses now and then) and at most half. It is half where no slice ends a group of
-        layers.
+        (a machine pauses now and then) and at most half. It is half in layered prefill, as no slice
+        ends a group of layers.
         """
         if self.policy.groups is not None:
             return bound_ns // 2
@@ -174,7 +174,7 @@ class _Shaper:
         return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns, swap_out=out)
 
     def guaranteed(self, first: RequestView, waiting: Sequence[RequestView]) -> Plan:
-        """Return a slice for the first of the due requests that hold KV, `waiting`."""
+        """Return a slice for `first`, and for those of `waiting` that can share it."""
         frame = next((f for f in self.view.frames if f.frame_id == first.frame_id), None)
         if frame is not None:
             rows: list[Row] = list(frame.rows)

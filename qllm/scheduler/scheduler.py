@@ -399,7 +399,7 @@ class Scheduler:
     def _progress(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
         """Count a run for the requests whose rows took part in it."""
         program = parked.program
-        begun = end == parked.index and end != program.end  # tasks inside an op were done
+        begun = end == parked.index and end != program.end  # some tasks of an op were done
         rows = program.rows_between(parked.index, Index(end.op, 1) if begun else end)
         took_part = parked.alive(rows, self.requests)
         for request, _ in took_part:
