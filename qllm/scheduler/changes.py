@@ -33,7 +33,7 @@ def change(
     request.is_paused = paused
     if not paused:
         scheduler.paused.discard(request.request_id)
-        # leave the pause out of its times: both move alike, so it has run since admission or not
+        # move both times by the pause, so that "has run since it took KV" does not change
         request.last_progress_ns += now_ns - request.paused_ns
         request.admitted_ns += now_ns - request.paused_ns
         return []
