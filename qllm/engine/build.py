@@ -403,9 +403,9 @@ class EngineCore(LoadedRunner):
             "time": time_stats(self.config, loop.scheduler.be_share.now._asdict()),
             "open_prompts": {
                 "now": len(loop.scheduler.open),
-                "revisions": loop.revising.num_revisions,
-                "lost_tokens": loop.revising.lost_tokens,
-                "restarts": loop.revising.num_restarts,
+                "revisions": loop.prompt_updates.num_revisions,
+                "lost_tokens": loop.prompt_updates.lost_tokens,
+                "restarts": loop.prompt_updates.num_restarts,
             },
             "prefix_cache": self._prefix_stats(),
             "states": self._state_stats(),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from qllm.engine.costs import StepCosts
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
-from qllm.engine.prompt_updates import Revising, why
+from qllm.engine.prompt_updates import PromptUpdates, why
 from qllm.engine.protocol import Deciding, Newcomers, Sink
 from qllm.errors import PolicyError, contained, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
@@ -98,7 +98,9 @@ class EngineLoop:
         self.prefix = prefix
         self.metrics = MetricsBuilder()
         self.effects = Effects(runner, prefix, self._emit, now_ns)
-        self.revising = Revising(scheduler, runner, self.effects, prefix, self._emit, now_ns)
+        self.prompt_updates = PromptUpdates(
+            scheduler, runner, self.effects, prefix, self._emit, now_ns
+        )
         self.costs = StepCosts() if costs is None else costs
         self.newcomers: Newcomers | None = None
         """Receiver of requests that bring KV from another engine."""
@@ -199,9 +201,9 @@ class EngineLoop:
         if live is None:
             return
         try:
-            whole = self.revising.whole(live.submission, live.request, item)
+            whole = self.prompt_updates.whole(live.submission, live.request, item)
             self._know(whole, live.request)
-            self.revising.apply(whole, live.request, item, self.record is not None)
+            self.prompt_updates.apply(whole, live.request, item, self.record is not None)
         except Exception as error:  # noqa: BLE001 - fails this request, not the engine
             self._raise_fault(error)
             self.finish(item.request_id, FinishReason.ERROR, why(error))

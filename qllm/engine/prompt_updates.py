@@ -31,7 +31,7 @@ class Revised(NamedTuple):
     """Tokens that were computed in every layer and must be computed again."""
 
 
-class Revising:
+class PromptUpdates:
     """The executor of revisions, with counts of their cost.
 
     Args:

@@ -32,7 +32,7 @@ Finish = Callable[[str], Sequence[int]]
 """Tokens of a prompt from all of its text."""
 
 
-class Growing(Protocol):
+class IncrementalTokens(Protocol):
     """A prompt that is not whole yet."""
 
     token_ids: list[int]
@@ -94,7 +94,7 @@ def check_from(value: Any, num_tokens: int, least: int = 0) -> int:
     return int(value)
 
 
-class GrowingIds:
+class IncrementalIds:
     """A prompt of token ids."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -147,7 +147,7 @@ class _Tokens(NamedTuple):
     """The character at which each begins; None if the tokenizer does not say."""
 
 
-class GrowingText:
+class IncrementalText:
     """A prompt of text, or the content of a chat's last message.
 
     Args:

@@ -32,7 +32,12 @@ from qllm.frontend.checks import (
 from qllm.frontend.client import Client
 from qllm.frontend.detokenizer import Detokenizer, MakeReading
 from qllm.frontend.handle import Handle
-from qllm.frontend.incremental_tokens import Growing, GrowingIds, GrowingText, common_prefix
+from qllm.frontend.incremental_tokens import (
+    IncrementalIds,
+    IncrementalText,
+    IncrementalTokens,
+    common_prefix,
+)
 from qllm.frontend.prompts import (
     asked_sampling,
     check_sampling,
@@ -77,7 +82,7 @@ class Engine:
         return longest(self.config, self.client.info.shape) - 1
 
 
-class GrowingPrompt:
+class StreamingPrompt:
     """A prompt that is computed while it comes. Safe to use from any thread.
 
     In a `with` block (or `async with`) it is cancelled at the end if it was not sent. It has many
@@ -94,14 +99,14 @@ class GrowingPrompt:
         self.handle = handle
         """The answer; it has no token before `send`."""
         self._engine, self._priority, self._salt = engine, priority, salt
-        self._growing: Growing | None = None
+        self._tokens: IncrementalTokens | None = None
         self._told: list[int] = []
         """Tokens that the engine has."""
         self._is_sent = False
 
     def __repr__(self) -> str:
         state = "sent" if self._is_sent else "open" if self.is_open else "ended"
-        return f"GrowingPrompt({self.handle.request_id!r}, {state}, {self.num_tokens} tokens)"
+        return f"StreamingPrompt({self.handle.request_id!r}, {state}, {self.num_tokens} tokens)"
 
     @property
     def is_open(self) -> bool:
@@ -116,18 +121,18 @@ class GrowingPrompt:
     @property
     def num_bytes(self) -> int:
         """What came so far, as UTF-8, or 4 per token id; of a chat, of its last message."""
-        growing = self._growing
-        return 0 if growing is None else growing.num_bytes
+        tokens = self._tokens
+        return 0 if tokens is None else tokens.num_bytes
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all that came; the last ones may change with what comes next."""
         with self.handle.prompt_lock:
-            if self._growing is None:
+            if self._tokens is None:
                 return 0
             if not self._is_sent:
-                self._growing.look()
-            return len(self._growing.token_ids)
+                self._tokens.look()
+            return len(self._tokens.token_ids)
 
     def num_bytes_before(self, from_token: int) -> int:
         """What the first tokens come to, in bytes as `num_bytes`.
@@ -136,7 +141,7 @@ class GrowingPrompt:
             InvalidRequestError: As for `replace`.
         """
         with self.handle.prompt_lock:
-            return 0 if self._growing is None else self._growing.num_bytes_before(from_token)
+            return 0 if self._tokens is None else self._tokens.num_bytes_before(from_token)
 
     def begin(self, prompt: Prompt, template: Mapping[str, Any] = NO_OPTIONS) -> None:
         """Take what a prompt begins with: text, token ids, or messages, whose last one grows.
@@ -163,7 +168,7 @@ class GrowingPrompt:
                 return render_chat(messages, engine.tokenizer, most_tokens=engine.most, **template)
 
             head = template_head(chat, engine.tokenizer, template, engine.most)
-            self._growing = GrowingText(engine.tokenizer, render, head)
+            self._tokens = IncrementalText(engine.tokenizer, render, head)
             prompt = last
         if prompt:
             self.append(prompt)  # type: ignore[arg-type]
@@ -179,9 +184,9 @@ class GrowingPrompt:
             RequestFailedError: The request has ended: it was cancelled, or its engine is gone.
         """
         with self.handle.prompt_lock:
-            growing = self._of(piece)
-            growing.append(piece)
-            self._growing = growing
+            tokens = self._of(piece)
+            tokens.append(piece)
+            self._tokens = tokens
             self._tell()
 
     def replace(self, from_token: int, piece: Piece) -> None:
@@ -195,9 +200,9 @@ class GrowingPrompt:
             RequestFailedError: As for `append`.
         """
         with self.handle.prompt_lock:
-            growing = self._of(piece)
-            growing.replace(from_token, piece)
-            self._growing = growing
+            tokens = self._of(piece)
+            tokens.replace(from_token, piece)
+            self._tokens = tokens
             self._tell()
 
     async def extend(self, pieces: AsyncIterable[Piece]) -> Self:
@@ -206,15 +211,15 @@ class GrowingPrompt:
             self.append(piece)
         return self
 
-    def _of(self, piece: Any) -> Growing:
+    def _of(self, piece: Any) -> IncrementalTokens:
         """What a piece goes to; its first one says whether that is text or token ids."""
         self._raise_if_sent()
-        if self._growing is not None:
-            return self._growing
+        if self._tokens is not None:
+            return self._tokens
         engine = self._engine
         vocab_size = engine.client.info.shape.vocab_size
         if not isinstance(piece, str):
-            return GrowingIds(vocab_size)
+            return IncrementalIds(vocab_size)
         if engine.tokenizer is None:
             raise InvalidRequestError(
                 "the model came without a tokenizer; append lists of token ids"
@@ -223,7 +228,7 @@ class GrowingPrompt:
         def encode(text: str) -> Sequence[int]:
             return to_token_ids(text, engine.tokenizer, vocab_size, engine.most)
 
-        return GrowingText(engine.tokenizer, encode)
+        return IncrementalText(engine.tokenizer, encode)
 
     def _raise_if_sent(self) -> None:
         if self._is_sent:
@@ -234,26 +239,26 @@ class GrowingPrompt:
 
     def _tell(self) -> None:
         """Tell the engine of tokens that are not expected to change, if it is worth it."""
-        growing, told = self._growing, self._told
-        assert growing is not None
+        tokens, told = self._tokens, self._told
+        assert tokens is not None
         most = self._engine.most
-        sure = min(growing.num_sure, most)
-        same = min(growing.num_same, len(told), sure)
-        keep = same + common_prefix(told[same:], growing.token_ids[same:sure])
+        sure = min(tokens.num_sure, most)
+        same = min(tokens.num_same, len(told), sure)
+        keep = same + common_prefix(told[same:], tokens.token_ids[same:sure])
         if keep < len(told) or sure >= keep + PIECE_TOKENS:
-            new = growing.token_ids[keep:sure]
+            new = tokens.token_ids[keep:sure]
             try:
                 self.handle.revise(Revision(keep, self._rest(tuple(new))))
             except QueueFullError:
                 pass  # it goes with the next piece
             else:
                 told[keep:] = new
-                growing.num_same = len(growing.token_ids)
+                tokens.num_same = len(tokens.token_ids)
         else:
             self.handle.raise_if_ended()
-        if len(growing.token_ids) > most:
+        if len(tokens.token_ids) > most:
             raise ContextLengthError(
-                f"the prompt has {len(growing.token_ids)} tokens so far, and at most {most} can be "
+                f"the prompt has {len(tokens.token_ids)} tokens so far, and at most {most} can be "
                 "served; replace a part of it, or cancel it"
             )
 
@@ -302,9 +307,9 @@ class GrowingPrompt:
             self._raise_if_sent()
             asked = asked_sampling(sampling, options, engine.sampling_defaults)
             params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
-            if self._growing is None:
+            if self._tokens is None:
                 raise InvalidRequestError("the prompt is empty; append something first")
-            ids = self._growing.finish()
+            ids = self._tokens.finish()
             if not ids:
                 raise InvalidRequestError("the prompt has no tokens; append something first")
             shape = engine.client.info.shape
@@ -337,7 +342,7 @@ class GrowingPrompt:
             detokenizer = Detokenizer.of(engine.tokenizer, params, ids, eos_token_ids, reading)
             self.handle.sent(tuple(ids), detokenizer)
             self.handle.revise(Revision(keep, rest))
-            self._is_sent, self._told, self._growing.token_ids = True, [], ids
+            self._is_sent, self._told, self._tokens.token_ids = True, [], ids
         return self.handle
 
     def cancel(self) -> None:
@@ -377,7 +382,7 @@ class Opens:
         cache_salt: str = "",
         cache_owner: str = "",
         template: Mapping[str, Any] = NO_OPTIONS,
-    ) -> GrowingPrompt:
+    ) -> StreamingPrompt:
         """Open a prompt that comes in pieces, and is computed meanwhile. Callable from any thread.
 
         It gives way to requests of its class whose prompts are whole. It stays open until it is
@@ -422,7 +427,7 @@ class Opens:
             handle = self._handle(
                 number, request_id or f"prompt-{uuid.uuid4().hex[:12]}", (), UNSAID
             )
-            opened = GrowingPrompt(handle, engine, level, salt)
+            opened = StreamingPrompt(handle, engine, level, salt)
             first = opened._rest(())
             client.submit(_arriving(first, client.now_ns()), handle)
         try:

@@ -26,7 +26,7 @@ from qllm.server.ops.supervisor import Supervisor
 from qllm.server.page import docs, ui
 from qllm.server.prompts import ndjson as streamed_body
 from qllm.server.prompts import routes as prompt_routes
-from qllm.server.prompts import store as open_prompts
+from qllm.server.prompts.store import StreamingPrompts
 from qllm.server.requests.front import Front
 from qllm.server.requests.shortcut import Shortcut
 from qllm.server.state.response_store import ResponseStore
@@ -90,7 +90,7 @@ def create_app(
     """
     metrics = Metrics(config.model_name, is_local=config.engine_address is None)
     front = Front(engine, config, metrics)
-    prompts = open_prompts.OpenPrompts(front)
+    prompts = StreamingPrompts(front)
     log = access.Log() if config.access_log else None
 
     state = None if config.state_dir is None else _State(front, config.state_dir)

@@ -166,7 +166,7 @@ class Metrics:
 
     def _make_prompts(self) -> None:
         """Make the metrics of prompts that come in pieces."""
-        self.open_prompts = self._gauge(
+        self.streaming_prompts = self._gauge(
             "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
         ).labels(self._model)
         self.abandoned = self._counter(

@@ -189,7 +189,7 @@ def _random_world(policy: Any, rng: random.Random, *, swaps: bool) -> World:
     return world
 
 
-def _open_prompts(world: World, rng: random.Random) -> World:
+def _streaming_prompts(world: World, rng: random.Random) -> World:
     """Add prompts that grow and change while the others are served."""
     longest = min(700, world.scheduler.limits.num_blocks * world.scheduler.limits.block_size - 16)
     at_ns = world.clock.at_ns
@@ -362,7 +362,7 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
         else:
             world = _random_world(own, rng, swaps=number % 4 == 3)
         if number % 3 == 2:
-            _open_prompts(world, random.Random(f"{seed}-{number} open"))
+            _streaming_prompts(world, random.Random(f"{seed}-{number} open"))
         try:
             stall_ns = max(stall_ns, watch(world))
         except PolicyError as error:

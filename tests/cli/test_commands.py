@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from qllm.cli import app
 from qllm.cli.app import FAILED, INTERRUPTED
 from qllm.frontend.handle import Handle, Piece
-from qllm.frontend.streaming_prompt import GrowingPrompt
+from qllm.frontend.streaming_prompt import StreamingPrompt
 from qllm.measure.random_moe import make_random_moe
 from qllm.plan import Row
 from qllm.record.trace import Arrived, Event, Finished, Planned, Ran, Token, Trace
@@ -213,16 +213,16 @@ def test_run_reads_while_the_pipe_is_open() -> None:
 def test_ctrl_c_leaves_a_pipe_that_is_still_open(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts: list[GrowingPrompt] = []
-    append = GrowingPrompt.append
+    prompts: list[StreamingPrompt] = []
+    append = StreamingPrompt.append
 
-    def interrupted(self: GrowingPrompt, piece: str) -> None:
+    def interrupted(self: StreamingPrompt, piece: str) -> None:
         append(self, piece)
         if self not in prompts and "stop" in piece:
             prompts.append(self)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(GrowingPrompt, "append", interrupted)
+    monkeypatch.setattr(StreamingPrompt, "append", interrupted)
     done = runner.invoke(app, ["run", str(model), "--stdin"], input=b"stop here")
     assert done.exit_code == INTERRUPTED, done.stderr
     assert done.stdout == ""

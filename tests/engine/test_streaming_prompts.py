@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from qllm import SamplingParams
 from qllm.frontend.handle import Handle
-from qllm.frontend.streaming_prompt import PIECE_TOKENS, GrowingPrompt
+from qllm.frontend.streaming_prompt import PIECE_TOKENS, StreamingPrompt
 from qllm.kernels.cpu import course
 from qllm.record import trace
 from tests.support.families import FAMILIES, make_model
-from tests.support.growing import GREEDY, Engine, equal, ids_of
 from tests.support.rope import model_of as rope_model
+from tests.support.streaming_prompts import GREEDY, Engine, equal, ids_of
 from tests.support.waiting import wait_for
 
 
@@ -48,7 +48,7 @@ STEPS = st.lists(
 
 
 def walk(
-    prompt: GrowingPrompt, steps: list[Step], seed: int, settle: Callable[[], None]
+    prompt: StreamingPrompt, steps: list[Step], seed: int, settle: Callable[[], None]
 ) -> list[int]:
     """Grow a prompt step by step; return the tokens that it has at the end."""
     known: list[int] = []
@@ -167,7 +167,7 @@ def test_sampling_and_limits_are_those_of_send(plain: Engine) -> None:
     found = prompt.send(2, sampling=asks).result(300)  # computed again: nobody kept hidden states
     assert found.prompt_logprobs == want.prompt_logprobs
     assert found.metrics.revise_lost_tokens == 49
-    assert plain.loop.revising.num_restarts > 0
+    assert plain.loop.prompt_updates.num_restarts > 0
 
 
 def test_a_prompt_closes_without_a_further_token(plain: Engine) -> None:
@@ -227,7 +227,7 @@ def test_revised_at_every_boundary_of_a_parked_row(
 
         def look(
             program: Any, *_: Any, seen: list[int] = seen, mates: list[Handle] = mates,
-            prompt: GrowingPrompt = prompt,
+            prompt: StreamingPrompt = prompt,
         ) -> None:  # fmt: skip
             if program.rows[0].request_id != prompt.handle.number or not seen[0]:
                 return
@@ -236,7 +236,7 @@ def test_revised_at_every_boundary_of_a_parked_row(
                 mates.append(made.engine.submit(other, "LS", 2, sampling=GREEDY))
                 prompt.replace(keep, then)
 
-        before = made.loop.revising.lost_tokens
+        before = made.loop.prompt_updates.lost_tokens
         made.runner.on_segment = look
         prompt.append(first)
         wait_for(lambda mates=mates: mates)  # type: ignore[misc]
@@ -244,7 +244,7 @@ def test_revised_at_every_boundary_of_a_parked_row(
         made.runner.on_segment = None
         equal(made.end(prompt), want)
         assert mates[0].result(300).token_ids == mate[0].token_ids
-        num_kept += made.loop.revising.lost_tokens == before
+        num_kept += made.loop.prompt_updates.lost_tokens == before
         num_killed += 1
     assert num_killed > 10
     assert num_kept > 0
@@ -262,7 +262,7 @@ def test_a_parked_row_goes_on_where_nothing_changed_before_its_end(model: Any) -
 
             def look(
                 *_: Any, keep: int = keep, done: threading.Event = done,
-                prompt: GrowingPrompt = prompt, made: Engine = made,
+                prompt: StreamingPrompt = prompt, made: Engine = made,
             ) -> None:  # fmt: skip
                 if not done.is_set():
                     done.set()
@@ -396,7 +396,7 @@ def test_rope_that_follows_the_length_is_computed_again(kind: str) -> None:
         found = made.end(prompt)
         lost = [at - 6] if kind == "phimoe-longrope" else [at - 6, at + 19, at + 39]
         assert found[0].metrics.revise_lost_tokens == sum(lost)
-        assert made.loop.revising.num_restarts == len(lost)
+        assert made.loop.prompt_updates.num_restarts == len(lost)
         equal(found, made.whole(ids))
 
 

@@ -13,9 +13,9 @@ import pytest
 from bench.models import tiny_configs
 from qllm.errors import QueueFullError
 from qllm.frontend.handle import Handle
-from qllm.frontend.streaming_prompt import GrowingPrompt
-from tests.support.growing import GREEDY, Engine, equal
-from tests.support.growing import ids_of as ids_below
+from qllm.frontend.streaming_prompt import StreamingPrompt
+from tests.support.streaming_prompts import GREEDY, Engine, equal
+from tests.support.streaming_prompts import ids_of as ids_below
 from tests.support.waiting import wait_for
 
 FAMILIES = ("qwen3_next", "qwen3_5_moe_text")
@@ -37,7 +37,7 @@ def stateful(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield made
 
 
-def opened(made: Engine, ids: list[int]) -> GrowingPrompt:
+def opened(made: Engine, ids: list[int]) -> StreamingPrompt:
     """A prompt of which these came, and were computed."""
     prompt = made.engine.open("LS")
     prompt.append(ids)
@@ -63,14 +63,14 @@ def test_a_state_that_has_seen_what_changes_starts_again(
 ) -> None:
     first, then = ids_of(100), ids_of(more, 1)
     now = first[:keep] + then or [7]
-    before = stateful.loop.revising.num_restarts
+    before = stateful.loop.prompt_updates.num_restarts
     prompt = opened(stateful, first)  # 99 are computed
     prompt.replace(keep, now[keep:])
     stateful.settle(prompt)
     found = stateful.end(prompt)
     held = keep + more - 1  # the last one is not told before the end
     assert found[0].metrics.revise_lost_tokens == (99 if min(keep, held) < 99 else 0)
-    assert stateful.loop.revising.num_restarts - before == (0 < min(keep, held) < 99)
+    assert stateful.loop.prompt_updates.num_restarts - before == (0 < min(keep, held) < 99)
     equal(found, stateful.whole(now))
 
 
@@ -150,7 +150,7 @@ def test_revised_at_every_boundary_of_a_parked_row(
 
         def look(
             program: Any, *_: Any, at: int = at, mates: list[Handle] = mates,
-            prompt: GrowingPrompt = prompt,
+            prompt: StreamingPrompt = prompt,
         ) -> None:  # fmt: skip
             nonlocal seen
             seen += program.rows[0].request_id == prompt.handle.number

@@ -21,12 +21,12 @@ from qllm.errors import (
     RequestFailedError,
 )
 from qllm.frontend.handle import Result
-from qllm.frontend.incremental_tokens import HELD, SET_ASIDE, GrowingText
-from qllm.frontend.streaming_prompt import PIECE_TOKENS, GrowingPrompt, common_prefix
+from qllm.frontend.incremental_tokens import HELD, SET_ASIDE, IncrementalText
+from qllm.frontend.streaming_prompt import PIECE_TOKENS, StreamingPrompt, common_prefix
 from qllm.ingress import Revision
 from qllm.types import FinishReason, RequestStatus, StructuredOutputs
 from tests.support.families import VOCAB, make_model
-from tests.support.growing import Engine, ids_of
+from tests.support.streaming_prompts import Engine, ids_of
 from tests.support.waiting import wait_for
 
 
@@ -84,10 +84,10 @@ def test_ids_are_those_of_the_whole_text(
     assert list(result.prompt_token_ids) == tiny.tokenizer(now)["input_ids"]
 
 
-def text_of(prompt: GrowingPrompt) -> str:
-    growing = prompt._growing
-    assert isinstance(growing, GrowingText)
-    return growing.text
+def text_of(prompt: StreamingPrompt) -> str:
+    tokens = prompt._tokens
+    assert isinstance(tokens, IncrementalText)
+    return tokens.text
 
 
 WORDS = "The crawler found 12 pages; it's reading the third one, slowly.\n\nThen  more. "
@@ -96,15 +96,15 @@ WORDS = "The crawler found 12 pages; it's reading the third one, slowly.\n\nThen
 @pytest.mark.parametrize("size", [1, 7, 64, 333])
 def test_text_in_pieces_is_not_tokenised_as_a_whole_each_time(tiny: QLLMEngine, size: int) -> None:
     text = WORDS * 30
-    growing = GrowingText(tiny.tokenizer, lambda text: tiny.tokenizer(text)["input_ids"])
+    tokens = IncrementalText(tiny.tokenizer, lambda text: tiny.tokenizer(text)["input_ids"])
     asked: list[int] = []
-    encode = growing._encode
-    growing._encode = lambda text, special: (asked.append(len(text)), encode(text, special))[1]  # type: ignore[method-assign]
+    encode = tokens._encode
+    tokens._encode = lambda text, special: (asked.append(len(text)), encode(text, special))[1]  # type: ignore[method-assign]
     for at in range(0, len(text), size):
-        growing.append(text[at : at + size])
-    growing.look()
-    assert growing.token_ids == growing.finish()
-    assert growing.num_whole == 0
+        tokens.append(text[at : at + size])
+    tokens.look()
+    assert tokens.token_ids == tokens.finish()
+    assert tokens.num_whole == 0
     assert max(asked) < 64 + size + 500
 
 
@@ -117,18 +117,18 @@ def test_a_tokenizer_that_says_no_offsets_is_asked_now_and_then() -> None:
             return {"input_ids": [ord(c) % 64 for c in text]}
 
     slow = Slow()
-    growing = GrowingText(slow, lambda text: slow(text)["input_ids"])
+    tokens = IncrementalText(slow, lambda text: slow(text)["input_ids"])
     for _ in range(2000):
-        growing.append(WORDS[:10])
+        tokens.append(WORDS[:10])
     assert slow.asked < 10 * 20_000
-    assert growing.finish() == slow(WORDS[:10] * 2000)["input_ids"]
+    assert tokens.finish() == slow(WORDS[:10] * 2000)["input_ids"]
     with pytest.raises(InvalidRequestError, match="does not say where in the text"):
-        growing.replace(5, "x")
-    growing.replace(0, "abc")
-    assert growing.text == "abc"
+        tokens.replace(5, "x")
+    tokens.replace(0, "abc")
+    assert tokens.text == "abc"
 
 
-def append_all(prompt: GrowingPrompt, text: str) -> None:
+def append_all(prompt: StreamingPrompt, text: str) -> None:
     for c in text:
         prompt.append(c)
 
@@ -271,7 +271,7 @@ def test_what_was_sent_is_closed(tiny: QLLMEngine) -> None:
     ],
 )
 def test_bad_input_leaves_a_prompt_as_it_was(
-    tiny: QLLMEngine, call: Callable[[GrowingPrompt], Any], message: str
+    tiny: QLLMEngine, call: Callable[[StreamingPrompt], Any], message: str
 ) -> None:
     prompt = tiny.open("LS", "some words")
     with pytest.raises(InvalidRequestError, match=message):
@@ -399,15 +399,15 @@ def test_the_characters_that_are_tokenised_grow_with_the_text_alone(
     """Not with its square: also where the context never comes out as it was."""
     for size in (20_000, 100_000):
         tokenizer = Counting(agrees)
-        growing = GrowingText(tokenizer, lambda text, t=tokenizer: t(text)["input_ids"])  # type: ignore[misc]
+        tokens = IncrementalText(tokenizer, lambda text, t=tokenizer: t(text)["input_ids"])  # type: ignore[misc]
         for at in range(0, size, step):
-            growing.append("abcdefghij"[(at // step) % 10] * step)
+            tokens.append("abcdefghij"[(at // step) % 10] * step)
         assert tokenizer.num_chars < 16 * size
-        assert growing.num_bytes == size
-        assert bool(growing.num_whole) is not agrees
-        assert not agrees or len(growing._tail) < 2 * SET_ASIDE  # what is joined with each piece
-        growing.look()
-        assert growing.token_ids == growing.finish()
+        assert tokens.num_bytes == size
+        assert bool(tokens.num_whole) is not agrees
+        assert not agrees or len(tokens._tail) < 2 * SET_ASIDE  # what is joined with each piece
+        tokens.look()
+        assert tokens.token_ids == tokens.finish()
 
 
 def test_telling_the_engine_looks_at_no_token_that_cannot_have_changed(

@@ -7,7 +7,7 @@ import pytest
 
 from qllm import QLLMEngine
 from qllm.errors import ContextLengthError
-from qllm.frontend.incremental_tokens import GrowingText
+from qllm.frontend.incremental_tokens import IncrementalText
 from qllm.frontend.prompts import render_chat, to_token_ids
 from qllm.models.tokenizer import LONG_TEXT, ids_of, load_tokenizer, longest_token
 from tests.support.lock import longest_hold_s
@@ -50,10 +50,10 @@ def test_a_text_that_was_rendered_has_what_stands_in_front_once(kind: str, text:
     assert ids_of(tokenizer, text)[: len(front)] == front
     twice = ids_of(tokenizer, "".join(IN_FRONT.get(kind, [])) + rendered)
     assert twice[: 2 * len(front)] == 2 * front, "a user may write it twice"
-    growing = GrowingText(tokenizer, lambda whole: ids_of(tokenizer, whole))
-    growing.append(rendered)
-    growing.look()
-    assert [*growing.token_ids, *end] == (whole if rendered else [])
+    tokens = IncrementalText(tokenizer, lambda whole: ids_of(tokenizer, whole))
+    tokens.append(rendered)
+    tokens.look()
+    assert [*tokens.token_ids, *end] == (whole if rendered else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,16 +73,16 @@ def test_other_threads_go_on_while_a_long_text_is_made_into_tokens(
     tokenizer: Any, text: str
 ) -> None:
     def grow() -> None:
-        growing = GrowingText(tokenizer, lambda whole: ids_of(tokenizer, whole))
-        growing.append(text)
-        growing.replace(0, text)
-        growing.finish()
+        tokens = IncrementalText(tokenizer, lambda whole: ids_of(tokenizer, whole))
+        tokens.append(text)
+        tokens.replace(0, text)
+        tokens.finish()
 
     chat = [{"role": "user", "content": text}]
     ways: dict[str, Callable[[], object]] = {
         "prompt": lambda: to_token_ids(text, tokenizer, 1 << 20),
         "chat": lambda: render_chat(chat, tokenizer),
-        "growing": grow,
+        "pieces": grow,
     }
     held = {name: longest_hold_s(do) for name, do in ways.items()}
     assert all(seconds <= MOST_HELD_S for seconds in held.values()), held
@@ -105,6 +105,6 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     for prompt in ("a" * (most + 1), [{"role": "user", "content": "a" * most}]):
         with pytest.raises(ContextLengthError, match=f"at most {most}"):
             engine.submit(prompt)
-    with engine.open(prompt="") as growing, pytest.raises(ContextLengthError):
-        growing.append("a" * (most + 1))
+    with engine.open(prompt="") as prompt, pytest.raises(ContextLengthError):
+        prompt.append("a" * (most + 1))
     assert asked == [most]

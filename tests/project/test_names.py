@@ -12,6 +12,9 @@ from tests.support.files import ROOT
 HOMES = {
     # the process of a caller is a front end; its object here is a client
     "guest": "",
+    # a prompt that arrives in pieces is a streaming prompt; its changes are prompt updates
+    "growing": "",
+    "revising": "",
     # a lock is a lock; what lets front ends of other machines in is a listener
     "door": "",
     # the CPU beside a device; a machine's name where addresses are
@@ -68,6 +71,7 @@ def test_a_word_is_used_where_its_meaning_is() -> None:
         ("qllm/llm.py", "with self._client.door: ...", "door"),
         ("qllm/runner/replay.py", "", "replay"),
         ("qllm/measure/demo.py", "def f(*, next_stage=1): ...", "next_stage"),
+        ("qllm/frontend/streaming_prompt.py", "class GrowingPrompt: ...", "GrowingPrompt"),
     ],
 )
 def test_a_word_astray_is_seen(path: str, source: str, name: str) -> None:

@@ -113,8 +113,8 @@ def charged(
     a token also counts twice.
     """
     if parts.around is not None:
-        fixed, growing = growth_of(parts.around)
-        found = Charge(0, 2 * fixed, 2 * growing)
+        fixed, per_token = growth_of(parts.around)
+        found = Charge(0, 2 * fixed, 2 * per_token)
     else:
         num_bytes = state_bytes(drivers, parts.like)
         found = Charge(num_bytes, 2 * num_bytes, kv_token_bytes(parts, model))
@@ -128,8 +128,8 @@ def growth_of(around: Around) -> tuple[int, int]:
     The bytes per token are measured while windows are not full and nothing is compressed.
     """
     kept = {num: around.kept_bytes(num) for num in (*GROWS, *OTHERS)}
-    growing = max(kept[hi] - kept[lo] for lo, hi in pairwise(GROWS))
-    return max(0, *(num_bytes - growing * num for num, num_bytes in kept.items())), growing
+    per_token = max(kept[hi] - kept[lo] for lo, hi in pairwise(GROWS))
+    return max(0, *(num_bytes - per_token * num for num, num_bytes in kept.items())), per_token
 
 
 def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact: bool) -> None:

@@ -27,7 +27,7 @@ from qllm.server.api.protocol import ChatRequest, CompletionRequest
 from qllm.server.http.errors import ApiError, from_validation
 from qllm.server.http.headers import is_ndjson
 from qllm.server.prompts.routes import AppendRequest, ReplaceRequest
-from qllm.server.prompts.store import Opened, OpenPrompts
+from qllm.server.prompts.store import Opened, StreamingPrompts
 from qllm.server.requests.apart import Apart
 from qllm.server.requests.ask import Ask, check_alone
 from qllm.server.requests.bodies import loads, packed
@@ -125,7 +125,7 @@ def _add_lines(opened: Opened, apart: Apart, number: int, block: bytes, most_byt
 class _Streamed:
     """The handlers of streamed bodies."""
 
-    def __init__(self, front: Front, prompts: OpenPrompts) -> None:
+    def __init__(self, front: Front, prompts: StreamingPrompts) -> None:
         self._front, self._prompts = front, prompts
 
     async def completion(self, request: Request) -> Response:
@@ -191,7 +191,7 @@ class _Streamed:
         )
 
 
-def routes(front: Front, prompts: OpenPrompts) -> list[Route]:
+def routes(front: Front, prompts: StreamingPrompts) -> list[Route]:
     """Return the routes, which must come before those of whole bodies."""
     streamed = _Streamed(front, prompts)
     return [

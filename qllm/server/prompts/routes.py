@@ -18,7 +18,7 @@ from qllm.server.api.protocol import ServiceTier, Templated, TextOr, class_of_ti
 from qllm.server.http.errors import RESPONSES
 from qllm.server.http.fields import Body, Items
 from qllm.server.http.headers import header
-from qllm.server.prompts.store import Opened, OpenPrompts
+from qllm.server.prompts.store import Opened, StreamingPrompts
 from qllm.server.requests.bodies import read, schema_of
 from qllm.server.requests.front import Front
 from qllm.types import Priority
@@ -72,7 +72,7 @@ class ReplaceRequest(Body):
 class _Routes:
     """The work of the routes."""
 
-    def __init__(self, front: Front, prompts: OpenPrompts) -> None:
+    def __init__(self, front: Front, prompts: StreamingPrompts) -> None:
         self._front, self._prompts = front, prompts
 
     async def seen(self, opened: Opened) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class _Routes:
         return await prompts.change(opened, do, len(raw))
 
 
-def routes(front: Front, prompts: OpenPrompts) -> APIRouter:
+def routes(front: Front, prompts: StreamingPrompts) -> APIRouter:
     """Return the routes of streaming prompts."""
     router, do = APIRouter(tags=["prompts"]), _Routes(front, prompts)
 

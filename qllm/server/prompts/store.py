@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from qllm.errors import EngineClosedError, RequestFailedError
-from qllm.frontend.streaming_prompt import GrowingPrompt, Piece
+from qllm.frontend.streaming_prompt import Piece, StreamingPrompt
 from qllm.server.api.answers import owner_of
 from qllm.server.http.errors import ApiError
 from qllm.server.requests.ask import SHORT, Served
@@ -35,7 +35,7 @@ class Opened:
     """A streaming prompt."""
 
     name: str
-    prompt: GrowingPrompt
+    prompt: StreamingPrompt
     served: Served
     caller: str
     is_chat: bool
@@ -98,7 +98,7 @@ class Opened:
         }
 
 
-class OpenPrompts:
+class StreamingPrompts:
     """The streaming prompts of a server. Lives on its event loop.
 
     Work whose time grows with a piece or a prompt runs on the threads of its class.
@@ -163,8 +163,8 @@ class OpenPrompts:
         )
         is_short = num_bytes < SHORT and not template
         try:
-            made: GrowingPrompt = await front.text_of(served.priority).run(
-                make, is_short=is_short, abandon=GrowingPrompt.cancel
+            made: StreamingPrompt = await front.text_of(served.priority).run(
+                make, is_short=is_short, abandon=StreamingPrompt.cancel
             )
         except BaseException as error:
             front.release(served)
@@ -177,7 +177,7 @@ class OpenPrompts:
         other = num_bytes - made.num_bytes if is_chat else 0
         opened = Opened(name, made, served, caller, is_chat, other, is_streamed)
         self._open[name] = opened
-        front.metrics.open_prompts.inc()
+        front.metrics.streaming_prompts.inc()
         self._touch(opened)
         return opened
 
@@ -302,7 +302,7 @@ class OpenPrompts:
         if opened.has_seat:
             self._front.release(opened.served)
         self._left(opened.caller)
-        self._front.metrics.open_prompts.dec()
+        self._front.metrics.streaming_prompts.dec()
         self._ended[opened.name] = opened.caller, fate
         self._order.append(opened.name)
         if len(self._order) > KEPT_NAMES:

@@ -217,10 +217,10 @@ def test_a_request_in_python_goes_on_with_its_prompt_in_every_way(spaced: Servin
     paused = engine.submit(PROMPT, max_tokens=9)
     paused.pause()
     paused.resume()
-    growing = engine.open()
+    prompt = engine.open()
     for piece in PROMPT:
-        growing.append(piece)
-    assert paused.result(60).text == growing.send(max_tokens=9).result(60).text == ANSWER
+        prompt.append(piece)
+    assert paused.result(60).text == prompt.send(max_tokens=9).result(60).text == ANSWER
     ids = engine.tokenizer.convert_tokens_to_ids([SAID[0]])
     assert engine.submit(ids, max_tokens=9).result(60).text == ANSWER
 
@@ -250,9 +250,9 @@ def test_a_text_has_one_bos_or_as_many_as_it_says(
     assert record["response"]["body"]["choices"][0]["prompt_token_ids"] == expected
     if special is not False:
         assert list(engine.submit(text, max_tokens=1).result(60).prompt_token_ids) == expected
-        with engine.open(prompt=text) as growing:
-            assert growing.num_tokens == len(expected)
-            assert list(growing.send(max_tokens=1).prompt_token_ids) == expected
+        with engine.open(prompt=text) as prompt:
+            assert prompt.num_tokens == len(expected)
+            assert list(prompt.send(max_tokens=1).prompt_token_ids) == expected
 
 
 def test_a_prompt_that_came_in_pieces_cannot_leave_bos_out(spaced: Serving) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from qllm.frontend.incremental_tokens import GrowingText
-from qllm.frontend.streaming_prompt import GrowingPrompt
+from qllm.frontend.incremental_tokens import IncrementalText
+from qllm.frontend.streaming_prompt import StreamingPrompt
 from qllm.llm import QLLMEngine
 from qllm.server.prompts import ndjson as streamed_body
 from qllm.server.prompts.ndjson import blocks_of
-from qllm.server.prompts.store import Opened, OpenPrompts
+from qllm.server.prompts.store import Opened, StreamingPrompts
 from qllm.server.requests import bodies
 from qllm.server.requests.ask import SHORT
 from qllm.server.requests.text_work import LONG_THREADS
@@ -87,7 +87,7 @@ def test_nothing_of_a_piece_is_done_on_the_event_loop(
         monkeypatch.setattr(owner, name, watched)
 
     for name in ("append", "replace", "finish", "look", "_encode"):
-        watch(GrowingText, name)
+        watch(IncrementalText, name)
     watch(bodies, "read")
     watch(streamed_body, "_json")
     monkeypatch.setattr("qllm.server.prompts.routes.read", bodies.read)
@@ -192,7 +192,7 @@ def test_what_comes_while_a_prompt_is_sent_is_refused(
 ) -> None:
     name = opened(one, "some text")
     path = f"{one.url}/v1/prompts/{name}"
-    with gate(monkeypatch, GrowingText, "finish") as (begun, go), ThreadPoolExecutor(1) as pool:
+    with gate(monkeypatch, IncrementalText, "finish") as (begun, go), ThreadPoolExecutor(1) as pool:
         sent: Future[httpx.Response] = pool.submit(one.post, PLAIN, {**ASK, "prompt_id": name})
         assert begun.wait(60)
         for call in (
@@ -216,7 +216,7 @@ def test_a_prompt_that_is_being_changed_is_not_sent(
 ) -> None:
     """And if it is deleted meanwhile, the change says so."""
     name = opened(one, "some text")
-    with gate(monkeypatch, GrowingText, "append") as (begun, go), ThreadPoolExecutor(1) as pool:
+    with gate(monkeypatch, IncrementalText, "append") as (begun, go), ThreadPoolExecutor(1) as pool:
         change = pool.submit(one.post, f"/v1/prompts/{name}/append", {"append": "x" * 200})
         assert begun.wait(60)
         sent = one.post(PLAIN, {**ASK, "prompt_id": name})
@@ -231,13 +231,13 @@ def test_a_prompt_that_is_being_changed_is_not_sent(
 def changing(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
     """The prompts that are changed from now on, once for each change that comes."""
     seen: list[Opened] = []
-    plain = OpenPrompts.change
+    plain = StreamingPrompts.change
 
-    async def change(self: OpenPrompts, opened: Opened, *args: Any) -> Any:
+    async def change(self: StreamingPrompts, opened: Opened, *args: Any) -> Any:
         seen.append(opened)
         return await plain(self, opened, *args)
 
-    monkeypatch.setattr(OpenPrompts, "change", change)
+    monkeypatch.setattr(StreamingPrompts, "change", change)
     return seen
 
 
@@ -246,9 +246,9 @@ def test_pieces_are_added_as_they_came(one: Serving, monkeypatch: pytest.MonkeyP
     seen, go, long = changing(monkeypatch), threading.Event(), "long " * (SHORT // 5 + 1)
     path = f"/v1/prompts/{opened(one, '')}"
     added: list[str] = []
-    plain = GrowingText.append
+    plain = IncrementalText.append
     monkeypatch.setattr(
-        GrowingText, "append", lambda self, piece: (added.append(piece), plain(self, piece))[1]
+        IncrementalText, "append", lambda self, piece: (added.append(piece), plain(self, piece))[1]
     )
     threads = one.front.text_of(Priority.LS).pool
     busy = [threads.submit(go.wait, 60) for _ in range(LONG_THREADS)]
@@ -271,15 +271,15 @@ def test_a_prompt_is_not_idle_while_it_changes(
     """Neither while its first piece is added, nor while one waits behind that."""
     seen, timers = changing(monkeypatch), []
     path = f"/v1/prompts/{opened(one, '')}"
-    plain = GrowingText.append
+    plain = IncrementalText.append
 
-    def append(self: GrowingText, piece: str) -> None:
+    def append(self: IncrementalText, piece: str) -> None:
         timers.append(seen[0].timer)
         wait_for(lambda: len(seen) == 2)
         plain(self, piece)
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
-        patched.setattr(GrowingText, "append", append)
+        patched.setattr(IncrementalText, "append", append)
         calls = [pool.submit(one.post, f"{path}/append", {"append": "x"}) for _ in range(2)]
         assert [call.result().status_code for call in calls] == [200, 200]
     assert timers == [None, None]
@@ -304,7 +304,7 @@ def test_a_prompt_is_idle_again_after_its_sending_was_refused(
 def test_who_hangs_up_while_his_prompt_is_tokenised(
     one: Serving, engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    with gate(monkeypatch, GrowingText, "finish") as (begun, go):
+    with gate(monkeypatch, IncrementalText, "finish") as (begun, go):
         if way == "streamed":
             with Slow(one) as client:
                 client.send(lines(ASK, {"append": "some text"}))
@@ -340,7 +340,7 @@ def test_prompts_that_are_opened_at_once_are_counted_at_once(
 ) -> None:
     with (
         serving(engine, max_open_prompts=2) as made,
-        gate(monkeypatch, GrowingPrompt, "begin") as (_, go),
+        gate(monkeypatch, StreamingPrompt, "begin") as (_, go),
         ThreadPoolExecutor(5) as pool,
     ):
         calls = [pool.submit(made.post, "/v1/prompts", {"prompt": "x"}) for _ in range(5)]

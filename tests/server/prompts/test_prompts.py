@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from qllm.frontend.incremental_tokens import GrowingText
+from qllm.frontend.incremental_tokens import IncrementalText
 from qllm.llm import QLLMEngine
 from qllm.server.requests.ask import SHORT
 from qllm.types import SamplingParams
@@ -196,15 +196,15 @@ def test_a_prompt_by_its_id(patient: Serving, want: str) -> None:
 def test_a_long_one_that_is_sent_holds_up_no_short_prompt(
     patient: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, gate, plain = threading.Event(), threading.Event(), GrowingText.finish
+    begun, gate, plain = threading.Event(), threading.Event(), IncrementalText.finish
 
-    def slow(self: GrowingText) -> list[int]:
+    def slow(self: IncrementalText) -> list[int]:
         begun.set()
         assert gate.wait(60)
         return plain(self)
 
     name = patient.post("/v1/prompts", {"prompt": "a" * SHORT}).json()["id"]
-    monkeypatch.setattr(GrowingText, "finish", slow)
+    monkeypatch.setattr(IncrementalText, "finish", slow)
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(patient.post, PLAIN, {**ASK, "prompt_id": name})
         try:

@@ -7,7 +7,7 @@ import torch
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.frontend.handle import Result
-from qllm.frontend.streaming_prompt import GrowingPrompt
+from qllm.frontend.streaming_prompt import StreamingPrompt
 from qllm.types import RequestStatus
 from tests.support.families import VOCAB
 from tests.support.inside import loop_of
@@ -54,7 +54,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.engine.close()
 
-    def settle(self, prompt: GrowingPrompt) -> None:
+    def settle(self, prompt: StreamingPrompt) -> None:
         """Wait until all that came of a prompt is computed."""
         self.engine.call(lambda: None)
         wait_for(lambda: prompt.handle.status is RequestStatus.OPEN)
@@ -64,7 +64,7 @@ class Engine:
         handle = self.engine.submit(ids, "LS", n, sampling=GREEDY, **how)
         return handle.result(300), self.kv[handle.number]
 
-    def end(self, prompt: GrowingPrompt, n: int = 6, **how: Any) -> tuple[Result, Kv]:
+    def end(self, prompt: StreamingPrompt, n: int = 6, **how: Any) -> tuple[Result, Kv]:
         handle = prompt.send(n, sampling=GREEDY, **how)
         return handle.result(300), self.kv[handle.number]
 
