@@ -13,7 +13,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from qllm.config import EngineConfig, check_bool, engine_config, named_device, named_dtype
@@ -24,6 +25,7 @@ from qllm.frontend.checks import (
     check_request_id,
     check_room,
     check_timeout,
+    kv_tag,
     most_tokens,
     priority_class,
     salt_digest,
@@ -31,11 +33,11 @@ from qllm.frontend.checks import (
 )
 from qllm.frontend.client import Client, ManyClient, close_collected
 from qllm.frontend.detokenizer import Detokenizer, MakeReading
-from qllm.frontend.handle import Handle
-from qllm.frontend.kept import KeptKv
-from qllm.frontend.offline import Offline
+from qllm.frontend.handle import Handle, Result
+from qllm.frontend.offline import class_and_sampling, each_answer, render_chats, run_all
 from qllm.frontend.process import ProcessClient
 from qllm.frontend.prompts import (
+    SAMPLING_OPTIONS,
     asked_sampling,
     check_sampling,
     for_one,
@@ -43,7 +45,7 @@ from qllm.frontend.prompts import (
     to_sampling,
 )
 from qllm.frontend.saved_request import SavedRequest
-from qllm.frontend.streaming_prompt import Opens
+from qllm.frontend.streaming_prompt import NO_OPTIONS, PromptEngine, StreamingPrompt, open_prompt
 from qllm.frontend.tokenizer import tokenizer_of
 from qllm.grammar import Vocabulary
 from qllm.ingress import Submission
@@ -51,12 +53,21 @@ from qllm.ingress.messages import Start
 from qllm.ingress.remote.meeting import Meeting
 from qllm.plugins import load_policy, pickled_policy
 from qllm.record.trace import Trace
-from qllm.types import NS_PER_S, Priority, Prompt, RequestId, RequestStatus, SamplingParams, Slo
+from qllm.types import (
+    NS_PER_S,
+    Message,
+    Priority,
+    Prompt,
+    RequestId,
+    RequestStatus,
+    SamplingParams,
+    Slo,
+)
 
 PLACES = ("process", "thread")
 
 
-class QLLMEngine(Offline, KeptKv, Opens):
+class QLLMEngine:
     """An engine that serves one model to requests of several classes. A `from_` method makes it.
 
     Use it as a context manager, or call `close`. If it is garbage collected before, it is closed:
@@ -334,6 +345,131 @@ class QLLMEngine(Offline, KeptKv, Opens):
             self._client.submit(submission, handle)
         return handle
 
+    def open(
+        self,
+        priority: str | int | Priority = "LS",
+        prompt: Prompt = "",
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        cache_owner: str = "",
+        template: Mapping[str, Any] = NO_OPTIONS,
+    ) -> StreamingPrompt:
+        """Open a prompt that comes in pieces, and is computed meanwhile. Callable from any thread.
+
+        It gives way to requests of its class whose prompts are whole. It stays open until it is
+        sent or cancelled, holds KV until others of its class or a better one need it, and goes on
+        in the next engine where a server replaces one.
+
+        Args:
+            priority: "LS", "BE" or an integer class; smaller is sooner.
+            prompt: What is there already: text, token ids, or a list of messages, of which the
+                content of the last one grows.
+            request_id: A name for it in results and traces.
+            cache_salt: As for `submit`.
+            cache_owner: As for `submit`.
+            template: Of a chat: keywords of `qllm.frontend.prompts.render_chat`, `tools` among
+                them.
+
+        Raises:
+            InvalidRequestError: Something about it is wrong; nothing was opened.
+            ConfigError: The engine's loop runs on a device.
+            QueueFullError: `max_waiting` requests wait already.
+            EngineClosedError: The engine was closed or has crashed.
+        """
+        engine = PromptEngine(
+            self._client, self.tokenizer, self.vocabulary, self.config, self.sampling_defaults
+        )
+        return open_prompt(
+            engine,
+            self._handle,
+            priority,
+            prompt,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            cache_owner=cache_owner,
+            template=template,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        priority: str | int | Priority | SamplingParams = "BE",
+        max_tokens: int | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        progress: bool = True,
+        **kwargs: Any,
+    ) -> list[Result]:
+        """Run one prompt or many to their end, with a progress display.
+
+        Args:
+            prompts: One prompt (text, chat messages, token ids), or any number of them.
+            priority: Their class, as for `submit`; in its place, as in vLLM, SamplingParams.
+            max_tokens: Most tokens per answer, as for `submit`.
+            sampling: How tokens are chosen. With `n`, each prompt has so many answers.
+            progress: Whether a bar is shown.
+            **kwargs: Further arguments of `submit`, or fields of SamplingParams.
+
+        Returns:
+            Results in the order of the prompts, those of one prompt side by side.
+
+        Raises:
+            InvalidRequestError: A prompt or setting is wrong; the requests before it are cancelled.
+            RequestFailedError: A request ended in `error`; the others are cancelled.
+        """
+        priority, sampling = class_and_sampling(priority, sampling, "BE")
+        options = {name: kwargs.pop(name) for name in SAMPLING_OPTIONS & kwargs.keys() - {"stop"}}
+        sampling = asked_sampling(sampling, options, self.sampling_defaults)
+        submit = partial(self.submit, priority=priority, max_tokens=max_tokens, **kwargs)
+        return run_all(submit, each_answer(prompts, sampling), self.config.max_waiting, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Iterable[Sequence[Message]],
+        priority: str | int | Priority | SamplingParams = "LS",
+        max_tokens: int | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: bool = False,
+        **kwargs: Any,
+    ) -> list[Result]:
+        """Answer one conversation or several, and wait for the answers.
+
+        Args:
+            messages: One conversation (a list of messages), or any number of them.
+            priority: Their class, as for `submit`; in its place, as in vLLM, SamplingParams.
+            max_tokens: Most tokens per answer, as for `submit`.
+            sampling: How tokens are chosen. With `n`, each conversation has so many answers.
+            tools: JSON schemas of functions, for templates that know tools.
+            chat_template_kwargs: Further variables of the model's chat template.
+            add_generation_prompt: Begin the assistant's answer.
+            continue_final_message: Let the answer go on with the last message; needs
+                `add_generation_prompt=False`.
+            progress: Whether a bar is shown.
+            **kwargs: Further arguments of `submit`, or fields of SamplingParams.
+
+        Raises:
+            InvalidRequestError: A message or setting is wrong, or the template refuses it.
+            RequestFailedError: A request ended in `error`; the others are cancelled.
+        """
+        priority, sampling = class_and_sampling(priority, sampling, "LS")
+        prompts = render_chats(
+            messages,
+            self.tokenizer,
+            tools=tools,
+            variables=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.generate(
+            prompts, priority, max_tokens, sampling=sampling, progress=progress, **kwargs
+        )
+
     def check(
         self, token_ids: Sequence[int], max_tokens: int | str, params: SamplingParams
     ) -> None:
@@ -429,6 +565,29 @@ class QLLMEngine(Offline, KeptKv, Opens):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # -- cached KV
+
+    def reset_prefix_cache(self) -> None:
+        """Delete all kept KV, in RAM and in the file; requests in flight go on."""
+        self._client.reset_prefix_cache()
+
+    def delete_kv(self, cache_salt: str | None = None, cache_owner: str = "") -> int:
+        """Delete kept KV of one salt, or all of an owner, in RAM and in the file.
+
+        Requests of it in flight go on, and no more of their KV is kept.
+
+        Args:
+            cache_salt: As for `submit`; None is every salt of the owner.
+            cache_owner: As for `submit`.
+
+        Returns:
+            The number of pages.
+
+        Raises:
+            InvalidRequestError: One is no text, or longer than 256 bytes.
+        """
+        return self._client.delete_kv(kv_tag(cache_salt, cache_owner))
 
     # -- checkpoints
 

@@ -163,6 +163,16 @@ def salt_digest(salt: str, owner: str = "") -> bytes:
     return b"".join(parts) if salt or owner else b""
 
 
+def kv_tag(salt: str | None, owner: str) -> bytes:
+    """Return the tag of the cached KV of one salt of an owner (32 bytes), or of all (16 bytes).
+
+    Raises:
+        InvalidRequestError: One is no text, or longer than 256 bytes.
+    """
+    tag = text_digest("cache_owner", owner)
+    return tag if salt is None else tag + text_digest("cache_salt", salt)
+
+
 def text_digest(name: str, text: str) -> bytes:
     """The 16 bytes that stand for a text.
 

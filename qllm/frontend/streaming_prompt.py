@@ -66,8 +66,8 @@ UNSAID = SamplingParams(temperature=0, seed=0)
 """How an open prompt is sampled: not at all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+@dataclass(frozen=True, slots=True)
+class PromptEngine:
     """What a prompt needs of its engine."""
 
     client: Client
@@ -95,7 +95,7 @@ class StreamingPrompt:
         salt: Digests of its cache salt and owner.
     """
 
-    def __init__(self, handle: Handle, engine: Engine, priority: int, salt: bytes) -> None:
+    def __init__(self, handle: Handle, engine: PromptEngine, priority: int, salt: bytes) -> None:
         self.handle = handle
         """The answer; it has no token before `send`."""
         self._engine, self._priority, self._salt = engine, priority, salt
@@ -363,79 +363,40 @@ class StreamingPrompt:
         self.__exit__()
 
 
-class Opens:
-    """What an engine can do with prompts that are still coming."""
-
-    _client: Client
-    tokenizer: Any
-    vocabulary: Vocabulary
-    config: EngineConfig
-    sampling_defaults: dict[str, Any]
-    _handle: Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], Handle]
-
-    def open(
-        self,
-        priority: str | int | Priority = "LS",
-        prompt: Prompt = "",
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        cache_owner: str = "",
-        template: Mapping[str, Any] = NO_OPTIONS,
-    ) -> StreamingPrompt:
-        """Open a prompt that comes in pieces, and is computed meanwhile. Callable from any thread.
-
-        It gives way to requests of its class whose prompts are whole. It stays open until it is
-        sent or cancelled, holds KV until others of its class or a better one need it, and goes on
-        in the next engine where a server replaces one.
-
-        Args:
-            priority: "LS", "BE" or an integer class; smaller is sooner.
-            prompt: What is there already: text, token ids, or a list of messages, of which the
-                content of the last one grows.
-            request_id: A name for it in results and traces.
-            cache_salt: As for `submit`.
-            cache_owner: As for `submit`.
-            template: Of a chat: keywords of `qllm.frontend.prompts.render_chat`, `tools` among
-                them.
-
-        Raises:
-            InvalidRequestError: Something about it is wrong; nothing was opened.
-            ConfigError: The engine's loop runs on a device.
-            QueueFullError: `max_waiting` requests wait already.
-            EngineClosedError: The engine was closed or has crashed.
-        """
-        client = self._client
-        client.raise_if_closed()
-        if self.config.loop != "host":
-            raise ConfigError(
-                f"an engine with loop={self.config.loop!r} takes whole prompts only; use "
-                "loop='host' for prompts that are still coming"
-            )
-        level, salt = priority_class(priority), salt_digest(cache_salt, cache_owner)
-        engine = Engine(
-            client=client,
-            tokenizer=self.tokenizer,
-            vocabulary=self.vocabulary,
-            config=self.config,
-            sampling_defaults=self.sampling_defaults,
+def open_prompt(
+    engine: PromptEngine,
+    make_handle: Callable[[RequestId, str, tuple[int, ...], SamplingParams], Handle],
+    priority: str | int | Priority,
+    prompt: Prompt,
+    *,
+    request_id: str | None,
+    cache_salt: str,
+    cache_owner: str,
+    template: Mapping[str, Any],
+) -> StreamingPrompt:
+    """Open a prompt at an engine, and begin it; `QLLMEngine.open` has the arguments and errors."""
+    client, config = engine.client, engine.config
+    client.raise_if_closed()
+    if config.loop != "host":
+        raise ConfigError(
+            f"an engine with loop={config.loop!r} takes whole prompts only; use "
+            "loop='host' for prompts that are still coming"
         )
-        with client.admission_lock:
-            client.raise_if_closed()
-            check_room(client.num_waiting, self.config.max_waiting)
-            number = client.new_number()
-            handle = self._handle(
-                number, request_id or f"prompt-{uuid.uuid4().hex[:12]}", (), UNSAID
-            )
-            opened = StreamingPrompt(handle, engine, level, salt)
-            first = opened._rest(())
-            client.submit(_arriving(first, client.now_ns()), handle)
-        try:
-            opened.begin(prompt, template)
-        except BaseException:
-            opened.cancel()
-            raise
-        return opened
+    level, salt = priority_class(priority), salt_digest(cache_salt, cache_owner)
+    with client.admission_lock:
+        client.raise_if_closed()
+        check_room(client.num_waiting, config.max_waiting)
+        number = client.new_number()
+        handle = make_handle(number, request_id or f"prompt-{uuid.uuid4().hex[:12]}", (), UNSAID)
+        opened = StreamingPrompt(handle, engine, level, salt)
+        first = opened._rest(())
+        client.submit(_arriving(first, client.now_ns()), handle)
+    try:
+        opened.begin(prompt, template)
+    except BaseException:
+        opened.cancel()
+        raise
+    return opened
 
 
 def _arriving(first: Submission, now_ns: int) -> Submission:

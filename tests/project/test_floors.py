@@ -117,7 +117,7 @@ FLOORS = {
         "engine.prompt_updates ingress record runner.protocol scheduler",
         PURE,
     ),
-    "frontend.offline": Floor("errors types config frontend", STDLIB | {"rich"}),
+    "frontend.offline": Floor("errors types frontend", STDLIB | {"rich"}),
     "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
     "fleet": Floor(f"{BASE} frontend ingress", STDLIB),
     "fleet.rebalance": Floor("fleet.routes", PURE),
