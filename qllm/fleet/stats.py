@@ -1,7 +1,7 @@
 """Statistics of several engines as those of one: sums, and counts that never go back."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qllm.fleet.routes import EngineView
@@ -76,7 +76,7 @@ class FleetStats:
             new = stats["num_preemptions"] - self._last.get(name, {}).get(("num_preemptions",), 0)
             self._latencies.extend(stats[LATENCIES][-int(new) :] if new else ())
             self._last[name] = dict(_counts(stats))
-        found: dict[str, Any] = _merge(list(told.values()))
+        found = merged(list(told.values()))
         for name, counts in (("", self._gone), *self._last.items()):
             for path, count in counts.items():
                 if name not in told:
@@ -99,18 +99,29 @@ def _add(found: dict[str, Any], path: Path, count: float) -> None:
     found[path[-1]] = found.get(path[-1], 0) + count
 
 
-def _merge(all_stats: list[Mapping[str, Any]]) -> dict[str, Any]:
-    names = dict.fromkeys(name for stats in all_stats for name in stats)
-    return {name: _one(name, [s[name] for s in all_stats if name in s]) for name in names}
+def merged(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the statistics of engines (`QLLMEngine.stats`), name by name.
+
+    Numbers are added, but of names in MOST the largest counts. Lists are joined. Of texts, and of
+    values that differ in kind, the first counts; None counts only where there is nothing else. The
+    `pid` of several engines is "several".
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for stats in each for name in stats):
+        values = [stats[name] for stats in each if stats.get(name) is not None]
+        found[name] = "several" if name == "pid" and len(each) > 1 else _one(name, values)
+    return found
 
 
 def _one(name: str, values: list[Any]) -> Any:
-    """Several values of one name as one: the first if they are neither numbers nor collections."""
-    first = next((value for value in values if value is not None), None)
-    if isinstance(first, Mapping):
-        return _merge([value for value in values if value is not None])
-    if isinstance(first, list):
+    if values and all(isinstance(value, Mapping) for value in values):
+        return merged(values)
+    if values and all(isinstance(value, list) for value in values):
         return [item for value in values for item in value]
-    if isinstance(first, bool) or not isinstance(first, int | float):
-        return first
-    return max(values) if name in MOST else sum(values)
+    if values and all(_is_number(value) for value in values):
+        return max(values) if name in MOST else sum(values)
+    return values[0] if values else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.errors import EngineClosedError, InvalidRequestError, QllmError
 from qllm.fleet.members import card_of
-from qllm.fleet.stats import described
+from qllm.fleet.stats import described, merged
 from qllm.frontend.client import FarClient, ManyClient
 from qllm.frontend.handle import Handle
 from qllm.frontend.remote import RemoteHello
@@ -31,7 +31,6 @@ from qllm.ingress.front_end import FrontEndPort, Heard, TokenAt
 from qllm.ingress.layout import PROMPT_KIND, TOKEN_KIND
 from qllm.ingress.ring import Record
 from qllm.ray.calls import Calls, LoopThread, ask
-from qllm.ray.stats import merged
 from qllm.ray.wire import Ask, Local, Lost, Placed, Refused, Seen
 from qllm.types import FinishReason, RequestId, RequestStatus
 

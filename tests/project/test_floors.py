@@ -123,6 +123,7 @@ FLOORS = {
     "fleet.rebalance": Floor("fleet.routes", PURE),
     "fleet.router": Floor("errors types fleet.routes", PURE | {"logging"}),
     "fleet.routes": Floor("errors types", PURE),
+    "fleet.stats": Floor("fleet.routes", PURE),
     "transformers": Floor("errors kernels models runner", STDLIB | {"torch", "transformers"}),
     "llm": Floor(
         f"{BASE} cores engine fleet frontend grammar ingress models plugins record",
@@ -168,7 +169,6 @@ FLOORS = {
     ),
     "ray.load": Floor("types fleet.routes", PURE | {"threading"}),
     "ray.scaling": Floor("", PURE),
-    "ray.stats": Floor("", PURE),
     "cli": Floor(
         f"__init__ {BASE} cores device.rank fleet.routes hints kernels llm logs measure models "
         "plugins ray record server sim spelling torchless upcycle "

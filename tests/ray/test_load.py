@@ -13,7 +13,6 @@ from qllm.fleet.routes import Backlog
 from qllm.ray.load import ReplicaLoad, added, be_tokens, front_end_of
 from qllm.ray.scaling import BE_TOKENS, LATENESS, Scaling, wanted
 from qllm.ray.settings import RaySettings, config_of, default_target, settings_of
-from qllm.ray.stats import merged
 from qllm.ray.wire import Ask, Local
 from qllm.types import Priority, Slo
 
@@ -178,30 +177,6 @@ def test_where_there_is_no_replica_a_request_that_waits_brings_one() -> None:
     assert policy(context(0, 0.0)) == (0, {})
     assert policy(context(0, 0.3)) == (1, {})
     assert policy(context(2, 9.0)) == (2, {}), "they have not reported yet"
-
-
-def test_statistics_of_several_engines_are_added_up() -> None:
-    first = {
-        "num_live": 2,
-        "longest_segment_ms": 3.0,
-        "frames": [1],
-        "pid": 7,
-        "prefix_cache": {"hits": 1, "file": {"off": None}},
-        "longest_segment_kind": "ATTN",
-        "is_on": True,
-    }
-    second = {**first, "num_live": 3, "longest_segment_ms": 2.0, "frames": [2], "pid": 8}
-    assert merged([first, second]) == {
-        "num_live": 5,
-        "longest_segment_ms": 3.0,
-        "frames": [1, 2],
-        "pid": "several",
-        "prefix_cache": {"hits": 2, "file": {"off": None}},
-        "longest_segment_kind": "ATTN",
-        "is_on": True,
-    }
-    assert merged([first])["pid"] == 7
-    assert merged([first, {"more": 1}])["more"] == 1
 
 
 def test_an_ask_leaves_what_is_local_behind() -> None:
