@@ -302,7 +302,7 @@ class QLLMEngine:
             **options: Fields of SamplingParams (`temperature=0.8`) in place of those in `sampling`.
 
         Raises:
-            InvalidRequestError: Something about the request is wrong; nothing was submitted.
+            InvalidRequestError: An argument is wrong; nothing was submitted.
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.
             TypeError: A keyword is unknown.
@@ -355,24 +355,23 @@ class QLLMEngine:
         cache_owner: str = "",
         template: Mapping[str, Any] = NO_OPTIONS,
     ) -> StreamingPrompt:
-        """Open a prompt that comes in pieces, and is computed meanwhile. Callable from any thread.
+        """Open a streaming prompt, computed while its pieces arrive. Callable from any thread.
 
-        It gives way to requests of its class whose prompts are whole. It stays open until it is
-        sent or cancelled, holds KV until others of its class or a better one need it, and goes on
-        in the next engine where a server replaces one.
+        It yields to requests of its class whose prompts are whole. It stays open until the caller
+        sends or cancels it. It holds KV until requests of its class or a better one need it.
+        Where a server replaces its engine, it continues in the next one.
 
         Args:
             priority: "LS", "BE" or an integer class; smaller is sooner.
-            prompt: What is there already: text, token ids, or a list of messages, of which the
-                content of the last one grows.
-            request_id: A name for it in results and traces.
+            prompt: Beginning of the prompt: text, token ids, or a list of messages. Pieces
+                extend the content of the last message.
+            request_id: Name of the request in results and traces.
             cache_salt: As for `submit`.
             cache_owner: As for `submit`.
-            template: Of a chat: keywords of `qllm.frontend.prompts.render_chat`, `tools` among
-                them.
+            template: Keywords of `qllm.frontend.prompts.render_chat` for a chat, such as `tools`.
 
         Raises:
-            InvalidRequestError: Something about it is wrong; nothing was opened.
+            InvalidRequestError: An argument is wrong; nothing was opened.
             ConfigError: The engine's loop runs on a device.
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.
@@ -405,10 +404,10 @@ class QLLMEngine:
 
         Args:
             prompts: One prompt (text, chat messages, token ids), or any number of them.
-            priority: Their class, as for `submit`; in its place, as in vLLM, SamplingParams.
-            max_tokens: Most tokens per answer, as for `submit`.
-            sampling: How tokens are chosen. With `n`, each prompt has so many answers.
-            progress: Whether a bar is shown.
+            priority: Class as for `submit`; as in vLLM, SamplingParams may stand in its place.
+            max_tokens: Largest number of tokens per answer, as for `submit`.
+            sampling: Sampling settings. With `n`, each prompt gets `n` answers.
+            progress: True to show a progress bar.
             **kwargs: Further arguments of `submit`, or fields of SamplingParams.
 
         Returns:
@@ -442,15 +441,15 @@ class QLLMEngine:
 
         Args:
             messages: One conversation (a list of messages), or any number of them.
-            priority: Their class, as for `submit`; in its place, as in vLLM, SamplingParams.
-            max_tokens: Most tokens per answer, as for `submit`.
-            sampling: How tokens are chosen. With `n`, each conversation has so many answers.
+            priority: Class as for `submit`; as in vLLM, SamplingParams may stand in its place.
+            max_tokens: Largest number of tokens per answer, as for `submit`.
+            sampling: Sampling settings. With `n`, each conversation gets `n` answers.
             tools: JSON schemas of functions, for templates that know tools.
             chat_template_kwargs: Further variables of the model's chat template.
-            add_generation_prompt: Begin the assistant's answer.
-            continue_final_message: Let the answer go on with the last message; needs
+            add_generation_prompt: True to begin the assistant's answer.
+            continue_final_message: True to let the answer continue the last message; needs
                 `add_generation_prompt=False`.
-            progress: Whether a bar is shown.
+            progress: True to show a progress bar.
             **kwargs: Further arguments of `submit`, or fields of SamplingParams.
 
         Raises:
@@ -569,23 +568,23 @@ class QLLMEngine:
     # -- cached KV
 
     def reset_prefix_cache(self) -> None:
-        """Delete all kept KV, in RAM and in the file; requests in flight go on."""
+        """Delete all cached KV, in RAM and in the file; requests in flight continue."""
         self._client.reset_prefix_cache()
 
     def delete_kv(self, cache_salt: str | None = None, cache_owner: str = "") -> int:
-        """Delete kept KV of one salt, or all of an owner, in RAM and in the file.
+        """Delete cached KV of one salt, or all of an owner, in RAM and in the file.
 
-        Requests of it in flight go on, and no more of their KV is kept.
+        Their requests in flight continue, but none of their KV is cached any more.
 
         Args:
-            cache_salt: As for `submit`; None is every salt of the owner.
-            cache_owner: As for `submit`.
+            cache_salt: Salt as for `submit`; None deletes every salt of the owner.
+            cache_owner: Owner as for `submit`.
 
         Returns:
-            The number of pages.
+            The number of deleted pages.
 
         Raises:
-            InvalidRequestError: One is no text, or longer than 256 bytes.
+            InvalidRequestError: The salt or the owner is no text, or longer than 256 bytes.
         """
         return self._client.delete_kv(kv_tag(cache_salt, cache_owner))
 

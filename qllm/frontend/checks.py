@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to `submit`, each with a message that says what is allowed."""
+"""Checks of the arguments of `submit`, each with a message that states what is allowed."""
 
 import operator
 from hashlib import blake2b
@@ -17,17 +17,17 @@ from qllm.types import (
 )
 
 FIT = "fit"
-"""`max_tokens` of a request that may go on for as long as there is room."""
+"""A value of `max_tokens`: as many tokens as there is room for."""
 DEFAULT_MAX_TOKENS = 256
 MOST_SALT_BYTES = 256
 """Most bytes of a `cache_salt`."""
 
 
 def check_room(num_waiting: int, max_waiting: int) -> None:
-    """Return if one more request may wait.
+    """Raise if no further request may wait.
 
     Raises:
-        QueueFullError: As many as may wait do.
+        QueueFullError: `max_waiting` requests wait already.
     """
     if num_waiting >= max_waiting:
         raise QueueFullError(
@@ -36,10 +36,10 @@ def check_room(num_waiting: int, max_waiting: int) -> None:
 
 
 def priority_class(value: str | int | Priority) -> int:
-    """A class as an integer.
+    """Return a class as an integer.
 
     Raises:
-        InvalidRequestError: It is none.
+        InvalidRequestError: The value is no class.
     """
     if isinstance(value, str) and value.upper() in Priority.__members__:
         return int(Priority[value.upper()])
@@ -54,10 +54,10 @@ def priority_class(value: str | int | Priority) -> int:
 
 
 def check_request_id(value: Any) -> None:
-    """Return if a request may be called so; None leaves its name to us.
+    """Raise if a request may not have this id; None lets the engine choose one.
 
     Raises:
-        InvalidRequestError: It is no string, empty, or no text.
+        InvalidRequestError: The id is no string, empty, or no text.
     """
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidRequestError(f"request_id={shown(value)} must be a non-empty string")
@@ -65,7 +65,7 @@ def check_request_id(value: Any) -> None:
 
 
 def is_int(value: Any) -> bool:
-    """An integer of any kind (numpy's too), but no bool."""
+    """Return True for an integer of any kind (numpy's too), but no bool."""
     try:
         return operator.index(value) is not None and not isinstance(value, bool)
     except (TypeError, ValueError):  # an array has __index__ too
@@ -73,16 +73,16 @@ def is_int(value: Any) -> bool:
 
 
 def is_time(value: Any, most: int) -> bool:
-    """A number in (0, most], most included."""
+    """Return True for a number in (0, most], `most` included."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 < value <= most  # NaN compares with nothing
 
 
 def check_timeout(name: str, value: Any) -> None:
-    """Return if a time-out is None or a number of seconds that is allowed.
+    """Raise unless a time-out is None or an allowed number of seconds.
 
     Raises:
-        InvalidRequestError: It is not.
+        InvalidRequestError: The value is neither.
     """
     if value is not None and not is_time(value, MAX_TIME_S):
         raise InvalidRequestError(
@@ -91,10 +91,10 @@ def check_timeout(name: str, value: Any) -> None:
 
 
 def slo_of(value: Any, default: Slo) -> Slo:
-    """Targets; each one that is not given is the default's.
+    """Return latency targets, with the default's in place of missing ones.
 
     Raises:
-        InvalidRequestError: They are no Slo, or no milliseconds in (0, MAX_TIME_MS].
+        InvalidRequestError: The value is no Slo, or a target is not in (0, MAX_TIME_MS] ms.
     """
     if value is None:
         return default
@@ -110,26 +110,26 @@ def slo_of(value: Any, default: Slo) -> Slo:
 
 
 def longest(config: EngineConfig, shape: ModelShape) -> int:
-    """Tokens of the longest sequence, prompt and answer, that an engine serves."""
+    """Return the length of the longest sequence, prompt and answer, in tokens."""
     return shape.longest(config.pool_tokens)
 
 
 def most_tokens(
     num_prompt_tokens: int, max_tokens: Any, config: EngineConfig, shape: ModelShape
 ) -> int:
-    """Most tokens that a request may produce.
+    """Return the largest number of tokens that a request may produce.
 
     Args:
         num_prompt_tokens: Length of its prompt.
-        max_tokens: What was asked for, a ceiling: what fits is the most. None is the default; "fit"
-            is the default if one is set, else all that fits.
+        max_tokens: Requested upper limit; room caps it. None is the default. "fit" is the default
+            if one is set, else all that fits.
         config: Settings of the engine.
-        shape: Of the model.
+        shape: Shape of the model.
 
     Raises:
-        InvalidRequestError: It is no integer >= 1.
-        ContextLengthError: The prompt does not fit with one token behind it; or, without the
-            setting `clamp_max_tokens`, with `max_tokens` of them.
+        InvalidRequestError: `max_tokens` is no integer >= 1.
+        ContextLengthError: The prompt and one more token do not fit; or, without the setting
+            `clamp_max_tokens`, the prompt and `max_tokens` do not.
     """
     most = longest(config, shape)
     name = "the model's longest sequence" if most == shape.max_position else "max_kv_tokens"
@@ -154,7 +154,7 @@ def most_tokens(
 
 
 def salt_digest(salt: str, owner: str = "") -> bytes:
-    """What is sent of a `cache_salt` and its owner: 16 bytes each; none if both are empty.
+    """Return digests of a `cache_salt` and its owner, 16 bytes each; empty if both are empty.
 
     Raises:
         InvalidRequestError: One is no text, or longer than 256 bytes.
@@ -174,10 +174,10 @@ def kv_tag(salt: str | None, owner: str) -> bytes:
 
 
 def text_digest(name: str, text: str) -> bytes:
-    """The 16 bytes that stand for a text.
+    """Return a 16-byte digest of a text.
 
     Raises:
-        InvalidRequestError: It is no text, or longer than 256 bytes.
+        InvalidRequestError: The value is no text, or longer than 256 bytes.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(f"{name}={shown(text)} must be text")

@@ -1,8 +1,8 @@
-"""Where the engine loop lives, as `QLLMEngine` sees it.
+"""Clients of an engine loop: the ways in which `QLLMEngine` reaches it.
 
-The thread client runs it on a thread of this process, the process client in a process of its own,
-and the remote client reaches one on another host. Callers hold a `Handle` per request, and a client
-ends every handle it was given, whatever happens to the loop.
+The thread client runs the loop on a thread of this process, the process client in its own process,
+and the remote client reaches one on another host. Callers hold a `Handle` per request. A client
+ends every handle that it received, even when the loop crashes.
 """
 
 import _thread
@@ -35,7 +35,7 @@ class Client(ABC):
 
     info: ModelInfo
     can_hold = False
-    """Whether there are `hold` and `release`; submitting waits for nobody then."""
+    """True if the client has `hold` and `release`; submitting never blocks then."""
 
     def __init__(self) -> None:
         self.admission_lock = threading.RLock()
@@ -58,21 +58,21 @@ class Client(ABC):
         _OPEN.discard(self)
 
     def close(self) -> None:
-        """End the loop and wait until it is gone. Twice is once.
+        """End the loop and wait for its end. Idempotent.
 
-        In a child of `os.fork` it does nothing: the engine is the parent's, and a model on a
-        thread stays as the engine had it.
+        In a child of `os.fork` it does nothing: the engine belongs to the parent, and a model on a
+        thread keeps the engine's state.
         """
         if not self._is_inherited:
             self._close()
 
     @abstractmethod
     def _close(self) -> None:
-        """End the loop and wait until it is gone, in the process that made it."""
+        """End the loop and wait for its end, in the process that made it."""
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether this process is a child that was forked from the one that made the client."""
+        """True in a child of `os.fork` of the process that made the client."""
         return os.getpid() != self._pid
 
     def _whose(self) -> str:
@@ -82,7 +82,7 @@ class Client(ABC):
         )
 
     def disown(self) -> None:
-        """Called in a child of `os.fork`: the engine, its rings and its threads are the parent's.
+        """Release engine, rings and threads in a child of `os.fork`: they belong to the parent.
 
         Other threads of the parent may have held the locks.
         """
@@ -92,28 +92,28 @@ class Client(ABC):
         self.handles.clear()
 
     def open_handles(self) -> list[Handle]:
-        """Open requests."""
+        """Return the open requests."""
         return list(self.handles.values())
 
     def new_number(self) -> RequestId:
-        """The id of the next request. The caller holds `admission_lock`."""
+        """Return the id of the next request. The caller holds `admission_lock`."""
         return next(self._numbers)
 
     @abstractmethod
     def now_ns(self) -> int:
-        """The engine's clock: nanoseconds since it was made."""
+        """Return the engine's clock: nanoseconds since the engine was made."""
 
     @property
     @abstractmethod
     def failure(self) -> str | None:
-        """Why the loop ended by itself; None while it serves, and after `close`."""
+        """The reason why the loop ended by itself; None while it serves, and after `close`."""
 
     def raise_if_closed(self) -> None:
-        """Refuse work for a loop that has ended.
+        """Raise if the loop has ended.
 
         Raises:
-            EngineClosedError: The engine was closed or has crashed, or is that of the process
-                from which this one was forked.
+            EngineClosedError: The engine was closed, has crashed, or belongs to the process that
+                this one was forked from.
         """
         if self._is_inherited:
             raise EngineClosedError(self._whose())
@@ -121,85 +121,85 @@ class Client(ABC):
 
     @abstractmethod
     def _raise_if_closed(self) -> None:
-        """The same, in the process that made the client."""
+        """Raise if the loop has ended, in the process that made the client."""
 
     def hold(self) -> None:
-        """Tell the engine of what is submitted only at `release`, so that it wakes once."""
+        """Delay wake-ups of the engine until `release`, so that several requests wake it once."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Tell the engine of what was submitted since `hold`."""
+        """Wake the engine for the requests submitted since `hold`."""
         raise NotImplementedError
 
     @abstractmethod
     def submit(self, submission: Submission, handle: Handle) -> None:
-        """Hand over a request. The caller holds `admission_lock`.
+        """Submit a request. The caller holds `admission_lock`.
 
         Raises:
-            QueueFullError: There is no room for it now.
+            QueueFullError: The engine has no room for it now.
         """
 
     def replay(self, entry: SavedRequest) -> None:
-        """Go on with a request that another engine has left unfinished.
+        """Continue a request that another engine left unfinished.
 
         Raises:
-            ConfigError: This client takes over no requests.
+            ConfigError: This client cannot continue requests of others.
             EngineClosedError: The engine has ended too.
-            QueueFullError: There is no room for it now.
+            QueueFullError: The engine has no room for it now.
         """
         raise ConfigError("an engine of this process takes over no requests")
 
     @abstractmethod
     def cancel(self, request_id: RequestId) -> None:
-        """Tell the engine that nobody wants this request. Returns at once."""
+        """Send the engine a cancel for a request. Returns at once."""
 
     @abstractmethod
     def update(self, item: Update) -> None:
-        """Tell the engine of another class, a pause, or its end. Returns at once.
+        """Send the engine a new class or a pause for a request. Returns at once.
 
         Raises:
             ConfigError: The engine's loop runs on a device.
-            QueueFullError: There is no room for it now.
+            QueueFullError: The engine has no room for it now.
         """
 
     @abstractmethod
     def revise(self, number: RequestId, item: Revision) -> None:
-        """Give an open request another prompt. Returns at once.
+        """Replace the prompt of a streaming prompt. Returns at once.
 
         Args:
-            number: Of the request; it may have ended.
-            item: With times that count from now on.
+            number: Id of the request, which may have ended.
+            item: New prompt, with times that count from now.
 
         Raises:
-            QueueFullError: There is no room for it now; nothing has changed.
+            QueueFullError: The engine has no room for it now; nothing has changed.
             InvalidRequestError: It would never fit.
         """
 
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Requests that hold no KV yet."""
+        """Number of requests that hold no KV yet."""
 
     @abstractmethod
     def statuses(self, request_ids: Sequence[RequestId]) -> list[RequestStatus]:
-        """Where requests are that have not ended."""
+        """Return the states of unfinished requests."""
 
     def status(self, request_id: RequestId) -> RequestStatus:
-        """Where a request is that has not ended."""
+        """Return the state of an unfinished request."""
         return self.statuses([request_id])[0]
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Numbers of the run so far."""
+        """Return numbers of the run so far."""
 
     @abstractmethod
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
-        """What is new since an entry of the timeline, see `QLLMEngine.watch`."""
+        """Return new entries of the timeline, see `QLLMEngine.watch`."""
 
     @property
     @abstractmethod
     def trace(self) -> Trace:
-        """Events of the run, kept if the engine was made with `record=True`."""
+        """Events of the run, recorded if the engine was made with `record=True`."""
 
     @abstractmethod
     def call(self, function: Callable[[], Any]) -> Any:
@@ -211,21 +211,21 @@ class Client(ABC):
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget all kept KV."""
+        """Delete all cached KV."""
 
     @abstractmethod
     def delete_kv(self, tag: bytes) -> int:
-        """Delete the kept KV of an owner (16 bytes) or a salt of it (32); the number of pages."""
+        """Delete cached KV of an owner (16 bytes) or a salt (32), and return the page count."""
 
     @abstractmethod
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
-        """Take over the requests of a checkpoint."""
+        """Continue the requests of a checkpoint."""
 
     def end_if_stuck(self, after_s: float) -> None:
-        """End an engine that has work and does not come round for so long.
+        """End an engine that has work and makes no progress for `after_s` seconds.
 
         Raises:
-            ConfigError: It is not ours to end: it runs in this process, or is another's.
+            ConfigError: The engine runs in this process, or belongs to another one.
         """
         raise ConfigError("only an engine in a process of its own, made here, can be ended")
 
@@ -234,17 +234,17 @@ class Client(ABC):
         """Take no new requests from now on.
 
         Raises:
-            EngineClosedError: The engine is that of the process from which this one was forked.
+            EngineClosedError: The engine belongs to the process that this one was forked from.
         """
 
 
 class FarClient(Client):
-    """A client that refuses what is for the engine's own host."""
+    """A client that refuses calls for the engine's own host."""
 
     @property
     @abstractmethod
     def _why_not(self) -> str:
-        """Whose it is, and where this front end is: the rest of a sentence."""
+        """The owner and place of the engine: the end of an error message."""
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(f"{what} is for {self._why_not}")
@@ -264,18 +264,18 @@ class FarClient(Client):
 
 
 class ManyClient(Client):
-    """A client of several engines, which carries requests of one that is gone over by itself."""
+    """A client of several engines; requests of one that has ended continue at another."""
 
     log: RequestLog
     """Requests between two engines."""
 
     def now_ns(self) -> int:
-        """The clock of all of them, here: nanoseconds."""
+        """Return the local clock that is used for all engines, in nanoseconds."""
         return time.monotonic_ns()
 
     @property
     def failure(self) -> str | None:
-        """Engines come and go; the client of all of them does not end by itself."""
+        """None: the client does not end when an engine does."""
         return None
 
     @property
@@ -290,10 +290,10 @@ class ManyClient(Client):
 
     @abstractmethod
     def engines(self) -> list[dict[str, Any]]:
-        """What is known of each engine, for health and metrics.
+        """Return one record per engine, for health and metrics.
 
-        Its name as `engine`, whether it is `up` and `why` not, times it was `met`, requests that it
-        got (`sent`), had open when it went (`taken`) and gave away (`moved`), its `pool`, and open
+        Fields: name (`engine`), `up` and `why` not, times it was `met`, requests that it got
+        (`sent`), had open when it ended (`taken`) and migrated away (`moved`), its `pool`, and open
         requests by class.
         """
 
@@ -305,8 +305,8 @@ _OPEN: set[Client] = set()
 def close_collected(client: Client) -> None:
     """Close a client whose `QLLMEngine` was collected without `close`; returns at once.
 
-    A collection may interrupt a thread that holds any lock, so nothing is waited for here, and
-    not even `threading` may be asked for a thread.
+    A collection may interrupt a thread that holds any lock. So this waits for nothing, and asks
+    `threading` for no thread.
     """
     if client in _OPEN:
         _thread.start_new_thread(client.close, ())

@@ -1,7 +1,7 @@
-"""A request in the caller's hands: iterate it, await it, or ask for the result.
+"""The caller's side of a request: iterate it, await it, or ask for the result.
 
-Tokens arrive on the engine's thread; text is made from them on the caller's, except for a
-request with stop strings, whose text decides when it ends.
+Tokens arrive on the engine's thread. The caller's thread turns them into text, unless the request
+has stop strings: then the engine's thread does, because the text decides when the answer ends.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from qllm.types import (
 
 
 class Piece(NamedTuple):
-    """What one or more new tokens add to the answer."""
+    """The text and data that one or more new tokens add to the answer."""
 
     text: str
     """May be empty: a token can be part of a character, or of a stop string."""
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
-    """One per token if asked for, else empty."""
+    """One entry per token if requested, else empty."""
     prompt: PromptLogprobs | None = None
-    """Log-probabilities of the prompt's tokens but its first, if asked for; in the first piece."""
+    """Log-probabilities of all prompt tokens but the first, if requested; in the first piece."""
     ends: tuple[int, ...] = ()
     """Characters of the text that were certain after each token; empty without a tokenizer."""
     added: tuple[str, ...] = ()
-    """What each token adds to the text, certain or not; empty without a tokenizer."""
+    """Text that each token adds, certain or not; empty without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,34 +55,34 @@ class Result:
     finish_reason: FinishReason
     logprobs: tuple[Logprobs, ...] | None
     prompt_logprobs: tuple[Logprobs | None, ...] | None
-    """One per token of the prompt, None for the first, if asked for with `prompt_logprobs`."""
+    """One entry per prompt token, None for the first, if requested with `prompt_logprobs`."""
     metrics: RequestMetrics
 
     def __str__(self) -> str:
-        """The answer, and below it what it cost, for people; `repr` has every field."""
+        """Return the answer and below it its metrics, for people; `repr` has every field."""
         return f"{self.text}\n\n{self.metrics}"
 
 
 class RequestedState(NamedTuple):
-    """The class that `Handle.update` gave a request, and whether it is paused.
+    """The class and the pause that calls of `Handle.update` asked for.
 
-    Told to every engine that has the request. Each call makes one of its own, so that `is` says
-    whether anything was asked since.
+    Sent to every engine that has the request. Each call makes a new object, so `is` tells whether a
+    later call has changed anything.
     """
 
     priority: int | None = None
-    """None: as it was submitted."""
+    """None leaves the class that the request was submitted with."""
     paused: bool | None = None
 
 
 class RequestKeeper(Protocol):
-    """Keeps requests that go on at another engine; `qllm.frontend.request_log.RequestLog` does.
+    """A store of requests that continue at another engine: `qllm.frontend.request_log.RequestLog`.
 
-    Its entries are `qllm.frontend.saved_request.Open`, which know their handle.
+    Its entries are `qllm.frontend.saved_request.SavedRequest` objects, which know their handle.
     """
 
     def take(self, entry: Any, engine_ns: int, why: str) -> None:
-        """Keep a request of an engine that is gone, or end it."""
+        """Store a request whose engine has ended, or end the request."""
         ...
 
     def heard_of(self, entry: Any) -> None:
@@ -90,7 +90,7 @@ class RequestKeeper(Protocol):
         ...
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
-        """Let a request go on that its engine handed over; `back` submits it there again."""
+        """Continue a request that its engine migrated; `back` submits it to that engine again."""
         ...
 
 
@@ -115,7 +115,7 @@ class Handle:
     ) -> None:
         self.number = number
         self.request_id = request_id
-        """The caller's id, or one made for it."""
+        """The caller's id, or a generated one."""
         self.prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
         self._stop_on_text = detokenizer is not None and detokenizer.can_stop
@@ -125,9 +125,10 @@ class Handle:
         """Held while its prompt changes, and while another engine takes the request over. Taken
         before any other lock."""
         self.asked = RequestedState()
-        """What `update` asked for, all calls together."""
+        """The state that all calls of `update` together asked for."""
         self.log: RequestKeeper | None = None
-        """Where the request goes when its engine dies; None ends it in `error` then."""
+        """The store that receives the request when its engine dies; None ends it in `error`
+        then."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._sampled: list[Sampled] = []
@@ -139,7 +140,7 @@ class Handle:
         self._error: str | None = None
         self._metrics: RequestMetrics | None = None
         self._ended = False
-        """The engine is done with it; after `cancel` that is a moment later."""
+        """True once the engine has finished the request; after `cancel` that is a moment later."""
 
     def __repr__(self) -> str:
         return f"Handle({self.request_id!r}, {self.status.value}, tokens={len(self._sampled)})"
@@ -160,7 +161,7 @@ class Handle:
     def on_prompt(self, first: int, part: PromptLogprobs) -> None:
         """Take log-probabilities of the prompt, in order, before the first token.
 
-        An engine that takes over from one that died begins again at the first.
+        After an engine died, the next one begins again at the first.
         """
         with self._changed:
             if first == 0 or self._prompt is None:
@@ -171,7 +172,7 @@ class Handle:
     def on_finish(
         self, reason: FinishReason, error: str | None, metrics: RequestMetrics | None
     ) -> None:
-        """The request ended."""
+        """Record that the request has ended."""
         with self._changed:
             self._metrics, self._ended = metrics, True
             if self._reason is None:
@@ -186,32 +187,33 @@ class Handle:
         update: Callable[[Update], None],
         revise: Callable[[RequestId, Revision], None] | None = None,
     ) -> None:
-        """Give the request to another engine; a cancel before this has not reached that one.
+        """Connect the request to another engine.
 
-        What was `asked` of it may not have either: `tell` sees to it.
+        A `cancel` or `update` before this may not have reached that engine; `tell` sends the
+        update.
         """
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
             self._update, self._revise = update, revise
 
     def revise(self, item: Revision) -> None:
-        """Give the request another prompt (`qllm.frontend.incremental_tokens`).
+        """Replace the prompt of the request (`qllm.frontend.incremental_tokens`).
 
-        The caller holds the lock.
+        The caller holds `prompt_lock`.
 
         Raises:
-            RequestFailedError: It has ended.
-            QueueFullError: There is no room for it now; nothing has changed.
+            RequestFailedError: The request has ended.
+            QueueFullError: The ring has no room now; nothing has changed.
         """
         self.raise_if_ended()
         assert self._revise is not None
         self._revise(self.number, item)
 
     def raise_if_ended(self) -> None:
-        """Return while the request goes on.
+        """Raise if the request has ended.
 
         Raises:
-            RequestFailedError: It has ended.
+            RequestFailedError: The request has ended.
         """
         with self._changed:
             if self._reason is not None:
@@ -221,20 +223,21 @@ class Handle:
                 )
 
     def sent(self, prompt_token_ids: tuple[int, ...], detokenizer: Detokenizer | None) -> None:
-        """Its prompt is whole from now on; before its first token."""
+        """Store the whole prompt of a streaming prompt, before its first token."""
         with self._changed:
             self.prompt_token_ids = prompt_token_ids
             self._detokenizer = detokenizer
             self._stop_on_text = detokenizer is not None and detokenizer.can_stop
 
     def tell(self, told: RequestedState) -> None:
-        """Tell the engine that has the request what is asked of it, if it does not know.
+        """Send the requested state to the request's engine, unless the engine has it already.
 
-        Calls may overlap with each other, with `update` and with `move`: the last thing that an
-        engine is told is what was asked last.
+        Calls may overlap with each other, with `update` and with `move`: the last state that an
+        engine receives is the last one that was requested.
 
         Args:
-            told: What the caller told an engine last. Who moves the request tells the next one.
+            told: State that the caller last sent to an engine. After `move`, the caller sends it to
+                the next engine.
 
         Raises:
             QueueFullError: The engine has not taken many earlier updates.
@@ -247,7 +250,7 @@ class Handle:
             update(Update(number, told.priority, told.paused))
 
     def disown(self, error: str) -> None:
-        """Called in a child of `os.fork`: nothing more comes here; what came stays readable."""
+        """End the request in a child of `os.fork`; pieces so far stay readable."""
         self._changed = threading.Condition()  # another thread of the parent may have held them
         self.prompt_lock = threading.RLock()
         if not self._ended:
@@ -281,7 +284,7 @@ class Handle:
 
     @property
     def status(self) -> RequestStatus:
-        """Where the request is."""
+        """The state of the request at its engine."""
         if self._reason is not None:
             return RequestStatus.FINISHED
         return self._status(self.number)
@@ -294,12 +297,12 @@ class Handle:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine is done with it: `result` returns at once."""
+        """True once the engine has finished the request: `result` returns at once."""
         return self._ended
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
+        """The reason why the request ended; None while it runs."""
         return self._reason
 
     def listen(self, wake: Callable[[], None]) -> None:
@@ -313,7 +316,7 @@ class Handle:
             self._listeners.remove(wake)
 
     def cancel(self) -> None:
-        """End the request at once; its tokens so far stay readable. Twice is once."""
+        """End the request at once; its tokens so far stay readable. Idempotent."""
         with self._changed:
             if self._reason is not None:
                 return
@@ -325,17 +328,17 @@ class Handle:
     def update(
         self, *, priority: str | int | Priority | None = None, paused: bool | None = None
     ) -> None:
-        """Change the class of the request, pause it, or let it go on. Returns at once.
+        """Change the class of the request, pause it, or resume it. Returns at once.
 
-        The answer is the same. A paused request does no work and keeps its KV until others need
-        it; its `timeout_s` and its targets stay as they are. A request that has ended stays so.
+        The answer is the same. A paused request does no work and holds its KV until others need the
+        memory. Its `timeout_s` and its targets do not change. A finished request stays finished.
 
         Args:
-            priority: "LS", "BE" or an integer class; None leaves it.
-            paused: Whether it stops or goes on; None leaves it.
+            priority: "LS", "BE" or an integer class; None does not change it.
+            paused: True to pause, False to resume; None does not change it.
 
         Raises:
-            InvalidRequestError: There is no such class, or nothing is asked for.
+            InvalidRequestError: The class is unknown, or both arguments are None.
             ConfigError: The engine's loop runs on a device.
             QueueFullError: The engine has not taken many earlier updates.
         """
@@ -367,11 +370,11 @@ class Handle:
         self.update(paused=True)
 
     def resume(self) -> None:
-        """Let a paused request go on; see `update`."""
+        """Resume a paused request; see `update`."""
         self.update(paused=False)
 
     def _next(self, position: int) -> Piece | None:
-        """The piece at `position` if there is one now. Caller holds the lock."""
+        """Return the piece at `position` if it is there now. The caller holds the lock."""
         if position >= len(self._pieces):
             self._read()
         if position < len(self._pieces):
@@ -384,10 +387,12 @@ class Handle:
         return None
 
     def at(self, position: int) -> Piece | FinishReason | None:
-        """The piece at `position`, behind the last one why it ended; None if it is not there yet.
+        """Return the piece at `position`, or None if it is not there yet.
+
+        After the last piece, return the reason why the request ended.
 
         Raises:
-            RequestFailedError: It ended in `error`.
+            RequestFailedError: The request ended in `error`.
         """
         with self._changed:
             piece = self._next(position)
@@ -399,7 +404,7 @@ class Handle:
         """Yield pieces until the request ends.
 
         Raises:
-            RequestFailedError: It ended in `error`.
+            RequestFailedError: The request ended in `error`.
         """
         position = 0
         while True:
@@ -440,11 +445,11 @@ class Handle:
         """Wait for the end of the request.
 
         Args:
-            timeout: Seconds to wait; None waits for ever. The request goes on after it.
+            timeout: Seconds to wait; None waits for ever. After a time-out the request continues.
 
         Raises:
-            TimeoutError: It did not end in time.
-            RequestFailedError: It ended in `error`.
+            TimeoutError: The request did not end in time.
+            RequestFailedError: The request ended in `error`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended, timeout):

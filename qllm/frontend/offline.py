@@ -17,10 +17,10 @@ def run_all(
     max_waiting: int,
     progress: bool,
 ) -> list[Result]:
-    """Submit requests, wait for all, and cancel those that are left when one fails.
+    """Submit requests and wait for all. If one fails, cancel the others.
 
     Args:
-        submit: `QLLMEngine.submit`, all but the prompt and its sampling given.
+        submit: `QLLMEngine.submit` with all arguments but the prompt and its sampling.
         asked: Prompts with their sampling.
         max_waiting: Number of requests that may be open at once.
         progress: True to show a progress bar.
@@ -95,7 +95,7 @@ def class_and_sampling(
 
 
 def _prompts_of(prompts: Any) -> list[Any]:
-    """A list of prompts, of one prompt too."""
+    """Return a list of prompts; one prompt becomes a list of one."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         return [prompts]
     if isinstance(prompts, Mapping):

@@ -1,4 +1,4 @@
-"""From what a caller passes to `submit` to checked token ids and sampling."""
+"""Checks that turn the arguments of `submit` into token ids and sampling."""
 
 import inspect
 import json
@@ -22,7 +22,7 @@ from qllm.types import THOUGHT, Prompt, SamplingParams
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
 MARK = "\ue000\ue001\ue000"
-"""Stands for a message that is still coming: characters that nobody uses."""
+"""Placeholder for the content of the last message: characters that texts do not use."""
 MOST_STOP_IDS = 8
 """Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
 
@@ -38,18 +38,18 @@ def check_sampling(
     """Check settings against a model and its engine.
 
     Args:
-        sampling: For one choice.
-        vocabulary: Of the model.
-        tokenizer: Of the model, or None.
+        sampling: Settings of one choice.
+        vocabulary: Vocabulary of the model.
+        tokenizer: Tokenizer of the model, or None.
         loop: The engine's setting.
-        max_tokens: Most tokens that are produced.
-        has_reading: Whether the front end itself looks for `stop_token_ids`, where they count.
+        max_tokens: Largest number of tokens to produce.
+        has_reading: True if the front end itself looks for `stop_token_ids`, where they count.
 
     Returns:
         The ids that end the answer in the engine.
 
     Raises:
-        InvalidRequestError: They cannot be served; says why.
+        InvalidRequestError: The engine cannot serve the settings; the message states why.
     """
     ids = (*sampling.stop_token_ids, *sampling.logit_bias, *(sampling.allowed_token_ids or ()))
     wrong = [i for i in ids if i >= vocabulary.vocab_size]
@@ -68,10 +68,10 @@ def check_sampling(
 
 
 def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> None:
-    """Return if an engine with this loop samples as asked (`EngineConfig.loop`).
+    """Raise unless an engine with this loop can sample so (`EngineConfig.loop`).
 
     Raises:
-        InvalidRequestError: It does not; says what it lacks.
+        InvalidRequestError: The engine cannot; the message names what it lacks.
     """
     if loop == "host":
         return
@@ -99,10 +99,10 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
 
 
 def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: int) -> None:
-    """Return if a model can be held to what a request forbids.
+    """Raise unless the model can obey the limits that a request sets.
 
     Raises:
-        InvalidRequestError: It cannot; says why, and where in a schema.
+        InvalidRequestError: The model cannot; the message states why, and where in a schema.
     """
     if sampling.structured_outputs is not None:
         vocabulary.check(sampling.structured_outputs)
@@ -118,16 +118,16 @@ def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: i
 def asked_sampling(
     sampling: SamplingParams | None, options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> SamplingParams:
-    """Put together how a caller wants to sample.
+    """Combine the sampling settings of a caller.
 
     Args:
-        sampling: As it was asked for; None is greedy but for `defaults`.
+        sampling: Settings from the caller; None is greedy but for `defaults`.
         options: Fields of SamplingParams by name, in place of those in `sampling`.
         defaults: Keywords of SamplingParams, from the model's generation config.
 
     Raises:
-        InvalidRequestError: A value is of another type or out of its range.
-        TypeError: An option has no such name; says which is meant.
+        InvalidRequestError: A value has another type or is out of its range.
+        TypeError: An option has no such name; the message suggests one.
     """
     wrong = next((name for name in options if name not in SAMPLING_OPTIONS), None)
     if wrong is not None:
@@ -156,7 +156,7 @@ def to_sampling(
 
 
 def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """The same with a seed that is allowed; nothing is checked again."""
+    """Return the settings with an allowed seed; no other value is checked again."""
     made = object.__new__(SamplingParams)
     for name in SamplingParams.__slots__:
         object.__setattr__(made, name, getattr(sampling, name))
@@ -175,14 +175,14 @@ def _meant(name: str) -> str:
 def for_one(
     sampling: SamplingParams, max_tokens: int | str | None
 ) -> tuple[SamplingParams, int | str | None]:
-    """Split the sampling of one request from the most tokens that it may produce.
+    """Separate the sampling of one request from its largest number of tokens.
 
     Args:
-        sampling: As it was asked for.
-        max_tokens: What was asked for beside it; None leaves it to `sampling`.
+        sampling: Settings from the caller.
+        max_tokens: Separately given limit; None takes the one in `sampling`.
 
     Raises:
-        InvalidRequestError: Several answers are asked for, or two different `max_tokens`.
+        InvalidRequestError: Several answers are requested, or two different `max_tokens`.
     """
     if sampling.n != 1:
         raise InvalidRequestError(
@@ -213,14 +213,14 @@ def to_token_ids(
         prompt: Text, a list of messages (`role`, `content`), or a list of token ids.
         tokenizer: A transformers tokenizer, or None if the model came without one.
         vocab_size: Ids must be in [0, vocab_size).
-        most_tokens: A text that must have more tokens than these is refused before it is encoded.
-        special: Whether the tokens are added that stand around every text; None adds them to a
-            text, and not to a chat.
+        most_tokens: Limit in tokens: a text that must exceed it is refused before it is encoded.
+        special: True to add the tokenizer's special tokens; None adds them to a text, not to a
+            chat.
 
     Raises:
-        InvalidRequestError: The prompt is empty, of another shape, no text, or holds an unknown
+        InvalidRequestError: The prompt is empty, has another shape, is no text, or holds an unknown
             id.
-        ContextLengthError: A text must have more than `most_tokens`.
+        ContextLengthError: The text must have more than `most_tokens`.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -251,7 +251,7 @@ def to_token_ids(
 def ids_that_fit(
     prompt: Prompt, tokenizer: Any, config: EngineConfig, shape: ModelShape
 ) -> tuple[int, ...]:
-    """The same for an engine, which refuses a prompt that is too long before it looks at it."""
+    """Return the token ids of a prompt; refuse one that is too long before encoding it."""
     if isinstance(prompt, array):
         most_tokens(len(prompt), None, config, shape)
     return to_token_ids(prompt, tokenizer, shape.vocab_size, longest(config, shape))
@@ -305,15 +305,15 @@ def render_chat(
         tokenizer: A transformers tokenizer, or None if the model came without one.
         tools: JSON schemas of functions, for templates that know tools.
         variables: Further variables of the template.
-        add_generation_prompt: Begin the assistant's answer.
-        continue_final_message: Leave the last message open instead, for the answer to go on with.
-        most_tokens: As for `to_token_ids`, of the text that the template makes.
-        special: Whether the tokens are added that stand around every text.
+        add_generation_prompt: True to begin the assistant's answer.
+        continue_final_message: True to leave the last message open, so that the answer continues
+            it.
+        most_tokens: Limit as for `to_token_ids`, for the rendered text.
+        special: True to add the tokenizer's special tokens.
 
     Raises:
-        InvalidRequestError: A message has another shape or is no text, or the template refuses
-            them.
-        ContextLengthError: They must have more than `most_tokens`.
+        InvalidRequestError: A message has another shape or is no text, or the template refuses it.
+        ContextLengthError: The text must have more than `most_tokens`.
     """
     for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
         check_text(name, value)
@@ -368,17 +368,17 @@ def template_head(
     options: Mapping[str, Any] | None = None,
     most_tokens: int | None = None,
 ) -> str:
-    """What a chat template puts before the content of the last message.
+    """Return the text that a chat template puts before the content of the last message.
 
     Args:
-        messages: As for `render_chat`.
-        tokenizer: Likewise.
+        messages: Messages as for `render_chat`.
+        tokenizer: Tokenizer as for `render_chat`.
         options: Keywords of `render_chat`.
-        most_tokens: As for `to_token_ids`.
+        most_tokens: Limit as for `to_token_ids`.
 
     Raises:
-        InvalidRequestError: As `render_chat`.
-        ContextLengthError: It has more than `most_tokens`.
+        InvalidRequestError: An error of `render_chat`.
+        ContextLengthError: The text has more than `most_tokens`.
     """
     marked = [*messages[:-1], {**messages[-1], "content": MARK}]
     rendered = render_chat(marked, tokenizer, most_tokens=most_tokens, **(options or {}))
@@ -403,7 +403,7 @@ def _check_message(message: Any) -> None:
 
 
 def _check_last(messages: Sequence[Any]) -> None:
-    """Refuse what the template would render behind the text that an answer goes on with."""
+    """Refuse text that the template would render after the message that the answer continues."""
     if messages and messages[-1].get("tool_calls"):
         raise InvalidRequestError(
             "continue_final_message goes on with the text of the last message, which calls tools "
@@ -412,11 +412,14 @@ def _check_last(messages: Sequence[Any]) -> None:
 
 
 def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as every template takes it: its content one string, arguments of calls objects.
+    """Return a message in the form that every template takes.
+
+    Its content becomes one string, and arguments of tool calls become objects.
 
     Args:
-        message: Its content is text, or a list of parts `{"type": "text", "text": ...}`, which
-            are joined by line breaks. Of the assistant and of tools it may be missing or null.
+        message: Message whose content is text, or a list of parts `{"type": "text", "text": ...}`,
+            which are joined by line breaks. Content of the assistant and of tools may be missing or
+            null.
 
     Raises:
         InvalidRequestError: A part is no text, or arguments of a call are no JSON.
@@ -439,7 +442,7 @@ def _joined(parts: Sequence[Any]) -> str:
 
 
 def _text_of(part: Any) -> str:
-    """The text of a content part; a refusal of an earlier answer is what the model said."""
+    """Return the text of a content part; for an earlier refusal, the text of the refusal."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("text", "refusal"):
         raise InvalidRequestError(

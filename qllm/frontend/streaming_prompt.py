@@ -1,4 +1,4 @@
-"""A request whose prompt is still coming: `QLLMEngine.open`, then pieces, then `send`.
+"""Streaming prompts: `QLLMEngine.open`, then pieces, then `send`.
 
 prompt = engine.open(priority="LS")
 for page in crawl(question):
@@ -59,16 +59,16 @@ from qllm.types import (
 )
 
 PIECE_TOKENS = 16
-"""The engine is told of so many new tokens together."""
+"""Number of new tokens that are sent to the engine together."""
 Piece = str | Sequence[int]
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 UNSAID = SamplingParams(temperature=0, seed=0)
-"""How an open prompt is sampled: not at all."""
+"""Sampling of a streaming prompt before `send`: unused, because no token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEngine:
-    """What a prompt needs of its engine."""
+    """The parts of an engine that a streaming prompt needs."""
 
     client: Client
     tokenizer: Any
@@ -78,20 +78,19 @@ class PromptEngine:
 
     @property
     def most(self) -> int:
-        """Most tokens of a prompt."""
+        """Largest number of prompt tokens."""
         return longest(self.config, self.client.info.shape) - 1
 
 
 class StreamingPrompt:
-    """A prompt that is computed while it comes. Safe to use from any thread.
+    """A prompt that the engine computes while it arrives. Safe to use from any thread.
 
-    In a `with` block (or `async with`) it is cancelled at the end if it was not sent. It has many
-    methods because it is read, changed, sent and given up, each in one call.
+    At the end of a `with` (or `async with`) block, a prompt that was not sent is cancelled.
 
     Args:
-        handle: Of its request.
-        engine: Where the request is.
-        priority: Its class.
+        handle: Handle of the prompt's request.
+        engine: Engine that has the request.
+        priority: Integer class.
         salt: Digests of its cache salt and owner.
     """
 
@@ -110,23 +109,23 @@ class StreamingPrompt:
 
     @property
     def is_open(self) -> bool:
-        """Whether more may come."""
+        """True while more pieces may arrive."""
         return not self._is_sent and self.handle.finish_reason is None
 
     @property
     def is_sent(self) -> bool:
-        """Whether it is whole, and its answer is made."""
+        """True once the prompt is whole and its answer is being made."""
         return self._is_sent
 
     @property
     def num_bytes(self) -> int:
-        """What came so far, as UTF-8, or 4 per token id; of a chat, of its last message."""
+        """Bytes that arrived so far: UTF-8, or 4 per token id; of a chat, its last message."""
         tokens = self._tokens
         return 0 if tokens is None else tokens.num_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all that came; the last ones may change with what comes next."""
+        """Tokens that arrived so far; later pieces may change the last ones."""
         with self.handle.prompt_lock:
             if self._tokens is None:
                 return 0
@@ -135,7 +134,7 @@ class StreamingPrompt:
             return len(self._tokens.token_ids)
 
     def num_bytes_before(self, from_token: int) -> int:
-        """What the first tokens come to, in bytes as `num_bytes`.
+        """Return the size of the first `from_token` tokens, in bytes as for `num_bytes`.
 
         Raises:
             InvalidRequestError: As for `replace`.
@@ -144,14 +143,14 @@ class StreamingPrompt:
             return 0 if self._tokens is None else self._tokens.num_bytes_before(from_token)
 
     def begin(self, prompt: Prompt, template: Mapping[str, Any] = NO_OPTIONS) -> None:
-        """Take what a prompt begins with: text, token ids, or messages, whose last one grows.
+        """Take the beginning of the prompt. Of messages, the last one receives the later pieces.
 
         Args:
-            prompt: It may be empty.
+            prompt: Text, token ids or messages; may be empty.
             template: Keywords of `render_chat`.
 
         Raises:
-            InvalidRequestError: It is of another shape, or no text.
+            InvalidRequestError: The prompt has another shape, or is no text.
         """
         engine = self._engine
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -174,14 +173,15 @@ class StreamingPrompt:
             self.append(prompt)  # type: ignore[arg-type]
 
     def append(self, piece: Piece) -> None:
-        """Add text, or token ids if the prompt began with such, at the end.
+        """Append text, or token ids if the prompt began with token ids.
 
-        The engine computes it while this returns and the next piece is made.
+        The engine computes it while this returns and the caller makes the next piece.
 
         Raises:
             InvalidRequestError: The prompt was sent, or the piece is no text (no token ids).
-            ContextLengthError: The prompt is too long now. It may be replaced, or cancelled.
-            RequestFailedError: The request has ended: it was cancelled, or its engine is gone.
+            ContextLengthError: The prompt is too long now. The caller may replace a part, or
+                cancel.
+            RequestFailedError: The request has ended: it was cancelled, or its engine has ended.
         """
         with self.handle.prompt_lock:
             tokens = self._of(piece)
@@ -190,9 +190,9 @@ class StreamingPrompt:
             self._tell()
 
     def replace(self, from_token: int, piece: Piece) -> None:
-        """Let a piece follow the first `from_token` tokens, in place of all that did.
+        """Replace everything after the first `from_token` tokens with a piece.
 
-        What was computed of the prompt stays as far as the new one begins in the same way.
+        Computed KV stays valid as far as the new prompt begins like the old one.
 
         Raises:
             InvalidRequestError: As for `append`; or the prompt has fewer tokens (`num_tokens`).
@@ -206,13 +206,13 @@ class StreamingPrompt:
             self._tell()
 
     async def extend(self, pieces: AsyncIterable[Piece]) -> Self:
-        """Append what an asynchronous iterator yields, as it comes."""
+        """Append each piece that an asynchronous iterator yields."""
         async for piece in pieces:
             self.append(piece)
         return self
 
     def _of(self, piece: Any) -> IncrementalTokens:
-        """What a piece goes to; its first one says whether that is text or token ids."""
+        """Return the tokens that a piece extends; the first piece decides text or ids."""
         self._raise_if_sent()
         if self._tokens is not None:
             return self._tokens
@@ -238,7 +238,7 @@ class StreamingPrompt:
             )
 
     def _tell(self) -> None:
-        """Tell the engine of tokens that are not expected to change, if it is worth it."""
+        """Send the engine tokens that are not expected to change, once there are enough."""
         tokens, told = self._tokens, self._told
         assert tokens is not None
         most = self._engine.most
@@ -263,7 +263,7 @@ class StreamingPrompt:
             )
 
     def _rest(self, token_ids: tuple[int, ...]) -> Submission:
-        """What comes next of the prompt, which stays open."""
+        """Return the submission that adds tokens to the prompt and leaves it open."""
         return Submission(
             request_id=self.handle.number,
             name=self.handle.request_id,
@@ -291,14 +291,14 @@ class StreamingPrompt:
         reading: MakeReading | None = None,
         **options: Any,
     ) -> Handle:
-        """Say that the prompt is whole, and how it is to be answered; the arguments of `submit`.
+        """Declare the prompt whole and request its answer, with the arguments of `submit`.
 
-        The answer is that of a request with the whole prompt: its tokens are the tokenizer's of all
-        its text. Targets and `timeout_s` count from now.
+        The answer is that of a request with the whole prompt: its tokens are those that the
+        tokenizer makes of the whole text. Targets and `timeout_s` count from now.
 
         Raises:
-            InvalidRequestError: Something about it is wrong; the prompt stays open.
-            QueueFullError: There is no room for it now; the prompt stays open.
+            InvalidRequestError: An argument is wrong; the prompt stays open.
+            QueueFullError: The engine has no room for it now; the prompt stays open.
             RequestFailedError: The request has ended.
             TypeError: A keyword is unknown.
         """
@@ -346,7 +346,7 @@ class StreamingPrompt:
         return self.handle
 
     def cancel(self) -> None:
-        """End the request, sent or not. Twice is once."""
+        """End the request, sent or not. Idempotent."""
         self.handle.cancel()
 
     def __enter__(self) -> Self:
@@ -374,7 +374,7 @@ def open_prompt(
     cache_owner: str,
     template: Mapping[str, Any],
 ) -> StreamingPrompt:
-    """Open a prompt at an engine, and begin it; `QLLMEngine.open` has the arguments and errors."""
+    """Open a streaming prompt; `QLLMEngine.open` describes the arguments and errors."""
     client, config = engine.client, engine.config
     client.raise_if_closed()
     if config.loop != "host":
