@@ -4,8 +4,8 @@
                                    |
     the engine dies -> RequestLog -'-> another engine, with the tokens so far
 
-The engines are alike (`Card.check`), so an answer does not depend on which of them gave it, nor on
-how often it changed hands.
+The engines are equal (`Card.check`). So an answer does not depend on the engines that gave it, nor
+on the number of migrations.
 """
 
 import itertools
@@ -40,9 +40,9 @@ from qllm.ingress import Revision, Submission, Update
 from qllm.types import NS_PER_S, RequestId, RequestStatus
 
 LOOK_S = 0.05
-"""Engines, and requests that wait for one, are looked at this often."""
+"""Seconds between two checks of engines and of requests that wait for one."""
 COST_EVERY = 20
-"""Looks of which one asks how fast the engine is."""
+"""Number of checks of which one asks for the engine's speed."""
 _log = logging.getLogger("qllm.fleet")
 
 
@@ -52,17 +52,17 @@ def meet(
     secret_file: str | os.PathLike[str] | None,
     fleet: Mapping[str, Any],
 ) -> "RemoteClient | FleetClient":
-    """Meet the engine at an address, or the engines at several with commas between.
+    """Connect to the engine at an address, or to several with commas between.
 
     Args:
-        address: As for `QLLMEngine.connect`.
-        profile: What rings to other hosts go over.
-        secret_file: Holds the secret that both sides share.
-        fleet: Arguments of `FleetClient.connect`, `route` by its name too.
+        address: Address as for `QLLMEngine.connect`.
+        profile: Transport of rings to other hosts.
+        secret_file: File with the secret that both sides share.
+        fleet: Arguments of `FleetClient.connect`; `route` may be a name.
 
     Raises:
-        ConfigError: As `RemoteClient.connect` and `FleetClient.connect`; or a single engine was
-            given arguments of a fleet.
+        ConfigError: An error of `RemoteClient.connect` or `FleetClient.connect`; or a single engine
+            got arguments of a fleet.
         EngineClosedError: None answers.
     """
     file = None if secret_file is None else Path(secret_file)
@@ -79,18 +79,17 @@ def meet(
 class FleetClient(FarClient, ManyClient):
     """A client of several engines. Every method may be called from any thread.
 
-    It has many methods because each answers one of `Client`, most in a line or two.
-
     Args:
         members: The engines.
-        card: What all of them are equal to.
-        met: Clients of those that answer.
-        route: Chooses among them.
-        max_replays: Most times that a request goes on elsewhere after its engine died.
-        max_trials: Most of these that end before it had a token there (see `RequestLog`).
-        rebalance_s: A BE request that stands still for so long goes on at another engine with its
-            KV, where both hand over (`rebalance.choose_move`); 0 leaves it.
-        record: Called with every entry of the router.
+        card: Properties that all engines share.
+        met: Clients of the engines that answer.
+        route: Function that chooses among them.
+        max_replays: Largest number of times that a request continues elsewhere after its engine
+            died.
+        max_trials: Largest number of these that end before a token there (see `RequestLog`).
+        rebalance_s: Seconds after which a stalled BE request migrates with its KV to another
+            engine, where both allow it (`rebalance.choose_move`); 0 disables this.
+        record: Function that is called with every entry of the router.
     """
 
     def __init__(
@@ -140,18 +139,18 @@ class FleetClient(FarClient, ManyClient):
         backoff: Backoff | None = None,
         **settings: Any,
     ) -> "FleetClient":
-        """Meet several engines; some may be down, and are met later.
+        """Connect to several engines; those that are down are tried again later.
 
         Args:
             addresses: HOST:PORT of an engine's meeting, or the path at which it listens.
-            route: Chooses among them.
-            profile: What rings to other hosts go over.
-            secret_file: Holds the secret that all share.
-            backoff: How long an engine that went is left alone.
+            route: Function that chooses among them.
+            profile: Transport of rings to other hosts.
+            secret_file: File with the secret that all share.
+            backoff: Delays before the fleet connects again to an engine that has ended.
             **settings: Further arguments of the class.
 
         Raises:
-            ConfigError: They are not alike, an address comes twice, or a setting is wrong.
+            ConfigError: Engines differ, an address comes twice, or a setting is wrong.
             EngineClosedError: None answers.
         """
         twice = {address for address in addresses if addresses.count(address) > 1}
@@ -163,7 +162,7 @@ class FleetClient(FarClient, ManyClient):
                 return RemoteClient.connect(address, profile, secret_file)
             try:
                 return ProcessClient.attach(address, may_be_silent=False)
-            except ConfigError as error:  # nobody listens yet
+            except ConfigError as error:  # no engine listens yet
                 raise EngineClosedError(str(error)) from error
 
         backoff = backoff or Backoff()
@@ -174,7 +173,7 @@ class FleetClient(FarClient, ManyClient):
         return fleet
 
     def start(self) -> None:
-        """Look after the engines from now on, each on a thread of its own."""
+        """Start the threads that watch the engines, one for each."""
         work: list[Callable[[], None]] = [self._look]
         work += [partial(self._keep, member) for member in self.members.values()]
         if self._rebalancer is not None:
@@ -209,11 +208,11 @@ class FleetClient(FarClient, ManyClient):
             count += 1
 
     def look_at(self, member: Member, *, asks_costs: bool = False) -> None:
-        """Look after one engine: meet it again when it is gone.
+        """Check one engine, and connect again after it has ended.
 
         Args:
             member: The engine.
-            asks_costs: Whether it is asked how fast it is.
+            asks_costs: True to ask the engine for its speed.
         """
         client = member.client
         if client is None:
@@ -227,7 +226,7 @@ class FleetClient(FarClient, ManyClient):
     def _try(self, member: Member) -> None:
         try:
             client = member.meet(self._card)
-        except Exception as error:  # noqa: BLE001 - told, and tried again
+        except Exception as error:  # noqa: BLE001 - logged, and tried again
             wait_s = member.is_out(str(error))
             _log.warning("the engine at %s is out for %.1f s: %s", member.name, wait_s, error)
             return
@@ -247,7 +246,7 @@ class FleetClient(FarClient, ManyClient):
             wait_s = member.is_out(why)
             others = self._serves
         _log.error("%s; it is tried again in %.1f s", why, wait_s)
-        client.close()  # from now on every request of it is in the log
+        client.close()  # from now on the log has all its requests
         self._stats.gone(member.name)
         if others:
             self.log.go_on(self.replay)
@@ -261,7 +260,7 @@ class FleetClient(FarClient, ManyClient):
                     self._routing.router.cost(member.name, costs)
 
     def _look(self) -> None:
-        """Look after requests that wait for an engine."""
+        """Check requests that wait for an engine."""
         while not self._ended.wait(LOOK_S):
             self.log.look()
 
@@ -329,11 +328,11 @@ class FleetClient(FarClient, ManyClient):
         put: Callable[[RingClient], None],
         wanted: str | None = None,
     ) -> None:
-        """Put a request to the engine of the route; to another where that one is gone or full.
+        """Submit a request to the engine of the route, or to another that has room.
 
         Raises:
             EngineClosedError: No engine takes requests.
-            QueueFullError: Those that do have no room.
+            QueueFullError: Engines that take requests have no room.
         """
         full = set[str]()
         for last in range(len(self.members), -1, -1):
@@ -365,7 +364,7 @@ class FleetClient(FarClient, ManyClient):
             client.revise(number, item)
 
     def open_handles(self) -> list[Handle]:
-        """Open requests, at engines and between them."""
+        """Return open requests, at engines and between engines."""
         found = [h for client in self._up() for h in client.open_handles()]
         return [*found, *self.log.handles()]
 
@@ -394,12 +393,12 @@ class FleetClient(FarClient, ManyClient):
 
     @property
     def num_waiting(self) -> int:
-        """Requests without KV at the engine that has fewest of them, and takes more."""
+        """Smallest number of requests without KV among the engines that take requests."""
         taking = [m.client for m in self.members.values() if takes_requests(m)]
         return min((c.num_waiting for c in taking if c is not None), default=0)
 
     def stats(self) -> dict[str, Any]:
-        """Sums and extremes over the engines; counts include those of engines that are gone."""
+        """Return sums and extremes over the engines; counts include engines that have ended."""
         told = {}
         for name, member in self.members.items():
             if (client := member.client) is not None:
@@ -410,7 +409,7 @@ class FleetClient(FarClient, ManyClient):
         return self._stats.merged(told)
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
-        """The timeline of the first engine that is up."""
+        """Return the timeline of the first engine that is up."""
         for name, member in self.members.items():
             if (client := member.client) is not None:
                 since, self._watched = since if client is self._watched else 0, client
@@ -433,7 +432,7 @@ class FleetClient(FarClient, ManyClient):
         """Ask every engine.
 
         Raises:
-            EngineClosedError: One is out whose file may keep KV; the others were asked.
+            EngineClosedError: An engine that may have KV in a file is out; the others were asked.
         """
         answers, missed = [], []
         for name, member in self.members.items():

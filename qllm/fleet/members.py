@@ -1,4 +1,4 @@
-"""The engines of a fleet: where each is, whether it serves, and when it is tried again.
+"""Engines of a fleet: their addresses, states and times of the next attempt.
 
 out --(met, and equal to the others)--> up --(gone)--> out, for a time that grows
 """
@@ -23,17 +23,17 @@ OF_ONE_ENGINE = {
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long an engine that went is left alone, in seconds."""
+    """Delays in seconds before the fleet connects again to an engine that has ended."""
 
     first_s: float = 1.0
     """After it went for the first time; doubled each further time."""
     cap_s: float = 60.0
-    """Most that the doubling comes to."""
+    """Upper limit of the doubled delay."""
     calm_s: float = 600.0
-    """An engine that was up for so long has not gone before."""
+    """Time after which an earlier end of the engine no longer counts."""
 
     def wait_s(self, num_gone: int) -> float:
-        """How long to wait after it went `num_gone` times in a row."""
+        """Return the delay in seconds after `num_gone` ends in a row."""
         return min(self.cap_s, self.first_s * 2.0 ** min(max(0, num_gone - 1), 60))
 
 
@@ -41,9 +41,9 @@ class Member:
     """One engine of a fleet. Its fields change under the fleet's lock.
 
     Args:
-        name: Its address.
-        meet: Connects to it.
-        backoff: How long it is left alone.
+        name: Address of the engine.
+        meet: Function that connects to it.
+        backoff: Delays before new attempts.
     """
 
     def __init__(self, name: str, meet: Callable[[], RingClient], backoff: Backoff) -> None:
@@ -51,25 +51,25 @@ class Member:
         self.client: RingClient | None = None
         """While it is up."""
         self.why = "it was not met yet"
-        """Why it is out."""
+        """The reason why the engine is out."""
         self.num_met = 0
         """Engines that were met there, one after the other."""
         self.keeps_file = True
-        """Whether KV that it keeps may outlive it; nobody knows before it was met."""
+        """True if KV in its file may outlive it; assumed until the first connection."""
         self._num_gone = 0
         self._up_s = 0.0
         self.next_s = 0.0
-        """When it is tried again, on the clock of `time.monotonic`."""
+        """Time of the next attempt, on the clock of `time.monotonic`."""
 
     def meet(self, like: "Card | None") -> RingClient:
-        """Connect to it; the caller puts it in or says `is_out`.
+        """Connect to the engine. The caller then adds it, or calls `is_out`.
 
         Args:
-            like: What it must be equal to.
+            like: Card that it must be equal to.
 
         Raises:
-            ConfigError: It is another engine than the fleet's others, or settings are wrong.
-            EngineClosedError: Nobody answers.
+            ConfigError: It differs from the fleet's other engines, or settings are wrong.
+            EngineClosedError: No engine answers.
         """
         client = self._meet()
         try:
@@ -101,16 +101,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What must be equal among engines whose answers may go on at each other."""
+    """The properties that must be equal among engines that may continue each other's answers."""
 
     name: str
     parts: dict[str, Any]
 
     def check(self, other: "Card") -> None:
-        """Return if another engine may serve beside this one.
+        """Raise unless another engine may serve in the same fleet.
 
         Raises:
-            ConfigError: They differ; says in what.
+            ConfigError: The engines differ; the message states in what.
         """
         for part, ours in self.parts.items():
             theirs = other.parts[part]
@@ -124,16 +124,16 @@ class Card:
 
     @property
     def digest(self) -> str:
-        """The same for all cards that say the same, whatever process made them."""
+        """Return a digest that equal cards share in all processes."""
         text = json.dumps(self.parts, sort_keys=True, default=sorted)  # of sets
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def card_of(name: str, hello: Any) -> Card:
-    """What an engine says of itself, as far as its answers depend on it.
+    """Return the card of an engine: the properties that its answers depend on.
 
     Args:
-        name: Where it is.
+        name: Address of the engine.
         hello: A `Hello`, `RemoteHello` or `EngineCard`.
     """
     info, config = hello.info._asdict(), asdict(hello.config)
@@ -147,10 +147,10 @@ def meet_all(members: list[Member]) -> tuple[Card, dict[Member, RingClient]]:
     """Connect to every engine at once.
 
     Returns:
-        What all are equal to, and those that answer.
+        The common card, and the engines that answer.
 
     Raises:
-        QllmError: None answers, or one that does is no equal of the others.
+        QllmError: None answers, or one that does differs from the others.
     """
     met: dict[Member, RingClient] = {}
     failed: dict[Member, Exception] = {}
@@ -183,18 +183,18 @@ def meet_all(members: list[Member]) -> tuple[Card, dict[Member, RingClient]]:
 
 
 def takes_requests(member: Member) -> bool:
-    """Whether an engine serves and does not drain."""
+    """Return True if an engine serves and does not drain."""
     client = member.client
     return client is not None and client.failure is None and not client.draining
 
 
 def is_full(member: Member) -> bool:
-    """Whether as many requests wait at an engine as may."""
+    """Return True if as many requests wait at an engine as may."""
     client = member.client
     return client is not None and client.num_waiting >= client.config.max_waiting
 
 
 def none_serves(members: dict[str, Member]) -> str:
-    """Why no engine takes requests."""
+    """Return the reason why no engine takes requests."""
     whys = "; ".join(f"{name}: {member.why or 'it drains'}" for name, member in members.items())
     return f"none of {len(members)} engines serves ({whys})"

@@ -1,9 +1,10 @@
-"""Which BE request that stands still goes on at another engine: a pure rule, and what it needs.
+"""Choice of the stalled BE request that migrates to another engine: a pure rule and its inputs.
 
-Work of LS goes first, so a BE request may stand still for long at an engine that LS keeps busy,
-while another one has room. Where both hand over KV (docs/handover.md), it moves. What is to come is
-not known; a request that has stood still for as long as moving takes is expected to stand still for
-as long again, so whoever moves it then loses at most half of what knowing would have saved.
+LS work has priority, so a BE request may stall for long at an engine that LS keeps busy, while
+another engine has room. Where both can migrate KV (docs/handover.md), the request migrates. The
+future is unknown. A request that has stalled for as long as a migration takes is expected to stall
+for as long again. So a migration then loses at most half of what knowing the future would have
+saved.
 """
 
 from collections import deque
@@ -14,15 +15,15 @@ from typing import NamedTuple
 from qllm.fleet.routes import Engines, EngineView
 
 REBALANCE_S = 5.0
-"""For which a BE request stands still before it moves, unless another time is given."""
+"""Default time in seconds for which a BE request stalls before it migrates."""
 LOOK_S = 1.0
-"""Between two looks for a request to be moved."""
+"""Seconds between two searches for a request to migrate."""
 LOST_S = 60.0
-"""A request that was moved and has no token after this is not waited for: the next may move."""
+"""Seconds after which a migration without a token no longer blocks the next one."""
 
 
 class Standing(NamedTuple):
-    """A BE request that an engine has; not one that is paused, or whose prompt still comes."""
+    """A BE request at an engine: neither paused nor a streaming prompt."""
 
     key: Hashable
     engine: str
@@ -33,21 +34,21 @@ class Standing(NamedTuple):
     is_begun: bool
     """It has a first token."""
     num_moves: int
-    """Times that it was moved by this rule."""
+    """Number of its migrations by this rule."""
 
 
 class MoveCosts:
-    """What moving has cost lately: seconds from the order to the next token, per token of KV."""
+    """Measured costs of migrations: seconds from the order to the next token, per token of KV."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=5)
 
     def add(self, seconds: float, num_tokens: int) -> None:
-        """Take a move in that is over."""
+        """Add the measurement of a finished migration."""
         self._last.append(seconds / max(1, num_tokens))
 
     def of(self, request: Standing, target: EngineView) -> float:
-        """Seconds that a move would take: before any was measured, those of computing it there."""
+        """Return the expected seconds of a migration; without measurements, of a recomputation."""
         each_s = median(self._last) if self._last else target.costs.token_s
         return request.num_tokens * each_s
 
@@ -55,13 +56,13 @@ class MoveCosts:
 def choose_move(
     requests: Iterable[Standing], engines: Engines, after_s: float, costs: MoveCosts
 ) -> tuple[Standing, EngineView] | None:
-    """Tell which request goes on where, if any does.
+    """Choose a request to migrate and its engine, or return None.
 
     Args:
-        requests: The first of those that have stood longest counts.
-        engines: Those that are up.
-        after_s: A request that stands still for less is left alone; each move doubles it.
-        costs: What moves take.
+        requests: Candidates; among possible ones, the one that has stalled longest wins.
+        engines: Engines that are up.
+        after_s: Seconds of stalling before a migration; each migration doubles them.
+        costs: Costs of migrations.
     """
     views = {engine.name: engine for engine in engines if engine.hands_over}
     late = [
@@ -81,9 +82,9 @@ def choose_move(
 
 
 def _has_room(engine: EngineView, own: EngineView, is_begun: bool) -> bool:
-    """Whether a request would go on at once at an engine, beside less LS than where it is.
+    """Return True if the request would run at once at the engine, with less LS than where it is.
 
-    A seat is free there and nobody waits.
+    That engine has a free seat, and no request waits there.
     """
     not_for_it = "prefill" if is_begun else "decode"
     waiting = engine.ls.num_waiting + engine.be.num_waiting

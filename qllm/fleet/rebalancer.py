@@ -1,4 +1,4 @@
-"""Moves a fleet's BE requests that stand still to where there is room (`choose_move`)."""
+"""Migration of a fleet's stalled BE requests to engines with room (`choose_move`)."""
 
 import logging
 import threading
@@ -31,12 +31,12 @@ class _Move:
 
 
 class Rebalancer:
-    """Decides moves, one at a time, and learns what they cost. Callable from any thread.
+    """The part of a fleet that decides migrations, one at a time. Callable from any thread.
 
     Args:
         members: The fleet's engines.
-        routing: Its router.
-        after_s: See `choose_move`.
+        routing: Router of the fleet.
+        after_s: Seconds as for `choose_move`.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class Rebalancer:
         self._lock = threading.Lock()
         self._move: _Move | None = None
         self._times: WeakKeyDictionary[Handle, int] = WeakKeyDictionary()
-        """How often each open request was moved."""
+        """Number of migrations of each open request."""
 
     def look(self) -> None:
-        """Begin a move if one is due. Asks an engine, and waits for its answer."""
+        """Begin a migration if one is due. Waits for an engine's answer."""
         now_s = time.monotonic()
         with self._lock:
             move = self._move
@@ -105,7 +105,7 @@ class Rebalancer:
                 self._move = None
 
     def target_of(self, handle: Handle) -> str | None:
-        """Where a request goes on that leaves its engine; None if no move was decided."""
+        """Return the engine that takes a migrating request; None if no migration was decided."""
         with self._lock:
             move = self._move
             if move is None or move.handle is not handle or move.has_left:

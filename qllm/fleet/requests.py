@@ -1,4 +1,4 @@
-"""What a fleet keeps of its open requests: where each is, for its router and its log."""
+"""Open requests of a fleet: their engines, for the router and the log."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ from qllm.ingress import Submission
 
 
 class FleetLog(RequestLog):
-    """The requests of a fleet. What it hears of them the router hears too."""
+    """The log of a fleet's requests. It reports every token and end to the router too."""
 
     def __init__(self, max_replays: int, max_trials: int, router: "SharedRouter") -> None:
         super().__init__(max_replays, lambda: None, max_trials)
@@ -29,7 +29,7 @@ class FleetLog(RequestLog):
         self.replay: Callable[[SavedRequest], None] | None = None
         """Submits one to the engine of the route."""
         self.heard: Callable[[Handle], None] = lambda _: None
-        """Told of each token and end."""
+        """Function that is called for each token and end."""
 
     def take(self, entry: SavedRequest, engine_ns: int, why: str, *, had_it: bool = True) -> None:
         if (name := self._router.left(entry)) is not None:
@@ -66,18 +66,18 @@ class SharedRouter:
         wanted: str | None,
         without: set[str],
     ) -> Iterator[RingClient]:
-        """Choose an engine that has room, and give its client to the block that submits.
+        """Choose an engine with room, and yield its client to the block that submits.
 
         Args:
-            handle: Of the request.
+            handle: Handle of the request.
             submission: The request.
             members: The engines.
-            wanted: The one to take if it has room; the route is asked for another.
-            without: Engines that had no room; this one is added if it has none.
+            wanted: Engine that is preferred if it has room; else the route chooses.
+            without: Engines without room; the chosen engine is added if it has none.
 
         Raises:
             EngineClosedError: No engine takes requests.
-            QueueFullError: Those that do have no room.
+            QueueFullError: Engines that take requests have no room.
         """
         request = self.router.view(
             submission.priority,

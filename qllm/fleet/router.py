@@ -1,12 +1,12 @@
-"""What a router keeps: a view of each engine, made from what happens, and the route it asks.
+"""The state of a router: a view of each engine, made from events, and the route.
 
     up, down                      an engine takes prompts, or does no longer
     choose -> sent                a request goes to an engine
-    heard                         it has so many tokens now
+    heard                         the number of its tokens now
     left                          it has ended, or its engine has
 
 Only these calls change a view, and each is one entry of `record`: the same entries give the same
-choices, live and simulated (`replayed`). State grows with engines, open requests and kept pages.
+choices, live and simulated (`replayed`). State grows with engines, open requests, cached pages.
 """
 
 import logging
@@ -34,7 +34,7 @@ from qllm.fleet.routes import (
 from qllm.types import Priority
 
 UNKNOWN = RouteCosts()
-"""What stands for the costs of an engine that has not told them."""
+"""Costs of an engine that has not reported any."""
 PERIOD_S = 1.0
 """At most one engine changes its pool in this time."""
 Entry = tuple[Any, ...]
@@ -42,10 +42,10 @@ _log = logging.getLogger("qllm.router")
 
 
 class CachedPrefixes(OrderedDict[int, None]):
-    """Names of the pages that an engine had last, oldest first: what it probably keeps.
+    """Names of the pages that an engine probably caches, oldest first.
 
     Args:
-        capacity: Most pages.
+        capacity: Largest number of pages.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,7 +63,7 @@ class CachedPrefixes(OrderedDict[int, None]):
 
 @dataclass(slots=True)
 class _Sent:
-    """An open request: what it adds to the views."""
+    """An open request, with the load that it adds to the views."""
 
     engine: EngineView
     is_ls: bool
@@ -82,24 +82,23 @@ class _Sent:
 
 
 class Router:
-    """Chooses engines. Its caller lets one thread in at a time.
+    """The part of a fleet that chooses engines. Its caller lets one thread in at a time.
 
     Args:
-        route: Chooses; one that raises, or returns no engine, is replaced by `routes.FALLBACK` for
-            that request.
-        record: Called with every entry: a name, then the arguments.
+        route: Function that chooses. If it raises or returns no engine, `routes.FALLBACK` chooses.
+        record: Function that is called with every entry: a name, then the arguments.
     """
 
     def __init__(self, route: Route, record: Callable[[Entry], object] | None = None) -> None:
         self.route = route
         self.engines: list[EngineView] = []
-        """Those that are up, in the order in which they came."""
+        """Engines that are up, in order of arrival."""
         self.num_errors = 0
         """Choices that the route did not make."""
         self._record = record or (lambda _: None)
         self._uses_pages, self._uses_pools = route not in WITHOUT_PAGES, route not in WITHOUT_POOLS
         self._taking: dict[bool, list[EngineView]] = {False: [], True: []}
-        """Those that take prompts, and those that take requests with a first token."""
+        """Engines that take prompts, and engines that take requests with a first token."""
         self._open: dict[Hashable, _Sent] = {}
         self._moved_at_s: float | None = None
 
@@ -113,15 +112,15 @@ class Router:
         kept_tokens: int = 0,
         hands_over: bool = False,
     ) -> EngineView:
-        """Take an engine in: it holds nothing of ours.
+        """Add an engine, which has no request yet.
 
         Args:
-            name: Another than those of the engines that are up.
-            role: What it does.
-            costs: Its speed.
-            seats: Most requests in one step.
-            kept_tokens: Most tokens whose KV it keeps.
-            hands_over: See `EngineView`.
+            name: Name that no other engine has.
+            role: Role of the engine.
+            costs: Speed of the engine.
+            seats: Largest number of requests in one step.
+            kept_tokens: Largest number of tokens whose KV it caches.
+            hands_over: Flag as in `EngineView`.
         """
         self._record(("up", name, role, costs, seats, kept_tokens, hands_over))
         view = EngineView(
@@ -139,13 +138,13 @@ class Router:
         return view
 
     def _sort(self) -> None:
-        """Find out who takes what: whoever there is, if nobody has the role for it."""
+        """Sort engines by what they take; if none has a role, all take its requests."""
         for is_begun, other in ((False, "decode"), (True, "prefill")):
             able = [engine for engine in self.engines if engine.role != other]
             self._taking[is_begun] = able or self.engines
 
     def down(self, name: str) -> None:
-        """Let an engine go. What it had open is to be told as `left`."""
+        """Remove an engine. The caller reports each of its open requests as `left`."""
         self._record(("down", name))
         self.engines = [engine for engine in self.engines if engine.name != name]
         self._sort()
@@ -219,13 +218,13 @@ class Router:
     def sent(
         self, key: Hashable, request: RequestView, engine: EngineView, num_done: int = 0
     ) -> None:
-        """Note that an engine gets a request; before it is heard of.
+        """Record that an engine gets a request, before its first token.
 
         Args:
             key: The request, until `left`.
-            request: As it was chosen for.
-            engine: Of `engines`.
-            num_done: Tokens that it got from another engine.
+            request: View that the choice was made with.
+            engine: One of `engines`.
+            num_done: Number of tokens that the request got from another engine.
         """
         self._record(("sent", key, request, engine.name, num_done))
         left = max(1, request.num_prompt_tokens - engine.num_kept(request))
@@ -264,7 +263,7 @@ class Router:
         return sent.engine.name
 
     def forget_kept(self) -> None:
-        """Note that engines have deleted what they kept."""
+        """Record that engines have deleted their cached KV."""
         self._record(("forget_kept",))
         for engine in self.engines:
             assert isinstance(engine.kept, CachedPrefixes)
@@ -272,16 +271,16 @@ class Router:
 
     @property
     def num_open(self) -> int:
-        """Requests that engines have."""
+        """Number of requests that engines have."""
         return len(self._open)
 
 
 def replayed(entries: Iterable[Entry], route: Route) -> list[tuple[str | None, str | None]]:
-    """Give a new router what another one recorded: per choice the engine then, and the one now.
+    """Replay recorded entries on a new router; return the recorded and the new choices.
 
     Args:
-        entries: Of `record`.
-        route: Chooses now.
+        entries: Entries from `record`.
+        route: Route of the new router.
     """
     router = Router(route)
     choices: list[tuple[str | None, str | None]] = []

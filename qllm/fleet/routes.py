@@ -1,12 +1,12 @@
-"""Routes: which engine gets a request. Pure functions of what is seen of it and of the engines.
+"""Routes choose the engine of a request: pure functions of views of it and of the engines.
 
-A route is `route(request, engines) -> engine`. It is given a `RequestView` and one `EngineView` of
+A route is `route(request, engines) -> engine`. It gets a `RequestView` and one `EngineView` of
 each engine that takes this request now, at least one and always in the same order (engines that
 are down, are draining or have another role are left out), and returns one of them. It reads no
-clock, keeps nothing and changes nothing, so equal views give equal choices wherever it is asked: by
+clock and has no state, so equal views give equal choices in every caller:
 a live fleet (`qllm.fleet.client`), by the simulator (`qllm sim --engines`) and by routers of
 other systems.
-What goes on in time is in the views, which `qllm.fleet.router.Router` keeps from what happens
+Time is in the views, which `qllm.fleet.router.Router` updates from events
 (sent, first token, tokens, end); a router of another system may fill views of its own and call
 `load_route(name)` alone. A choice costs one look at each view.
 """
@@ -27,14 +27,14 @@ Role = Literal["both", "prefill", "decode"]
 PAGE_TOKENS = 128
 """Tokens of a page by which routes know a prompt's beginning."""
 MAX_PAGES = 32
-"""Pages of a prompt that are looked at: what it shares beyond them decides nothing."""
+"""Number of compared pages of a prompt; later pages do not affect the choice."""
 SAMPLE = 4
-"""One token of so many names a page: hashing all of them is most of what a choice costs."""
+"""One of this many tokens is hashed for a page's name; hashing all would dominate the cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCosts:
-    """How fast an engine is. Only their ratios count where all engines are alike."""
+    """Speeds of an engine. Only their ratios matter where all engines are alike."""
 
     token_s: float = 1 / 8000
     """Seconds to compute a token of a prompt."""
@@ -45,13 +45,13 @@ class RouteCosts:
 
     @property
     def boundary(self) -> float:
-        """Tokens of a prompt up to which reading the weights takes longer than its tokens do."""
+        """Largest prompt length at which reading weights takes longer than computing tokens."""
         return self.step_s / self.token_s
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a route sees of a request."""
+    """A route's view of a request."""
 
     priority: int
     """Its class, as `qllm.types.Priority`: smaller is sooner."""
@@ -59,54 +59,55 @@ class RequestView:
     max_tokens: int
     """Most tokens of its answer."""
     is_short: bool = True
-    """Whether its prompt is at most as long as the fleet's boundary."""
+    """True if its prompt is at most as long as the fleet's boundary."""
     pages: tuple[int, ...] = ()
-    """Names of the first whole pages of its prompt (`page_names`); empty if nobody asked."""
+    """Names of the first whole pages of its prompt (`page_names`); empty if the route needs
+    none."""
     is_begun: bool = False
     """Another engine has given it its first tokens."""
 
     @property
     def is_ls(self) -> bool:
-        """Whether it is latency-sensitive."""
+        """True if it is latency-sensitive."""
         return self.priority <= Priority.LS
 
 
 @dataclass(slots=True)
 class Backlog:
-    """What an engine has still to do for one class, LS or BE."""
+    """Work that an engine has left for one class, LS or BE."""
 
     num: int = 0
     """Open requests."""
     num_waiting: int = 0
     """Open requests without a first token."""
     prompt_tokens: int = 0
-    """Tokens of their prompts that are not computed, as far as is known."""
+    """Known number of their prompt tokens that are not computed."""
     output_tokens: int = 0
-    """Most tokens that open requests may still get."""
+    """Largest number of tokens that open requests may still get."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineView:
-    """What a route sees of an engine. A route must not change it."""
+    """A route's view of an engine. A route must not change it."""
 
     name: str
-    """Its address, or what else tells it from the others."""
+    """Address or other unique name."""
     role: Role = "both"
     is_short: bool = True
-    """Whether it is in the pool for short prompts."""
+    """True if it is in the pool for short prompts."""
     costs: RouteCosts = RouteCosts()
     seats: int = 64
     """Most requests in one step."""
     ls: Backlog = field(default_factory=Backlog)
     be: Backlog = field(default_factory=Backlog)
     kept: Container[int] = frozenset()
-    """Names of pages whose KV it probably keeps: those of prompts that it had last."""
+    """Names of pages whose KV it probably caches: pages of its latest prompts."""
     num_sent: int = 0
     """Requests that it ever got."""
     hands_over: bool = False
-    """Requests can leave it, and come to it, with their KV."""
+    """True if requests can migrate from it and to it with their KV."""
     ls_start_s: float = 0.0
-    """Estimated seconds until an LS request that came now would be computed; see `refresh`."""
+    """Estimated seconds until an LS request that arrives now would be computed; see `refresh`."""
     busy_s: float = 0.0
     """Estimated seconds of work of all classes that it has: the less, the more it has to spare for
     BE; see `refresh`."""
@@ -116,9 +117,10 @@ class EngineView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Estimate `ls_start_s` and `busy_s` again, after a change of what it has to do.
+        """Estimate `ls_start_s` and `busy_s` again, after a change of its work.
 
-        BE work gives way to LS, so LS waits for prompts of LS alone, and for a seat if LS has all.
+        BE work yields to LS. So LS waits only for prompts of LS, and for a seat if LS has all
+        seats.
         """
         ls, be, costs = self.ls, self.be, self.costs
         start_s = ls.prompt_tokens * costs.token_s
@@ -130,13 +132,14 @@ class EngineView:
 
     @property
     def num_open(self) -> int:
-        """Open requests of all classes."""
+        """Number of open requests of all classes."""
         return self.ls.num + self.be.num
 
     def num_kept(self, request: RequestView) -> int:
-        """Tokens at the beginning of a prompt whose KV it probably keeps.
+        """Return the number of tokens at the start of a prompt whose KV it probably caches.
 
-        A page is kept longer than those after it, so the first that is not ends what is kept.
+        A page stays cached longer than the pages after it, so the first missing page ends the
+        count.
         """
         kept = self.kept
         return PAGE_TOKENS * bisect_left(request.pages, True, key=lambda page: page not in kept)
@@ -152,15 +155,15 @@ _be_turns = attrgetter("busy_s", "num_open", "num_sent")
 
 
 def by_class(request: RequestView, engines: Engines) -> EngineView:
-    """LS to the engine where LS starts first, BE to the one with most to spare."""
+    """Choose the engine where LS starts first; for BE, the one with the least work."""
     return min(engines, key=_ls_order if request.is_ls else _be_order)
 
 
 def by_length(request: RequestView, engines: Engines) -> EngineView:
-    """By class, but long prompts to the engines of their pool (`pool_change`).
+    """Choose by class, but send long prompts to the engines of their pool (`pool_change`).
 
-    A long one leaves its pool where it would start sooner by more than its own prompt takes: it
-    saves more than it makes short ones wait. Short ones go anywhere.
+    A long prompt leaves its pool if that saves it more time than its own prompt takes: then it
+    saves more than it makes short prompts wait. Short prompts go to any engine.
     """
     found = by_class(request, engines)
     pool = [engine for engine in engines if not engine.is_short]
@@ -172,23 +175,24 @@ def by_length(request: RequestView, engines: Engines) -> EngineView:
 
 
 def _load_s(request: RequestView, engine: EngineView) -> float:
-    """Seconds of an engine that count for a request's class."""
+    """Return the seconds of work that delay a request of this class."""
     return engine.ls_start_s if request.is_ls else engine.busy_s
 
 
 LOAD_RATIO = 1.25
-"""`by_prefix` lets a first token come so many times as late as elsewhere.
+"""Largest ratio of a first token's time at the engine with cached KV to that elsewhere, in
+`by_prefix`.
 
-More finds more of what is kept, but gathers prompts of one long beginning at one engine.
+A larger ratio finds more cached KV, but gathers prompts with one long beginning at one engine.
 """
 
 
 def by_prefix(request: RequestView, engines: Engines) -> EngineView:
-    """To the engine that keeps most of the prompt's beginning, by class among equals.
+    """Choose the engine that caches most of the prompt's beginning, by class among equals.
 
-    Not if its first token would come more than `LOAD_RATIO` times as late there as at the engine
-    chosen by class, with the rest of the prompt to be computed in both. Where loads are equal too
-    the fewest requests decide: idle engines that are taken in turns keep more than the first alone.
+    The engine chosen by class wins if the first token would take more than `LOAD_RATIO` times as
+    long at the caching engine. Both times include the rest of the prompt. If loads are equal too,
+    the engine with the fewest requests wins: idle engines used in turns cache more than one alone.
     """
     order = _ls_turns if request.is_ls else _be_turns
     fallback = min(engines, key=order)
@@ -204,18 +208,18 @@ def by_prefix(request: RequestView, engines: Engines) -> EngineView:
 
 
 def _first_token_s(request: RequestView, engine: EngineView, kept: int) -> float:
-    """Seconds until its first token, if nothing else comes."""
+    """Return the seconds until its first token, if no other request arrives."""
     rest = max(1, request.num_prompt_tokens - kept)
     return _load_s(request, engine) + rest * engine.costs.token_s
 
 
 def least(request: RequestView, engines: Engines) -> EngineView:
-    """To the engine with the fewest open requests."""
+    """Choose the engine with the fewest open requests."""
     return min(engines, key=attrgetter("num_open", "num_sent"))
 
 
 def round_robin(request: RequestView, engines: Engines) -> EngineView:
-    """To the engine that got the fewest requests so far."""
+    """Choose the engine that got the fewest requests so far."""
     return min(engines, key=attrgetter("num_sent"))
 
 
@@ -227,15 +231,15 @@ ROUTES: dict[str, Route] = {
     "round-robin": round_robin,
 }
 FALLBACK: Route = least
-"""Chooses where a route of a plug-in raised, or returned what is no engine."""
+"""Route that is used where a plug-in's route raised, or returned no engine."""
 WITHOUT_PAGES = frozenset({by_class, by_length, least, round_robin})
 """Routes that do not look at the pages of a prompt, which are not named for them."""
 WITHOUT_POOLS = frozenset({by_class, by_prefix, least, round_robin})
-"""Routes that do not look at pools and at what is short."""
+"""Routes that do not look at pools or at `is_short`."""
 
 
 def load_route(name: str) -> Route:
-    """Find a route by its name, or a function of yours as `module:function`.
+    """Return a route by its name, or a function of yours as `module:function`.
 
     Raises:
         ConfigError: There is none; the message lists the known ones.
@@ -266,7 +270,7 @@ def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
 
     Args:
         token_ids: The prompt.
-        salt: KV is shared only between prompts of one salt.
+        salt: Salt of the prompt; KV is shared only between prompts of one salt.
     """
     name, names = int.from_bytes(salt[:32], "little"), []
     num, step = min(len(token_ids) // PAGE_TOKENS, MAX_PAGES), PAGE_TOKENS // SAMPLE
@@ -280,15 +284,15 @@ def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
 # -- pools of `by_length`
 
 WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 0.1, 10.0, 1.0
-"""Weights of `pressure`: per waiting prompt, per second of prompts, per free share of seats."""
+"""Weights of `pressure`: per waiting prompt, per second of prompt work, per free share of seats."""
 HYSTERESIS = 1.0
-"""An engine changes its pool where pressures differ by more."""
+"""Smallest difference of pressures at which an engine changes its pool."""
 
 
 def pressure(engine: EngineView) -> float:
-    """How hard pressed an engine is: `a q + b e - g u` of PLA-Serve.
+    """Return the pressure on an engine: `a q + b e - g u` of PLA-Serve.
 
-    q are prompts that wait, e the seconds that computing them takes, u its share of free seats.
+    q is the number of waiting prompts, e the seconds to compute them, u the share of free seats.
     """
     waiting = engine.ls.num_waiting + engine.be.num_waiting
     work_s = (engine.ls.prompt_tokens + engine.be.prompt_tokens) * engine.costs.token_s
@@ -297,10 +301,10 @@ def pressure(engine: EngineView) -> float:
 
 
 def pool_change(engines: Engines) -> EngineView | None:
-    """Tell which engine, if any, should go to the other pool now.
+    """Return the engine that should change its pool now, or None.
 
-    The 90th percentiles of the pools' pressures are compared; the least pressed engine of the pool
-    that has less goes, unless it is the last one there.
+    The 90th percentiles of the pools' pressures are compared. The engine with the least pressure
+    leaves the pool with less pressure, unless it is the last one there.
     """
     short = sorted((e for e in engines if e.is_short), key=pressure)
     long = sorted((e for e in engines if not e.is_short), key=pressure)
@@ -317,6 +321,6 @@ def _p90(ordered: Engines) -> float:
 
 
 def is_short(num_prompt_tokens: int, engines: Engines) -> bool:
-    """Whether a prompt is at most as long as the engines' boundary, the median of theirs."""
+    """Return True if a prompt is at most as long as the median of the engines' boundaries."""
     boundaries = sorted(engine.costs.boundary for engine in engines)
     return num_prompt_tokens <= boundaries[len(boundaries) // 2]

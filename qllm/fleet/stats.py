@@ -1,4 +1,4 @@
-"""Statistics of several engines as those of one: sums, and counts that never go back."""
+"""Merged statistics of several engines: sums, and counts that never decrease."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ COUNTS = {
 }  # fmt: skip
 """Names of numbers that only grow while an engine lives."""
 MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE", "min_be_share"}
-"""Names of numbers of which the largest is told; rings are told by their class."""
+"""Names of numbers that are merged by their largest value; rings are named by their class."""
 LATENCIES = "preempt_latencies_ms"
 MAX_LATENCIES = 1000
 Path = tuple[str, ...]
@@ -30,16 +30,16 @@ def described(
     num_taken: int,
     num_moved: int = 0,
 ) -> dict[str, Any]:
-    """What `ManyClient.engines` says of one engine.
+    """Return the record of one engine for `ManyClient.engines`.
 
     Args:
-        name: Its address, or what else tells it from the others.
-        view: The router's; None if it is not up.
-        is_up: Whether it takes requests.
-        why: It does not.
-        num_met: Times that it was met.
-        num_taken: Requests that it had open when it went.
-        num_moved: BE requests that were moved away from it.
+        name: Address or other unique name.
+        view: The router's view; None if the engine is not up.
+        is_up: True if it takes requests.
+        why: Reason why it takes none.
+        num_met: Number of times that the fleet connected to it.
+        num_taken: Number of requests that it had open when it ended.
+        num_moved: Number of BE requests that migrated away from it.
     """
     return {
         "engine": name,
@@ -56,22 +56,22 @@ def described(
 
 
 class FleetStats:
-    """Merges what engines say. What an engine counted stays counted when it is gone."""
+    """Statistics of a fleet. Counts of an engine stay in the sums after it has ended."""
 
     def __init__(self) -> None:
         self._last: dict[str, dict[Path, float]] = {}
-        """Counts of the engines that are there, as they were last told."""
+        """Latest counts of the engines that are up."""
         self._gone: dict[Path, float] = {}
-        """Counts of those that are gone."""
+        """Summed counts of engines that have ended."""
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
 
     def gone(self, name: str) -> None:
-        """Note that an engine is gone: the next one there counts from 0."""
+        """Record that an engine has ended: the next one of this name counts from 0."""
         for path, count in self._last.pop(name, {}).items():
             self._gone[path] = self._gone.get(path, 0) + count
 
     def merged(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge statistics of engines, by name. One that cannot be asked now counts as before."""
+        """Merge statistics of engines by name; one that does not answer keeps its last counts."""
         for name, stats in told.items():
             new = stats["num_preemptions"] - self._last.get(name, {}).get(("num_preemptions",), 0)
             self._latencies.extend(stats[LATENCIES][-int(new) :] if new else ())
