@@ -28,11 +28,11 @@ def _need_ray() -> None:
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """The application: `serve run qllm.ray:app model=tiny ray.max_replicas=4`.
+    """Return the application for `serve run qllm.ray:app model=tiny ray.max_replicas=4`.
 
     Args:
-        args: Settings of a server by name, those of a table as TABLE.NAME; `config` names a TOML
-            file. QLLM_ variables of the environment count too.
+        args: Settings of a server by name, table fields as TABLE.NAME. `config` names a TOML file.
+            QLLM_ variables of the environment count too.
 
     Raises:
         ConfigError: A setting is wrong, or Ray is missing.
@@ -60,10 +60,10 @@ def serve(config: Any) -> None:
 
 
 def connect(name: str = "qllm") -> Any:
-    """All engines of a running application as one `QLLMEngine`.
+    """Return one `QLLMEngine` for all engines of a running application.
 
     Args:
-        name: Of the application.
+        name: Name of the application.
 
     Raises:
         ConfigError: Ray is missing, or no application has the name.
@@ -76,7 +76,7 @@ def connect(name: str = "qllm") -> Any:
 
 
 def map_batches(dataset: Any, **keywords: Any) -> Any:
-    """A dataset with an answer to each of its prompts, by engines that serve meanwhile.
+    """Return a dataset with an answer to each of its prompts, from engines that also serve.
 
     See `qllm.ray.data.map_batches` for the arguments.
     """

@@ -9,14 +9,14 @@ from qllm.errors import EngineClosedError, QllmError
 from qllm.frontend.rings import CLOSE_S
 
 ASK_S = 30.0
-"""For which a question waits for a replica to answer."""
+"""Seconds that a question waits for a replica's answer."""
 
 
 class LoopThread:
     """An event loop on a thread of its own.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +36,7 @@ class LoopThread:
             self.loop.close()
 
     def close(self) -> None:
-        """End it; what is still to be done is cancelled."""
+        """Stop the loop and cancel its remaining work."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
@@ -54,15 +54,15 @@ class Calls:
         self._thread = LoopThread("qllm-calls")
 
     def one(self, method: str, *args: Any, timeout_s: float = ASK_S, at: str | None = None) -> Any:
-        """What one replica answers: the one named, or any.
+        """Return the answer of one replica: the named one, or any.
 
         Raises:
-            EngineClosedError: None has answered in time.
+            EngineClosedError: No replica answered in time.
         """
         return self._run(ask(self._engines, method, *args, at=at), timeout_s)
 
     def all(self, method: str, *args: Any) -> list[Any]:
-        """What every replica answers that does."""
+        """Return the answers of all replicas that answer."""
         return list(self._run(self._all(method, *args), ASK_S))
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
@@ -79,7 +79,7 @@ class Calls:
             raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
         except QllmError:
             raise
-        except Exception as error:  # Ray's: the deployment is gone, or the replica
+        except Exception as error:  # Ray's errors: the deployment or the replica has ended
             raise EngineClosedError(f"no replica answers: {error}") from error
 
     def close(self) -> None:
@@ -88,5 +88,5 @@ class Calls:
 
 
 async def ask(engines: Any, method: str, *args: Any, at: str | None = None) -> Any:
-    """What one replica answers: the one named, or any."""
+    """Return the answer of one replica: the named one, or any."""
     return await getattr(engines, method).remote(*args, at=at)

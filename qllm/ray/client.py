@@ -1,8 +1,8 @@
-"""The engines of a Ray Serve deployment as one engine: what the server and batch jobs hold.
+"""A front end for the engines of a Ray Serve deployment, for the server and batch jobs.
 
 Every open request is one stream of a replica that the router has chosen. When the replica dies, the
-request waits in a `RequestLog` like those of an engine that died under a server, and goes on at
-another one behind the tokens that are here.
+request waits in a `RequestLog`, like a request whose engine died under a server. Then it continues
+at another replica after the tokens that this front end has.
 """
 
 import asyncio
@@ -37,11 +37,12 @@ from qllm.types import FinishReason, RequestId, RequestStatus
 LOOK_S = 0.2
 """Between two looks at deadlines of requests that wait for a replica."""
 BEAT_S = 3.0
-"""Between two times that replicas are told that somebody listens."""
+"""Seconds between two signs of life to the replicas."""
 FIRST_S = 600.0
-"""For which the first replica may load its model."""
+"""Seconds within which the first replica must load its model."""
 MAX_TRIALS = 2
-"""A request ends with the second engine that dies before it has a token there, as in a fleet."""
+"""Number of engines that may die before the request has a token there; the last one ends it, as in
+a fleet."""
 
 
 class Stream:
@@ -49,26 +50,24 @@ class Stream:
 
     Args:
         item: The request.
-        key: What replicas call it.
-        seen: What is known of replicas.
+        key: Id of the request at replicas.
+        seen: Knowledge of the replicas.
     """
 
     def __init__(self, item: Submission, key: str, seen: Seen) -> None:
         self.item, self.key, self.local = item, key, Local(item, seen)
         self.num_tokens, self.priority = 0, item.priority
         self.replica: str | None = None
-        """Who has it; None while the router looks."""
+        """The replica that has the request; None while the router looks for one."""
         self.task: asyncio.Task[None] | None = None
         self.moves = False
-        """Whether its task was cancelled so that the request goes on elsewhere."""
+        """True if its task was cancelled so that the request continues elsewhere."""
         self.telling = asyncio.Lock()
-        """Replicas hear what is asked of a request in the order in which it was."""
+        """Lock that keeps updates to replicas in the order of the calls."""
 
 
 class Streams(FrontEndPort):
-    """Sends requests to the replicas of a deployment and takes what they stream.
-
-    It has many methods because it answers all of `FrontEndPort`, and hears every stream.
+    """A port that sends requests to the replicas of a deployment and takes what they stream.
 
     Args:
         engines: Handle of the deployment.
@@ -96,11 +95,11 @@ class Streams(FrontEndPort):
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._beats()))
 
     async def _beats(self) -> None:
-        """Say that somebody listens, as long as requests are open."""
+        """Send replicas signs of life as long as requests are open."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self._streams:
-                with suppress(Exception):  # a replica that is gone hears of nobody
+                with suppress(Exception):  # a replica that has ended needs none
                     asked = self._engines.broadcast("beat", self._client)
                     await asked.results_async(timeout_s=BEAT_S, return_exceptions=True)
 
@@ -144,9 +143,9 @@ class Streams(FrontEndPort):
             self._loop.call_soon_threadsafe(self._loop.create_task, work)
 
     async def _told(self, stream: Stream, op: str, *args: Any) -> None:
-        """Tell the replica that has a request; while none has, a cancel ends it here.
+        """Send an update to the replica of a request; before it has one, a cancel ends it here.
 
-        Of a replica that is gone the request is carried over with what was asked of it.
+        When a replica has ended, its request continues elsewhere with the updates applied.
         """
         async with stream.telling:
             if op == "cancel" and stream.replica is None:
@@ -159,11 +158,11 @@ class Streams(FrontEndPort):
                     said = await ask(
                         self._engines, "tell", stream.key, op, *args, at=stream.replica
                     )
-                except Exception:  # noqa: BLE001 - its stream says what became of it
+                except Exception:  # noqa: BLE001 - its stream reports the outcome
                     return
                 if said is not None or self.reaches(stream):
                     return
-            if op != "cancel":  # it ends where it is, unless another replica can be told
+            if op != "cancel":  # it ends where it is, unless another replica can take the update
                 while self._is_open(stream) and not self.seen.serving:
                     await asyncio.sleep(LOOK_S)
                 stream.moves = True
@@ -171,9 +170,9 @@ class Streams(FrontEndPort):
                 self._stop(stream)
 
     def reaches(self, stream: Stream) -> bool:
-        """Whether its replica can be told something.
+        """Return True if the request's replica can receive updates.
 
-        One that is to go ends what it has, and Ray sends it nothing more.
+        A replica that drains finishes its requests, and Ray sends it nothing more.
         """
         return self.seen.replicas is None or stream.replica in self.seen.replicas
 
@@ -193,7 +192,7 @@ class Streams(FrontEndPort):
         return {}
 
     def replica_of(self, number: RequestId) -> Stream | None:
-        """Where a request is."""
+        """Return the replica of a request."""
         return self._streams.get(number)
 
     # -- what comes back
@@ -223,7 +222,7 @@ class Streams(FrontEndPort):
             lost = self._stopped(stream)
         except (QllmError, ValueError) as error:  # raised there: the request is wrong
             self._end(number, FinishReason.ERROR, str(error))
-        except Exception as error:  # noqa: BLE001 - Ray's own: the replica is gone
+        except Exception as error:  # noqa: BLE001 - Ray's own: the replica has ended
             first = (str(error).splitlines() or [""])[0]
             lost = Lost(f"the replica is gone: {type(error).__name__}: {first:.300}")
         if answers is not None and not is_over:
@@ -233,14 +232,14 @@ class Streams(FrontEndPort):
             self._carry_over(stream, lost)
 
     def _stopped(self, stream: Stream) -> Refused | None:
-        """Its task was cancelled: it ends, or goes on elsewhere."""
+        """End a request whose task was cancelled, or continue it elsewhere."""
         if stream.moves:
             return Refused("its replica drains", is_final=True)
         self._end(stream.item.request_id, FinishReason.CANCELLED)
         return None
 
     def _carry_over(self, stream: Stream, lost: Lost | Refused) -> None:
-        """Let a request go on at another replica; where this one is full, after a while."""
+        """Continue a request at another replica; where that one is full, after a while."""
         assert self.owner is not None
         had_it, is_full = isinstance(lost, Lost), isinstance(lost, Refused) and not lost.is_final
         if stream.replica is not None and had_it:
@@ -258,14 +257,14 @@ class Streams(FrontEndPort):
     def _ask(self, stream: Stream) -> Any:
         item, now = stream.item, time.monotonic_ns()
         deadline_ns = None if item.deadline_ns is None else item.deadline_ns - now
-        # clocks differ between machines: times go as what has passed, and what is left
+        # clocks differ between machines: times are sent as elapsed and remaining
         aged = replace(item, arrival_ns=max(0, now - item.arrival_ns), deadline_ns=deadline_ns)
         identity = self.seen.identity or ""
         ask = Ask(stream.key, identity, *encode_submission(aged), local=stream.local)
         return self._engines.options(stream=True).generate.remote(ask)
 
     def _take(self, stream: Stream, batch: Sequence[Any]) -> Lost | Refused | None:
-        """Hear what a replica says at once; why it does not go on there, if it says so."""
+        """Take a replica's first message; return why the request must continue elsewhere."""
         number, now = stream.item.request_id, time.monotonic_ns()
         for said in batch:
             if isinstance(said, Placed):
@@ -297,7 +296,7 @@ class Streams(FrontEndPort):
         return None
 
     def _end(self, number: RequestId, reason: FinishReason, error: str | None = None) -> None:
-        """A request ends without a replica that says so."""
+        """End a request for which no replica reports an end."""
         if self._streams.pop(number, None) is not None:
             self._unheard.discard(number)
             self._heard.append(End(number, reason, error, None))
@@ -308,12 +307,10 @@ class Streams(FrontEndPort):
 class RayClient(FarClient, ManyClient, RingClient):
     """A front end of all engines of a deployment.
 
-    It has many methods because each answers one of `Client`, most in a line or two.
-
     Args:
         engines: Handle of the deployment of engines.
-        max_replays: Most times that one request is carried over to another replica.
-        waits: While no replica serves, new requests wait for one; else they are refused.
+        max_replays: Largest number of times that one request continues at another replica.
+        waits: True to let new requests wait while no replica serves; else they are refused.
     """
 
     _front_end: Streams
@@ -343,21 +340,21 @@ class RayClient(FarClient, ManyClient, RingClient):
     # -- called on the loop of the streams
 
     def hear(self) -> None:
-        """Take what has come."""
+        """Take the records that have arrived."""
         self._take()
 
     def lost(self, number: RequestId, why: str, *, had_it: bool) -> None:
-        """Keep a request whose replica is gone, until `go_on`."""
+        """Store a request whose replica has ended, until `go_on`."""
         if (entry := self._open.get(number)) is not None:
             self._forget(number)
             self.log.take(entry, self.now_ns(), why, had_it=had_it)
 
     def go_on(self) -> None:
-        """Let requests that wait go on where the router sends them."""
+        """Send waiting requests to the replicas that the router chooses."""
         self.log.go_on(self.replay)
 
     def _left(self, number: RequestId) -> None:
-        """As there, but no connection ends: the replica ended it and lives, or goes by itself."""
+        """End the request as the base class does, but without the end of a connection."""
         self.lost(number, "its replica ended it", had_it=True)
         self.go_on()
 
@@ -369,7 +366,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         return config
 
     def costs_ns(self) -> None:
-        """Not asked: replicas report to Ray Serve's router, which chooses."""
+        """Return None: replicas report their costs to Ray Serve's router, which chooses."""
 
     @property
     def draining(self) -> bool:
@@ -381,7 +378,7 @@ class RayClient(FarClient, ManyClient, RingClient):
             raise EngineClosedError(why)
 
     def _why_none(self) -> str | None:
-        """Why no replica serves; None if one does, or nothing is known yet."""
+        """Return the reason why no replica serves; None if one does, or none is known yet."""
         seen = self._seen
         if seen.replicas is None or seen.serving:
             return None
@@ -413,7 +410,7 @@ class RayClient(FarClient, ManyClient, RingClient):
 
     def submit(self, submission: Submission, handle: Handle) -> None:
         if submission.is_open:
-            self._front_end.revise(Revision(0, submission))  # says why not
+            self._front_end.revise(Revision(0, submission))  # raises with the reason
         self.log.keep(handle)
         super().submit(submission, handle)
 

@@ -1,6 +1,6 @@
 """Answers to the prompts of a Ray dataset, by the engines of a running application.
 
-Requests are BE: they fill what LS requests leave, and give it back when those come.
+Requests are BE: they use the capacity that LS requests leave.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from qllm.ray.deploy import APP, connected
 
 
 class Answers:
-    """Answers batches of prompts; Ray Data makes one in each of its workers.
+    """A callable that answers batches of prompts; Ray Data makes one in each worker.
 
     Args:
         app: Name of the application.
-        column: Which one holds the prompts.
-        into: Which one gets the answers.
+        column: Name of the column with the prompts.
+        into: Name of the column for the answers.
         asked: Further arguments of `QLLMEngine.generate`.
     """
 
@@ -26,7 +26,7 @@ class Answers:
         self._column, self._into, self._asked = column, into, asked
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch with its answers.
+        """Return a batch with its answers.
 
         Raises:
             ConfigError: The column is missing.
@@ -44,7 +44,7 @@ class Answers:
 
 
 def _prompt(value: Any) -> Any:
-    """A cell as `submit` takes prompts: text, token ids or messages."""
+    """Return a cell as a prompt for `submit`: text, token ids or messages."""
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -58,16 +58,16 @@ def map_batches(
     concurrency: int = 1,
     **asked: Any,
 ) -> Any:
-    """A dataset with an answer to each of its prompts, computed as it is read.
+    """Return a dataset with an answer to each of its prompts, computed as it is read.
 
     Args:
         dataset: A `ray.data.Dataset`.
-        app: Name of the application that answers (`serve run --name`); it must run.
-        column: Which column holds the prompts: text, token ids, or chat messages.
-        into: Which one gets the answers' text; INTO_tokens and INTO_end get how many tokens each
-            has, and why it ended.
+        app: Name of the running application that answers (`serve run --name`).
+        column: Name of the column with the prompts: text, token ids, or chat messages.
+        into: Name of the column for the answers' text. INTO_tokens and INTO_end get the number of
+            tokens and the finish reason.
         batch_size: Rows that one worker has in the engines at once.
-        concurrency: Workers. They compute nothing, so Ray counts no CPU for them.
+        concurrency: Number of workers. They compute nothing, so Ray counts no CPU for them.
         **asked: Further arguments of `QLLMEngine.generate`: `max_tokens`, `temperature`, `seed`,
             `priority` ("BE") and so on.
 

@@ -1,4 +1,4 @@
-"""The application for Ray Serve: one deployment of engines, and one that speaks HTTP."""
+"""The application for Ray Serve: one deployment of engines, and one that serves HTTP."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ ENGINES, HTTP = "engines", "http"
 APP = "qllm"
 """Name of the application where none is given."""
 LOGGING = {"enable_access_log": False}
-"""For Ray Serve: the server has an access log of its own."""
+"""Logging of Ray Serve: off, because the server has its own access log."""
 
 
 class HttpFrontEnd:
@@ -48,22 +48,22 @@ class HttpFrontEnd:
         return create_app(self._engine, self._config)
 
     def __del__(self) -> None:
-        """Called by Ray Serve when it has drained."""
+        """Close the server. Ray Serve calls this after draining."""
         if (engine := getattr(self, "_engine", None)) is not None:
             engine.close()
 
 
 def over(engines: Any, config: ServerConfig | None = None) -> QLLMEngine:
-    """All engines of a deployment as one.
+    """Return one engine that stands for all engines of a deployment.
 
     Args:
-        engines: Its handle.
-        config: Settings of the server: of them `max_replays`, `trust_remote_code` and the table
-            `ray` count. None is for batch jobs, which wait while no replica is there.
+        engines: Handle of the deployment.
+        config: Settings of the server; `max_replays`, `trust_remote_code` and the table `ray`
+            count. None is for batch jobs, which wait while no replica is there.
     """
     if config is None:
         client = RayClient(engines)
-    else:  # where there may be none for long, a request that waits is what brings one
+    else:  # where none may be there for long, a waiting request makes Ray start one
         waits = settings_of(config).min_replicas == 0
         client = RayClient(engines, config.max_replays, waits=waits)
     trusts = config is not None and config.trust_remote_code
@@ -73,7 +73,7 @@ def over(engines: Any, config: ServerConfig | None = None) -> QLLMEngine:
 
 
 def build(config: ServerConfig) -> Any:
-    """The application, for `serve.run`.
+    """Return the application for `serve.run`.
 
     Raises:
         ConfigError: A setting is wrong.

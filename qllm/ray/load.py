@@ -1,6 +1,6 @@
-"""What a replica has to do, counted where requests pass, without a question to its engine.
+"""The load of a replica, counted where requests pass, without asking its engine.
 
-It is told to routers, by front end, and to the autoscaler. Times are nanoseconds of one clock.
+Routers receive it per front end, and the autoscaler too. Times are nanoseconds of one clock.
 """
 
 import threading
@@ -17,7 +17,7 @@ Counts = dict[str, list[Sequence[int]]]
 
 
 def front_end_of(key: str) -> str:
-    """Which front end named a request so."""
+    """Return the front end that gave a request this key."""
     return key.rpartition("-")[0]
 
 
@@ -32,7 +32,7 @@ class _Open:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """What it adds to a `Backlog`."""
+        """Return its contribution to a `Backlog`."""
         return 1, int(self.waits), self.num_prompt * self.waits, self.num_output
 
     def late(self, now_ns: int) -> float:
@@ -43,11 +43,11 @@ class _Open:
 
 
 class ReplicaLoad:
-    """Counts the open requests of a replica, and how late its LS requests were. From any thread.
+    """The open requests of a replica, and the lateness of its LS requests. From any thread.
 
     Args:
-        ttft_ms: Target of LS requests that have none of their own; None: they count only then.
-        window_s: How long a first token counts.
+        ttft_ms: Target in ms of LS requests without one; None leaves them out of the lateness.
+        window_s: Seconds for which a first token counts.
     """
 
     def __init__(self, ttft_ms: float | None = None, window_s: float = 30.0) -> None:
@@ -56,7 +56,7 @@ class ReplicaLoad:
         self._open: dict[str, _Open] = {}
         self._totals: dict[str, tuple[Backlog, Backlog]] = {}
         self._firsts: deque[tuple[int, float]] = deque()
-        """When LS requests got their first token, and TTFT over target."""
+        """Times of first tokens of LS requests, with TTFT over target."""
 
     def opened(
         self,
@@ -68,16 +68,16 @@ class ReplicaLoad:
         num_output: int,
         is_moved: bool = False,
     ) -> None:
-        """A request has come.
+        """Add a request that has arrived.
 
         Args:
-            key: Its name until `closed`.
+            key: Its id until `closed`.
             priority: Its class.
-            arrival_ns: When.
+            arrival_ns: Time of its arrival.
             slo: Its targets.
-            num_prompt: Tokens to prefill, what another engine had produced included.
-            num_output: Most tokens that it will still have.
-            is_moved: It had its first token elsewhere, and cannot be late.
+            num_prompt: Number of tokens to prefill, including output of another engine.
+            num_output: Largest number of tokens still to produce.
+            is_moved: True if it had its first token elsewhere and cannot be late.
         """
         target = None if is_moved else slo.ttft_ms or self._ttft_ms
         with self._lock:
@@ -97,7 +97,7 @@ class ReplicaLoad:
             del self._totals[name]
 
     def changed(self, key: str, priority: int) -> None:
-        """It has another class."""
+        """Record a request's new class."""
         with self._lock:
             if (item := self._open.get(key)) is not None:
                 self._add(key, item, -1)
@@ -105,7 +105,7 @@ class ReplicaLoad:
                 self._add(key, item, 1)
 
     def token(self, key: str, now_ns: int) -> None:
-        """It has one more token."""
+        """Record one more token of a request."""
         with self._lock:
             if (item := self._open.get(key)) is None:
                 return
@@ -116,7 +116,7 @@ class ReplicaLoad:
             self._add(key, item, 1)
 
     def closed(self, key: str) -> None:
-        """It has ended. Twice is once."""
+        """Remove a request that has ended. Idempotent."""
         with self._lock:
             if (item := self._open.pop(key, None)) is not None:
                 self._add(key, item, -1)
@@ -135,19 +135,19 @@ class ReplicaLoad:
         return found[ceil(0.9 * len(found)) - 1] if found else 0.0
 
     def counts(self) -> Counts:
-        """What is to be done, by front end."""
+        """Return the remaining work, by front end."""
         with self._lock:
             return {name: [astuple(b) for b in both] for name, both in self._totals.items()}
 
 
 def added(counts: Counts, without: Container[str] = ()) -> tuple[Backlog, Backlog]:
-    """The backlogs of LS and of BE of all front ends but some."""
+    """Return the summed backlogs of LS and BE of all front ends but some."""
     each = [both for name, both in counts.items() if name not in without]
     ls, be = ([sum(column) for column in zip(*(b[i] for b in each), strict=True)] for i in (0, 1))
     return Backlog(*ls), Backlog(*be)
 
 
 def be_tokens(counts: Counts) -> int:
-    """Tokens of BE requests that are not computed yet."""
+    """Return the number of tokens of BE requests that are not computed yet."""
     be = added(counts)[1]
     return be.prompt_tokens + be.output_tokens

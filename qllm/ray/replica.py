@@ -1,4 +1,4 @@
-"""One replica of Ray Serve: an engine in a process of its own, and who speaks for it."""
+"""One replica of Ray Serve: an engine in its own process, and the relay to front ends."""
 
 import asyncio
 import time
@@ -33,19 +33,21 @@ from qllm.torchless import forgo_torch
 from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
 
 SILENT_TICKS = 20
-"""Seconds without a word of a front end, counted by a clock that stands still with the process.
+"""Seconds without a sign of life after which a front end has ended, on a clock that stalls with the
+process.
 
-A replica that drains hears of nobody, so only after these and `drain_s` is a front end gone.
+A replica that drains gets no signs of life. So a front end has ended only after these and
+`drain_s`.
 """
 
 
 class Relay(Handle):
-    """A request here whose caller is elsewhere: what the engine says of it is passed on.
+    """A request whose caller is elsewhere: messages of the engine are passed on to it.
 
     Args:
-        ask: As it came.
-        push: Called on the engine's receiver thread with what is to be sent.
-        on_token: Called there for each token.
+        ask: The request as it arrived.
+        push: Function that sends a message, called on the engine's receiver thread.
+        on_token: Function called there for each token.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Relay(Handle):
             update=lambda _: None,
         )
         self.far_number = item.request_id
-        """What the front end calls it."""
+        """The front end's id of the request."""
         for token_id in item.token_ids[item.num_prompt_tokens :]:
             super().on_token(Sampled(self.far_number, token_id))  # the caller has them
         now = time.monotonic_ns()
@@ -91,25 +93,25 @@ class Relay(Handle):
             self._push((PROMPT_KIND, 0, body))
 
     def ended(self, end: End, known: EngineMetrics) -> None:
-        """Say how it ended."""
+        """Send how the request ended."""
         self._push((FINISH_KIND, *encode_finish(self.far_number, *end, known)))
 
     # -- as a log: the engine's process is gone, and this one is not
 
     def take(self, entry: Any, engine_ns: int, why: str, *, had_it: bool = True) -> None:
-        """Say that another replica must go on with it."""
+        """Tell the front end to continue the request at another replica."""
         self._push(Lost(why))
 
     def heard_of(self, entry: Any) -> None:
-        """Nothing to do: who waits elsewhere hears the token."""
+        """Do nothing: the caller elsewhere sees the token."""
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
-        """Say that another replica must go on with it: engines of replicas hand over no KV."""
+        """Tell the front end to continue the request elsewhere: replicas migrate no KV."""
         self._push(Lost("the engine handed it over"))
 
 
 class Relayed(SavedRequest):
-    """An open request here whose end is passed on."""
+    """An open request whose end is passed on."""
 
     handle: Relay
 
@@ -119,12 +121,12 @@ class Relayed(SavedRequest):
 
 
 class EngineReplica:
-    """Serves one engine to front ends. Ray Serve makes it a deployment.
+    """A replica: serves one engine to front ends. Ray Serve makes it a deployment.
 
     Args:
-        config: Settings of the server; those of its engine count here.
-        ttft_ms: Target for the first token of LS requests that have none of their own.
-        window_s: Over which lateness is counted.
+        config: Settings of the server, including those of its engine.
+        ttft_ms: Target in ms for the first token of LS requests without one.
+        window_s: Seconds over which lateness is counted.
 
     Raises:
         QllmError: The engine cannot be made.
@@ -157,7 +159,7 @@ class EngineReplica:
         self._engine.raise_if_closed()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Which model and version it serves: the router passes others by, and says what differs."""
+        """Return its model and version. The router skips replicas that differ, and reports how."""
         config = self._engine.config
         kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
         return {
@@ -169,30 +171,30 @@ class EngineReplica:
         }
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What is to be done here, from all front ends."""
+        """Return the remaining work of all front ends."""
         return {"backlogs": self._load.counts()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `Scaling` decides by."""
+        """Return the metrics that `Scaling` decides by."""
         late = self._load.lateness(time.monotonic_ns())
         return {LATENESS: late, BE_TOKENS: float(be_tokens(self._load.counts()))}
 
     def __del__(self) -> None:
-        """Called by Ray Serve when the replica has drained."""
+        """Close the engine. Ray Serve calls this after draining the replica."""
         if (engine := getattr(self, "_engine", None)) is not None:
             engine.close()
 
     # -- what front ends ask
 
     def card(self, seen: Seen, at: str | None = None) -> dict[str, Any]:
-        """What a front end must know of the model."""
+        """Return the facts about the model that a front end needs."""
         return self._card
 
     async def generate(self, ask: Ask) -> AsyncIterator[list[Said]]:
-        """Serve one request: who has it, then its tokens as they come, then its end.
+        """Serve one request: yield its replica, then its tokens as they come, then its end.
 
         Raises:
-            InvalidRequestError: It is wrong.
+            InvalidRequestError: The request is wrong.
         """
         yield [Placed(_own_id())]
         if ask.identity != self._identity:  # while another model or version is rolled out
@@ -247,7 +249,7 @@ class EngineReplica:
         self._silent[front_end] = 0
 
     async def _leave_the_dead(self) -> None:
-        """End the requests of front ends that are gone: Ray lets their streams go on."""
+        """End the requests of front ends that have ended: Ray does not end their streams."""
         while True:
             await asyncio.sleep(1)
             self.tick()
@@ -261,16 +263,16 @@ class EngineReplica:
                 relay.cancel()
 
     async def tell(self, key: str, op: str, *args: Any, at: str | None = None) -> str | None:
-        """Change an open request, or say where it is.
+        """Change an open request, or return its state.
 
         Args:
-            key: Which.
-            op: "cancel", "update" with a class and whether it is paused, or "status".
-            *args: Of the operation.
-            at: The replica; the router has seen to it.
+            key: Id of the request.
+            op: "cancel", "update" with a class and a pause flag, or "status".
+            *args: Arguments of the operation.
+            at: The replica; the router has used it already.
 
         Returns:
-            The status, or "" if it was changed; None of one that is not here.
+            The status, or "" after a change; None if the request is not here.
         """
         relay = self._relays.get(key)
         if relay is None:
@@ -287,7 +289,7 @@ class EngineReplica:
         return ""
 
     async def ask(self, op: str, *args: Any, at: str | None = None) -> Any:
-        """What the engine says: "stats", "watch", "reset_prefix_cache" or "delete_kv"."""
+        """Return the engine's answer to "stats", "watch", "reset_prefix_cache" or "delete_kv"."""
         return await asyncio.to_thread(getattr(self._client, op), *args)
 
 

@@ -1,8 +1,8 @@
-"""Which replica gets a request: our routes inside Ray Serve's router.
+"""Choice of a replica for a request: the fleet's routes inside Ray Serve's router.
 
-Ray Serve runs one router in every process that holds a handle of the deployment. What this process
-has sent is kept as in a fleet without Ray (`qllm.fleet.router`). What other processes have sent
-the replicas say, at most a second late, and it is added to the views.
+Ray Serve runs one router in every process that holds a handle of the deployment. It records what
+this process has sent as a fleet without Ray does (`qllm.fleet.router`). The replicas report what
+other processes have sent, at most a second late, and the router adds it to the views.
 """
 
 import logging
@@ -29,30 +29,30 @@ class EngineRouter(RequestRouter):
     """Ray Serve's router with a route of ours."""
 
     def initialize_state(self, route: str = "class") -> None:
-        """Called once, with the `request_router_kwargs` of the deployment.
+        """Set the route. Ray Serve calls this once, with the deployment's `request_router_kwargs`.
 
         Args:
-            route: As `load_route` takes it.
+            route: Name of the route, as for `load_route`.
         """
         self._router = Router(load_route(route))
         self._lock = threading.Lock()
-        """Held while the views are looked at or changed: tokens are told on another thread."""
+        """Lock of the views: another thread reports tokens."""
         self._told: dict[str, tuple[Any, tuple[Backlog, Backlog]]] = {}
-        """By replica: what it said last, and what of it is in its view."""
+        """Latest report of each replica, and the part of it that its view contains."""
         self._front_ends: set[str] = set()
-        """Those of this process."""
+        """Front ends of this process."""
         self._keys: dict[str, str] = {}
-        """What replicas call a request, by Ray's id."""
+        """Ids of requests at replicas, by Ray's id."""
         self._watchers: weakref.WeakSet[Seen] = weakref.WeakSet()
-        """Front ends of this process that are told which replicas there are."""
+        """Front ends of this process that receive the list of replicas."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called when replicas have come or gone."""
+        """Update the views after replicas have come or gone."""
         super().update_replicas(replicas)
         self._tell(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Called when a replica is found dead before `update_replicas` tells."""
+        """Remove a dead replica, before `update_replicas` does."""
         super().on_replica_actor_died(replica_id)
         self._tell(list(self.curr_replicas.values()))
 
@@ -80,7 +80,9 @@ class EngineRouter(RequestRouter):
                 self._tell(candidate_replicas)
         if (at := pending_request.kwargs.get("at")) is not None:
             named = [r for r in candidate_replicas if r.replica_id.unique_id == at]
-            return [named or candidate_replicas]  # any other one says that it is not there
+            return [
+                named or candidate_replicas
+            ]  # any other replica reports that it does not have the request
         ask = _ask_of(pending_request)
         if ask is None:
             return [candidate_replicas]
@@ -105,7 +107,7 @@ class EngineRouter(RequestRouter):
         return None if found is None else same[found.name]
 
     def _look(self, candidates: Sequence[RunningReplica]) -> None:
-        """Have a view of each replica, with what it says of other front ends' requests in it."""
+        """Update the view of each replica, with its report of other front ends' requests."""
         views = {engine.name: engine for engine in self._router.engines}
         names = {replica.replica_id.unique_id for replica in candidates}
         for gone in views.keys() - names:
@@ -127,7 +129,7 @@ class EngineRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Count what was sent."""
+        """Count a request that was sent."""
         ask = _ask_of(pending_request)
         if ask is None or ask.local is None or (view := ask.local.view) is None:
             return
@@ -154,7 +156,7 @@ class EngineRouter(RequestRouter):
 def _replace(
     view: EngineView, before: tuple[Backlog, Backlog], now: tuple[Backlog, Backlog]
 ) -> None:
-    """Count what others have there now, and no longer what they had."""
+    """Replace the requests that other front ends had at a replica by those they have now."""
     for backlog, old, new in zip((view.ls, view.be), before, now, strict=True):
         backlog.num += new.num - old.num
         backlog.num_waiting += new.num_waiting - old.num_waiting
@@ -185,7 +187,7 @@ def _difference(ours: Card, name: str, metadata: dict[str, Any]) -> str:
 
 
 def _ask_of(pending: PendingRequest) -> Ask | None:
-    """The request of ours in a call; None in other calls."""
+    """Return our request in a call; None in other calls."""
     args = pending.args
     is_ours = bool(args) and isinstance(args[0], Ask) and isinstance(args[0].local, Local)
     return args[0] if is_ours else None

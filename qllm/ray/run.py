@@ -1,4 +1,4 @@
-"""The application on a cluster that runs, or on one of this process: `qllm serve --ray`."""
+"""The application on an existing cluster, or on one of this process: `qllm serve --ray`."""
 
 import logging
 import os
@@ -22,12 +22,13 @@ STORE_BYTES = 128 << 20
 LOOK_S = 0.2
 """Between two looks at whether an application has drained."""
 START_TRIES = 3
-"""A node of Ray gives up after 30 s, which nobody can change; the next try finds its files read."""
+"""Number of tries: a node of Ray fails after 30 s, a fixed limit; the next try finds its files
+cached."""
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5, after which it kills its proxy: too soon
     "RAY_worker_niceness": "0",  # 15, so on cores that others use too, engines hardly ran
 }
-"""What a cluster that is started here is started with, unless the environment says otherwise."""
+"""Environment of a cluster that is started here, unless the caller's environment sets the names."""
 
 
 def serve(config: ServerConfig) -> None:
@@ -56,7 +57,7 @@ def serve(config: ServerConfig) -> None:
 
 
 def drain() -> None:
-    """Delete the application and wait until its replicas have ended what they have.
+    """Delete the application and wait until its replicas have finished their requests.
 
     Ray's own wait ends after 60 s, whatever `drain_s` is.
     """
@@ -85,7 +86,7 @@ def start_here(**settings: Any) -> None:
     """Start a cluster in this process.
 
     Args:
-        **settings: Of `ray.init`.
+        **settings: Arguments of `ray.init`.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -94,11 +95,11 @@ def start_here(**settings: Any) -> None:
 
 
 def patiently(begin: Callable[[], Any], undo: Callable[[], Any]) -> Any:
-    """Start a node of Ray, again if it has given up.
+    """Start a node of Ray, again if it has failed.
 
     Args:
-        begin: Starts it.
-        undo: Called before it is tried again.
+        begin: Function that starts it.
+        undo: Function that is called before another try.
     """
     for left in reversed(range(START_TRIES)):
         try:

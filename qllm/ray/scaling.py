@@ -1,7 +1,7 @@
-"""How many replicas there should be: by how late LS requests are, and by how much BE work waits.
+"""Number of replicas, chosen by the lateness of LS requests and the amount of waiting BE work.
 
-Ray Serve's own policy counts requests. One BE request of 4,000 tokens and one LS request of 20 are
-the same to it, and a replica that is full of BE work is no reason for another one: its LS requests
+Ray Serve's own policy counts requests. It makes no difference between a BE request of 4,000 tokens
+and an LS request of 20. But a replica full of BE work is no reason for another one: its LS requests
 are served at once.
 """
 
@@ -9,9 +9,10 @@ from math import ceil
 from typing import Any
 
 LATENESS, BE_TOKENS = "ls_lateness", "be_tokens"
-"""What replicas report: TTFT of LS over target, and tokens of BE requests not computed yet."""
+"""Names of replicas' metrics: TTFT of LS over target, and tokens of BE requests not computed
+yet."""
 DOWN_BELOW = 0.5
-"""A replica may go while LS requests take less than this part of their target."""
+"""Part of the LS target below which a replica may be removed."""
 MOST_AT_ONCE = 2.0
 """At most so many times the replicas of now."""
 
@@ -19,13 +20,14 @@ MOST_AT_ONCE = 2.0
 def wanted(
     now: int, lateness: list[float], be_tokens: list[float], be_tokens_per_replica: int | None
 ) -> int:
-    """The number of replicas that load asks for; bounds and delays are the caller's.
+    """Return the number of replicas that the load needs; the caller applies bounds and delays.
 
     Args:
-        now: Replicas there are.
+        now: Number of replicas there are.
         lateness: TTFT over target per replica; the worst one counts.
         be_tokens: Tokens of BE requests not computed yet, per replica.
-        be_tokens_per_replica: More than so many each ask for another replica; None never does.
+        be_tokens_per_replica: Tokens per replica above which another one is needed; None disables
+            it.
     """
     worst = max(lateness, default=0.0)
     if worst > 1:
@@ -40,14 +42,14 @@ class Scaling:
     """The autoscaling policy of the engines' deployment, as Ray Serve calls it.
 
     Args:
-        be_tokens_per_replica: See `wanted`.
+        be_tokens_per_replica: Tokens as for `wanted`.
     """
 
     def __init__(self, be_tokens_per_replica: int | None = None) -> None:
         self._be_tokens = be_tokens_per_replica
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The replicas wanted, and the state to keep, of which there is none.
+        """Return the wanted number of replicas and an empty state.
 
         Args:
             context: Ray's `AutoscalingContext`.

@@ -25,11 +25,11 @@ class RaySettings(BaseModel):
     min_replicas: int = Field(1, ge=0)
     max_replicas: int = Field(1, ge=1)
     route: str = "class"
-    """How a request finds its engine: a name, or `module:function` of yours."""
+    """Route of a request to its engine: a name, or `module:function` of yours."""
     cpus: float | None = Field(None, ge=0)
     """CPUs that Ray counts for one replica; by default `threads`, else 1."""
     gpus: float | None = Field(None, ge=0)
-    """By default 1 with a device that is none, else 0."""
+    """GPUs per replica; by default 1 for a GPU device, else 0."""
     resources: dict[str, float] = {}
     """Further ones that a node must have, by name."""
     per_node: int | None = Field(None, ge=1)
@@ -41,13 +41,13 @@ class RaySettings(BaseModel):
     window_s: float = Field(30.0, gt=0)
     """Over which both are looked at."""
     up_after_s: float = Field(10.0, ge=0)
-    """For which more must be wanted before there are."""
+    """Seconds for which more replicas must be needed before they are started."""
     down_after_s: float = Field(300.0, ge=0)
-    """For which fewer must be."""
+    """Seconds for which fewer replicas must be needed before they are stopped."""
     stats_s: float = Field(1.0, gt=0)
-    """How often replicas tell routers what they have to do."""
+    """Seconds between two reports of replicas' load to routers."""
     health_s: float = Field(5.0, gt=0)
-    """How often each is asked whether it is well."""
+    """Seconds between two health checks of a replica."""
 
     @field_validator("route")
     @classmethod
@@ -66,11 +66,11 @@ class RaySettings(BaseModel):
 
 
 def settings_of(config: ServerConfig) -> RaySettings:
-    """The checked table `ray`.
+    """Return the checked table `ray`.
 
     Raises:
-        ConfigError: A name is unknown, a value is not allowed, or something is set that goes with
-            other ways to serve.
+        ConfigError: A name is unknown, a value is not allowed, or a setting belongs to other ways
+            to serve.
     """
     wrong = [name for name in NOT_HERE if name in config.model_fields_set]
     if wrong:
@@ -87,10 +87,10 @@ def settings_of(config: ServerConfig) -> RaySettings:
 
 
 def config_of(args: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConfig:
-    """Settings from what `serve run` or a Serve config gives an application.
+    """Return settings from the arguments that `serve run` or a Serve config gives an application.
 
     Args:
-        args: Settings of a server by name, those of a table as TABLE.NAME; `config` is a TOML file.
+        args: Settings of a server by name, table fields as TABLE.NAME; `config` is a TOML file.
         environ: The environment.
 
     Raises:
@@ -108,5 +108,5 @@ def config_of(args: Mapping[str, Any], environ: Mapping[str, str]) -> ServerConf
 
 
 def default_target(config: ServerConfig) -> float | None:
-    """The target of LS requests that an engine with these settings has."""
+    """Return the target of LS requests at an engine with these settings."""
     return engine_config(config.engine).default_slo(Priority.LS).ttft_ms

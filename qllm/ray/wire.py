@@ -1,4 +1,4 @@
-"""What front ends and replicas say to each other. Records are those of the rings."""
+"""Messages between front ends and replicas. Records are those of the rings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ from qllm.ingress import Submission
 
 @dataclass(eq=False)
 class Seen:
-    """What a front end and the router of its process know of replicas. It is not sent.
+    """Facts about replicas that a front end shares with the router of its process. It is not sent.
 
-    The router gets it with the front end's first call, and keeps it up to date.
+    The router gets it with the front end's first call, and updates it.
     """
 
     replicas: Mapping[str, Mapping[str, Any]] | None = None
-    """What each replica that is there says of itself, by name; None before it is known."""
+    """Report of each present replica, by name; None before any is known."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why replicas take no request of this front end, for good."""
+    """Permanent reasons why replicas take no request of this front end."""
     card: Card | None = None
-    """What the engine says that the front end speaks for: others are passed over."""
+    """Card of the engine that the front end serves; the router skips replicas with another one."""
     identity: str | None = None
     """Its digest."""
     router: Router | None = None
     load_s: float = 1.0
-    """For which the last replica that came has loaded its engine."""
+    """Seconds that the newest replica took to load its engine."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Seen, ()
@@ -45,7 +45,7 @@ class Seen:
         return [name for name in self.replicas or {} if self.serves(name)]
 
     def serves(self, name: str) -> bool:
-        """Whether a replica that is there may get requests of the front end."""
+        """True if a present replica may get requests of the front end."""
         said = (self.replicas or {}).get(name)
         ours = said is not None and said.get("identity") == self.identity
         return ours and name not in self.refused
@@ -53,14 +53,14 @@ class Seen:
 
 @dataclass
 class Local:
-    """What a front end and the router of its process share of a request."""
+    """Parts of a request that a front end shares with the router of its process."""
 
     item: Submission
     seen: Seen = field(default_factory=Seen)
     view: RequestView | None = None
-    """As the route saw it."""
+    """The view of the request that the route saw."""
     heard: Callable[[int, int], None] | None = None
-    """Told how many tokens it has and its class, once it is routed."""
+    """Function called with its number of tokens and its class, once it is routed."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,33 @@ class Ask:
     """A request on its way to a replica."""
 
     key: str
-    """What replicas call it; another one for each time it is sent."""
+    """Its id at replicas; a new one each time it is sent."""
     identity: str
     """`Card.digest` of the engine that the front end speaks for."""
     flags: int
     body: bytes
-    """A request's record, its times counted from now: arrival in the past, deadline to come."""
+    """A request's record. Its times count from now: arrival in the past, deadline in the future."""
     local: Local | None = None
-    """For the router of this process; it is not sent."""
+    """Data for the router of this process; it is not sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ask, (self.key, self.identity, self.flags, self.body)
 
 
 class Placed(NamedTuple):
-    """The first thing a replica says of a request."""
+    """The first message of a replica about a request."""
 
     replica: str
 
 
 class Lost(NamedTuple):
-    """A replica lives and its engine has died with the request, which goes on elsewhere."""
+    """A message: the engine of a living replica has died; the request continues elsewhere."""
 
     why: str
 
 
 class Refused(NamedTuple):
-    """A replica does not take a request, which goes on elsewhere."""
+    """A message: a replica refuses a request, which continues elsewhere."""
 
     why: str
     is_final: bool
