@@ -108,7 +108,7 @@ def ttft_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def floor_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/floor.py`."""
+    """Rows of `floor.json`. The commit in the result has its bench, `bench/serving/floor.py`."""
     step, cold = document["step_ms"], document["cold"]
     lines: list[Line] = [
         (f"a step of {step:g} ms over HTTP, server {name}: ms", f"{ms['p50']:.2f}", "", None)
@@ -120,7 +120,7 @@ def floor_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/beside_mask.py`."""
+    """Rows of `beside_mask.json`. The commit in the result has its bench."""
     lines: list[Line] = []
     for row in document["found"]:
         for form, over in row["over_none"].items():

@@ -194,7 +194,6 @@ OWN_BENCHES = {
     "models.weights runner.runner",
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.delta_net": "models.discover runner",
-    "kernels.grammar_mask": "grammar",
     "kernels.perplexity": "models runner",
     "kernels.perplexity_talk": "models runner",
     "models.real_size": "models",  # counts packed bytes, and the bytes of a token
