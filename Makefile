@@ -95,7 +95,7 @@ bench-shapes: $(READY)
 	.venv/bin/python -m bench shapes --out bench/results/shapes-cpu.json $(ARGS)
 
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
-	OMP_NUM_THREADS=1 .venv/bin/python -m bench.models.families --out bench/results/families.json $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.long.families --out bench/results/families.json $(ARGS)
 
 bench-releases: $(READY)  # tokens per second with each of them, over the tested one's
 	.venv/bin/python -m bench.models.releases --out bench/results/releases.json

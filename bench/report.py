@@ -32,8 +32,8 @@ from bench.report_lines import (
     ttft_lines,
 )
 from bench.report_streams import streams_lines
-from bench.sim.validate_sim import BOUND, NUMBERS
-from bench.sim.validate_sim import draw as draw_predictions
+from tests.long.validate_sim import BOUND, NUMBERS
+from tests.long.validate_sim import draw as draw_predictions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -310,7 +310,7 @@ def papers_part(document: dict[str, Any]) -> list[str]:
 
 
 def simulator_part(document: dict[str, Any]) -> list[str]:
-    """What `bench/sim/validate_sim.py` compared, and its figure."""
+    """What `tests/long/validate_sim.py` compared, and its figure."""
     config, policies = document["config"], document["policies"]
     draw_predictions(policies, str(SIM_FIGURE))
     lines = [
@@ -373,7 +373,7 @@ def perplexity_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def differential_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/scheduler/differential.py`."""
+    """Lines of `tests/long/differential.py`."""
     num, differences = sum(document["traces"].values()), document["differences"]
     found = f"{num:,} traces, {document['agreed_on']['decisions']:,} decisions, {differences}"
     ok = num >= DIFFERENTIAL_TRACES and not differences
@@ -382,7 +382,7 @@ def differential_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def soak_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/serving/soak.py`."""
+    """Lines of `tests/long/soak.py`."""
     minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
     accepted = sum(counts.get(name, 0) for name in ("ended", "accepted_and_left", "sent_vanish"))
     problems = len(document["problems"])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.models.tiny_configs import tiny_model
 from qllm.cuda.backend import cuda_runner
 from qllm.cuda.lanes import Bucket
 from qllm.runner.cpu import cpu_runner
@@ -15,6 +14,7 @@ from scripts import launches
 from tests.support import interpret  # noqa: F401 - mends the interpreter
 from tests.support.captured import PROMPTS, Driver, Poll, captured_runner, sampling_of, schedule
 from tests.support.families import MAKERS, make_model
+from tests.support.tiny_configs import tiny_model
 
 
 @pytest.fixture(autouse=True)

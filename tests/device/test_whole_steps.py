@@ -69,7 +69,7 @@ def stages_of_steps(priority: int, whole_steps: bool) -> list[int]:
 def test_a_decode_step_of_the_best_class_is_one_stage(
     priority: int, whole_steps: bool, stages: list[int]
 ) -> None:
-    """The native side decides so too (`bench/scheduler/differential.py` compares the two)."""
+    """The native side decides so too (`tests/long/differential.py` compares the two)."""
     assert stages_of_steps(priority, whole_steps) == stages
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from bench.models import families as all_families
-from bench.models import tiny_configs
 from qllm import QLLMEngine
 from qllm.runner.cpu import cpu_runner
+from tests.long import families as all_families
+from tests.support import tiny_configs
 from tests.support.all_families import MOE
 from tests.support.storms import Chaos, Storm, assert_replayed, fine, same, show
 

@@ -18,8 +18,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from bench.models import families as all_families
-from bench.models import tiny_configs
 from qllm import QLLMEngine, SamplingParams
 from qllm.frontend.handle import Handle
 from qllm.models.discover import discover
@@ -28,6 +26,8 @@ from qllm.policy import RequestView, View, next_row
 from qllm.runner.cpu import cpu_runner
 from qllm.scheduler import decision
 from qllm.types import Cap, Grain
+from tests.long import families as all_families
+from tests.support import tiny_configs
 from tests.support.all_families import MOE
 from tests.support.hybrids import NATIVE, make_hybrid
 from tests.support.inside import loop_of, runner_of

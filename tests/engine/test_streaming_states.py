@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench.models import tiny_configs
 from qllm.errors import QueueFullError
 from qllm.frontend.handle import Handle
 from qllm.frontend.streaming_prompt import StreamingPrompt
+from tests.support import tiny_configs
 from tests.support.streaming_prompts import GREEDY, Engine, equal
 from tests.support.streaming_prompts import ids_of as ids_below
 from tests.support.waiting import wait_for

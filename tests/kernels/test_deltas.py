@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from bench.models import tiny_configs
 from qllm import QLLMEngine
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
@@ -22,6 +21,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.deltas import delta_mixer
 from qllm.runner.layers.recurrent import RecurrentMixer
 from qllm.runner.states import tensors_of
+from tests.support import tiny_configs
 from tests.support.deltas import (
     CASES,
     HIDDEN,

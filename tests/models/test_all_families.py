@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from bench.models import families as all_families
-from bench.models import tiny_configs
 from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
+from tests.long import families as all_families
+from tests.support import tiny_configs
 from tests.support.all_families import MOE
 from tests.support.families import FAMILIES, make_model
 from tests.support.files import ROOT

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from bench.models import families as all_families
-from bench.models import tiny_configs
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ConfigError, ModelError
 from qllm.models.discover import discover
@@ -23,6 +21,8 @@ from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, Index, Program
 from qllm.types import Driver, Sampled
+from tests.long import families as all_families
+from tests.support import tiny_configs
 from tests.support.replay_schedule import Always
 from tests.support.storms import cuts_of
 from tests.support.swap_models import finished, one_pass

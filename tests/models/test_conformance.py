@@ -33,7 +33,7 @@ SAMPLE = [8 * (i % 6) + 3 * i % 8 for i in range(12)]
 
 @pytest.mark.parametrize("number", SAMPLE)
 def test_a_right_model_is_accepted_and_a_wrong_one_is_refused(number: int) -> None:
-    """`bench/models/startup_check.py` does this with 300 models."""
+    """`tests/long/startup_check.py` does this with 300 models."""
     case = startup.case_of(number)
     with startup.threads_of(case):
         model = startup.make(case)

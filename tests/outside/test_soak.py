@@ -1,4 +1,4 @@
-"""What `soak.py` and `over_http.py` of bench/serving check, and a short run of each."""
+"""The checks of `tests/long/soak.py` and `bench/serving/over_http.py`, and a short run of each."""
 
 import json
 import subprocess
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.serving import over_http, soak_cases
+from bench.serving import over_http
+from tests.support import soak_cases
 from tests.support.files import ROOT
 
 
@@ -63,8 +64,8 @@ def test_a_delayed_ack_would_be_seen(row: str) -> None:
     assert not slow["small_ttft"], "a long prefill would hide it"
 
 
-def run(script: str, *arguments: str) -> dict[str, Any]:
-    command = ["nice", sys.executable, "-m", f"bench.serving.{script}", *arguments]
+def run(module: str, *arguments: str) -> dict[str, Any]:
+    command = ["nice", sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -73,7 +74,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
 
 def test_a_short_soak_finds_nothing() -> None:
     report = run(
-        "soak", "--seconds", "8", "--calm-seconds", "2", "--calibrate-seconds", "2",
+        "tests.long.soak", "--seconds", "8", "--calm-seconds", "2", "--calibrate-seconds", "2",
     )  # fmt: skip
     assert report["ok"], report["problems"]
     counts = report["counts"]
@@ -89,8 +90,8 @@ def test_a_short_soak_finds_nothing() -> None:
 @pytest.mark.slow
 def test_what_http_costs_is_measured() -> None:
     report = run(
-        "over_http", "--model", "tiny", "--rounds", "4", "--seconds", "2", "--turns", "1",
-        "--rate", "4", "--hogs", "1", "--streams", "40", "--idle-seconds", "1",
+        "bench.serving.over_http", "--model", "tiny", "--rounds", "4", "--seconds", "2",
+        "--turns", "1", "--rate", "4", "--hogs", "1", "--streams", "40", "--idle-seconds", "1",
         "--rows", "overhead,small,interference,streams",
     )  # fmt: skip
     for row in ("overhead", "small"):

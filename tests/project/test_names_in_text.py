@@ -47,7 +47,7 @@ def text_of(where: str) -> str:
     return "\n".join(strings(where)) if where.endswith(".py") else (ROOT / where).read_text()
 
 
-SCRIPTS = [*python_files("bench", "scripts"), "tests/conftest.py"]
+SCRIPTS = [*python_files("bench", "scripts", "tests/long"), "tests/conftest.py"]
 
 
 def known_flags() -> set[str]:

@@ -1,9 +1,9 @@
-"""The simulator against queueing theory; `bench/sim/queueing.py` says what is compared and why."""
+"""The simulator against queueing theory; `tests/long/queueing.py` says what is compared and why."""
 
 import numpy as np
 import pytest
 
-from bench.sim import queueing
+from tests.long import queueing
 
 COUNT, LONG, SEED = 600, 2_000_000, 3
 BOUND = 0.05

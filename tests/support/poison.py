@@ -1,7 +1,7 @@
 """Requests with extremes in every field, and innocent ones beside them, on every way in.
 
 Each `..._case` makes one poison request from a random generator; each `through_...` sends some
-beside innocent requests and counts what became of those; `bench/serving/poison.py` sends 1,000.
+beside innocent requests and counts what became of those; `tests/long/poison.py` sends 1,000.
 """
 
 import json

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.models import tiny_configs
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import engine_config
 from qllm.engine.handover import arrivals as handed
@@ -30,6 +29,7 @@ from qllm.ingress.messages import Source
 from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
+from tests.support import tiny_configs
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.inside import runner_of
 from tests.support.waiting import wait_for

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.models import tiny_configs
 from qllm import QLLMEngine
 from qllm.engine.kv.states import KeptStates
 from qllm.errors import ConfigError
 from qllm.runner.states import tensors_of
 from qllm.scheduler.prefix import Name
 from qllm.types import Evict
+from tests.support import tiny_configs
 from tests.support.hybrid_prefix import GREEDY, engine_of, prompt_of, run
 from tests.support.hybrids import NATIVE, make_hybrid
 from tests.support.inside import loop_of

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.models import tiny_configs
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, ContextLengthError
 from qllm.plan import ModelShape
@@ -15,6 +14,7 @@ from qllm.sim.run import simulate
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import Cap, FinishReason
 from qllm.workloads.spec import RequestSpec
+from tests.support import tiny_configs
 from tests.support.hybrid_prefix import GREEDY, engine_of, prompt_of, run
 from tests.support.hybrids import make_hybrid
 from tests.support.inside import loop_of

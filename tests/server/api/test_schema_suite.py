@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench.serving.schemas import ask, load_schemas
 from qllm import QLLMEngine
 from qllm.types import FinishReason
+from tests.long.schemas import ask, load_schemas
 
 GROUP = 25
 REFUSED_WHOLE = {11, 12}

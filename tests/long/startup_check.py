@@ -1,6 +1,6 @@
 """The start-up check over random models: right ones refused, wrong ones accepted; both must be 0.
 
-    OMP_WAIT_POLICY=passive python -m bench.models.startup_check
+    OMP_WAIT_POLICY=passive python -m tests.long.startup_check
         [--cases 300] [--first 0] [--wrong 2] [--processes 1]
 
 A case is a random small model of one of the eight families with random settings of its runner

@@ -14,7 +14,7 @@ body must be a 4xx; at the end the engine must hold nothing. Any other outcome i
 the exit code is 1. Reported beside: the slope of resident memory after the warm-up (the first
 third), and the TTFT of LS against the calm run. The last line of stdout is one JSON document.
 
-    python -m bench.serving.soak [--minutes 30] [--model tiny] [--calm-seconds 60] [--seed 0]
+    python -m tests.long.soak [--minutes 30] [--model tiny] [--calm-seconds 60] [--seed 0]
 """
 
 import argparse
@@ -38,7 +38,7 @@ import numpy as np
 
 from bench.common import ROOT, machine
 from bench.serving.qllm_serve import Serve, serving
-from bench.serving.soak_cases import MALFORMED, Case, StreamCheck, make_cases
+from tests.support.soak_cases import MALFORMED, Case, StreamCheck, make_cases
 
 LOAD = 1.2
 LS_SHARE = 0.3
@@ -213,7 +213,7 @@ class Attached:
     """
 
     def __init__(self, socket: str, cases: Path, tally: Tally) -> None:
-        module = [sys.executable, "-m", "bench.serving.soak"]
+        module = [sys.executable, "-m", "tests.long.soak"]
         self._command = [*module, "--attach", socket, "--cases", str(cases)]
         self._tally = tally
 

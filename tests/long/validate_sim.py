@@ -3,7 +3,8 @@
 One run calibrates, serves the same load live and on the virtual clock, and prints a table and
 one JSON line. A prediction further off than 20 % is named. Run it on an idle machine:
 
-    python -m bench.sim.validate_sim --out bench/results/validate_sim.json --figure validate_sim.png
+    python -m tests.long.validate_sim --out bench/results/validate_sim.json \\
+        --figure validate_sim.png
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The native scheduler against the Python one on random traces: every decision, and all state.
 
-    python -m bench.scheduler.differential [--traces 10000] [--policies any,qllm2]
+    python -m tests.long.differential [--traces 10000] [--policies any,qllm2]
         [--extension FILE]
 
 A policy `any` is a random rank and a random shape of the closed set; the others are installed

@@ -1,7 +1,7 @@
 """The support matrix of docs/families.md, from bench/results/families.json.
 
-python -m bench.models.matrix            prints it
-python -m bench.models.matrix --write    puts it into the page
+python -m tests.long.matrix            prints it
+python -m tests.long.matrix --write    puts it into the page
 """
 
 import argparse
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.models.families import has_experts
+from tests.long.families import has_experts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "families.md"

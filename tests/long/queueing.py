@@ -1,7 +1,7 @@
 """The simulator against queueing theory: waits of one class, and of two with preemption.
 
-    python -m bench.sim.queueing            three loads, about four minutes of one core
-    python -m bench.sim.queueing --quick    the same with few requests
+    python -m tests.long.queueing            three loads, about four minutes of one core
+    python -m tests.long.queueing --quick    the same with few requests
 
 One request runs at a time (`max_num_seqs=1`), its service time is exponential (a prompt of
 geometric length at a fixed time per token, one token out), arrivals are Poisson, and nothing else

@@ -26,9 +26,9 @@ from transformers.models.auto.configuration_auto import (
     SPECIAL_MODEL_TYPE_TO_MODULE_NAME as MODULES,
 )
 
-from bench.models.tiny_configs import VOCAB, CannotMakeError, model_types, tiny_model
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ModelError
+from tests.support.tiny_configs import VOCAB, CannotMakeError, model_types, tiny_model
 
 LENGTHS = (40, 7, 23)
 NEW = 12

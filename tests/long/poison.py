@@ -3,7 +3,7 @@
 A thousand requests with extremes in every field, mixed: through Python's `submit`, over HTTP, and
 as records in the rings of the Python loop and of the native server. The last line is JSON.
 
-    python -m bench.serving.poison --count 1000 --seed 0
+    python -m tests.long.poison --count 1000 --seed 0
 """
 
 import argparse
