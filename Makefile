@@ -54,7 +54,10 @@ DRY := $(findstring --dry-run,$(ARGS))
 gpu-check: $(if $(DRY),$(READY))
 	$(if $(DRY),.venv/bin/python,python3) -m bench.gpu.check $(ARGS)
 
-# Results land in bench/results, runs in .benchmarks; ARGS="--quick" to try, "--rows S2" for a part.
+# Results land in bench/results, of a committed tree only; runs in .benchmarks. ARGS="--quick --out FILE" to
+# try, "--rows S2" for a part.
+result = $(if $(findstring --out,$(ARGS)),,--out bench/results/$(1))
+
 bench-engine: $(READY)
 	.venv/bin/python -m bench.engine.engine $(ARGS)
 
@@ -68,19 +71,19 @@ bench-papers: $(READY)
 	.venv/bin/python -m bench.papers.papers $(ARGS)
 
 bench-ray: $(RAY)/.ready
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m bench.serving.on_ray --out bench/results/on_ray.json $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RAY)/bin/python -m bench.serving.on_ray $(call result,on_ray.json) $(ARGS)
 
 bench-capacity: $(READY)
 	.venv/bin/python -m bench.serving.capacity $(ARGS)
 
 bench-kernels: $(READY)
-	.venv/bin/python -m bench.kernels.cpu_kernels --out bench/results/cpu_kernels.json $(ARGS)
+	.venv/bin/python -m bench.kernels.cpu_kernels $(call result,cpu_kernels.json) $(ARGS)
 
 # A model of 30B in 4 bits is written first, and deleted: 17 GB of disk, 18 of memory. After `make talk`
 # and `make bench-peers`, whose environment has llama.cpp: LLAMA="VENV/bin/python OTHER/bin/python".
 bench-weights: $(READY)
 	$(PIP) --requirement locks/gguf.txt
-	.venv/bin/python -m bench.kernels.weights --out bench/results/weights.json $(ARGS)
+	.venv/bin/python -m bench.kernels.weights $(call result,weights.json) $(ARGS)
 	.venv/bin/python -m bench.kernels.perplexity_talk --out bench/results/perplexity_talk.json
 	.venv/bin/python -m bench.models.four_bits --llama $(LLAMA) --out bench/results/four_bits.json
 	rm -rf .benchmarks/30b
@@ -92,10 +95,10 @@ bench-weights: $(READY)
 # ARGS="--vllm VENV/bin/python --llama OTHER/bin/python".
 bench-shapes: $(READY)
 	$(PIP) --requirement locks/gguf.txt
-	.venv/bin/python -m bench shapes --out bench/results/shapes-cpu.json $(ARGS)
+	.venv/bin/python -m bench shapes $(call result,shapes-cpu.json) $(ARGS)
 
 bench-families: $(READY)  # every causal language model of transformers, tiny: right tokens or refused
-	OMP_NUM_THREADS=1 .venv/bin/python -m tests.long.families --out bench/results/families.json $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.long.families $(call result,families.json) $(ARGS)
 
 bench-releases: $(READY)  # tokens per second with each of them, over the tested one's
 	.venv/bin/python -m bench.models.releases --out bench/results/releases.json

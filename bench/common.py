@@ -3,6 +3,7 @@
 The reference process imports this too, so nothing here imports qllm.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository. Benches run in it, as modules: `python -m bench.serving.peers`."""
+RESULTS = ROOT / "bench" / "results"
+"""The committed results."""
 
 MODEL = {
     "vocab_size": 16384,
@@ -184,6 +187,62 @@ def paired(values: Sequence[float], seed: int = 0) -> Estimate:
 # the result
 
 
+class UncommittedError(argparse.ArgumentTypeError):
+    """A result of a tree that no commit has may not become a committed result."""
+
+
+def changed_files() -> list[str] | None:
+    """Return the files that differ from the commit, without results; None without a repository."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "-z", "--untracked-files=all"]
+    command += ["--no-renames", "--", ".", f":(exclude){RESULTS.relative_to(ROOT)}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [entry[3:] for entry in done.stdout.split("\0") if entry]
+
+
+def result_file(path: str | Path) -> Path:
+    """Return the path of a result; the type of `--out`.
+
+    Raises:
+        UncommittedError: The path is in `bench/results/`, and the tree is not that of a commit.
+    """
+    path = Path(path)
+    if not path.resolve().is_relative_to(RESULTS.resolve()):
+        return path
+    files = changed_files()
+    if files is None:
+        why = "git names no commit of this tree"
+    elif files:
+        more = ", ..." if len(files) > 3 else ""
+        why = f"{len(files)} files differ from the commit ({', '.join(files[:3])}{more})"
+    else:
+        return path
+    raise UncommittedError(
+        f"{path} is a committed result, and {why}: this tree cannot be checked out "
+        "again; commit first, or give --out a file outside of bench/results/"
+    )
+
+
+def write_result(path: Path, text: str) -> None:
+    """Write a result to its file, with the folders that it needs.
+
+    Raises:
+        UncommittedError: See `result_file`.
+    """
+    path = result_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def print_result(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result as JSON in one line, the last one, and write it to a file."""
+    print(json.dumps(result, separators=(",", ":")), flush=True)
+    if out is not None:
+        write_result(out, json.dumps(result, indent=1))
+
+
 class Table:
     """Lines of the result: what, measured, target, reached."""
 
@@ -207,10 +266,7 @@ class Table:
 
     def finish(self, result: dict[str, Any], out: Path | None) -> None:
         """Print a result with these lines as JSON, in the last line; and write it to a file."""
-        result |= {"lines": self.lines, "losing": self.losing}
-        if out is not None:
-            out.write_text(json.dumps(result, indent=1) + "\n")
-        print(json.dumps(result, separators=(",", ":")))
+        print_result(result | {"lines": self.lines, "losing": self.losing}, out)
 
 
 def plain(value: Any) -> Any:
@@ -245,11 +301,13 @@ def _first(path: str, key: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """Return the commit of this tree, with `-dirty` if a file differs that is no result."""
+    args = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12"]
     try:
-        args = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
+        name = subprocess.run(args, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{name}-dirty" if changed_files() else name
 
 
 def machine() -> dict[str, Any]:

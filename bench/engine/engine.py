@@ -45,6 +45,8 @@ from bench.common import (
     model_folder,
     plain,
     quantile,
+    result_file,
+    write_result,
 )
 from bench.engine.exactness import exactness_row
 from bench.engine.mixed import (
@@ -385,7 +387,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", help="a JSON trace of loadgen.py with the arrivals to use")
     parser.add_argument("--keep", help="a folder for the event traces of the mixed windows")
     parser.add_argument("--models", help="where the model's weights are kept (default /tmp)")
-    parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--out", type=result_file, help="also write the JSON here")
     parser.add_argument("--quick", action="store_true", help="few repetitions: only to debug")
     args = parser.parse_args()
     args.seeds = [int(s) for s in args.seeds.split(",")]
@@ -460,10 +462,9 @@ def main() -> None:
         "losing": table.losing,
     }
     line = json.dumps(plain(document), separators=(",", ":"))
+    print(line, flush=True)
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(line + "\n")
-    print(line)
+        write_result(args.out, line)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.common import MODEL, ROOT, Table, cpu_ticks, machine
+from bench.common import MODEL, Table, cpu_ticks, machine, result_file
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention
 from qllm.kernels.cpu.norms import Norm
@@ -45,7 +45,6 @@ TOKENS = (1, 8, 64, 512)
 COLD_BYTES = 512 << 20
 """Weights that are rotated, so that no cache keeps them."""
 LONG = 32768
-RESULTS = ROOT / "bench" / "results" / "cpu_kernels.json"
 REACH = {"experts": 0.75, "gemm": 0.7, "invariant": 1.05, "stop_ms": 5.0}
 """Shares of the roofline and of torch's rate; a step at level L2 over one without, which is noise;
 and how long a stop may wait."""
@@ -406,7 +405,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help=f"also write it; committed: {RESULTS.name}")
+    parser.add_argument(
+        "--out", type=result_file, help="also write it; committed: cpu_kernels.json"
+    )
     args = parser.parse_args()
     if cpu.MISSING is not None:
         raise SystemExit(cpu.MISSING)

@@ -8,7 +8,6 @@ ratios of the rounds. Weights and inputs are random (seed 0).
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import Qwen3NextConfig
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from bench.common import Table, machine
+from bench.common import Table, machine, result_file
 from qllm.kernels import cpu
 from qllm.models.discover import LayerParts
 from qllm.runner.kv import SlabKV
@@ -82,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     torch.set_num_threads(1)
     cpu.set_threads(1)

@@ -7,7 +7,6 @@ own forward. Prints one JSON line; nothing of it is a timing.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, machine
+from bench.common import ROOT, machine, print_result, result_file
 from qllm.models.loader import load
 from qllm.plan import Plan, Row
 from qllm.runner.cpu import cpu_runner
@@ -119,26 +118,22 @@ def main() -> None:
     """Score every format on the same text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two documents")
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     recipe = train_tiny.Recipe()
     _, test = train_tiny.split(train_tiny.collect(), recipe.held_out, recipe.seed)
     texts = list(test.texts())[: 2 if args.quick else None]
     formats: dict[str, Any] = {"reference": score(texts, None)}
     formats.update({name: score(texts, name) for name in FORMATS})
-    print(
-        json.dumps(
-            {
-                "bench": "perplexity",
-                "machine": machine(),
-                "config": {
-                    "model": "tiny",
-                    "window": WINDOW,
-                    "documents": len(texts),
-                    "bytes": sum(len(text.encode()) for text in texts),
-                },
-                "formats": formats,
-            }
-        )
+    config = {
+        "model": "tiny",
+        "window": WINDOW,
+        "documents": len(texts),
+        "bytes": sum(len(text.encode()) for text in texts),
+    }
+    print_result(
+        {"bench": "perplexity", "machine": machine(), "config": config, "formats": formats},
+        args.out,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, Table, machine
+from bench.common import ROOT, Table, machine, result_file
 from bench.kernels import published_talk
 from bench.kernels.perplexity import WINDOW
 from qllm import QLLMEngine
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     (ROOT / ".benchmarks").mkdir(exist_ok=True)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     recipe, table = train_tiny.Recipe(), Table()
     _, test = train_tiny.split(train_tiny.collect(), recipe.held_out, recipe.seed)

@@ -14,13 +14,12 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.common import Table, machine, paired, plain
+from bench.common import Table, machine, paired, plain, result_file
 from bench.kernels.transformers_experts import SHAPES, make
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
@@ -108,7 +107,7 @@ def main() -> None:
     """Measure, print the table and the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, and no engine")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     torch.set_num_threads(1)
     cpu.set_threads(1)

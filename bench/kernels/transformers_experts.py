@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import qllm.transformers
-from bench.common import ROOT, Table, machine
+from bench.common import RESULTS, Table, machine, result_file
 
 SHAPES: dict[str, dict[str, int]] = {
     "300M": {
@@ -44,7 +44,7 @@ REACH = 1.0
 """Theirs over ours, in every row."""
 MOST_BATCHED = 64
 """Rows for which `batched_mm` is run: it copies the weights of every (token, expert)."""
-RESULTS = ROOT / "bench" / "results" / "transformers_experts.json"
+FILE = RESULTS / "transformers_experts.json"
 
 
 def make(shape: dict[str, int], implementation: str) -> Any:
@@ -112,7 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of the smaller shape")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=result_file, default=FILE)
     args = parser.parse_args()
+    out = None if args.quick else result_file(args.out)
     table, result = Table(), {"machine": machine(), "seed": 0, "threads": torch.get_num_threads()}
     shapes = {"300M": SHAPES["300M"]} if args.quick else SHAPES
     with torch.no_grad():
@@ -128,7 +130,7 @@ def main() -> None:
                         ratio >= REACH,
                     )
             gc.collect()
-    table.finish(result, None if args.quick else RESULTS)
+    table.finish(result, out)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ Attention, router and head are not in it: docs/kernels.md. A table, then one JSO
 import argparse
 import os
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.common import Table, machine
+from bench.common import Table, machine, result_file
 from bench.kernels.cpu_kernels import SHAPES, Memory, rand
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import BF16, Experts, Formats
@@ -110,7 +109,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true", help="only shows that it runs")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     torch.manual_seed(1)
     torch.set_num_threads(args.threads)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT, machine
+from bench.common import RESULTS, machine, result_file, write_result
 from bench.kv.cache import chats_row, flood, no_hit_row, shared_row, sweep_row
 from bench.kv.file import mover_row, restart_row
 from bench.kv.handover import handover_row
@@ -41,7 +41,7 @@ from bench.kv.parts import make_engine
 from bench.kv.swap import rota_burst, rota_row, swap_row
 from qllm.measure.random_moe import make_random_moe
 
-RESULTS = ROOT / "bench" / "results" / "kv.json"
+FILE = RESULTS / "kv.json"
 Row = dict[str, Any]
 
 
@@ -79,11 +79,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer turns, rounds and chats")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="results to merge rows into")
+    parser.add_argument("--out", type=result_file, default=FILE, help="results to merge rows into")
     asked = parser.parse_args()
+    out = None if asked.quick else result_file(asked.out)
     rows = _run(asked.rows, asked.quick)
-    if not asked.quick:
-        _merge(asked.out, rows)
+    if out is not None:
+        _merge(out, rows)
     right = all(row["same_tokens"] and row.get("hits_due", True) for row in rows.values())
     print(json.dumps({"right": right, **rows}))
     return 0 if right else 1
@@ -101,7 +102,7 @@ def _merge(path: Path, rows: dict[str, Row]) -> None:
     """Put rows into the results, each with the machine and the commit that it was measured on."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found |= {name: {**row, "machine": machine()} for name, row in rows.items()}
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    write_result(path, json.dumps(found, indent=1, sort_keys=True))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import gguf
 import numpy as np
 from transformers import Qwen3MoeConfig
 
-from bench.common import Table, machine, paired, plain
+from bench.common import Table, machine, paired, plain, result_file
 from bench.models.checkpoint_30b import SEED, SHAPE, STEP, write
 from bench.models.rival import Rival, library
 from qllm import QLLMEngine, SamplingParams
@@ -211,7 +211,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens, at most 3,000")
     parser.add_argument("--place", type=Path, help="folder of the models; kept, and used again")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     if not (args.llama or args.vllm or args.openvino):
         parser.error("name a rival: --llama, --vllm or --openvino PYTHON")

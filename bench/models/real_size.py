@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import Table, machine, median, paired, plain, quantile
+from bench.common import Table, machine, median, paired, plain, quantile, result_file
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 from qllm.models.loader import load
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="beside loading")
     parser.add_argument("--no-check", action="store_true", help="without the start-up check")
     parser.add_argument("--quick", action="store_true", help="only shows that it runs")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     cpu.set_threads(args.threads)

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.common import ROOT, machine
+from bench.common import ROOT, machine, result_file, write_result
 from scripts import releases
 
 TARGET = 0.97
@@ -92,7 +92,7 @@ def main() -> int:
     """Measure every model with each release; print one JSON document; 1 is below the target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.answer:
@@ -131,7 +131,7 @@ def main() -> int:
         "reached": worst >= TARGET,
     }
     if given.out is not None:
-        given.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(given.out, json.dumps(document, indent=1))
     print(json.dumps(document))
     return int(worst < TARGET)
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common import SPECIAL, Table, machine, paired, plain
+from bench.common import SPECIAL, Table, machine, paired, plain, result_file
 from bench.models.noise_folder import skeleton, write
 from bench.models.published_shapes import SHAPES, VOCAB, Shape, config_of
 from bench.models.rival import Rival, RivalError, library
@@ -381,7 +381,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=20.0, help="GB that all take at once")
     parser.add_argument("--place", type=Path, help="folder of the models; kept, and used again")
     parser.add_argument("--quick", action="store_true", help="300M or --shapes, one small round")
-    parser.add_argument("--out", type=Path, help="committed: bench/results/shapes-cpu.json")
+    parser.add_argument("--out", type=result_file, help="committed: bench/results/shapes-cpu.json")
     args = parser.parse_args()
     args.shapes = args.shapes or (["300M"] if args.quick else list(SHAPES))
     if args.quick:

@@ -26,12 +26,20 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, busy_cores, machine, plain, without_paths
+from bench.common import (
+    RESULTS,
+    busy_cores,
+    machine,
+    plain,
+    result_file,
+    without_paths,
+    write_result,
+)
 from bench.papers.parts import CLAIMS, PARTS
 from bench.papers.rows import FULL, QUICK, Row, World
 from bench.serving.servers import PEERS
 
-RESULTS = ROOT / "bench" / "results" / "papers.json"
+FILE = RESULTS / "papers.json"
 ENGINE = {"max_num_seqs": 16, "max_step_tokens": 4096}
 """The same for every policy."""
 ARMS = "vllm-512"
@@ -44,7 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="", help="of the live windows, with commas between")
     parser.add_argument("--arms", default=ARMS, help=f"peers beside hogs, of {', '.join(PEERS)}")
     parser.add_argument("--install", action="store_true", help="install peers that are not there")
-    parser.add_argument("--out", default=str(RESULTS), help="results that this run is merged into")
+    parser.add_argument(
+        "--out", type=result_file, default=FILE, help="results that this run is merged into"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, nothing is written")
     args = parser.parse_args()
     args.parts = args.parts.split(",")
@@ -108,15 +118,15 @@ def main() -> int:
         "quick": args.quick,
     }
     world = World(scale=scale, settings=ENGINE)
-    out, done = Path(args.out), {}
+    out, done = None if args.quick else result_file(args.out), {}
     document: dict[str, Any] = {}
     for name in args.parts:
         print(f"\n== {name}", flush=True)
         world.found = {}
         done[name] = measure(world, name)
-        document = merge(None if args.quick else out, done, config)
-        if not args.quick:
-            out.write_text(json.dumps(document, indent=1) + "\n")
+        document = merge(out, done, config)
+        if out is not None:
+            write_result(out, json.dumps(document, indent=1))
     print(json.dumps(document, separators=(",", ":")))
     return int(any(part["error"] for part in done.values()))
 

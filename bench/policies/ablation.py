@@ -26,7 +26,17 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, Table, busy_cores, machine, plain, without_paths
+from bench.common import (
+    RESULTS,
+    ROOT,
+    Table,
+    busy_cores,
+    machine,
+    plain,
+    result_file,
+    without_paths,
+    write_result,
+)
 from bench.policies.equals import CLIENTS, FREE, REACH, equals_row
 from bench.policies.fronts import Windows, front_row, points_of, stall_lines
 from bench.policies.isolation import HELD, HELD_TARGET, Evicted, decode_row, held_row
@@ -36,7 +46,7 @@ from bench.policies.simulated import sim_row
 from qllm.plugins import load_policy
 from qllm.workloads.capacity import Capacity
 
-RESULTS = ROOT / "bench" / "results" / "policies-cpu.json"
+FILE = RESULTS / "policies-cpu.json"
 RUNS = ROOT / ".benchmarks" / "policies"
 LIVE = ("loads", "decode", "equals", "S5", "S6", "S2", "S3", "S7")
 ROWS = (*LIVE, "sim")
@@ -221,7 +231,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a window of S2, S3, S7")
     parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
-    parser.add_argument("--out", default=str(RESULTS), help="results that this run is merged into")
+    parser.add_argument(
+        "--out", type=result_file, default=str(FILE), help="results that this run is merged into"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny windows, one seed: to debug")
     args = parser.parse_args()
     chosen = (
@@ -285,8 +297,7 @@ def merge(path: Path, rows: dict[str, Any], config: dict[str, Any]) -> dict[str,
         if ok is False
     ]
     document = plain(document)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(path, json.dumps(document, indent=1))
     return document
 
 

@@ -15,13 +15,12 @@ in Python. The last line of stdout is one JSON document.
 """
 
 import argparse
-import json
 import random
 import time
 from dataclasses import replace
 from typing import Any
 
-from bench.common import machine
+from bench.common import machine, print_result, result_file
 from qllm.plan import CutRule, ModelShape
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy
@@ -144,6 +143,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=256)
     parser.add_argument("--seats", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     names = args.policies.split(",") if args.policies else sorted(installed_policies())
     if args.scheduler == "native":
@@ -159,7 +159,8 @@ def main() -> None:
                 f"max {r['max_us']:7.0f} us   {core}yardstick {r['yardstick_p50_us']:.1f} us",
                 flush=True,
             )
-    print(json.dumps({"bench": "decide", "args": vars(args), "machine": machine(), "rows": rows}))
+    asked = {name: value for name, value in vars(args).items() if name != "out"}
+    print_result({"bench": "decide", "args": asked, "machine": machine(), "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

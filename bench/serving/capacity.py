@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common import ROOT, Table, machine, paired, plain
+from bench.common import RESULTS, ROOT, Table, machine, paired, plain, result_file, write_result
 from bench.serving.servers import (
     PEERS,
     Place,
@@ -47,7 +47,7 @@ from qllm.workloads.client import saturate_http
 from qllm.workloads.measure import Served, Window, class_report
 from qllm.workloads.mix import Arrival
 
-RESULTS = ROOT / "bench" / "results" / "capacity-cpu.json"
+FILE = RESULTS / "capacity-cpu.json"
 
 
 SEATS = ("--set", "max_num_seqs=64")
@@ -214,7 +214,7 @@ def main() -> None:
             "losing": table.losing,
         }
     )
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(args.out, json.dumps(document, indent=1))
     print(json.dumps(document, separators=(",", ":")))
 
 
@@ -230,7 +230,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
     parser.add_argument("--cache", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--logs", type=Path, default=ROOT / ".benchmarks" / "peers")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=result_file, default=str(FILE))
     args = parser.parse_args()
     args.peers, args.loads = args.peers.split(","), args.loads.split(",")
     if unknown := set(args.peers) - set(PEERS) or set(args.loads) - set(LOADS):

@@ -33,7 +33,7 @@ from typing import Any
 
 import httpx
 
-from bench.common import machine
+from bench.common import machine, result_file, write_result
 from bench.serving.qllm_serve import serving
 from bench.serving.rebalancing import bound, rebalance, simulated
 from qllm import QLLMEngine, SamplingParams, Slo
@@ -439,7 +439,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a document whose other rows are kept")
+    parser.add_argument("--out", type=result_file, help="a document whose other rows are kept")
     args = parser.parse_args()
     document: dict[str, Any] = {"bench": "fleet", "rows": {}}
     if args.out is not None and args.out.exists():
@@ -451,7 +451,7 @@ def main() -> int:
         document["rows"][name] = {**found, **took, "quick": args.quick, "machine": machine()}
         print(json.dumps({name: found}, indent=1), flush=True)
         if args.out is not None:
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+            write_result(args.out, json.dumps(document, indent=1))
     print(json.dumps(document))
     return 0
 

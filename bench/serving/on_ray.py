@@ -26,7 +26,7 @@ import ray
 from ray import serve
 
 import qllm.ray
-from bench.common import SPECIAL, machine
+from bench.common import SPECIAL, machine, result_file, write_result
 from qllm import QLLMEngine
 from qllm.ray.run import start_here
 from qllm.record.summary import percentile
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--load", type=float, default=0.05, help="of what two engines compute")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     jobs = jobs_of(args.requests, args.seed, VOCABULARY)
     expected, took_s = alone(jobs)
@@ -226,7 +226,7 @@ def main() -> None:
     }
     text = json.dumps(found)
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(args.out, json.dumps(found, indent=1))
     print(text)
 
 

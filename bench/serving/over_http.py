@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import numpy as np
 
-from bench.common import ROOT, machine
+from bench.common import ROOT, machine, print_result, result_file
 from bench.serving.qllm_serve import Serve, serving
 from bench.serving.servers import PEERS, InstallError, Place, free_port, installed
 from bench.serving.servers import serving as serving_peer
@@ -437,6 +437,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--front-core", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="20 rounds, short, without vllm")
+    parser.add_argument("--out", type=result_file)
     parser.add_argument("--solo", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.rows = args.rows.split(",")
@@ -455,7 +456,7 @@ def main() -> int:
     if args.solo:
         be_solo(args.model, args.threads)
         return 0
-    print(json.dumps({"bench": "over_http", "machine": machine(), **run(args)}))
+    print_result({"bench": "over_http", "machine": machine(), **run(args)}, args.out)
     return 0
 
 

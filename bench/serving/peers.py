@@ -23,7 +23,19 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import ROOT, Table, busy_cores, estimate, machine, plain, quantile, without_paths
+from bench.common import (
+    RESULTS,
+    ROOT,
+    Table,
+    busy_cores,
+    estimate,
+    machine,
+    plain,
+    quantile,
+    result_file,
+    without_paths,
+    write_result,
+)
 from bench.serving.servers import (
     PEERS,
     VLLM_ARMS,
@@ -44,7 +56,7 @@ from qllm.workloads.measure import Served, Window, report
 from qllm.workloads.mix import Arrival, Mix, make_workload, only
 from qllm.workloads.tokens import with_tokens
 
-RESULTS = ROOT / "bench" / "results" / "peers-cpu.json"
+FILE = RESULTS / "peers-cpu.json"
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
 ALONE = ("qllm", "vllm-512")
 """Who also serves LS alone."""
@@ -315,7 +327,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
     parser.add_argument("--cache", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--logs", type=Path, default=ROOT / ".benchmarks" / "peers")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=result_file, default=str(FILE))
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="serve LS alone too"
     )
@@ -360,7 +372,7 @@ def main() -> None:
                 **more,
             }
         )
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(args.out, json.dumps(document, indent=1))
         return document
 
     runs, failed = measure(Bench(args), save)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from bench.common import ROOT, machine
+from bench.common import ROOT, machine, print_result, result_file
 from bench.serving.qllm_serve import Serve, serving
 
 BODY = {"prompt": "Hello, world", "max_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -127,12 +127,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=result_file)
     return parser.parse_args()
 
 
 def main() -> int:
     """Run it."""
-    print(json.dumps({"bench": "rate", "machine": machine(), **run(parse_args())}))
+    args = parse_args()
+    print_result({"bench": "rate", "machine": machine(), **run(args)}, args.out)
     return 0
 
 

@@ -21,12 +21,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.common import MODEL, SPECIAL, machine, model_folder
+from bench.common import MODEL, SPECIAL, machine, model_folder, result_file, write_result
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
 from qllm.record.metrics import RequestMetrics
@@ -311,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name in args.rows.split(","):
@@ -325,7 +324,7 @@ def main() -> None:
     if args.out is not None:
         if args.out.exists():
             document["rows"] = json.loads(args.out.read_text())["rows"] | rows
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(args.out, json.dumps(document, indent=1))
     print(json.dumps(document))
 
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.common import ROOT, machine
+from bench.common import ROOT, machine, print_result, result_file
 from bench.serving.qllm_serve import serving
 from qllm import QLLMEngine, SamplingParams
 
@@ -166,9 +166,11 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=200, help="per round and way")
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     settings = {"step_ms": args.step_ms, "rounds": args.rounds, "reach_ms": REACH_MS}
-    print(json.dumps({"bench": "ttft", "machine": machine(), **settings, "found": measure(args)}))
+    found = measure(args)
+    print_result({"bench": "ttft", "machine": machine(), **settings, "found": found}, args.out)
     return 0
 
 

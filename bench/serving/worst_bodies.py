@@ -20,11 +20,10 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.common import busy_cores, machine
+from bench.common import busy_cores, machine, result_file, write_result
 from bench.serving.qllm_serve import serving
 
 MORE_MS, MOST_MS = 20.0, 50.0
@@ -209,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     says: dict[str, Callable[[str], str]] = {
         "stream": lambda name: f"{name}: longest gap of an LS stream",
@@ -232,7 +231,7 @@ def main() -> None:
         "reach": {"more_ms": MORE_MS, "idle_ms": MOST_MS}, "rows": rows, "lines": lines,
     }  # fmt: skip
     if args.out is not None:
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(args.out, json.dumps(document, indent=1))
     print(json.dumps(document))
 
 

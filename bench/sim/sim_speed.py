@@ -5,11 +5,10 @@ Poisson at 0.7 of what the machine could complete. Prints one JSON line.
 """
 
 import argparse
-import json
 import random
 import time
 
-from bench.common import machine
+from bench.common import machine, print_result, result_file
 from qllm.config import engine_config
 from qllm.sim.presets import preset
 from qllm.sim.run import simulate
@@ -47,6 +46,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--policy", default="qllm2")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     costs = preset("h100", "qwen3-moe")
     found = {}
@@ -69,7 +69,7 @@ def main() -> None:
         print(grain, found[grain])
     config_line = {"requests": args.requests, "policy": args.policy, "seed": args.seed, **SETTINGS}
     document = {"bench": "sim_speed", "machine": machine(), "config": config_line, "grains": found}
-    print(json.dumps(document, separators=(",", ":")))
+    print_result(document, args.out)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from transformers.models.auto.configuration_auto import (
     SPECIAL_MODEL_TYPE_TO_MODULE_NAME as MODULES,
 )
 
+from bench.common import result_file, write_result
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import ModelError
 from tests.support.tiny_configs import VOCAB, CannotMakeError, model_types, tiny_model
@@ -167,9 +168,9 @@ def main() -> None:
     """Try every family, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; all by default")
-    parser.add_argument("--out", type=Path, help="also write the results of all to this file")
+    parser.add_argument("--out", type=result_file, help="also write all results to this file")
     parser.add_argument("--experts", action="store_true", help="families with experts only")
-    parser.add_argument("--update", type=Path, help="put the results into those of this file")
+    parser.add_argument("--update", type=result_file, help="put the results into this file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -187,7 +188,7 @@ def main() -> None:
         "families": dict(sorted(table.items())),
     }
     if out := args.out or args.update:
-        out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(out, json.dumps(report, indent=1))
     print(json.dumps(report))
 
 

@@ -9,11 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.common import RESULTS
 from tests.long.families import has_experts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "families.md"
-RESULTS = ROOT / "bench" / "results" / "families.json"
+FILE = RESULTS / "families.json"
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
 DRIVERS = {"fast": "fast", "hooked": "hooks", "dense": "whole layers", "around": "as called"}
 
@@ -32,7 +33,7 @@ def _row(name: str, found: dict[str, Any]) -> str:
 
 def matrix() -> str:
     """The table, one row per model type whose file defines experts."""
-    families = json.loads(RESULTS.read_text())["families"]
+    families = json.loads(FILE.read_text())["families"]
     rows = {name: found for name, found in families.items() if has_experts(name)}
     num = sum(found["result"] == "equal" for found in rows.values())
     lines = [

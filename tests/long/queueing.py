@@ -23,16 +23,14 @@ The very last line of stdout is one JSON document.
 """
 
 import argparse
-import json
 import math
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.common import ROOT, Table, machine, plain
+from bench.common import RESULTS, Table, machine, plain, print_result, result_file
 from qllm.config import EngineConfig
 from qllm.record.trace import Arrived, Finished
 from qllm.sim.costs import CostFile, FileShape
@@ -40,7 +38,7 @@ from qllm.sim.run import simulate
 from qllm.types import FinishReason, Priority
 from qllm.workloads.spec import RequestSpec
 
-RESULTS = ROOT / "bench" / "results" / "queueing.json"
+FILE = RESULTS / "queueing.json"
 LOADS = (0.3, 0.6, 0.8)
 BOUND = 0.05
 MEAN_TOKENS = 100
@@ -299,9 +297,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--long", type=int, default=20_000_000, help="requests of the recursion")
-    parser.add_argument("--out", default=str(RESULTS), help="where the JSON goes too")
+    parser.add_argument("--out", type=result_file, default=FILE, help="where the JSON goes too")
     parser.add_argument("--quick", action="store_true", help="2,000 requests each: to debug")
     args = parser.parse_args()
+    out = None if args.quick else result_file(args.out)
     table, rows = Table(), []
     for be_share in (0.0, 0.5):
         for load in LOADS:
@@ -332,9 +331,7 @@ def main() -> None:
     config = {"seed": args.seed, "long": args.long, "quick": args.quick, "mean_s": 0.01}
     document = plain({"bench": "queueing", "machine": machine(), "config": config})
     document |= {"rows": rows, "lines": table.lines}
-    if not args.quick:
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document, separators=(",", ":")))
+    print_result(document, out)
     sys.exit(bool(table.losing))
 
 

@@ -11,7 +11,6 @@ document, which goes to `results/startup_check.json` too.
 """
 
 import argparse
-import json
 import sys
 import time
 import warnings
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, machine
+from bench.common import RESULTS, machine, print_result, result_file
 from tests.support import startup
 from tests.support.startup import WRONG, Case
 
@@ -93,6 +92,7 @@ def main() -> None:
     parser.add_argument("--wrong", type=int, default=2)
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
+    out = result_file(RESULTS / "startup_check.json") if given.cases >= 300 else None
     edges = [given.first + given.cases * i // given.processes for i in range(given.processes + 1)]
     shares = [(lo, hi - lo, given.wrong) for lo, hi in pairwise(edges)]
     with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
@@ -100,10 +100,7 @@ def main() -> None:
     for name, value in rows.items():
         print(f"{name:24} {value}")
     result = {"bench": "startup_check", "machine": machine(), "torch": torch.__version__, **rows}
-    if given.cases >= 300:
-        path = ROOT / "bench" / "results" / "startup_check.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    print_result(result, out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from transformers.utils import logging
 
-from bench.common import Job, busy_cores, machine, make_jobs, make_prompt
+from bench.common import Job, busy_cores, machine, make_jobs, make_prompt, result_file, write_result
 from bench.engine.mixed import GREEDY, Flood
 from qllm import QLLMEngine
 from qllm.config import engine_config
@@ -226,7 +226,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="of the calibration")
     parser.add_argument("--costs", help="take these costs instead of calibrating")
     parser.add_argument("--figure", help="write the plot here")
-    parser.add_argument("--out", help="also write the JSON line here")
+    parser.add_argument("--out", type=result_file, help="also write the JSON line here")
     return parser.parse_args(argv)
 
 
@@ -285,8 +285,7 @@ def main() -> None:
     }
     line = json.dumps(document, separators=(",", ":"))
     if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(line + "\n")
+        write_result(args.out, line)
     print(line)
 
 

@@ -2,8 +2,11 @@
 
 import ast
 import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench import common
+from bench.common import Table
 from bench.papers import parts as papers
 from bench.policies import pareto, routing
 from tests.support.files import ROOT
@@ -198,3 +203,96 @@ def test_the_benchmark_of_kernels_runs() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-1000:]
     assert json.loads(done.stdout.splitlines()[-1])["bench"] == "cpu_kernels"
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit, in which results are committed."""
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    (results / "rate.json").write_text("{}\n")
+    (tmp_path / "engine.py").write_text("x = 1\n")
+    for command in ("init -q", "add -A", "-c user.name=a -c user.email=a@b commit -qm first"):
+        subprocess.run(["git", "-C", tmp_path, *command.split()], check=True)
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", results)
+    return tmp_path
+
+
+def change_code(tree: Path) -> None:
+    (tree / "engine.py").write_text("x = 2\n")
+
+
+def stage_code(tree: Path) -> None:
+    change_code(tree)
+    subprocess.run(["git", "-C", tree, "add", "engine.py"], check=True)
+
+
+def add_code(tree: Path) -> None:
+    (tree / "bench" / "new bench.py").write_text("")
+
+
+def remove_code(tree: Path) -> None:
+    (tree / "engine.py").unlink()
+
+
+@pytest.mark.parametrize("change", [change_code, stage_code, add_code, remove_code])
+def test_a_tree_that_no_commit_has_writes_no_committed_result(
+    tree: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(tree)
+    committed = tree / "bench" / "results" / "rate.json"
+    name = "new bench.py" if change is add_code else "engine.py"
+    says = rf"rate\.json is a committed result, and 1 files differ .*{name}.*commit first, or give"
+    for path in (committed, tree / "bench" / ".." / "bench" / "results" / "new.json"):
+        with pytest.raises(common.UncommittedError, match="commit first, or give --out"):
+            common.write_result(path, "{}")
+    with pytest.raises(common.UncommittedError, match=says):
+        Table().finish({"bench": "rate"}, committed)
+    assert json.loads(capsys.readouterr().out) == {"bench": "rate", "lines": [], "losing": []}
+    assert committed.read_text() == "{}\n"
+    assert os.listdir(committed.parent) == ["rate.json"]
+    common.write_result(tree / "out" / "rate.json", "elsewhere")
+    assert (tree / "out" / "rate.json").read_text() == "elsewhere\n"
+    assert str(common.machine()["commit"]).endswith("-dirty")
+
+
+def test_a_committed_tree_writes_one_result_after_another(tree: Path) -> None:
+    for name in ("rate.json", "new.json"):
+        common.write_result(common.RESULTS / name, "{}")
+        assert (common.RESULTS / name).read_text() == "{}\n"
+        assert not str(common.machine()["commit"]).endswith("-dirty")
+
+
+def test_without_a_repository_there_is_no_committed_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "bench" / "results")
+    with pytest.raises(common.UncommittedError, match="git names no commit of this tree"):
+        common.write_result(common.RESULTS / "rate.json", "{}")
+    assert common.machine()["commit"] is None
+
+
+OPTIONS = ("'--out'", "'--update'")
+OTHER_WRITERS = (ROOT / "bench" / "common.py", ROOT / "bench" / "gpu" / "check.py")
+"""The one that refuses, and `make gpu-check`, whose folder is `$OUT`."""
+RUN = sorted(path for folder in ("bench", "tests/long") for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_every_bench_refuses_such_a_result_before_it_measures() -> None:
+    """Every `--out` has the type that refuses, and only that module writes where it says."""
+    seen = 0
+    for path in RUN:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = ast.unparse(call.func)
+            if name.endswith("add_argument") and ast.unparse(call.args[0]) in OPTIONS:
+                how = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                assert how.get("type") == "result_file", path
+                assert how.get("default") in {None, "FILE", "str(FILE)"}, path
+                seen += 1
+            if path not in OTHER_WRITERS and name.endswith("write_text"):
+                assert not re.search(r"\b(out|FILE|RESULTS|path)\b", name), (path, name)
+    assert seen > 20
