@@ -1,6 +1,7 @@
 """`python -m bench NAME`, and the parts of `bench shapes` that decide what a number means."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -41,9 +42,18 @@ QWEN = {"moe_intermediate_size": 32, "num_experts": 8, "intermediate_size": 96}
 def test_every_bench_has_a_name_of_its_own() -> None:
     folder = ROOT / "bench"
     paths = [p for p in folder.rglob("*.py") if "\ndef main(" in p.read_text()]
-    assert len(by_name.named()) == len(paths) - 1  # all but the one that runs them
+    assert set(by_name.named().values()) == set(paths) - {folder / "__main__.py"}
     assert by_name.named()["shapes"] == folder / "models" / "shapes.py"
     assert by_name.named()["kv"] == folder / "kv" / "__main__.py"
+
+
+def test_the_readme_lists_every_bench_and_every_result() -> None:
+    text = (ROOT / "bench" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .+? \|(?: .+? \|)* (.+?) \|$", text, re.M)
+    assert sorted(name for name, _ in rows) == sorted(by_name.named())
+    results = {path.name for path in (ROOT / "bench" / "results").iterdir()}
+    assert {file for _, last in rows for file in re.findall(r"[\w-]+\.json", last)} <= results
+    assert set(re.findall(r"`([\w-]+\.json)`", text)) == results
 
 
 def test_a_bench_is_run_by_its_name(
