@@ -134,6 +134,11 @@ def quantile(p: float) -> Statistic:
     return lambda values: float(np.percentile(values, p))
 
 
+def percentiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """Return `p50` and `p99`, rounded; an empty dict without values."""
+    return {f"p{p}": round(quantile(p)(np.asarray(values)), digits) for p in (50, 99) if values}
+
+
 class Estimate(NamedTuple):
     """A number and its 95 % bootstrap interval."""
 

@@ -31,15 +31,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import numpy as np
 
-from bench.common import ROOT, machine, print_result, result_file
+from bench.common import ROOT, machine, percentiles, print_result, result_file
 from bench.serving.qllm_serve import Serve, serving
 from bench.serving.servers import PEERS, InstallError, Place, free_port, installed
 from bench.serving.servers import serving as serving_peer
@@ -135,11 +134,6 @@ async def version_ms(session: aiohttp.ClientSession, url: str) -> float:
         answer.raise_for_status()
         await answer.read()
     return 1e3 * (time.perf_counter() - start)
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50 and p99."""
-    return {f"p{p}": round(float(np.percentile(values, p)), 3) for p in (50, 99)}
 
 
 # -- the engine of the Python API, in a process of its own

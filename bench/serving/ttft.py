@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.common import ROOT, machine, print_result, result_file
+from bench.common import ROOT, machine, percentiles, print_result, result_file
 from bench.serving.qllm_serve import serving
 from qllm import QLLMEngine, SamplingParams
 
@@ -104,11 +104,6 @@ def by_http(url: str, stream: bool, clients: int, requests: int) -> list[float]:
         return await asyncio.gather(*asks)
 
     return [ms for part in asyncio.run(all_of_them()) for ms in part]
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """p50 and p99."""
-    return {f"p{p}": round(float(np.percentile(values, p)), 3) for p in (50, 99)}
 
 
 def minus(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:

@@ -29,6 +29,12 @@ def percentile(values: Iterable[float], p: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """Return `p50`, `p90` and `p99`; an empty dict without values."""
+    ordered = sorted(values)
+    return {f"p{p}": percentile(ordered, p) for p in (50, 90, 99)} if ordered else {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
     """Summary of one quantity's samples, in milliseconds."""
@@ -49,9 +55,7 @@ class Distribution:
         return cls(
             count=len(values),
             mean=sum(values) / len(values),
-            p50=percentile(ordered, 50),
-            p90=percentile(ordered, 90),
-            p99=percentile(ordered, 99),
+            **percentiles(ordered),
             max=ordered[-1],
         )
 

@@ -8,7 +8,7 @@ from qllm.errors import ConfigError
 from qllm.measure.plots import ttft_figure
 from qllm.record.metrics import RequestMetrics
 from qllm.record.perfetto import write_perfetto
-from qllm.record.summary import percentile, request_metrics
+from qllm.record.summary import percentiles, request_metrics
 from qllm.record.trace import Event, Planned, Ran
 from qllm.sim.costs import CostFile
 from qllm.sim.run import Simulated
@@ -57,16 +57,16 @@ class Outcome:
         """The outcome of a run whose request metrics are known."""
         ls = [r for r in requests if r.priority <= Priority.LS]
         be = [r for r in requests if r.priority > Priority.LS]
-        ttft = Waits.of(ls, run.end_ns).all
-        tpot = [r.tpot_ms for r in ls if r.tpot_ms is not None]
+        ttft = percentiles(Waits.of(ls, run.end_ns).all)
+        tpot = percentiles(r.tpot_ms for r in ls if r.tpot_ms is not None)
         verdicts = [_verdict(r, slo, run.end_ns) for r in ls] if slo is not None else []
         judged = [v for v in verdicts if v is not None]
         return cls(
             ls_arrived=len(ls),
-            ls_ttft_p50=_percentile(ttft, 50),
-            ls_ttft_p99=_percentile(ttft, 99),
-            ls_tpot_p50=_percentile(tpot, 50),
-            ls_tpot_p99=_percentile(tpot, 99),
+            ls_ttft_p50=ttft.get("p50"),
+            ls_ttft_p99=ttft.get("p99"),
+            ls_tpot_p50=tpot.get("p50"),
+            ls_tpot_p99=tpot.get("p99"),
             attainment=sum(judged) / len(judged) if judged else None,
             be_prompt_per_s=sum(r.num_prefilled_tokens for r in be) / run.window_s,
             be_output_per_s=sum(r.num_output_tokens for r in be) / run.window_s,
@@ -89,10 +89,6 @@ def _shared_s(events: Iterable[Event], priorities: Mapping[int, int]) -> float:
         elif isinstance(event, Ran) and event.frame_id in shared:
             total_ns += event.at_ns - event.start_ns
     return total_ns / NS_PER_S
-
-
-def _percentile(values: Sequence[float], p: float) -> float | None:
-    return percentile(values, p) if values else None
 
 
 def _verdict(request: RequestMetrics, slo: Slo, end_ns: int) -> bool | None:

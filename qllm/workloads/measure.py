@@ -12,14 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 from qllm.record.metrics import class_name
-from qllm.record.summary import percentile
+from qllm.record.summary import percentiles
 from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
 """LS is judged by it where no other is given: half a second to the first token, then ten per
 second. Other classes have no targets but to be answered in full."""
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     out = {"n": float(len(values)), "mean": sum(values) / len(values)}
-    out |= {f"p{p}": percentile(values, p) for p in PERCENTILES}
-    return out | {"max": max(values)}
+    return out | percentiles(values) | {"max": max(values)}
 
 
 def class_report(served: Sequence[Served], window: Window, slo: Slo) -> dict[str, Any]:

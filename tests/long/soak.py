@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.common import ROOT, machine
+from bench.common import ROOT, machine, percentiles
 from bench.serving.qllm_serve import Serve, serving
 from tests.support.soak_cases import MALFORMED, Case, StreamCheck, make_cases
 
@@ -361,11 +361,6 @@ async def settled(session: aiohttp.ClientSession, url: str, tally: Tally) -> dic
     return now
 
 
-def percentile(values: Sequence[float], at: float) -> float | None:
-    """None of nothing."""
-    return round(float(np.percentile(values, at)), 2) if values else None
-
-
 async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str, Any]:
     """All of it; the report."""
     timeout = aiohttp.ClientTimeout(total=None)
@@ -402,8 +397,12 @@ async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str
     most = least + wild.tally.counts["sent_vanish"]
     if not least <= counted <= most:
         wild.tally.problem(f"{counted:.0f} requests ended, but {least} to {most} were accepted")
-    p99 = {name: percentile(r.tally.ttft_ms, 99) for name, r in (("calm", calm), ("soak", wild))}
-    ratio = p99["soak"] / p99["calm"] if p99["soak"] and p99["calm"] else None
+    ttft_ms = {
+        name: percentiles(r.tally.ttft_ms, digits=2) | {"count": len(r.tally.ttft_ms)}
+        for name, r in (("calm", calm), ("soak", wild))
+    }
+    calm_ms, soak_ms = (ttft_ms[name].get("p99") for name in ("calm", "soak"))
+    ratio = soak_ms / calm_ms if soak_ms and calm_ms else None
     return {
         "ok": not any(r.tally.problems for r in runs),
         "problems": [text for r in runs for text in r.tally.problems],
@@ -413,11 +412,7 @@ async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str
         "load": LOAD,
         "counts": dict(wild.tally.counts),
         "ended_in_the_engine": counted,
-        "ls_ttft_ms": {
-            name: {f"p{p}": percentile(r.tally.ttft_ms, p) for p in (50, 99)}
-            | {"count": len(r.tally.ttft_ms)}
-            for name, r in (("calm", calm), ("soak", wild))
-        },
+        "ls_ttft_ms": ttft_ms,
         "ls_ttft_p99_ratio": None if ratio is None else round(ratio, 3),
         "memory": memory.report(),
         "cores": sorted(os.sched_getaffinity(0)),

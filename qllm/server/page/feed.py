@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from qllm.errors import EngineClosedError
-from qllm.record.summary import percentile
+from qllm.record.summary import percentiles
 from qllm.server.api.answers import event
 from qllm.server.http.errors import ApiError
 from qllm.server.metrics import STATES
@@ -170,5 +170,4 @@ class Feed:
 
     def _ttft(self, name: str) -> dict[str, float] | None:
         recent = list(self._front.metrics.recent_ttft_ms[name])
-        found = {f"p{p}": percentile(recent, p) for p in (50, 90, 99)} if recent else None
-        return found and {**found, "of": len(recent)}
+        return {**percentiles(recent), "of": len(recent)} if recent else None
