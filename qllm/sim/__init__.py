@@ -1,1 +1,1 @@
-"""The simulator: costs measured or computed, runs on a virtual clock, capacity planning."""
+"""A simulator: measured or computed costs, runs on a virtual clock, capacity planning."""

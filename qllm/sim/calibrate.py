@@ -1,8 +1,8 @@
-"""Measure what a model costs here: a short run of the real engine, and a fit of the cost model.
+"""A measurement of a model's costs: a short run of the real engine, and a fit of the cost model.
 
-The loop, scheduler and runner are those that serve, on the caller's thread. Every op is timed
-where the runner polls; what is left between two runs is the cost of a step. Each kind of op is
-fitted on its own, by least squares of relative errors with no negative cost.
+The loop, scheduler and runner are those that serve, on the caller's thread. Every op is timed where
+the runner polls. The remaining time between two runs is the cost of a step. Each kind of op is
+fitted separately, by least squares of relative errors without negative costs.
 """
 
 import gc
@@ -39,20 +39,20 @@ from qllm.sim.timeline import SimCosts, Work, expert_coverage, work_of
 from qllm.types import FinishReason, Priority, RequestId, Sampled, SamplingParams, Slo
 
 _SKEWS = tuple(x / 10 for x in range(16))
-"""Exponents of expert popularity that are tried."""
+"""Exponents of expert popularity that the fit tries."""
 _KEPT_PART = 0.9
-"""Part of the samples of one op that count, shortest first: others may have had the machine."""
+"""Part of an op's samples that count, shortest first: other processes may delay the rest."""
 
 TASK_NS = 300_000
-"""What a task takes at most where ops poll inside: 96 rows of 2,048 inputs and 64 outputs take
-0.2 ms on a core with AVX-512."""
+"""Longest time of a task where ops poll inside: 96 rows of 2,048 inputs and 64 outputs take 0.2 ms
+on a core with AVX-512."""
 MOST_BUSY = 0.1
-"""Cores that others may use while costs are measured."""
+"""Most cores that other processes may use while costs are measured."""
 LOOK_S = 1.0
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """CPU time used so far: of the whole machine, and of this process and its children."""
+    """Return CPU seconds used so far: of the machine, and of this process and its children."""
     line = Path("/proc/stat").read_text().partition("\n")[0]
     ticks = [int(field) for field in line.split()[1:9]]  # user ... idle, iowait ... steal
     times = os.times()
@@ -61,24 +61,24 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 class Others:
-    """How many cores other processes use, from now on."""
+    """A meter of the cores that other processes use, from its creation on."""
 
     def __init__(self) -> None:
         self._start_s, self._used = time.monotonic(), cpu_seconds()
 
     @property
     def cores(self) -> float:
-        """Mean over the time since it was made; what a hypervisor takes counts too."""
+        """Return the mean number of cores since creation; time taken by a hypervisor counts too."""
         passed_s = max(1e-9, time.monotonic() - self._start_s)
         (all_s, own_s), (all_before, own_before) = cpu_seconds(), self._used
         return max(0.0, (all_s - all_before) - (own_s - own_before)) / passed_s
 
 
 def refuse_busy() -> None:
-    """Look at the machine for a moment.
+    """Measure the machine's load for a moment.
 
     Raises:
-        ConfigError: Others use it, and would be measured with the model.
+        ConfigError: Other processes use the machine, and would be measured with the model.
     """
     others = Others()
     time.sleep(LOOK_S)
@@ -115,7 +115,7 @@ LOADS = (
     SimLoad(1, 2048, 1, chunk_tokens=256),
     SimLoad(1, 640, 1, chunk_tokens=64),
 )
-"""Decode batches of 1 to 16, contexts up to 2,048, prefills whole and in chunks."""
+"""Loads with decode batches of 1 to 16, contexts up to 2,048, prefills whole and in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +130,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run of some loads showed."""
+    """Result of running some loads."""
 
     ops: list[Sample]
     gaps: list[tuple[int, int]]
-    """Rows of a program, and the time from its start to the next that is in none of its ops."""
+    """Rows of a program, and the time until the next program starts that none of its ops takes."""
 
 
 class _Probe:
-    """An engine without a client, whose runner is watched."""
+    """An engine without a client and with a watched runner."""
 
     def __init__(self, runner: TorchRunner, config: EngineConfig) -> None:
         self.runner = runner
@@ -226,7 +226,7 @@ def _kept_mean(values: Sequence[float]) -> float:
 
 
 def nonnegative_fit(features: Any, times: Any) -> Any:
-    """Coefficients >= 0 that make the relative errors smallest in the least-squares sense.
+    """Return the coefficients >= 0 with the least squares of relative errors.
 
     Every set of columns that may be non-zero is tried, so this is exact; for a few columns.
 
@@ -251,7 +251,7 @@ def nonnegative_fit(features: Any, times: Any) -> Any:
 
 
 def _centred_fit(features: Any, times: Any) -> Any:
-    """The fit, scaled so that half of the times are longer than fitted.
+    """Return the fit, scaled so that half of the times are longer than fitted.
 
     Relative errors alone pull a fit of noisy times down: too long costs more than too short.
     """
@@ -271,11 +271,11 @@ _LINEAR: dict[tuple[OpKind, bool], tuple[tuple[str, ...], Features]] = {
     (OpKind.COMBINE, False): (("dense_ns", "dense_token_ns"), lambda w: (1.0, w.tokens)),
     (OpKind.HEAD, True): (("head_ns", "head_row_ns"), lambda w: (1.0, w.rows)),
 }
-"""Names of the costs of an op, and what each is multiplied with."""
+"""Names of the costs of an op, and the feature that each is multiplied with."""
 
 
 def fit(samples: Sequence[Sample], shape: ModelShape) -> tuple[SimCosts, dict[str, FitError]]:
-    """Fit the costs of ops; kinds without samples cost nothing."""
+    """Fit the costs of ops; a kind without samples costs nothing."""
     values: dict[str, Any] = dict.fromkeys(asdict(SimCosts()), 0.0)
     for (kind, is_moe), (names, features) in _LINEAR.items():
         chosen = [s for s in samples if s.kind is kind and (s.is_moe == is_moe or kind in _SAME)]
@@ -294,7 +294,7 @@ def fit(samples: Sequence[Sample], shape: ModelShape) -> tuple[SimCosts, dict[st
 
 
 _SAME = (OpKind.EMBED, OpKind.ATTN, OpKind.HEAD)
-"""Kinds that do not ask whether their layer has experts."""
+"""Kinds that cost the same in layers with and without experts."""
 
 
 def _fit_experts(samples: Sequence[Sample], shape: ModelShape) -> dict[str, float]:
@@ -334,7 +334,7 @@ def _error(samples: Sequence[Sample], costs: SimCosts, shape: ModelShape) -> Fit
 
 
 def _fit_gaps(gaps: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Time between runs: constant, and per row."""
+    """Fit the time between runs: a constant, and a part per row."""
     by_rows: dict[int, list[int]] = defaultdict(list)
     for rows, ns in gaps:
         by_rows[rows].append(max(1, ns))
@@ -344,7 +344,7 @@ def _fit_gaps(gaps: Sequence[tuple[int, int]]) -> tuple[float, float]:
 
 
 def machine_name() -> str:
-    """The processor and how many cores this process sees."""
+    """Return the processor's name and the number of cores that this process sees."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -367,11 +367,11 @@ def calibrate(
 
     Args:
         model: "300m" or "1m" of random weights, an alias, a folder or a hub id.
-        threads: Threads torch computes with; None leaves torch's choice.
-        rounds: How often every load runs and is counted; one more warms up.
-        loads: What runs.
+        threads: Number of torch's threads; None leaves torch's choice.
+        rounds: Counted runs of every load; one more run warms up.
+        loads: Loads to run.
         config: Settings of the engine, as it will serve.
-        on_load: Called before every load.
+        on_load: Callback before every load.
 
     Raises:
         ConfigError: An alias is unknown.

@@ -1,8 +1,8 @@
-"""How much BE work fits beside LS under its targets, per policy.
+"""The BE work that fits next to LS under its targets, per policy.
 
-Attainment is the part of the LS requests that met both targets; a load is carried if it is at
-least 99 %. First BE keeps a backlog that never runs dry: if that is carried, it is the answer.
-Otherwise the largest rate of BE requests that is carried is searched by bisection.
+Attainment is the part of the LS requests that met both targets. A load is carried if attainment is
+at least 99 %. The first load is a BE backlog that never runs dry: if it is carried, it is the
+answer. Otherwise bisection searches the largest rate of BE requests that is carried.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from qllm.workloads.spec import RequestSpec
 
 ATTAINMENT = 0.99
 MIN_LS_REQUESTS = 300
-"""In a window of default length: fewer would not tell 99 % from 98 %."""
+"""Least number in a window of default length: fewer cannot separate 99 % from 98 %."""
 _BACKLOG_PER_SEAT = 2
 _BISECTIONS = 6
 _SAME = 1.05
-"""Two numbers of which one is less than this times the other are told as equal."""
+"""Ratio below which two numbers are reported as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked.
+    """A question to the planner.
 
     Raises:
         ConfigError: A value is out of its range.
@@ -40,13 +40,13 @@ class Question:
     slo: Slo
     """Targets of LS requests."""
     ls_rate: float | None = None
-    """LS requests per second; None takes that of `requests`."""
+    """LS requests per second; None takes the rate of `requests`."""
     workload: str = "S2"
-    """The workload that gives lengths and LS arrival pattern."""
+    """Name of the workload that gives lengths and the LS arrival pattern."""
     requests: tuple[RequestSpec, ...] = ()
-    """A trace instead: its LS requests arrive as they did, its BE requests are the backlog."""
+    """A trace instead: its LS requests keep their arrivals, its BE requests are the backlog."""
     seconds: float | None = None
-    """Length of every run; None is the trace's, or long enough for `MIN_LS_REQUESTS`."""
+    """Seconds of every run; None is the trace's length, or enough for `MIN_LS_REQUESTS`."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Question:
 
     @property
     def trace_ls(self) -> list[RequestSpec]:
-        """LS requests of the trace, their rate scaled to `ls_rate`."""
+        """Return the LS requests of the trace, with their rate scaled to `ls_rate`."""
         found = [r for r in self.requests if r.priority <= Priority.LS]
         if self.ls_rate is None or not found:
             return found
@@ -74,12 +74,12 @@ class Question:
 
     @property
     def trace_be(self) -> list[RequestSpec]:
-        """BE requests of the trace."""
+        """Return the BE requests of the trace."""
         return [r for r in self.requests if r.priority > Priority.LS]
 
     @property
     def window_s(self) -> float:
-        """Length of every run."""
+        """Return the seconds of every run."""
         if self.seconds is not None:
             return self.seconds
         if self.requests:
@@ -89,7 +89,7 @@ class Question:
 
     @property
     def title(self) -> str:
-        """What is asked, in words."""
+        """Return the question in words."""
         if not self.requests:
             return f"{self.workload} lengths, LS {self.ls_rate:g}/s"
         ls = self.trace_ls
@@ -99,7 +99,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """One load under one policy."""
+    """Result of one load under one policy."""
 
     be_rate: float | None
     """BE requests per second; None is a backlog that is always full."""
@@ -107,28 +107,28 @@ class Tried:
 
     @property
     def carried(self) -> bool:
-        """Whether LS kept its targets."""
+        """Return True if LS met its targets."""
         attainment = self.outcome.attainment
         return attainment is not None and attainment >= ATTAINMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one policy can harvest."""
+    """The BE work that one policy can serve."""
 
     label: str
     tried: tuple[Tried, ...]
-    """Every load that was tried, lightest first."""
+    """Loads that were tried, lightest first."""
 
     @property
     def best(self) -> Tried | None:
-        """The carried load with the most BE tokens; None if LS misses its targets even alone."""
+        """Return the carried load with the most BE tokens; None if LS alone misses its targets."""
         carried = [t for t in self.tried if t.carried]
         return max(carried, key=lambda t: t.outcome.be_per_s, default=None)
 
     @property
     def be_per_s(self) -> float:
-        """BE tokens per second of the best load; 0 if none is carried."""
+        """Return the BE tokens per second of the best load; 0 if none is carried."""
         return 0.0 if self.best is None else self.best.outcome.be_per_s
 
 
@@ -171,7 +171,7 @@ class _Loads:
                 yield _spec(be, rng, Priority.BE, 0.0, Slo())
 
         self.jobs = jobs
-        """Makes BE jobs without end."""
+        """Endless generator of BE jobs."""
         self.be_tokens = be.prompt.mean + be.output.mean
         """Tokens of a mean BE job."""
         rng = random.Random(f"{question.seed} plan LS")
@@ -179,7 +179,7 @@ class _Loads:
         self.ls = [_spec(found.ls, rng, Priority.LS, at_s, question.slo) for at_s in times]
 
     def be(self, rate: float) -> list[RequestSpec]:
-        """BE jobs at equal distances."""
+        """Return BE jobs at equal distances."""
         num = int(rate * self._question.window_s)
         return [
             RequestSpec(
@@ -216,7 +216,7 @@ def harvest(
         costs: The model and the machine.
         variants: Policies with their settings.
         config: Settings of the engine.
-        on_try: Called after every run.
+        on_try: Callback after every run.
 
     Raises:
         ConfigError: The workload is unknown, or nothing would arrive.
@@ -262,7 +262,7 @@ def _answer(
 
 
 def why(answers: Sequence[Answer], slo: Slo) -> str:
-    """One sentence: which policy carries most, and what keeps the next one from as much."""
+    """Return a sentence that names the best policy, and what limits the next one."""
     ranked = sorted(answers, key=lambda a: a.be_per_s, reverse=True)
     first, rest = ranked[0], ranked[1:]
     if first.best is None:
@@ -278,7 +278,7 @@ def why(answers: Sequence[Answer], slo: Slo) -> str:
         return f"{said}, and {second.label} as much: the targets do not tell them apart."
     times = f"{first.be_per_s / second.be_per_s:.2g} times" if second.be_per_s else "more than"
     heavier = next((t for t in second.tried if not t.carried), None)
-    if heavier is None:  # it keeps the targets with everything, and gets less done
+    if heavier is None:  # it meets the targets with a full backlog, and does less work
         less, more = second.tried[-1].outcome, first.best.outcome
         return (
             f"{said}, {times} those of {second.label}, which keeps the targets too. "
@@ -290,7 +290,7 @@ def why(answers: Sequence[Answer], slo: Slo) -> str:
 
 
 def _missed(found: Outcome, slo: Slo) -> str:
-    """Which targets a load missed, and by how much."""
+    """Return the targets that a load missed, and by how much."""
     parts = [
         f"the LS {name} p99 is {at:,.0f} ms (target {target:g})"
         for name, at, target in (
@@ -304,7 +304,7 @@ def _missed(found: Outcome, slo: Slo) -> str:
 
 
 def _paid(more: Outcome, less: Outcome) -> str:
-    """Say what LS pays for more BE tokens, inside its targets."""
+    """Return the price of more BE tokens for LS, inside its targets."""
     parts = [
         f"its {name} is {here:,.0f} ms instead of {there:,.0f}"
         for name, here, there in (
@@ -319,7 +319,7 @@ def _paid(more: Outcome, less: Outcome) -> str:
 
 
 def _pace(first: str, more: Outcome, second: str, less: Outcome) -> str:
-    """Why a backlog that is carried gets less done."""
+    """Return the reason why a carried backlog does less work."""
     if more.shared > _SAME * less.shared:
         return (
             f"Under {first} LS and BE share a pass in {more.shared:.0%} of the time, and the "

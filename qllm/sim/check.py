@@ -1,8 +1,8 @@
-"""Try a policy before it serves: `check_policy` drives it through random worlds.
+"""A check of a policy before it serves: `check_policy` runs it in random worlds.
 
-In each `World` random requests arrive, are cancelled, run out of KV and seats, and fail, and
-prompts grow and change. At every decision the policy must be deterministic, must leave what it is
-shown as it was, and must keep the invariants; at the end every request must have its tokens.
+In each `World` random requests arrive, are cancelled, fail, and run out of KV and seats; prompts
+grow and change. At every decision the policy must be deterministic, must not change what it sees,
+and must keep the invariants. At the end every request must have its tokens.
 """
 
 import copy
@@ -33,24 +33,24 @@ from qllm.types import (
 )
 
 STEPS_PER_TOKEN = 60
-"""A world whose policy took this many steps per output token does not come to an end."""
+"""Most steps per output token; a world that needs more does not end."""
 
 
 class Report(NamedTuple):
-    """What `check_policy` looked at."""
+    """Counts and stalls that `check_policy` saw."""
 
     policy: str
     num_states: int
-    """Decisions the policy took."""
+    """Number of decisions that the policy made."""
     num_requests: int
     preemptions: int
     evictions: int
     longest_stall_ms: float
-    """Longest that an admitted request of another class than LS went without progress."""
+    """Longest time in ms that an admitted request of a class other than LS made no progress."""
 
 
 class Watched(Scheduler):
-    """A scheduler that asks its policy twice and compares what it was shown before and after."""
+    """A scheduler that asks its policy twice, and compares the policy's input before and after."""
 
     num_states = 0
 
@@ -92,7 +92,7 @@ class Watched(Scheduler):
         return plan
 
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
-        """See `Scheduler`; holds the bound on preemptions that the policy declares."""
+        """Stop a frame, see `Scheduler`; check the policy's own bound on preemptions."""
         parked, most = self.running, getattr(self.policy, "max_preemptions", None)
         alarm_ns = None if parked is None else parked.alarm_ns
         found = super().stopped(end, start_ns, end_ns, preempted=preempted)
@@ -134,7 +134,7 @@ _FIELDS = [f.name for f in fields(Request) if f.name != "block_table"]
 
 
 def random_costs(rng: random.Random) -> SimCosts:
-    """What a simulated engine's operations cost: a quick one's or a slow one's."""
+    """Return random costs of a simulated engine, a quick or a slow one."""
     slow = rng.choice([1, 3])
     return SimCosts(
         op_ns=20_000 * slow,
@@ -210,12 +210,12 @@ def _streaming_prompts(world: World, rng: random.Random) -> World:
 
 
 def overload(policy: Any, bound_ms: int, *, swaps: bool = False) -> World:
-    """More LS requests than can be served, for three times the bound, and a few BE requests.
+    """Return a world with too many LS requests for three times the bound, and a few BE requests.
 
     Args:
-        policy: Decides.
-        bound_ms: The stall bound that it declares.
-        swaps: LS requests take all KV, so that BE is swapped out.
+        policy: Policy of the world.
+        bound_ms: Stall bound in ms that the policy declares.
+        swaps: True if LS requests take all KV, so that BE is swapped out.
     """
     costs = SimCosts(expert_ns=1_000_000, head_ns=2 * NS_PER_MS)
     limits = LIMITS
@@ -233,7 +233,7 @@ def overload(policy: Any, bound_ms: int, *, swaps: bool = False) -> World:
 
 
 def flood(policy: Any, rng: random.Random) -> World:
-    """Streams with and without targets, and more prompts of their own class than can be served."""
+    """Return a world of streams with and without targets, and too many prompts of their class."""
     limits = replace(
         LIMITS,
         max_num_seqs=rng.choice([3, 8, 32]),
@@ -255,7 +255,7 @@ def flood(policy: Any, rng: random.Random) -> World:
 
 
 def longest_gap_ns(world: World, longest_run_ns: int) -> int:
-    """The longest that a world went from one boundary to the next that its policy may use."""
+    """Return the longest time in ns between two boundaries that the policy may use."""
     grain = min(
         world.scheduler.limits.grain, getattr(world.scheduler.policy, "grain", Grain.EXPERT)
     )
@@ -267,7 +267,7 @@ def longest_gap_ns(world: World, longest_run_ns: int) -> int:
 
 
 class _StallWatch:
-    """Holds a world against the stall bound that its policy declares (I14)."""
+    """A check of a world against the stall bound that its policy declares (I14)."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -275,7 +275,7 @@ class _StallWatch:
         self.longest_stall_ns = 0
 
     def _counts(self, request: Request) -> bool:
-        """Whether it is admitted: it holds KV, or it is swapped out and others have room to be."""
+        """Return True if the request holds KV, or was swapped out to make room for another one."""
         if request.is_admitted or not request.num_swapped_tokens:
             return request.is_admitted
         scheduler = self.world.scheduler
@@ -335,16 +335,16 @@ def _check_ends(world: World) -> None:
 
 
 def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Report:
-    """Drive a policy through random worlds and look for broken rules.
+    """Run a policy in random worlds and look for broken rules.
 
-    It must be deterministic (the same state gives an equal plan, from an equal copy of the
-    policy), must not change what it is shown, must never plan what an invariant forbids, must
-    let every request finish, and must keep the bounds on stalls and gaps that it declares.
+    The policy must be deterministic (an equal copy gives an equal plan for the same state). It
+    must not change its input, must plan nothing that an invariant forbids, must let every
+    request finish, and must keep the bounds on stalls and gaps that it declares.
 
     Args:
         policy: A `RankPolicy` or a `Policy`; every world gets a copy of it.
-        num_states: At least this many decisions.
-        seed: Of the random worlds.
+        num_states: Least number of decisions.
+        seed: Seed of the random worlds.
 
     Raises:
         PolicyError: It broke a rule; the message names the policy, the rule and the world.

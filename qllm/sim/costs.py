@@ -1,4 +1,4 @@
-"""Cost files: what one model costs on one machine, and where the numbers come from.
+"""Cost files: the costs of one model on one machine, and the origin of the numbers.
 
 `qllm calibrate` measures one, `presets` computes one. The file is JSON:
 
@@ -23,7 +23,7 @@ from qllm.workloads.capacity import Capacity
 
 VERSION = 1
 _PROBE_TOKENS = 1024
-"""Prompt and context at which `capacity` is told."""
+"""Tokens of the prompt and the context for which `capacity` is computed."""
 
 
 class _Strict(BaseModel):
@@ -31,7 +31,7 @@ class _Strict(BaseModel):
 
 
 class FileShape(_Strict):
-    """`qllm.plan.ModelShape`, by name."""
+    """The fields of `qllm.plan.ModelShape`, by name."""
 
     num_layers: int = Field(ge=1)
     num_experts: int = Field(ge=0)
@@ -51,7 +51,7 @@ class FileShape(_Strict):
 
 
 class FitError(_Strict):
-    """How far the fitted time of one kind of op is from what was measured."""
+    """Difference between the fitted and the measured times of one kind of op."""
 
     samples: int
     p50_percent: float
@@ -62,34 +62,34 @@ class FitError(_Strict):
 
 
 class CostFile(_Strict):
-    """A model on a machine, as the simulator sees it."""
+    """Costs of a model on a machine, as the simulator sees them."""
 
     qllm_costs: Literal[1] = 1
     """Version of the format."""
     model: str
     machine: str
     threads: int | None = None
-    """None where the notion does not apply."""
+    """Threads of torch; None where a machine has none."""
     dtype: str
     origin: Literal["measured", "computed"]
     note: str = ""
-    """For what the numbers hold."""
+    """Conditions under which the numbers hold."""
     shape: FileShape
     cuts: dict[str, float] | None = None
-    """Fields of `qllm.plan.CutRule`; None does not cut."""
+    """Fields of `qllm.plan.CutRule`; None cuts no op."""
     costs: dict[str, float]
     """Fields of `qllm.sim.timeline.SimCosts`, all of them."""
     max_kv_tokens: int = Field(ge=1)
-    """Tokens of KV that the machine has room for."""
+    """Tokens of KV that fit on the machine."""
     expert_bytes: int = Field(ge=0)
-    """Weights of one expert of one layer."""
+    """Bytes of the weights of one expert of one layer."""
     fit: dict[str, FitError] = {}
-    """By op kind, where it was measured."""
+    """Errors of the fit by op kind; empty if the costs were not measured."""
 
     @field_validator("costs")
     @classmethod
     def _all_costs(cls, value: dict[str, float]) -> dict[str, float]:
-        value = {"move_token_ns": 0.0, "task_ns": 0.0, **value}  # of files from before these
+        value = {"move_token_ns": 0.0, "task_ns": 0.0, **value}  # older files lack these keys
         _check_names(value, [f.name for f in fields(SimCosts)])
         for name, number in value.items():
             if not 0 <= number < float("inf"):
@@ -126,16 +126,16 @@ class CostFile(_Strict):
 
     @property
     def title(self) -> str:
-        """One line for results."""
+        """Return a line that names the model and machine in results."""
         threads = "" if self.threads is None else f", {self.threads} thread(s)"
         return f"{self.model} on {self.machine}{threads}, {self.dtype}; costs {self.origin}"
 
     def model_shape(self) -> ModelShape:
-        """What programs depend on of the model."""
+        """Return the sizes of the model that programs depend on."""
         return ModelShape(**self.shape.model_dump())
 
     def cut_rule(self) -> CutRule:
-        """Where the machine's runner cuts ops."""
+        """Return the rule by which the machine's runner cuts ops."""
         if self.cuts is None:
             return NO_CUTS
         values: dict[str, Any] = dict(self.cuts)
@@ -144,17 +144,17 @@ class CostFile(_Strict):
         return CutRule(**values)
 
     def sim_costs(self) -> SimCosts:
-        """The cost model."""
+        """Return the cost model."""
         values: dict[str, Any] = dict(self.costs)
         return SimCosts(**{**values, "overlap": bool(values["overlap"])})
 
     def step_ns(self, decode_rows: int, prefill_tokens: int, context: int) -> float:
-        """Time of one step through all layers.
+        """Return the nanoseconds of one step through all layers.
 
         Args:
-            decode_rows: Requests that decode.
-            prefill_tokens: Tokens of one prompt that starts at its first token.
-            context: Cached tokens of every decode row.
+            decode_rows: Number of requests that decode.
+            prefill_tokens: Number of tokens of one prompt, from its first token on.
+            context: Number of cached tokens of every decode row.
         """
         costs, shape = self.sim_costs(), self.model_shape()
         rows = decode_rows + bool(prefill_tokens)
@@ -171,7 +171,7 @@ class CostFile(_Strict):
         return total
 
     def capacity(self, config: EngineConfig) -> Capacity:
-        """What named workloads are scaled by: long prefills, and decodes in every seat."""
+        """Return the capacity that scales named workloads: long prefills, decodes in every seat."""
         rows = config.max_num_seqs
         return Capacity(
             prefill_tokens_per_s=_PROBE_TOKENS * 1e9 / self.step_ns(0, _PROBE_TOKENS, 0),

@@ -1,4 +1,4 @@
-"""The figure of a capacity plan: what LS pays for BE throughput, policy by policy."""
+"""A figure of a capacity plan: the price of BE throughput for LS, per policy."""
 
 import os
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ def plan_figure(
     """Write one PNG: attainment and LS TTFT p99 over BE tokens per second.
 
     Args:
-        answers: One line each; its answer is ringed.
-        question: Whose targets are drawn.
-        path: Of the PNG.
-        machine: What stands above it.
+        answers: Answers, a line each; a ring marks the best load.
+        question: Question with the targets to draw.
+        path: Path of the PNG.
+        machine: Title of the figure.
 
     Raises:
         ConfigError: matplotlib is not installed.

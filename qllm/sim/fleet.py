@@ -1,8 +1,8 @@
-"""Several engines on virtual clocks behind one router: the live fleet's own routes and views.
+"""Several engines on virtual clocks behind one router, with the live fleet's routes and views.
 
-Each engine has its own loop, scheduler and clock, on a thread of its own; one thread runs at a
-time. Before a request is routed, every engine has come to the time of its arrival: the router has
-heard all that happened until then, and nothing of later. The same arguments give the same events.
+Each engine has its own loop, scheduler and clock, on its own thread; one thread runs at a time.
+Before the router places a request, every engine advances to its arrival time: the router knows all
+events until then, and no later one. The same arguments give the same events.
 """
 
 import copy
@@ -36,36 +36,36 @@ PROBE_TOKENS = 1024
 
 
 class _Ingress(VirtualIngress):
-    """The way into an engine that waits where the next request is routed.
+    """An ingress that waits while the next request is routed.
 
     Args:
-        clock: The engine's.
-        wait_for_others: Called there; when it returns, the request has been routed.
+        clock: Clock of the engine.
+        wait_for_others: Callback that returns once the next request has been routed.
     """
 
     def __init__(self, wait_for_others: Callable[[], None], clock: VirtualClock) -> None:
         super().__init__(clock)
         self._wait_for_others = wait_for_others
         self.until_ns: int | None = None
-        """When the next request of the fleet arrives."""
+        """Time at which the next request of the fleet arrives."""
 
     def next_ns(self) -> int | None:
         times = [at_ns for at_ns in (super().next_ns(), self.until_ns) if at_ns is not None]
         return min(times, default=None)
 
     def arrive(self) -> None:
-        """Take in what is due by now, with what is routed by now."""
+        """Take the items that are due, and the requests routed by now."""
         self.reach()
         super().arrive()
 
     def reach(self) -> None:
-        """Wait while a request is to be routed that arrived by now."""
+        """Wait while a request that arrived by now is routed."""
         while self.until_ns is not None and self.until_ns <= self.clock.at_ns:
             self._wait_for_others()
 
 
 class _Engine(SimulatedEngine):
-    """One engine of a fleet, on a thread that runs when `advance` lets it."""
+    """One engine of a fleet, on a thread that runs during `advance`."""
 
     def __init__(
         self, name: str, router: Router, policy: Any, costs: CostFile, config: EngineConfig
@@ -87,7 +87,7 @@ class _Engine(SimulatedEngine):
     ingress: _Ingress
 
     def advance(self, until_ns: int | None) -> None:
-        """Run up to a time, or until nothing is left; None is to the end."""
+        """Run up to a time, or until no work is left; None runs to the end."""
         self.ingress.until_ns = until_ns
         self._runs.release()
         self._rests.acquire()
@@ -95,7 +95,7 @@ class _Engine(SimulatedEngine):
             raise self._error
 
     def end(self) -> None:
-        """Finish the turn that was begun, and end the thread."""
+        """Finish the current iteration, and end the thread."""
         self._is_over = True
         self.ingress.until_ns = None
         self._runs.release()
@@ -160,7 +160,7 @@ class _Engine(SimulatedEngine):
 
 
 def costs_of(costs: CostFile, config: EngineConfig) -> RouteCosts:
-    """What a router knows of a machine's speed."""
+    """Return the costs of a machine that a router knows."""
     capacity = costs.capacity(config)
     return RouteCosts(
         token_s=1 / capacity.prefill_tokens_per_s,
@@ -185,21 +185,21 @@ def simulate_fleet(
 ) -> Simulated:
     """Serve requests with several equal engines on virtual clocks.
 
-    Simulated prompts have no tokens, so no prefix is kept: `prefix` chooses as `class` does.
-    With `handover_gib` BE requests that stand still move, by the rule of a live fleet.
+    Simulated prompts have no tokens, so no prefix is cached: `prefix` chooses as `class` does.
+    With `handover_gib` stalled BE requests migrate, by the rule of a live fleet.
 
     Args:
-        requests: What arrives and when.
-        policy: Of every engine: a name, or an object that is copied.
-        costs: The model and the machine of each.
-        engines: How many.
+        requests: Requests with their arrival times.
+        policy: Policy of every engine: a name, or an object that is copied.
+        costs: Costs of the model on the machine of each engine.
+        engines: Number of engines.
         route: A name, `module:function`, or a function.
         policy_settings: Parameters of a policy given by name.
         config: Settings of every engine; None takes the defaults, with the machine's KV.
         seconds: Length of the window, as for `simulate`.
-        rebalance_s: For which a BE request stands still before it moves; 0 is never.
-        move_token_s: What moving the KV of one token takes.
-        record: Called with every entry of the router.
+        rebalance_s: Seconds that a BE request stalls before it migrates; 0 is never.
+        move_token_s: Seconds to move the KV of one token.
+        record: Callback with every entry of the router.
 
     Raises:
         ConfigError: The policy, a setting or the route is unknown, or `engines` is no count.
@@ -251,7 +251,7 @@ def simulate_fleet(
 
 
 def _come_to(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
-    """Let all engines come to a time; on the way some of their requests may move."""
+    """Advance all engines to a time; some of their requests may migrate on the way."""
     while moves is not None and moves.next_ns < at_ns:
         _advance(moves.next_ns, worlds, moves)
         moves.look(moves.next_ns)
@@ -259,7 +259,7 @@ def _come_to(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
 
 
 def _come_to_end(end_ns: int | None, worlds: list[_Engine], moves: Moves | None) -> None:
-    """Let all engines come to the end: a time, or that of all their work."""
+    """Advance all engines to the end: a time, or the end of all their work."""
     if moves is not None:
         while any(w.has_work for w in worlds) and (end_ns is None or moves.next_ns < end_ns):
             _come_to(moves.next_ns + 1, worlds, moves)
@@ -268,7 +268,7 @@ def _come_to_end(end_ns: int | None, worlds: list[_Engine], moves: Moves | None)
 
 
 def _advance(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
-    """Who gives a request away comes first: the others are not behind its time then."""
+    """Advance the engines; one that gives a request away comes first, so none is ahead of it."""
     giver = None if moves is None else moves.giver
     for world in sorted(worlds, key=lambda world: world is not giver):
         if world.clock.at_ns < at_ns:
@@ -278,7 +278,7 @@ def _advance(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
 def _route(
     number: RequestId, spec: RequestSpec, at_ns: int, worlds: list[_Engine], router: Router
 ) -> None:
-    """Let a request arrive where the route says; all engines have come to its time."""
+    """Let a request arrive at the engine that the route chooses; all engines reached its time."""
     request = RequestView(spec.priority, spec.longest_prompt, spec.max_tokens)
     found = router.choose(request, at_ns / NS_PER_S)
     assert found is not None
@@ -296,7 +296,7 @@ def _at(event: Event) -> int:
 
 
 def _as_one(events: Iterable[Event]) -> Iterable[Event]:
-    """Events in which a request that moved has arrived once, and not ended on the way."""
+    """Yield events in which a migrated request arrives once, and does not end on the way."""
     arrived = set[RequestId]()
     for event in events:
         if isinstance(event, Arrived):
@@ -308,7 +308,7 @@ def _as_one(events: Iterable[Event]) -> Iterable[Event]:
 
 
 def _of_fleet(world: _Engine, index: int, num: int) -> Iterable[Event]:
-    """Events of one engine, whose frames have numbers that no other engine's have."""
+    """Yield the events of one engine, with frame numbers that no other engine has."""
     for event in world.record:
         changed: dict[str, Any] = {}
         for name in ("frame_id", "by_frame_id"):

@@ -1,7 +1,7 @@
-"""Holds a scheduler to the gap that its policy lets prompts make between two tokens (I17).
+"""A check of the gap that a policy lets prompts make between two tokens of a stream (I17).
 
-It is counted in what a decision expects: the slice that it gave, or what the cost table says of a
-step without one. So neither a segment that ends late nor a first measurement is held against it.
+The gap is counted in expected time: the slice of a decision, or the estimate of the cost table for
+a step without one. So a segment that ends late, or a first measurement, breaks no rule.
 """
 
 from collections import Counter
@@ -15,23 +15,23 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 
 class HeldGaps:
-    """The times that prompts had since the last token of every stream of their tier.
+    """Times that prompts ran since the last token of every stream of their tier.
 
-    Not held is the gap of a stream that has no seat or no KV to go on, nor any while requests of a
-    frame that raised are run again one by one. Of a class larger than LS, the slices that the stall
-    bound gives to prompts are not either.
+    A stream without a seat or KV is not checked, and no stream is while requests of a frame that
+    raised are run again one by one. In a class larger than LS, slices that the stall bound gives to
+    prompts do not count.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._had_ns: Counter[tuple[RequestId, int]] = Counter()
-        """By request and its number of tokens."""
+        """Nanoseconds by request and its number of tokens."""
         self._expected_ns = 0
         self._prompts: set[int] = set()
-        """Tiers of the prompts that run."""
+        """Tiers of the running prompts."""
 
     def decided(self, decision: Decision, now_ns: int) -> None:
-        """Look at what runs next."""
+        """Record the program that runs next."""
         scheduler, program = self._scheduler, decision.program
         ranking = scheduler._ranked(now_ns)
         if program is None or ranking is None or scheduler.suspects:
@@ -49,7 +49,7 @@ class HeldGaps:
         self._expected_ns = step_ns if decision.slice_ns is None else decision.slice_ns
 
     def ran(self, elapsed_ns: int, now_ns: int) -> str | None:
-        """Count a run; say what is wrong, if anything is: it ends a sentence."""
+        """Count a run; return what is wrong, as the end of a sentence, if anything is."""
         scheduler = self._scheduler
         gap_ms = scheduler.policy.max_prompt_gap_ms
         for tier in self._prompts:
@@ -76,7 +76,7 @@ class HeldGaps:
         return None
 
     def _streams(self, tier: int, now_ns: int) -> list[RequestView]:
-        """Requests of a tier that could decode, and are held."""
+        """Return the requests of a tier that could decode, and are checked."""
         scheduler = self._scheduler
         ranking = scheduler._ranked(now_ns)
         assert ranking is not None

@@ -1,4 +1,4 @@
-"""The way into an engine on a virtual clock: arrivals at known times, and waiting that is free."""
+"""An ingress on a virtual clock: arrivals at known times, and waiting that takes no time."""
 
 import heapq
 
@@ -7,7 +7,7 @@ from qllm.sim.runner import VirtualClock
 
 
 class VirtualIngress(InprocIngress):
-    """Items that arrive at given times of a virtual clock; waiting moves the clock."""
+    """A queue of items that arrive at given virtual times; waiting moves the clock."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)
@@ -22,15 +22,15 @@ class VirtualIngress(InprocIngress):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing will arrive, and nothing has arrived that was not drained."""
+        """Return True if no item will arrive, and no arrived item waits to be drained."""
         return not (self.due or self._items)
 
     def next_ns(self) -> int | None:
-        """When the next item arrives; None is never."""
+        """Return the time of the next arrival; None if there is none."""
         return self.due[0][0] if self.due else None
 
     def arrive(self) -> None:
-        """Take in what is due by now; what it lowers, it lowered when it was due."""
+        """Take the items that are due; each lowers the stop word at the time when it was due."""
         while self.due and self.due[0][0] <= self.clock.at_ns:
             at_ns, _, item = heapq.heappop(self.due)
             word = self.stop.word
@@ -39,7 +39,7 @@ class VirtualIngress(InprocIngress):
                 self.stop.lowered_ns = at_ns
 
     def drain(self) -> list[Item]:
-        """Take everything that has arrived."""
+        """Return all items that have arrived."""
         self.arrive()
         return super().drain()
 

@@ -1,4 +1,4 @@
-"""BE requests that go on at another engine of a simulated fleet, by the live fleet's own rule."""
+"""Migration of BE requests between engines of a simulated fleet, by the live fleet's rule."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,23 +14,23 @@ from qllm.sim.run import SimulatedEngine, blank
 from qllm.types import NS_PER_S, FinishReason, Priority, RequestId
 
 MOVE_TOKEN_S = 1.2e-4
-"""Seconds that KV of one token takes to another engine: 0.5 s for 4,064 were measured (LOG.md)."""
+"""Seconds to move the KV of one token to another engine: 0.5 s for 4,064 were measured (LOG.md)."""
 
 
 class Arriving:
-    """Has the KV that comes with requests: `EngineLoop.newcomers` of a simulated engine.
+    """The KV that arrives with requests: `EngineLoop.newcomers` of a simulated engine.
 
     Args:
-        engine: Whose.
+        engine: Engine that the requests enter.
     """
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
         self.committed: dict[RequestId, int] = {}
-        """Tokens whose KV comes."""
+        """Number of tokens whose KV arrives."""
 
     def enter(self, item: Submission, request: Request) -> bool:
-        """See `qllm.engine.protocol.Newcomers`; without room for it the request is computed."""
+        """Enter a request, see `qllm.engine.protocol.Newcomers`; without room it is recomputed."""
         num = self.committed.pop(item.request_id, 0)
         loop, runner = self._engine.loop, self._engine.runner
         scheduler, now = loop.scheduler, loop.now_ns()
@@ -47,13 +47,13 @@ class Arriving:
 
 
 class Moving(Protocol):
-    """What a move needs of an engine of a fleet."""
+    """Methods of a fleet's engine that a migration needs."""
 
     name: str
     last_ns: dict[RequestId, int]
-    """When each open request came, or had its last token."""
+    """Time at which each open request arrived, or received its last token."""
     moves: dict[RequestId, int]
-    """How often each open request was moved by now."""
+    """Number of migrations of each open request."""
     loop: Any
     ingress: Any
     clock: Any
@@ -64,13 +64,13 @@ class Moving(Protocol):
 
 
 class Moves:
-    """Decides moves at times `LOOK_S` apart, one at a time.
+    """Decisions about migrations, `LOOK_S` apart, one at a time.
 
     Args:
-        engines: Of the fleet.
-        router: Its router.
-        after_s: See `choose_move`.
-        token_s: What moving the KV of a token takes.
+        engines: Engines of the fleet.
+        router: Router of the fleet.
+        after_s: Seconds, see `choose_move`.
+        token_s: Seconds to move the KV of a token.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Moves:
         self._costs.add(token_s, 1)
         self.next_ns = round(LOOK_S * NS_PER_S)
         self.giver: Moving | None = None
-        """Who has been told to let a request go, and has not come to it."""
+        """Engine that must release a request, and has not done so yet."""
         self._moving: tuple[Moving, RequestId] | None = None
         self.num_moved = 0
 
     def look(self, now_ns: int) -> None:
-        """Begin a move if one is due; all engines have come to this time."""
+        """Start a migration if one is due; all engines have reached this time."""
         self.next_ns = now_ns + round(LOOK_S * NS_PER_S)
         if self.giver is not None or self._is_moving():
             return
@@ -105,7 +105,7 @@ class Moves:
             giver.ingress.put(Call(lambda: self._leave(giver, target, number)))
 
     def _is_moving(self) -> bool:
-        """Whether the last one that moved has no token yet where it is."""
+        """Return True if the last migrated request has no token yet at its engine."""
         if self._moving is None:
             return False
         engine, request_id = self._moving
@@ -126,7 +126,7 @@ class Moves:
         return Standing(request_id, engine.name, still_s, request.num_tokens, begun, moves)
 
     def _leave(self, giver: Moving, target: EngineView, request_id: RequestId) -> None:
-        """On the giver's thread, between two programs: the request goes, its KV follows."""
+        """Release the request between two programs, on its engine's thread; its KV follows."""
         self.giver = None
         live = giver.loop.live.get(request_id)
         if live is None:

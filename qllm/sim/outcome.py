@@ -1,4 +1,4 @@
-"""What a run was worth, in one line: how LS fared, and what BE got done. Real runs too."""
+"""A run in one line: latencies of LS, and work done for BE. For real runs too."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,41 +20,41 @@ _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One run under one policy. Times in milliseconds; None where there was nothing to measure."""
+    """Result of one run under one policy, times in ms; None without a measurement."""
 
     ls_arrived: int
     ls_ttft_p50: float | None
-    """Requests without a token count with the time they had waited."""
+    """Median TTFT; a request without a token counts with the time it waited."""
     ls_ttft_p99: float | None
     ls_tpot_p50: float | None
     ls_tpot_p99: float | None
     attainment: float | None
-    """Part of the LS requests that met both targets; who had neither met nor missed them when
-    the window ended is not counted."""
+    """Part of the LS requests that met both targets; requests that were undecided at the end of the
+    window are not counted."""
     be_prompt_per_s: float
     """Prompt tokens of BE requests computed per second of the window."""
     be_output_per_s: float
     preemptions: int
     be_stall_ms: float
-    """Longest time that an admitted BE request stood still."""
+    """Longest time that an admitted BE request made no progress."""
     shared: float
-    """Part of the window in which passes with rows of both classes ran."""
+    """Part of the window in which passes had rows of both classes."""
 
     @property
     def be_per_s(self) -> float:
-        """BE tokens per second, in and out: the harvest."""
+        """Return the BE tokens per second, prompt and output."""
         return self.be_prompt_per_s + self.be_output_per_s
 
     @classmethod
     def of(cls, run: Sent, slo: Slo | None = None) -> "Outcome":
-        """The outcome of a run, simulated or real."""
+        """Return the outcome of a run, simulated or real."""
         return cls.of_requests(run, slo, request_metrics(run.events))
 
     @classmethod
     def of_requests(
         cls, run: Sent, slo: Slo | None, requests: Sequence[RequestMetrics]
     ) -> "Outcome":
-        """The outcome of a run whose request metrics are known."""
+        """Return the outcome of a run with known request metrics."""
         ls = [r for r in requests if r.priority <= Priority.LS]
         be = [r for r in requests if r.priority > Priority.LS]
         ttft = percentiles(Waits.of(ls, run.end_ns).all)
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def _shared_s(events: Iterable[Event], priorities: Mapping[int, int]) -> float:
-    """Seconds for which passes with rows of both classes ran."""
+    """Return the seconds in which passes had rows of both classes."""
     shared: set[int] = set()
     total_ns = 0
     for event in events:
@@ -92,7 +92,7 @@ def _shared_s(events: Iterable[Event], priorities: Mapping[int, int]) -> float:
 
 
 def _verdict(request: RequestMetrics, slo: Slo, end_ns: int) -> bool | None:
-    """Whether a request met its targets; None if it is not known yet."""
+    """Return True if a request met its targets; None if that is not known yet."""
     if request.reason in _WHOLE:
         return request.meets(slo)
     if request.reason not in (None, FinishReason.CANCELLED):
@@ -119,7 +119,7 @@ HEAD = (
 def rows(
     runs: Mapping[str, Simulated], costs: CostFile, slo: Slo | None = None
 ) -> list[tuple[str, ...]]:
-    """A row per policy, under `HEAD`."""
+    """Return a row per policy, under `HEAD`."""
     table: list[tuple[str, ...]] = []
     for name, run in runs.items():
         requests = request_metrics(run.events)
@@ -141,15 +141,15 @@ def rows(
 
 
 def pair(a: float | None, b: float | None) -> str:
-    """Two numbers of a table."""
+    """Return two numbers of a table."""
     return "-" if a is None or b is None else f"{a:,.1f} / {b:,.1f}"
 
 
 def write_files(out: Path, runs: Mapping[str, Simulated]) -> dict[str, str]:
-    """Write the figure, and per policy its trace and what Perfetto opens.
+    """Write the figure, and per policy its trace and the file for Perfetto.
 
     Returns:
-        What was written, or why not, by kind.
+        Names of the written files, or the reason why there are none, by kind.
     """
     out.mkdir(parents=True, exist_ok=True)
     for name, run in runs.items():
@@ -162,6 +162,6 @@ def write_files(out: Path, runs: Mapping[str, Simulated]) -> dict[str, str]:
     try:
         ttft_figure(waits, runs[last].events, out / "sim.png", policy=last, alone=None)
         files["figure"] = str(out / "sim.png")
-    except ConfigError as error:  # no matplotlib: the rest is worth having
+    except ConfigError as error:  # no matplotlib: write the other files
         files["figure"] = f"left out: {error}"
     return files

@@ -1,10 +1,9 @@
-"""Costs computed from the sizes of a model and the data sheet of a machine. Nothing is measured.
+"""Costs computed from a model's sizes and a machine's data sheet. Nothing is measured.
 
-An op takes the longer of reading its weights and computing with them (on the CPU: both, one
-after the other), at a fixed part of the peak of the data sheet. Good for the shape of an answer
-(which policy, how many times as much), not for its digits: kernels, tensor parallelism,
-power limits and other traffic on the machine are not in it. One GPU holds the whole model.
-Where the machine is at hand, `qllm calibrate` measures instead.
+An op takes the longer of reading its weights and computing with them (on the CPU their sum), at a
+fixed part of the data sheet's peak. The costs show the shape of an answer (which policy, how many
+times as much), not its digits: they leave out kernels, tensor parallelism, power limits and other
+traffic. One GPU holds the whole model. `qllm calibrate` measures a machine that is at hand.
 """
 
 import tomllib
@@ -37,52 +36,52 @@ class ModelSpec:
     vocab_size: int
     max_position_embeddings: int
     shared_intermediate_size: int = 0
-    """Width of experts that every token takes."""
+    """Width of the experts that every token uses."""
     expert_bits: float = 16
     """Bits of a weight of the routed experts, in memory; all others are bf16."""
 
     @property
     def attn_weights(self) -> int:
-        """Projections of one layer."""
+        """Return the weights of one layer's projections."""
         heads = self.num_attention_heads + self.num_key_value_heads
         return 2 * self.hidden_size * heads * self.head_dim
 
     @property
     def expert_weights(self) -> int:
-        """Gate, up and down of one expert."""
+        """Return the weights of one expert: gate, up and down."""
         return 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
     def route_weights(self) -> int:
-        """Router and shared experts of one layer."""
+        """Return the weights of one layer's router and shared experts."""
         return self.hidden_size * (self.num_experts + 3 * self.shared_intermediate_size)
 
     @property
     def head_weights(self) -> int:
-        """The output matrix."""
+        """Return the weights of the output matrix."""
         return self.hidden_size * self.vocab_size
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in memory."""
+        """Return the bytes of one expert in memory."""
         return int(self.expert_weights * self.expert_bits / 8)
 
     @property
     def weights(self) -> int:
-        """All of them; embedding and output matrix apart."""
+        """Return the number of all weights; embedding and output matrix count separately."""
         layer = self.attn_weights + self.route_weights + self.num_experts * self.expert_weights
         return self.num_hidden_layers * layer + 2 * self.head_weights
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in memory."""
+        """Return the bytes of all weights in memory."""
         num_experts = self.num_hidden_layers * self.num_experts
         others = self.weights - num_experts * self.expert_weights
         return others * _ITEM_BYTES + num_experts * self.expert_bytes
 
     @property
     def kv_values(self) -> int:
-        """KV values of one token in one layer."""
+        """Return the KV values of one token in one layer."""
         return 2 * self.num_key_value_heads * self.head_dim
 
 
@@ -141,19 +140,19 @@ KNOWN: dict[str, ModelSpec] = {
         expert_bits=4.5,
     ),
 }
-"""Models known without a download, by the last part of their hub id in small letters. Source:
-their config.json; `qllm.measure.random_moe` for the sizes of random weights."""
+"""Models known without a download, by the last part of their hub id in small letters. Source: their
+config.json; `qllm.measure.random_moe` for the sizes of random weights."""
 
 _NAMES = {
     "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token"),
 }
-"""What configs call a size, where they differ."""
+"""Names of a size in configs that differ from ours."""
 
 
 def model_spec(name: str) -> ModelSpec:
-    """The sizes of a model, from `KNOWN` or from the config of a folder or hub id.
+    """Return the sizes of a model, from `KNOWN` or from the config of a folder or hub id.
 
     Raises:
         ConfigError: The config lacks a size, or its layers are not all alike.
@@ -178,10 +177,10 @@ def model_spec(name: str) -> ModelSpec:
 
 
 def spec_of(config: Any, name: str) -> ModelSpec:
-    """The sizes in a Hugging Face config.
+    """Return the sizes in a Hugging Face config.
 
     Raises:
-        ConfigError: As `model_spec`.
+        ConfigError: See `model_spec`.
     """
     if getattr(config, "first_k_dense_replace", 0) or getattr(config, "mlp_only_layers", None):
         raise ConfigError(f"{name}: presets know models whose layers all have experts; calibrate")
@@ -212,7 +211,7 @@ def _spec_of_gguf(path: Path) -> ModelSpec:
 
 
 def _bits_of(config: Any, name: str) -> float:
-    """Bits of an expert's weight in memory, as the checkpoint is quantised."""
+    """Return the bits of an expert's weight in memory, after the checkpoint's quantisation."""
     from qllm.models.weights.quantised import format_of, method_of
 
     method = method_of(config, {})
@@ -221,14 +220,14 @@ def _bits_of(config: Any, name: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Peaks of a machine, the parts of them that are assumed to be reached, and overheads."""
+    """Peaks of a machine, the parts of them assumed to be reached, and overheads."""
 
     title: str
     source: str
     bytes_per_ns: float
-    """Memory bandwidth."""
+    """Memory bandwidth in bytes per ns."""
     flops_per_ns: float
-    """Peak of bfloat16 matrix products."""
+    """Peak FLOPs per ns of bfloat16 matrix products."""
     memory_bytes: float
     read_part: float
     """Part of the bandwidth that reads reach."""
@@ -239,11 +238,11 @@ class Hardware:
     attn_part: float
     """Part of the FLOPs that attention reaches."""
     glue_bytes_per_ns: float
-    """Norms, rotations, gathers and sums."""
+    """Rate of norms, rotations, gathers and sums."""
     op_ns: float
-    """Per op: launches, or calls."""
+    """Nanoseconds per op: launches, or calls."""
     step_ns: float
-    """Per step: deciding, preparing inputs, sampling."""
+    """Nanoseconds per step: deciding, preparing inputs, sampling."""
     overlap: bool
     threads: int | None = None
 
@@ -299,16 +298,16 @@ HARDWARE: dict[str, Hardware] = {
 """Presets by name. The parts reached and the overheads are assumptions, not measurements."""
 
 _ITEM_BYTES = 2
-"""bfloat16."""
+"""Bytes of a bfloat16."""
 
 
 _SHEET = {"memory_gb": 1e9, "bandwidth_gb_per_s": 1.0, "tflops": 1e3}
-"""What a data sheet gives, and its factor to a field of `Hardware`."""
+"""Keys of a data sheet, and the factor of each to a field of `Hardware`."""
 _SHEET_FIELDS = dict(zip(_SHEET, ("memory_bytes", "bytes_per_ns", "flops_per_ns"), strict=True))
 
 
 def data_sheet(path: Path) -> Hardware:
-    """A machine from a TOML file: its data sheet, on top of a preset that it is like.
+    """Return a machine from a TOML file: its data sheet, added to a preset that it is like.
 
         title = "NVIDIA B200"
         memory_gb = 180
@@ -318,7 +317,7 @@ def data_sheet(path: Path) -> Hardware:
         read_part = 0.8            # any field of `Hardware` may be given too
 
     Raises:
-        ConfigError: It is no TOML, or a name or value in it is wrong.
+        ConfigError: The file is no TOML, or a name or value in it is wrong.
     """
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -352,10 +351,10 @@ def data_sheet(path: Path) -> Hardware:
 
 
 def hardware_of(name: str) -> Hardware:
-    """A preset by its name, or a data sheet by its path (`*.toml`).
+    """Return a preset by its name, or a data sheet by its path (`*.toml`).
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: There is no such preset and no such file.
     """
     if name in HARDWARE:
         return HARDWARE[name]
@@ -368,12 +367,12 @@ def hardware_of(name: str) -> Hardware:
 
 
 def preset(hardware: str, model: str, expert_weights: str = "auto") -> CostFile:
-    """The costs of a model on a machine of `HARDWARE`, or of a data sheet.
+    """Return the costs of a model on a machine of `HARDWARE`, or of a data sheet.
 
     Args:
         hardware: Name, or path of a data sheet.
         model: Alias, hub id or folder.
-        expert_weights: As in `EngineConfig`.
+        expert_weights: Format, see `EngineConfig`.
 
     Raises:
         ConfigError: The machine is unknown, or the model does not fit into its memory.

@@ -1,7 +1,7 @@
-"""Serve requests on a virtual clock: the real loop, scheduler, policy and block accounting.
+"""Requests served on a virtual clock by the real loop, scheduler, policy and block accounting.
 
-Only the runner is pretended (`qllm.sim.runner`), and the way in. The same arguments give the same
-events: nothing here draws a random number or reads a clock, but for the CPU time it reports.
+Only the runner (`qllm.sim.runner`) and the ingress are simulated. The same arguments give the same
+events: nothing here draws a random number or reads a clock, except for the reported CPU time.
 """
 
 import time
@@ -30,35 +30,35 @@ from qllm.workloads.spec import RequestSpec
 
 _SAMPLING = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 _IDLE_TURNS = 10_000
-"""A policy that idles this often in a row with work waiting and nobody to come has stalled."""
+"""Most idle decisions in a row while work waits and no request will arrive: a stall."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated(Sent):
-    """A workload that was served on a virtual clock. What lasts is virtual, but for `cpu_s`."""
+    """A workload served on a virtual clock. All times are virtual, except `cpu_s`."""
 
     expert_loads: int
-    """Experts read: one per distinct expert of each EXPERTS op."""
+    """Number of experts read: one per distinct expert of each EXPERTS op."""
     decisions: int
-    """Turns of the engine loop."""
+    """Number of iterations of the engine loop."""
     cpu_s: float
-    """CPU time that the simulation took."""
+    """CPU seconds of the simulation."""
 
 
 @dataclass(slots=True)
 class Flood:
-    """Requests of which a number is always there: one ends, the next arrives.
+    """Requests with a constant number unfinished: one arrives when one ends.
 
     Their `at_s` is not used.
     """
 
     specs: Iterator[RequestSpec]
     depth: int
-    """How many are unfinished at any time."""
+    """Number of unfinished requests at any time."""
 
 
 class _LeanTrace(Trace):
-    """Events without prompts, which mean nothing here."""
+    """Events without prompts, which have no meaning here."""
 
     def append(self, event: Event) -> None:
         if isinstance(event, Arrived):
@@ -70,11 +70,11 @@ class SimulatedEngine:
     """The parts of an engine, and the sink of its loop.
 
     Args:
-        policy: A policy object.
-        costs: The model and the machine.
-        config: Settings.
-        move_token_ns: As for `simulate`.
-        ingress: Makes the way in.
+        policy: Policy object.
+        costs: Costs of the model on the machine.
+        config: Settings of the engine.
+        move_token_ns: Nanoseconds, see `simulate`.
+        ingress: Factory of the ingress.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SimulatedEngine:
         )
 
     def fits(self, spec: RequestSpec) -> bool:
-        """Whether the engine could hold a request; it refuses others in `submit`."""
+        """Return True if the engine can hold a request; `submit` refuses others."""
         total = spec.longest_prompt + spec.max_tokens
         return total <= self.runner.shape.longest(self._config.pool_tokens)
 
@@ -185,11 +185,11 @@ class SimulatedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is unfinished, or will arrive."""
+        """Return True if a request is unfinished, or will arrive."""
         return bool(self.loop.live or self.loop.pending or not self.ingress.is_empty)
 
     def step(self) -> None:
-        """Do one turn of the loop.
+        """Do one iteration of the loop.
 
         Raises:
             PolicyError: The policy raised, broke an invariant, or stalls.
@@ -204,7 +204,7 @@ class SimulatedEngine:
             raise PolicyError(f"policy {name} stalls with {len(self.loop.live)} requests live")
 
     def serve(self, end_ns: int | None, on_step: Callable[[int], None] | None) -> None:
-        """Run to the end, or until everything is finished."""
+        """Run to the end, or until all requests are finished."""
         while self.has_work and (end_ns is None or self.clock.at_ns < end_ns):
             self.step()
             if on_step is not None:
@@ -212,11 +212,11 @@ class SimulatedEngine:
 
     @property
     def num_turns(self) -> int:
-        """Turns of the loop so far."""
+        """Return the number of iterations of the loop so far."""
         return self._turns
 
     def close(self) -> None:
-        """End what is unfinished, and what arrived while the last program ran."""
+        """End unfinished requests, and those that arrived while the last program ran."""
         self.loop.close()
         for item in self.ingress.drain():
             if isinstance(item, Submission):
@@ -226,7 +226,7 @@ class SimulatedEngine:
 
 @lru_cache(maxsize=4096)
 def blank(num_tokens: int) -> tuple[int, ...]:
-    """A prompt of which only the length counts."""
+    """Return a prompt of which only the length counts."""
     return (0,) * num_tokens
 
 
@@ -245,17 +245,17 @@ def simulate(
     """Serve requests on a virtual clock.
 
     Args:
-        requests: What arrives and when. `max_waiting` is not simulated; requests
+        requests: Requests with their arrival times. `max_waiting` is not simulated; requests
             longer than the engine could hold are counted as refused.
         policy: A policy's name or object.
         costs: The model and the machine.
         policy_settings: Parameters of a policy given by name.
         config: Settings of the engine; None takes the defaults, with the machine's KV.
-        seconds: Length of the window; what is unfinished then is cancelled. None serves all.
-        flood: Further requests, of which a number is always there; needs `seconds`.
-        on_step: Called after every turn of the loop with the virtual time.
-        move_token_ns: What the scheduler takes moving the KV of a token for; None is what it costs
-            (`SimCosts.move_token_ns`).
+        seconds: Length of the window; requests unfinished then are cancelled. None serves all.
+        flood: Further requests, a constant number of them unfinished; needs `seconds`.
+        on_step: Callback with the virtual time after every iteration of the loop.
+        move_token_ns: Nanoseconds that the scheduler expects for moving the KV of a token; None is
+            the real cost (`SimCosts.move_token_ns`).
 
     Raises:
         ConfigError: The policy or one of its settings is unknown.

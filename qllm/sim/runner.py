@@ -1,11 +1,11 @@
 """A runner without tensors: the same programs on a virtual clock and a cost model.
 
-It implements the `Runner` protocol whole, so the engine loop, the scheduler, the policies and
-the block accounting that run here are the real ones. Tokens are made up from the request id and
-the position; what a request computed is counted per layer and compared at the end (I1).
+It implements the whole `Runner` protocol, so the engine loop, the scheduler, the policies and the
+block accounting are the real ones. Tokens are computed from the request id and the position. The
+work of a request is counted per layer and compared at the end (I1).
 
-Boundaries at which nothing can happen are jumped: a run goes to the next arrival or to the end
-of its slice, whichever is first, and from there to the first boundary where it may stop.
+The clock skips boundaries at which nothing can happen: a run advances to the next arrival or to the
+end of its slice, and from there to the first boundary where it may stop.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ __all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
 
 
 class VirtualClock:
-    """Time that only moves when somebody says so."""
+    """A clock that moves only when it is set."""
 
     def __init__(self) -> None:
         self.at_ns = 0
@@ -34,14 +34,14 @@ class VirtualClock:
 
 
 class Arrivals(Protocol):
-    """What happens in the simulated world beside the runner, at times known beforehand."""
+    """Events of the simulated world other than the runner's, at known times."""
 
     def next_ns(self) -> int | None:
-        """When the next of it happens; None is never."""
+        """Return the time of the next event; None if there is none."""
         ...
 
     def arrive(self) -> None:
-        """Let everything happen that is due by now."""
+        """Let all due events happen."""
         ...
 
 
@@ -50,9 +50,9 @@ class _SimRequest:
     num_tokens: int
     num_computed: int = 0
     layer_work: int = 0
-    """Token-layers done and not lost."""
+    """Token-layers that were computed and not lost."""
     blocks: list[int] = field(default_factory=list)
-    """KV blocks that its programs were given."""
+    """KV blocks that the request's programs received."""
 
 
 @dataclass(slots=True)
@@ -61,20 +61,20 @@ class _SimFrame:
     timeline: Timeline
     dead: set[RequestId] = field(default_factory=set)
     reached: dict[RequestId, int] = field(default_factory=dict)
-    """Layers done per row."""
+    """Finished layers per row."""
 
 
 class SimRunner:
-    """Counts instead of computing.
+    """A runner that counts instead of computing.
 
     It has many methods because it stands in for a whole `Runner`.
 
     Args:
-        shape: Layers and experts to pretend.
-        clock: Moved by what the ops cost.
-        costs: The cost model.
-        cuts: The cut rule of the programs.
-        arrivals: The simulated world, which may lower the stop word.
+        shape: Simulated layers and experts.
+        clock: Clock that the costs of ops move.
+        costs: Cost model.
+        cuts: Cut rule of the programs.
+        arrivals: Simulated world, which may lower the stop word.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class SimRunner:
         self._prices = Prices(self.costs, shape)
         self.arrivals = arrivals
         self.on_boundary: Callable[[], None] | None = None
-        """Called at every boundary that a program's grain allows; then none is jumped."""
+        """Callback at every boundary that a program's grain allows; then the clock skips none."""
         self.requests: dict[RequestId, _SimRequest] = {}
         self.frames: dict[int, _SimFrame] = {}
         self._holders: dict[int, set[RequestId]] = {}
-        """Who holds a KV block."""
+        """Requests that hold a KV block."""
         self.expert_loads = 0
         """Experts read so far: one per distinct expert of an EXPERTS op."""
 
@@ -113,7 +113,7 @@ class SimRunner:
         self.requests[request_id] = _SimRequest(len(token_ids))
 
     def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
-        """Nothing but tokens decides KV here."""
+        """Return all tokens: only tokens determine KV here."""
         return num_tokens
 
     def revise(
@@ -124,10 +124,10 @@ class SimRunner:
         num_kept: int,
         table: Sequence[int],
     ) -> None:
-        """Change a prompt behind what stays."""
+        """Change a prompt after its unchanged tokens."""
         request = self.requests[request_id]
         request.num_tokens = len(token_ids)
-        if num_kept <= request.num_computed:  # else its row under way stays
+        if num_kept <= request.num_computed:  # otherwise its running row stays
             request.num_computed = num_kept
             request.layer_work = num_kept * self.shape.num_layers
         for block in request.blocks[len(table) :]:
@@ -139,31 +139,31 @@ class SimRunner:
         self._let_go(request_id, self.requests.pop(request_id))
 
     def evict(self, request_id: RequestId) -> None:
-        """Lose what it computed."""
+        """Drop all that the request computed."""
         request = self.requests[request_id]
         request.num_computed = request.layer_work = 0
         self._let_go(request_id, request)
 
     def swap_out(self, request_id: RequestId) -> None:
-        """Keep what was computed, and no block."""
+        """Keep the computed tokens, and release the blocks."""
         self._move(request_id)
         self._let_go(request_id, self.requests[request_id])
 
     def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
-        """Take up what was moved out."""
+        """Restore a request that was swapped out."""
         self._move(request_id)
         self._hold(request_id, table)
 
     def _move(self, request_id: RequestId) -> None:
-        """Moving KV takes the machine, as if nothing else could go on meanwhile."""
+        """Advance the clock by the time of moving KV, as if it blocked the machine."""
         num_tokens = self.requests[request_id].num_computed
         self.clock.at_ns += round(num_tokens * self.costs.move_token_ns)
 
     def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
-        """Swapping takes no time."""
+        """Do nothing: swapping takes no time."""
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
-        """Take up KV that lies in blocks of others."""
+        """Use KV in the blocks of other requests."""
         request = self.requests[request_id]
         if request.blocks or request.num_computed:
             raise InvariantError(f"request {request_id} has KV and refers to that of others")
@@ -181,13 +181,13 @@ class SimRunner:
         request.layer_work = num_tokens * self.shape.num_layers
 
     def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[int, int]:
-        """What stands for the KV of tokens [lo, hi)."""
+        """Return a stand-in for the KV of tokens [lo, hi)."""
         if hi > self.requests[request_id].num_computed:
             raise InvariantError(f"request {request_id} has no KV up to {hi}")
         return lo, hi
 
     def copy_in(self, request_id: RequestId, lo: int, hi: int, page: tuple[int, int]) -> None:
-        """Take up KV that was computed before."""
+        """Use KV that was computed before."""
         request = self.requests[request_id]
         if page != (lo, hi) or lo != request.num_computed or hi >= request.num_tokens:
             raise InvariantError(f"KV {page} for tokens [{lo}, {hi}) of {request}")
@@ -195,7 +195,7 @@ class SimRunner:
         request.layer_work = hi * self.shape.num_layers
 
     def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """Nothing but tokens decides KV here."""
+        """Return the same regime always: only tokens determine KV here."""
         return ""
 
     def _let_go(self, request_id: RequestId, request: _SimRequest) -> None:
@@ -204,7 +204,7 @@ class SimRunner:
         request.blocks.clear()
 
     def _hold(self, request_id: RequestId, blocks: Sequence[int]) -> None:
-        """Take up the blocks that are new; KV that was written does not move."""
+        """Hold the new blocks; written KV does not move."""
         held = self.requests[request_id].blocks
         if len(blocks) < len(held) or (held and blocks[len(held) - 1] != held[-1]):
             raise InvariantError(f"the KV of request {request_id} moved from {held} to {blocks}")
@@ -232,8 +232,8 @@ class SimRunner:
         self.clock.at_ns += round(costs.step_ns + len(program.rows) * costs.step_row_ns)
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        """Move the clock to where the program stops; see `qllm.runner.protocol.Runner.run`."""
-        if start != START:  # a resumed frame was not accepted just now
+        """Move the clock to the program's stop; see `qllm.runner.protocol.Runner.run`."""
+        if start != START:  # a resumed frame was accepted earlier
             self._between_runs(program)
         frame = self.frames[program.frame_id]
         timeline = frame.timeline
@@ -250,7 +250,7 @@ class SimRunner:
     def _next_look(
         self, program: Program, timeline: Timeline, index: Index, begun_ns: int, stop: Stop
     ) -> Index:
-        """The next boundary at which there may be a reason to stop."""
+        """Return the next boundary with a possible reason to stop."""
         if program.grain is Grain.STEP:
             return program.end
         if self.on_boundary is not None or stop.word < program.stop_below:
@@ -271,7 +271,7 @@ class SimRunner:
         return stop.stop_at_ns is not None and self.clock.at_ns >= stop.stop_at_ns
 
     def _did(self, program: Program, frame: _SimFrame, start: Index, end: Index) -> None:
-        """Count what ran from `start` to `end`."""
+        """Count the work from `start` to `end`."""
         if start == end:
             return
         timeline = frame.timeline
@@ -315,7 +315,7 @@ class SimRunner:
         return out
 
     def split(self, program: Program, index: Index) -> None:
-        """Let go of a frame between layers."""
+        """Release a frame between layers."""
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is split inside a layer")
         del self.frames[program.frame_id]
@@ -325,14 +325,14 @@ class SimRunner:
         self.frames[program.frame_id].dead.add(request_id)
 
     def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
-        """Take a row out of a frame; the layers it has done stay done."""
+        """Take a row out of a frame; its finished layers stay finished."""
         self.kill(program, request_id)
 
     def fault(self, error: Exception) -> None:
-        """Nothing is lost: there is no device."""
+        """Do nothing: there is no device to lose."""
 
     def drop(self, program: Program) -> None:
-        """Let go of a frame; what its rows did is lost."""
+        """Release a frame; the work of its rows is lost."""
         frame = self.frames.pop(program.frame_id, None)
         for row in program.rows:
             request = self.requests.get(row.request_id)

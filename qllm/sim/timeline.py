@@ -1,6 +1,7 @@
-"""How long programs take: costs of ops, and when each boundary of a program is reached.
+"""Times of programs: the costs of ops, and the time at which a program reaches each boundary.
 
-Only arithmetic: `qllm.sim.runner` moves a clock by it, and `qllm.sim` fits its constants.
+The module only computes: `qllm.sim.runner` moves a clock by it, and `qllm.sim.calibrate` fits its
+constants.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,9 +19,9 @@ from qllm.types import Grain
 
 @lru_cache(maxsize=64)
 def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
-    """Per expert the probability that one token takes it; their sum is `top_k`.
+    """Return the probability per expert that one token uses it; the sum is `top_k`.
 
-    Proportional to 1 / (place + 1) ** skew, but nobody is taken more than once.
+    It is proportional to 1 / (place + 1) ** skew, but a token uses an expert at most once.
     """
     weights = [(place + 1) ** -skew for place in range(num_experts)]
     sure = 0
@@ -32,7 +33,7 @@ def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
 
 @lru_cache(maxsize=65536)
 def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float = 0.0) -> float:
-    """How many distinct experts `num_tokens` tokens are expected to take.
+    """Return the expected number of distinct experts that `num_tokens` tokens use.
 
     An expert is loaded once per EXPERTS op, however many rows take it, so this is what weights
     are read for. Tokens choose independently of each other.
@@ -49,7 +50,7 @@ def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float =
 
 
 class Work(NamedTuple):
-    """What an op does, in the units that its time depends on."""
+    """The work of an op, in the units that its time depends on."""
 
     tokens: int
     rows: int
@@ -62,58 +63,58 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimCosts:
-    """Time of ops, in nanoseconds. The fields of one kind add up.
+    """Times of ops in nanoseconds. The fields of one kind are added.
 
-    `*_ns` alone is paid once per op and stands for reading its weights; `*_token_ns` and
-    `*_row_ns` are computing with them. Fitted by `qllm calibrate`, or from a preset.
+    `*_ns` alone is paid once per op for reading its weights; `*_token_ns` and `*_row_ns` pay for
+    computing with them. `qllm calibrate` fits them, or a preset gives them.
     """
 
     overlap: bool = False
-    """Reading and computing go on at the same time and the longer one counts, as on a GPU;
-    otherwise they add up."""
+    """True if reading and computing overlap and the longer one counts, as on a GPU; otherwise the
+    two are added."""
     op_ns: float = 20_000
-    """Time of every op, beside its work."""
+    """Time of every op, in addition to its work."""
     task_ns: float = 0
-    """Time between two polls inside an op; 0: a program stops between ops and experts alone."""
+    """Time between two polls inside an op; 0: a program stops only between ops and experts."""
     embed_ns: float = 0
     embed_token_ns: float = 1_250
     attn_ns: float = 0
     attn_token_ns: float = 5_000
     attn_row_ns: float = 0
     kv_token_ns: float = 2
-    """One cached token read for a row of one token."""
+    """Time to read one cached token for a row of one token."""
     pair_ns: float = 2
-    """One query against one token, in longer rows."""
+    """Time of one query against one token, in longer rows."""
     route_ns: float = 0
-    """Shared experts included."""
+    """Time of routing, shared experts included."""
     route_token_ns: float = 1_250
     experts_ns: float = 0
     expert_ns: float = 100_000
-    """Reading one expert."""
+    """Time to read one expert."""
     expert_token_ns: float = 1_000
-    """One token through one of its experts."""
+    """Time of one token in one of its experts."""
     combine_ns: float = 0
     combine_token_ns: float = 1_250
     dense_ns: float = 0
-    """The COMBINE op of a layer without experts, which runs its MLP."""
+    """Time of the COMBINE op of a layer without experts, which runs its MLP."""
     dense_token_ns: float = 1_250
     head_ns: float = 1_000_000
     head_row_ns: float = 0
     step_ns: float = 0
-    """Between two runs: deciding, making the frame, telling what came out."""
+    """Time between two runs: deciding, making the frame, sending the tokens."""
     step_row_ns: float = 0
     move_token_ns: float = 0
-    """KV of one token out of its blocks, or back; 0 where it stays where it is, as on a CPU."""
+    """Time to move one token's KV out of its blocks, or back; 0 if KV stays, as on a CPU."""
     skew: float = 0.0
     """Skew of the experts' popularity; see `expert_coverage`."""
 
     def distinct_experts(self, num_tokens: int, shape: ModelShape) -> int:
-        """Experts that an EXPERTS op loads: the boundaries inside it."""
+        """Return the number of experts that an EXPERTS op loads: the boundaries inside it."""
         covered = expert_coverage(num_tokens, shape.num_experts, shape.experts_per_token, self.skew)
         return max(1, round(covered))
 
     def of(self, kind: OpKind, work: Work, shape: ModelShape, *, is_moe: bool) -> float:
-        """Time of one op."""
+        """Return the time of one op."""
         tokens = work.tokens
         match kind:
             case OpKind.ATTN:
@@ -147,7 +148,7 @@ class SimCosts:
 
 
 def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Work:
-    """What the tokens [lo, hi) of a group's packed rows ask of an op."""
+    """Return the work of an op on the tokens [lo, hi) of a group's packed rows."""
     members = program.groups[group]
     if kind is not OpKind.ATTN:
         return Work(hi - lo, len(members), 0, 0)
@@ -169,7 +170,7 @@ def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Wor
 
 
 class Prices:
-    """Units and unit times of ops under one cost model, kept for the sizes that were seen."""
+    """Units and unit times of ops under one cost model, cached for the sizes seen."""
 
     def __init__(self, costs: SimCosts, shape: ModelShape) -> None:
         self._costs = costs
@@ -177,7 +178,7 @@ class Prices:
         self._known: dict[tuple[OpKind, int, int, bool], tuple[int, int]] = {}
 
     def of(self, program: Program, op: Op) -> tuple[int, int]:
-        """How many boundaries an op takes to its end, and the time between two of them."""
+        """Return the number of boundaries to the end of an op, and the time between two of them."""
         kind, layer, group, lo, hi = op
         is_moe = kind is not OpKind.HEAD and self._shape.is_moe[layer]
         if kind is OpKind.ATTN:
@@ -199,24 +200,24 @@ class Prices:
 
 
 class _Part(NamedTuple):
-    """A stretch of layers with the same ops, in time."""
+    """A stretch of layers with the same ops and times."""
 
     first_op: int
     begin_ns: int
     loads: int
-    """Experts read before it."""
+    """Experts read before the stretch."""
     ops: tuple[Op, ...]
     """Ops of one of its layers."""
     units: tuple[int, ...]
-    """Per op of a layer, how many boundaries it takes to its end."""
+    """Number of boundaries to the end of each op of a layer."""
     unit_ns: tuple[int, ...]
-    """Per op of a layer, the time of each of its units."""
+    """Time of one unit of each op of a layer."""
     ends_ns: tuple[int, ...]
-    """Per op of a layer, when it ends after the layer began."""
+    """End of each op, as time since the start of its layer."""
     layer_loads: int
-    """Experts read by one of its layers."""
+    """Experts read by one layer of the stretch."""
     start: int
-    """Its first layer."""
+    """First layer of the stretch."""
     num_layers: int
 
     @property
@@ -229,7 +230,7 @@ class _Part(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Whole layers that a group of rows went through."""
+    """Whole layers that a group of rows finished."""
 
     group: int
     first: int
@@ -237,7 +238,7 @@ class Layers(NamedTuple):
 
 
 class Timeline:
-    """When, after the start of a program, each of its boundaries is reached.
+    """Time after the start of a program at which it reaches each boundary.
 
     Neighbouring layers with the same ops are one stretch of the program, so the price of this
     depends on rows and cuts, not on layers.
@@ -260,18 +261,18 @@ class Timeline:
         self._ends_ns = [part.end_ns for part in parts]
         self.num_ops = op
         self.total_ns = at_ns
-        """When the program ends."""
+        """End of the program."""
         self.loads = loads
         """Experts read by the whole program."""
 
     def _find(self, op: int) -> tuple[_Part, int, int]:
-        """The stretch of an op, which of its layers, and the op's place there."""
+        """Return the stretch of an op, its layer in the stretch, and its place in the layer."""
         part = self._parts[bisect_right(self._end_ops, op)]
         layer, place = divmod(op - part.first_op, len(part.ops))
         return part, layer, place
 
     def at(self, index: Index) -> int:
-        """When this boundary is reached."""
+        """Return the time at which the program reaches a boundary."""
         if index.op >= self.num_ops:
             return self.total_ns
         part, layer, place = self._find(index.op)
@@ -280,7 +281,7 @@ class Timeline:
         return begin_ns + index.pos * part.unit_ns[place]
 
     def loads_at(self, index: Index) -> int:
-        """Experts read up to this boundary."""
+        """Return the number of experts read up to this boundary."""
         if index.op >= self.num_ops:
             return self.loads
         part, layer, place = self._find(index.op)
@@ -288,16 +289,16 @@ class Timeline:
         return part.loads + layer * part.layer_loads + _loads(part, place) + inside
 
     def following(self, index: Index) -> Index:
-        """The next boundary of any grain."""
+        """Return the next boundary of any grain."""
         part, _, place = self._find(index.op)
         if index.pos + 1 < part.units[place]:
             return Index(index.op, index.pos + 1)
         return Index(index.op + 1, 0)
 
     def first_stop(self, at_ns: int, after: Index, grain: Grain) -> Index:
-        """The first boundary after `after`, reached at `at_ns` or later, that `grain` allows.
+        """Return the first boundary after `after` that `grain` allows, reached at `at_ns` or later.
 
-        Without one it is the end of the program.
+        Without one, return the end of the program.
         """
         found = max(self._reached(at_ns), self.following(after))
         return found if grain is Grain.EXPERT else self._between_layers(found)
@@ -325,7 +326,7 @@ class Timeline:
         return Index(part.first_op + (layer + 1) * len(part.ops), 0)
 
     def longest(self, start: Index, end: Index) -> tuple[int, OpKind]:
-        """The longest unit from one boundary to another, and its kind."""
+        """Return the longest unit between two boundaries, and its kind."""
         last = end.op if end.pos else end.op - 1
         found = []
         for part in self._parts:
@@ -337,7 +338,7 @@ class Timeline:
         return max(found)
 
     def layers(self, start: Index, end: Index) -> list[Layers]:
-        """The layers that end from one boundary to another."""
+        """Return the layers that end between two boundaries."""
         found = []
         for part in self._parts:
             num = len(part.ops)
@@ -351,7 +352,7 @@ class Timeline:
 
 
 def _loads(part: _Part, place: int) -> int:
-    """Experts read by the ops of a layer before one of them."""
+    """Return the number of experts read by the ops of a layer before one of its ops."""
     pairs = zip(part.ops[:place], part.units, strict=False)
     return sum(units for op, units in pairs if op.kind is OpKind.EXPERTS)
 

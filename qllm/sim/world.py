@@ -1,4 +1,4 @@
-"""A small engine on a virtual clock, every check of its state after every turn.
+"""A small engine on a virtual clock, with every check of its state after every iteration.
 
 It is the real engine loop, scheduler and block pool around a `SimRunner`.
 """
@@ -42,7 +42,7 @@ LIMITS = Limits(
 
 
 class FlakyRunner(SimRunner):
-    """Raises when a request of `poisoned` reaches its layer; counts down the times left."""
+    """A runner that raises when a request of `poisoned` reaches its layer, and counts down."""
 
     poisoned: dict[RequestId, int]
 
@@ -61,12 +61,12 @@ class World:
     """The engine on a virtual clock.
 
     Args:
-        policy: Decides.
+        policy: Policy of the engine.
         limits: Seats, blocks, grain.
-        shape: Layers to pretend.
-        costs: Times to pretend.
-        cuts: Where ops are cut.
-        scheduler: A scheduler that looks on, for instance.
+        shape: Simulated layers.
+        costs: Simulated times.
+        cuts: Cut rule of the ops.
+        scheduler: Class of the scheduler.
         start_ns: Time at the start.
     """
 
@@ -99,7 +99,7 @@ class World:
 
     @property
     def on_boundary(self) -> Callable[[], None] | None:
-        """Called at every boundary; None lets the runner jump those where nothing happens."""
+        """Callback at every boundary; None lets the runner skip those where nothing happens."""
         return self.runner.on_boundary
 
     @on_boundary.setter
@@ -139,7 +139,7 @@ class World:
     def revise(
         self, request_id: RequestId, keep: int, num_tokens: int, at_ns: int, *, is_open: bool
     ) -> None:
-        """Let the first tokens of an open prompt be followed by others, now or later."""
+        """Replace the end of a streaming prompt, now or later."""
         ids = tuple((request_id + i) % self.runner.shape.vocab_size for i in range(num_tokens))
         rest = replace(self.submitted[request_id], token_ids=ids, is_open=is_open, deadline_ns=None)
         self.ingress.put_at(at_ns, Revision(keep, rest).put_at(request_id, at_ns))
@@ -170,11 +170,11 @@ class World:
 
     @property
     def idle(self) -> bool:
-        """Nothing is live and nothing will arrive."""
+        """Return True if no request is live and none will arrive."""
         return self.ingress.is_empty and not (self.loop.pending or self.loop.live)
 
     def step(self) -> bool:
-        """One turn of the loop, then every check of the state."""
+        """Do one iteration of the loop, then every check of the state."""
         ran = self.loop.step()
         self.scheduler.check()
         owed = getattr(self.scheduler, "_owed", ())  # a plan broke after it had evicted
@@ -186,10 +186,10 @@ class World:
         return ran
 
     def run(self, max_steps: int = 100_000) -> None:
-        """Serve until everything has ended.
+        """Serve until all requests have ended.
 
         Raises:
-            PolicyError: It does not come to an end.
+            PolicyError: The world does not end.
         """
         for _ in range(max_steps):
             if self.idle:
