@@ -1,1 +1,1 @@
-"""What a run leaves behind: traces, metrics, timelines for Perfetto."""
+"""Records of a run: traces, metrics and timelines for Perfetto."""

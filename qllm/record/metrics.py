@@ -1,4 +1,4 @@
-"""Metrics of a request as functions of events, while it lives.
+"""Metrics of a request, computed from events while the request lives.
 
 `MetricsBuilder` takes events one by one. The engine feeds it as it emits and gets the
 `RequestMetrics` of a request with its `Finished`; `qllm.record.summary` feeds it a trace.
@@ -37,7 +37,7 @@ from qllm.types import NS_PER_MS, FinishReason, FrameId, Priority, RequestId, Sl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """What one request experienced, in milliseconds; None is "did not happen (yet)"."""
+    """Metrics of one request, times in milliseconds; None means "has not happened (yet)"."""
 
     request_id: RequestId
     name: str
@@ -45,13 +45,12 @@ class RequestMetrics:
     arrival_ns: int
     num_prompt_tokens: int
     num_prefilled_tokens: int
-    """Prompt tokens that are computed; those in part of the layers count as that part."""
+    """Prompt tokens that the engine computed; tokens computed in some layers count in part."""
     num_output_tokens: int
     queue_ms: float | None
     """Arrival to the first program that contains the request."""
     ttft_ms: float | None
-    """First token minus arrival, queueing included; of a prompt that was open, minus its last
-    piece."""
+    """First token minus arrival, queueing included; minus the last piece if the prompt streams."""
     tpot_ms: float | None
     """(Last token - first token) / (tokens - 1); None for one token."""
     itl_ms: tuple[float, ...]
@@ -59,11 +58,11 @@ class RequestMetrics:
     e2e_ms: float | None
     """Last token minus arrival, or minus the last piece, as for `ttft_ms`."""
     preemptions: int
-    """Times its frame was stopped for another request. Ends of slices are not counted."""
+    """Times that the frame was stopped for another request. Ends of slices are not counted."""
     parked_ms: float
-    """Time in parked frames, for whatever reason."""
+    """Time in parked frames, for any reason."""
     max_stall_ms: float
-    """Longest time, while admitted, in which the runner did not work on a frame of it."""
+    """Longest time, while admitted, in which the runner worked on no frame of the request."""
     evictions: int
     evict_recomputed_tokens: int
     """Tokens planned again because an eviction lost them."""
@@ -75,14 +74,14 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request was first planned."""
     open_ms: float | None = None
-    """From arrival until its prompt was whole; None if it came whole."""
+    """Time from arrival until the prompt was whole; None if it came whole."""
     num_revisions: int = 0
-    """Pieces of its prompt, and changes to it, that the engine saw."""
+    """Pieces of the prompt, and changes to it, that the engine saw."""
     revise_lost_tokens: int = 0
     """Tokens that were computed and then changed."""
 
     def __str__(self) -> str:
-        """Five lines for people; `repr` has every field."""
+        """Return five lines for people; `repr` has every field."""
         reason = "unfinished" if self.reason is None else self.reason.value
         computed = f"{self.num_prefilled_tokens} computed, {self.num_cached_tokens} cached"
         return (
@@ -101,7 +100,7 @@ class RequestMetrics:
         return evicted + retried + self.preempt_recomputed_tokens
 
     def meets(self, slo: Slo) -> bool:
-        """Whether the request completed and met all targets. One token has no TPOT to miss."""
+        """Return True if the request completed and met all targets; one token has no TPOT."""
         if self.reason not in (FinishReason.STOP, FinishReason.LENGTH) or self.ttft_ms is None:
             return False
         if slo.ttft_ms is not None and self.ttft_ms > slo.ttft_ms:
@@ -110,7 +109,7 @@ class RequestMetrics:
 
 
 def class_name(priority: int) -> str:
-    """The name of a class if it has one (LS, BE), else its number."""
+    """Return the name of a class if it has one (LS, BE), else its number."""
     return Priority(priority).name if priority in list(Priority) else f"class {priority}"
 
 
@@ -119,7 +118,7 @@ def _ms(value: float | None) -> str:
 
 
 def token_latencies(arrival_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:
-    """The fields of RequestMetrics that follow from arrival and the times of the tokens."""
+    """Return the fields of RequestMetrics that arrival and times of tokens determine."""
     at = token_ns
     return {
         "num_output_tokens": len(at),
@@ -132,7 +131,7 @@ def token_latencies(arrival_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Frame:
-    """A live frame: the rows that are not dead, and since when it is parked."""
+    """A live frame: its live rows, and the time since which it is parked."""
 
     rows: dict[RequestId, Row]
     parked_ns: int | None = None
@@ -140,7 +139,7 @@ class _Frame:
 
 
 class _Cause(enum.IntEnum):
-    """Why tokens are computed again."""
+    """A reason for which tokens are computed again."""
 
     EVICTED = 0
     RETRIED = 1
@@ -158,9 +157,9 @@ class _Meter:
         self.token_ns: list[int] = []
         self.planned_ns: int | None = None
         self.last_ran_ns: int | None = None
-        """End of the last work on it; None while it is not admitted, or is paused."""
+        """End of the last work on the request; None while it is not admitted, or is paused."""
         self.is_held = False
-        """Paused, and admitted."""
+        """True if the request is paused and admitted."""
         self.stall_ns = 0
         self.parked_ns = 0
         self.preemptions = 0
@@ -168,14 +167,14 @@ class _Meter:
         self.lo = self.hi = self.depth = 0
         """Tokens [0, lo) are computed, tokens [lo, hi) through layers [0, depth)."""
         self.lost: dict[_Cause, tuple[int, int]] = {}
-        """Per cause: tokens [a, b) that were computed and are not yet planned again."""
+        """Tokens [a, b) per cause that were computed and are not planned again yet."""
         self.num_recomputed = [0] * len(_Cause)
         self.num_cached = 0
-        """Tokens of the prompt that came from the prefix cache at first."""
+        """Prompt tokens that the prefix cache had when the request was first planned."""
         self.num_reused = 0
-        """Tokens that came from it since the last eviction."""
+        """Tokens that came from the prefix cache since the last eviction."""
         self.whole_ns: int | None = None
-        """When its prompt was whole; None while it is open, and if it came whole."""
+        """Time at which the prompt was whole; None while it streams, and if it came whole."""
         self.num_revisions = self.num_revised_away = 0
 
     def planned(self, row: Row, at_ns: int) -> None:
@@ -192,12 +191,12 @@ class _Meter:
                 self.lost[cause] = (row.hi, b)
 
     def reached(self, row: Row, layer: int) -> None:
-        """The row did the layers below `layer`."""
+        """Record that the row finished the layers below `layer`."""
         if layer > row.start_layer:
             self.lo, self.hi, self.depth = row.lo, row.hi, layer
 
     def lose(self, cause: _Cause, lo: int, hi: int) -> None:
-        """Tokens [lo, hi), and with them all that is computed from `lo` on, are gone."""
+        """Record that the KV of tokens [lo, hi), and of all tokens after `lo`, is lost."""
         hi = max(hi, self.hi)
         a, b = self.lost.get(cause, (0, 0))
         self.lost[cause] = (min(a, lo), max(b, hi)) if a < b else (lo, hi)
@@ -224,14 +223,14 @@ class _Meter:
             self.last_ran_ns = at_ns
 
     def left(self, at_ns: int) -> None:
-        """It is not admitted from here on."""
+        """Record that the request is not admitted any more."""
         if self.last_ran_ns is not None:
             self.stall_ns = max(self.stall_ns, at_ns - self.last_ran_ns)
             self.last_ran_ns = None
         self.is_held = False
 
     def updated(self, event: Updated) -> None:
-        """What it waits for while it is paused is no stall."""
+        """Record a pause or its end. Time while a request is paused is no stall."""
         self.priority = event.priority
         if event.is_paused and self.last_ran_ns is not None:
             self.left(event.at_ns)
@@ -240,7 +239,7 @@ class _Meter:
             self.last_ran_ns, self.is_held = event.at_ns, False
 
     def revised(self, event: Revised, num_layers: int) -> None:
-        """What it waits for while nothing of its prompt is left to compute is no stall."""
+        """Record a change of the prompt. Time without prompt tokens to compute is no stall."""
         done = self.hi if self.depth >= num_layers else self.lo
         if done >= self.arrived.num_prompt_tokens and self.last_ran_ns is not None:
             self.last_ran_ns = event.at_ns
@@ -287,7 +286,7 @@ class _Meter:
 
 
 class MetricsBuilder:
-    """Takes events one by one; holds what it needs of live requests and frames, no more.
+    """A builder of metrics from events. It holds only live requests and frames.
 
     Depth is counted in whole layers: a layer redone in part is not a recomputed token.
     """
@@ -298,7 +297,7 @@ class MetricsBuilder:
         self._num_layers = 0
 
     def feed(self, event: Event) -> RequestMetrics | None:
-        """Take one event. Returns the metrics of the request that it finished, if any."""
+        """Take one event. Return the metrics of the request that it finished, if any."""
         match event:
             case Token():
                 if meter := self._meters.get(event.request_id):
@@ -320,11 +319,11 @@ class MetricsBuilder:
         return None
 
     def live(self) -> list[RequestMetrics]:
-        """The metrics so far of the requests that did not finish, in order of arrival."""
+        """Return the metrics so far of unfinished requests, in order of arrival."""
         return [meter.metrics(self._num_layers) for meter in self._meters.values()]
 
     def live_request(self, request_id: RequestId) -> RequestMetrics | None:
-        """The metrics so far of one request; None if it is unknown or finished."""
+        """Return the metrics so far of one request; None if it is unknown or finished."""
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
 

@@ -46,13 +46,13 @@ class _Export:
         self.tids: dict[RequestId, int] = {}
         self.priorities: dict[RequestId, int] = {}
         self.rows: dict[FrameId, dict[RequestId, str]] = {}
-        """Live rows of a frame and what to call them."""
+        """Live rows of a frame, and their names."""
         self.parked: dict[FrameId, dict[RequestId, Parked]] = {}
         """Requests of a parked frame whose interval is open."""
         self.resuming: dict[RequestId, int] = {}
-        """Requests whose frame is to continue, and since when it was parked."""
+        """Requests whose frame will continue, and the time since which it was parked."""
         self.waiting: dict[RequestId, int] = {}
-        """Requests that nothing ran for since they arrived or were evicted, and when."""
+        """Requests that did not run since they arrived or were evicted, and that time."""
         self.num_flows = 0
 
     def add(self, ph: str, name: str, at_ns: int, tid: int, **more: Any) -> None:
@@ -98,7 +98,7 @@ class _Export:
             self.slice("parked", parked.at_ns, at_ns, tid, "parked", args)
 
     def resume(self, frame_id: FrameId, at_ns: int) -> None:
-        """The frame continues, in place or in another; the arrow ends where it runs."""
+        """Continue a frame, in place or in another one; the arrow ends where the frame runs."""
         held = self.parked.get(frame_id, {})
         if all(parked.at_ns <= at_ns for parked in held.values()):  # else it is parked only now
             self.resuming.update((r, parked.at_ns) for r, parked in held.items())
@@ -213,14 +213,14 @@ class _Export:
 
 
 def _order(event: dict[str, Any]) -> tuple[bool, int, float, float, bool]:
-    """Metadata first; then by track and time, and of two slices the outer one first."""
+    """Return the sort key: metadata first, then by track and time; an outer slice comes first."""
     inner = event.get("cat") == "segment"
     ts, dur = event.get("ts", 0.0), event.get("dur", 0.0)
     return (event["ph"] != "M", event["tid"], ts, -dur, inner)
 
 
 def to_perfetto(trace: Iterable[Event]) -> dict[str, Any]:
-    """A JSON object that Perfetto opens. Intervals still open end with the last event."""
+    """Return a JSON object that Perfetto opens. Open intervals end with the last event."""
     export = _Export()
     process = {"ph": "M", "pid": PID, "tid": 0, "name": "process_name", "args": {"name": "qllm"}}
     export.out.append(process)

@@ -15,7 +15,7 @@ from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Slo
 
 
 def percentile(values: Iterable[float], p: float) -> float:
-    """The p-th percentile, linear between the two closest ranks (as numpy's default).
+    """Return the p-th percentile, linear between the two closest ranks (numpy's default).
 
     Raises:
         ValueError: No values, or `p` is not in [0, 100].
@@ -48,7 +48,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Distribution | None":
-        """None when there are no values."""
+        """Return the summary of samples in milliseconds; None without samples."""
         if not values:
             return None
         ordered = sorted(values)
@@ -62,12 +62,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassMetrics:
-    """The requests of one priority class."""
+    """Metrics of the requests of one priority class."""
 
     priority: int
     arrived: int
     finished: dict[str, int]
-    """Requests per `FinishReason` value; who did not finish is in none."""
+    """Requests per `FinishReason` value; unfinished ones are in none."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -91,26 +91,26 @@ class ClassMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A whole trace."""
+    """Metrics of a whole trace."""
 
     duration_s: float
     """First arrival to last event: the denominator of every rate."""
     classes: dict[int, ClassMetrics]
-    """By priority."""
+    """Metrics by priority."""
     preempt_latency_ms: Distribution | None
-    """Stop word lowered to frame parked."""
+    """Time from lowering the stop word until the frame is parked."""
     frames: int
     frames_parked: int
-    """Times that a frame was parked, for whatever reason."""
+    """Times that a frame was parked, for any reason."""
     longest_segment_ms: float | None
-    """None if segments were not recorded."""
+    """Longest time between two boundaries; None if segments were not recorded."""
     longest_segment_kind: str | None
     requests: tuple[RequestMetrics, ...] = field(repr=False)
-    """In order of arrival, the live ones included."""
+    """Requests in order of arrival, live ones included."""
 
 
 def request_metrics(events: Iterable[Event]) -> list[RequestMetrics]:
-    """The metrics of every request, in order of arrival; unfinished ones as they stand."""
+    """Return the metrics of every request, in order of arrival; of a live one, those so far."""
     builder = MetricsBuilder()
     order: dict[RequestId, RequestMetrics | None] = {}
     for event in events:
@@ -157,7 +157,7 @@ def _class_metrics(
 
 
 def summarize(events: Iterable[Event], slos: Mapping[int, Slo] | None = None) -> Summary:
-    """The metrics of a trace, per class.
+    """Return the metrics of a trace, per class.
 
     Args:
         events: All events of a run, in order; a `Trace` will do.

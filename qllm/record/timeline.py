@@ -1,4 +1,4 @@
-"""A live page's picture of the passes: events in, what is new since last time out.
+"""The passes as the live page shows them: events in, new entries out.
 
 Small passes in a row become one entry, and an answer is bounded, whatever the engine does.
 Times are milliseconds of the engine's clock. A track is LS (every class before BE) or BE. A place
@@ -31,15 +31,15 @@ from qllm.record.trace import (
 from qllm.types import NS_PER_MS, FrameId, Priority, RequestId
 
 MAX_NEW = 400
-"""Entries that one answer lists; of more, the latest."""
+"""Most entries of one answer; the latest are kept."""
 MAX_NAMES = 3
 """Requests of a pass that an entry names."""
 SMALL_NS = 4 * NS_PER_MS
-"""Passes shorter than this are drawn together with their neighbours ..."""
+"""Passes shorter than this are drawn together with their neighbours."""
 TOGETHER_NS = 16 * NS_PER_MS
-"""... as long as all of them take no longer than this."""
+"""Most time that passes drawn together take."""
 MAX_REQUESTS = 20_000
-"""Requests whose names are known; the oldest are forgotten first."""
+"""Most requests with a known name; the oldest are forgotten first."""
 
 
 class _Known(NamedTuple):
@@ -61,14 +61,14 @@ class _Pass:
     """First layer not finished, a half more inside of it."""
     end_layer: int
     since_ns: int
-    """When it was planned, resumed or parked."""
+    """Time at which it was planned, resumed or parked."""
     is_parked: bool = False
     preempted: bool = False
 
 
 @dataclass(slots=True)
 class _Run:
-    """Work on the device, from one boundary to another: one pass, or several small ones."""
+    """Work on the device from one boundary to another: one pass, or several small ones."""
 
     start_ns: int
     end_ns: int
@@ -80,7 +80,7 @@ class _Run:
     tokens: int
 
     def takes(self, other: "_Run") -> bool:
-        """Whether both are small whole passes of one track, one right behind the other."""
+        """Return True if both are small whole passes of one track, one right after the other."""
         return (
             self.track == other.track
             and self.start_layer == other.start_layer == 0
@@ -92,14 +92,14 @@ class _Run:
         )
 
     def take(self, other: "_Run") -> None:
-        """Become both."""
+        """Merge the other run into this one."""
         self.end_ns = other.end_ns
         self.passes += other.passes
         self.rows = max(self.rows, other.rows)
         self.tokens += other.tokens
 
     def entry(self) -> list[Any]:
-        """As the page has it."""
+        """Return the entry that the page gets."""
         at = (_ms(self.start_ns), _ms(self.end_ns))
         place = (self.track, self.start_layer, self.end_layer)
         return ["run", *at, *place, self.passes, self.rows, self.tokens]
@@ -107,38 +107,30 @@ class _Run:
 
 @dataclass(slots=True)
 class Timeline:
-    """Takes events one by one; `since` gives what they were.
+    """A builder of the page's entries from events; `since` returns them.
 
     It has many methods because each kind of event has one.
 
-    Entries are lists that JSON keeps; their first item says what:
-
-    - `run`, start, end, track, first layer, end layer, passes, most rows, tokens
-    - `held`, start, end, track, layer, preempted: a pass was parked and then went on or ended
-    - `preempted`, at, latency, track, layer, number of requests, their first names, class and
-      name of the request that ran instead
-    - `arrived`, at, class, name, prompt tokens; `first`, at, class, name, TTFT
-    - `ended`, at, class, name, reason
-    - `evicted`, `swapped out`, `swapped in`: at, class, name, tokens
+    Entries are lists that JSON keeps; the first item names the kind:
     """
 
     seq: int = 0
-    """Entries so far."""
+    """Number of entries so far."""
     num_output_tokens: dict[str, int] = field(default_factory=lambda: {"LS": 0, "BE": 0})
     num_pass_tokens: dict[str, int] = field(default_factory=lambda: {"LS": 0, "BE": 0})
-    """Tokens of passes that reached their end, prompts included."""
+    """Tokens of finished passes, prompts included."""
     num_preemptions: int = 0
     _entries: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MAX_NEW))
     _known: dict[RequestId, _Known] = field(default_factory=dict)
     _passes: dict[FrameId, _Pass] = field(default_factory=dict)
     _open: _Run | None = None
-    """Passes that the next may join."""
+    """Run that the next pass may join."""
     _stopped: Ran | None = None
-    """A run whose `Parked`, which has its last layer, comes next."""
+    """Run that stopped; the next event is its `Parked`, which has the last layer."""
     _preempted: list[Any] | None = None
-    """An entry that still lacks the request for which it was."""
+    """Preemption entry that does not name yet the request that caused it."""
 
-    # -- what was there before the first event
+    # -- state before the first event
 
     def know(
         self, request_id: RequestId, name: str, priority: int, arrival_ns: int, has_token: bool
@@ -156,7 +148,7 @@ class Timeline:
         found.layer, found.is_parked = layer, True
 
     def forget(self) -> None:
-        """Events are missing from here on: what was open is not known any more."""
+        """Forget open entries, because events are missing from here on."""
         self._known.clear()
         self._passes.clear()
         self._open = self._stopped = self._preempted = None
@@ -286,7 +278,7 @@ class Timeline:
             found.is_parked, found.since_ns = False, at_ns
 
     def _ran_instead(self, request_ids: Iterable[RequestId]) -> None:
-        """A pass begins: it is what the last preemption made room for."""
+        """Name the first request of a pass as the one that the last preemption made room for."""
         if self._preempted is not None:
             known = [k for i in request_ids if (k := self._known.get(i))]
             if known:
@@ -322,10 +314,10 @@ class Timeline:
         self.seq += 1
         self._entries.append(entry)
 
-    # -- what the page gets
+    # -- output for the page
 
     def since(self, seq: int) -> tuple[list[list[Any]], int]:
-        """Entries after the first `seq`, at most `MAX_NEW`, and how many came before and are lost.
+        """Return the entries after the first `seq`, at most `MAX_NEW`, and the number of lost ones.
 
         A `seq` that lies ahead is that of another engine: everything that is left is new.
         """
@@ -336,7 +328,7 @@ class Timeline:
         return new, num_new - num_kept
 
     def now(self) -> dict[str, Any]:
-        """Passes that are parked, and the one that runs: `[since, track, layer, end layer, rows]`.
+        """Return parked and running passes: `[since, track, layer, end layer, rows]`.
 
         A parked one has a sixth item: whether it was preempted.
         """
@@ -352,7 +344,7 @@ class Timeline:
 
 
 def track_of(priority: int) -> str:
-    """LS for all classes that come before BE."""
+    """Return LS for all classes before BE, else BE."""
     return "LS" if priority < Priority.BE else "BE"
 
 

@@ -1,4 +1,4 @@
-"""Events and their sequence, the trace, from which metrics are computed and a schedule is repeated.
+"""Events and their sequence, the trace: metrics are computed from it, and schedules repeated.
 
 An event is one fact with `at_ns`, the engine's clock. The engine emits; `qllm.record.metrics` and
 `qllm.record.perfetto` are functions of what it emitted. A file is JSON lines, the first a header:
@@ -37,22 +37,22 @@ class Arrived:
     """A request was admitted to the waiting queue."""
 
     at_ns: int
-    """When it was submitted, not when the loop saw it."""
+    """Time at which the user submitted it, not at which the loop saw it."""
     request_id: RequestId
     priority: int
     num_prompt_tokens: int
     max_tokens: int
     name: str
-    """The request id the user gave or was given."""
+    """Request id that the user gave or received."""
     token_ids: tuple[int, ...] | None = None
     """The prompt, if prompts are recorded."""
     sampling: dict[str, Any] | None = None
-    """What `sampling_to_dict` returns."""
+    """Result of `sampling_to_dict`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """A request has another class, was paused, or goes on."""
+    """A request has another class, was paused, or continues."""
 
     at_ns: int
     request_id: RequestId
@@ -62,17 +62,17 @@ class Updated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revised:
-    """The prompt of a request goes on in another way, or is whole now."""
+    """The prompt of a request changed, or is whole now."""
 
     at_ns: int
-    """When the piece was put, not when the loop saw it."""
+    """Time at which the user sent the piece, not at which the loop saw it."""
     request_id: RequestId
     num_same: int
-    """Tokens, of the first, that are as they were."""
+    """Number of first tokens that did not change."""
     num_kept: int
-    """Tokens of those whose KV is there still."""
+    """Number of these tokens whose KV still exists."""
     num_lost: int
-    """Tokens that were computed, in every layer, and are not any more."""
+    """Number of tokens that were computed in every layer, and are lost."""
     num_prompt_tokens: int
     is_open: bool
     max_tokens: int
@@ -100,14 +100,14 @@ class Ran:
 
     start_ns: int
     at_ns: int
-    """The end."""
+    """End of the work."""
     frame_id: FrameId
     start: Index
     end: Index
     why: Literal["done", "stopped", "slice", "error"]
-    """"done" is the end of the program, never of a layer alone."""
+    """Reason of the end; "done" is the end of the program, never of a layer alone."""
     segments: int
-    """Pieces of work between two boundaries."""
+    """Number of pieces of work between two boundaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Segment:
 
     start_ns: int
     at_ns: int
-    """The end."""
+    """End of the work."""
     frame_id: FrameId
     kind: str
     """Name of the `OpKind`."""
@@ -134,13 +134,13 @@ class Parked:
     """First layer not finished."""
     inside_layer: bool
     for_request: RequestId | None = None
-    """The request that stopped it, where the engine knows."""
+    """Request that stopped the frame, if the engine knows it."""
     arrival_ns: int | None = None
-    """When that request lowered the stop word. Preempt latency is `at_ns - arrival_ns`."""
+    """Time at which that request lowered the stop word; preempt latency is `at_ns - arrival_ns`."""
 
     @property
     def preempted(self) -> bool:
-        """Whether a request stopped it. The end of a slice is no preemption."""
+        """Return True if a request stopped it. The end of a slice is no preemption."""
         return self.for_request is not None or self.arrival_ns is not None
 
 
@@ -154,7 +154,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """The rows of a parked frame go on in another frame; the last event of the old one."""
+    """The rows of a parked frame continue in another frame; the last event of the old one."""
 
     at_ns: int
     frame_id: FrameId
@@ -163,7 +163,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A parked frame was let go; its rows kept their hidden states."""
+    """A parked frame was released; its rows kept their hidden states."""
 
     at_ns: int
     frame_id: FrameId
@@ -191,7 +191,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A frame was let go without committing anything."""
+    """A frame was released without committing anything."""
 
     at_ns: int
     frame_id: FrameId
@@ -217,23 +217,23 @@ class Evicted:
     request_id: RequestId
     num_tokens_lost: int
     for_request: RequestId | None = None
-    """The request that needed the blocks; None if the policy dropped it unasked."""
+    """Request that needed the blocks; None if the policy evicted without a need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedOut:
-    """The KV of a request moved out of its blocks; what was computed stays computed."""
+    """The KV of a request was swapped out of its blocks; computed tokens stay computed."""
 
     at_ns: int
     request_id: RequestId
     num_tokens: int
     for_request: RequestId | None = None
-    """The request that needed the blocks; None if the policy moved it unasked."""
+    """Request that needed the blocks; None if the policy swapped out without a need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedIn:
-    """The KV of a request came back."""
+    """The KV of a request was swapped in."""
 
     at_ns: int
     request_id: RequestId
@@ -269,7 +269,7 @@ class CostsUpdated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineClosed:
-    """The loop ended."""
+    """The engine loop ended."""
 
     at_ns: int
 
@@ -297,17 +297,17 @@ Event = (
     | CostsUpdated
     | EngineClosed
 )
-"""Any of the events."""
+"""Union of all event classes."""
 
 EVENT_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
-"""Event classes by name, as in a file."""
+"""Event classes by name, as files have them."""
 _FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in EVENT_TYPES.items()}
 
 
 def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
-    """The values of `params` that JSON keeps as they are, for `Arrived.sampling`."""
+    """Return the values of `params` that JSON keeps unchanged, for `Arrived.sampling`."""
     out = asdict(params)
-    del out["max_tokens"], out["n"]  # one request has its own, and one answer
+    del out["max_tokens"], out["n"]  # a request has its own max_tokens, and one answer
     out["stop"] = list(params.stop)
     out["stop_token_ids"] = list(params.stop_token_ids)
     out["bad_words"] = list(params.bad_words)
@@ -320,12 +320,12 @@ def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
 
 
 def sampling_from_dict(values: Mapping[str, Any]) -> SamplingParams:
-    """The inverse of `sampling_to_dict`."""
+    """Return the sampling parameters of `sampling_to_dict`'s result."""
     return SamplingParams(**{**values, "logit_bias": dict(values.get("logit_bias", ()))})
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
-    """The event as a line of a trace file has it, before JSON."""
+    """Return the fields of an event as a trace file has them, before JSON."""
     name = type(event).__name__
     out: dict[str, Any] = {"event": name}
     for f in _FIELDS[name]:
@@ -341,7 +341,7 @@ def _adapter(name: str) -> "TypeAdapter[Any]":
 
 
 def event_from_dict(values: Mapping[str, Any]) -> Event:
-    """The inverse of `event_to_dict`.
+    """Return the event of `event_to_dict`'s result.
 
     Raises:
         TraceError: Not an event, or one with missing, unknown or mistyped fields.
@@ -373,7 +373,7 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
-    """What ran: model, policy, settings. Anything JSON can hold."""
+    """Model, policy and settings of the run; any value that JSON can hold."""
 
     def append(self, event: Event) -> None:
         """Add one event."""
@@ -414,7 +414,7 @@ class Trace:
         events: list[Event] = []
         for number, line in enumerate(rows, start=2):
             if not line.endswith("\n"):
-                break  # cut in the middle of a line: the count below tells
+                break  # cut in the middle of a line: the count below detects it
             try:
                 values = json.loads(line)
                 if not isinstance(values, dict):
@@ -447,7 +447,7 @@ def _read_header(path: str, line: str) -> tuple[int, dict[str, Any]]:
 
 
 def planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> Planned:
-    """The event of a program that has got its frame."""
+    """Return the event of a program that received its frame."""
     return Planned(
         at_ns=at_ns,
         frame_id=program.frame_id,
@@ -459,7 +459,7 @@ def planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> P
 
 
 def parked(program: Program, index: Index, at_ns: int, arrival_ns: int | None) -> Parked:
-    """The event of a program that has stopped at a boundary."""
+    """Return the event of a program that stopped at a boundary."""
     return Parked(
         at_ns=at_ns,
         frame_id=program.frame_id,
