@@ -1,1 +1,1 @@
-"""What arrives when: named workloads, trace files, and how they are sent."""
+"""Requests and their arrival times: named workloads, trace files, and clients that send them."""

@@ -1,7 +1,7 @@
-"""When requests arrive: renewal, rate-modulated, bursty and even processes.
+"""Arrival processes: renewal, rate-modulated, bursty and even.
 
-A Gamma renewal process bunches neighbours only; the count in a minute stays nearly Poisson.
-Real traffic does not: use `Modulated` where minutes have to differ.
+A Gamma renewal process bunches only neighbours; the count in a minute stays nearly Poisson. Real
+traffic differs: use `Modulated` where minutes must differ.
 """
 
 import random
@@ -17,13 +17,13 @@ class Arrivals(Protocol):
     """A point process of a given mean rate."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
-        """Rising times in [0, seconds); none where the rate is zero."""
+        """Return rising times in [0, seconds); none if the rate is zero."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Independent gaps of a coefficient of variation; 1 is Poisson."""
+    """Independent gaps with a coefficient of variation; 1 is Poisson."""
 
     cv: float = 1.0
 
@@ -44,7 +44,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Modulated:
-    """Poisson arrivals whose rate is drawn anew for every window.
+    """Poisson arrivals with a new random rate for every window.
 
     The index of dispersion over a window is about 1 + rate * window * cv**2.
     """
@@ -53,7 +53,7 @@ class Modulated:
     cv: float = 1.0
     """Coefficient of variation of the rate."""
     least_windows: int = 6
-    """A short run gets shorter windows, so that it sees this many."""
+    """Least number of windows in a run; a short run has shorter windows."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
         if rate <= 0:
@@ -66,14 +66,14 @@ class Modulated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursts:
-    """Poisson arrivals at a low rate, and for a part of every period at a multiple of it."""
+    """Poisson arrivals at a low rate, and at a multiple of it in a part of every period."""
 
     period_s: float = 60.0
     share: float = 1 / 6
-    """Part of the period that bursts; it comes last."""
+    """Part of the period with the high rate; it is the last part."""
     factor: float = 5.0
     least_periods: int = 3
-    """A short run gets shorter periods, so that it sees this many."""
+    """Least number of periods in a run; a short run has shorter periods."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
         period_s = min(self.period_s, seconds / self.least_periods)

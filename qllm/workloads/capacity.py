@@ -1,4 +1,4 @@
-"""What a machine can do, in numbers that a workload is scaled by."""
+"""The capacity of a machine, in numbers that scale a workload."""
 
 import time
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class Capacity:
     """Throughput and room of one machine with one model."""
 
     prefill_tokens_per_s: float
-    """Prompt tokens per second when nothing else runs."""
+    """Prompt tokens per second while only prompts run."""
     output_tokens_per_s: float
-    """Output tokens per second with many requests decoding and no prefill."""
+    """Output tokens per second while many requests decode and no prompt runs."""
     max_num_seqs: int = 32
-    """Seats."""
+    """Number of seats."""
     max_kv_tokens: int = 65536
 
     def __post_init__(self) -> None:
@@ -31,12 +31,12 @@ class Capacity:
                 raise ConfigError(f"{name}={value!r} must be > 0")
 
     def requests_per_s(self, num_prompt_tokens: float, num_output_tokens: float) -> float:
-        """Requests of this mean size that the machine completes per second."""
+        """Return the requests of this mean size that the machine completes per second."""
         prefill_s = num_prompt_tokens / self.prefill_tokens_per_s
         return 1 / (prefill_s + num_output_tokens / self.output_tokens_per_s)
 
     def times(self, engines: int) -> "Capacity":
-        """What so many of these machines can do."""
+        """Return the capacity of so many of these machines."""
         return Capacity(
             prefill_tokens_per_s=engines * self.prefill_tokens_per_s,
             output_tokens_per_s=engines * self.output_tokens_per_s,
@@ -46,7 +46,7 @@ class Capacity:
 
 
 REFERENCE = Capacity(prefill_tokens_per_s=20_000.0, output_tokens_per_s=4_000.0)
-"""Stands in where nobody measured: rates of a workload then mean nothing of a real machine."""
+"""Default without a measurement: rates of a workload then describe no real machine."""
 
 
 def measure_capacity(
@@ -60,10 +60,10 @@ def measure_capacity(
     """Measure an idle engine: a few prompts one by one, then a batch that only decodes.
 
     Args:
-        engine: Nothing else runs in it.
+        engine: Engine without other requests.
         corpus: Token ids; prompts are cut from it.
-        prompt_tokens: Of each measured prompt.
-        batch: Requests that decode together.
+        prompt_tokens: Tokens of each measured prompt.
+        batch: Number of requests that decode together.
         output_tokens: Measured tokens of each of them.
     """
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)

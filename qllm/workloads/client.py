@@ -1,8 +1,8 @@
-"""Send a workload to an OpenAI-compatible server: open loop, streamed, fixed lengths.
+"""A client of OpenAI-compatible servers that sends a workload: open loop, streamed, fixed lengths.
 
-A request is sent at its time whatever the server is doing, and there is no limit on how many are
-open: a client that waits hides the queue it makes. Latencies count from the time a request was
-due, so a slow client is seen (`late_ms` of the report).
+The client sends a request at its time, however many are open: a client that waits hides the queue
+that it makes. Latencies count from the time at which a request was due, so a slow client shows
+(`late_ms` of the report).
 """
 
 import asyncio
@@ -28,11 +28,11 @@ FIXED: Mapping[str, Callable[[int], Any]] = {
     "ignore_eos": lambda max_tokens: True,
     "min_tokens": lambda max_tokens: max_tokens,
 }
-"""Fields, by `max_tokens`, that keep an answer from ending early."""
+"""Fields, by `max_tokens`, that prevent an early end of an answer."""
 
 
 def class_bodies(by: str) -> dict[int, dict[str, Any]]:
-    """What tells a server the class: vLLM's integer `priority`, or OpenAI's `service_tier`.
+    """Return the fields per class: vLLM's integer `priority`, or OpenAI's `service_tier`.
 
     Raises:
         ConfigError: `by` is unknown.
@@ -49,27 +49,27 @@ def class_bodies(by: str) -> dict[int, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where requests go and how they are written."""
+    """A server, and the way in which requests to it are written."""
 
     url: str
-    """Without `/v1`."""
+    """Base URL without `/v1`."""
     model: str
     bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Fields added to the requests of a class, over all others; None removes one."""
+    """Fields added to the requests of a class, over all other fields; None removes one."""
     fixed: tuple[str, ...] = ("ignore_eos",)
-    """Names of `FIXED`: how this server is told to produce all `max_tokens`."""
+    """Names of `FIXED` that make this server produce all `max_tokens`."""
     text_of: Callable[[Sequence[int]], str] | None = None
-    """Sends prompts as text; without it as token ids."""
+    """Function from token ids to a text prompt; None sends token ids."""
     api_key: str | None = None
     force_close: bool = False
-    """A fresh connection per request, for servers that close kept ones."""
+    """True for a new connection per request, for servers that close idle connections."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.fixed) - set(FIXED):
             raise ConfigError(f"fixed lengths by {sorted(unknown)}; known: {', '.join(FIXED)}")
 
     def body(self, arrival: Arrival) -> dict[str, Any]:
-        """The JSON of one request: greedy, streamed, exactly `max_tokens` out."""
+        """Return the JSON of one request: greedy, streamed, exactly `max_tokens` out."""
         ids = list(arrival.token_ids)
         body: dict[str, Any] = {
             "model": self.model,
@@ -85,7 +85,7 @@ class Server:
 
 
 def spec_of(arrival: Arrival) -> RequestSpec:
-    """The lengths of an arrival."""
+    """Return the lengths of an arrival."""
     return RequestSpec(
         at_s=arrival.at_s,
         priority=arrival.priority,
@@ -97,12 +97,12 @@ def spec_of(arrival: Arrival) -> RequestSpec:
 
 
 def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
-    """Send every arrival at its time; close what is unanswered at the end.
+    """Send every arrival at its time; close unanswered requests at the end.
 
     Args:
-        server: Where to.
-        arrivals: In order of time.
-        seconds: From the first arrival's zero to the end.
+        server: Server to send to.
+        arrivals: Arrivals in order of time.
+        seconds: Length of the run.
 
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
@@ -113,16 +113,16 @@ def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> li
 def saturate_http(
     server: Server, arrivals: Iterable[Arrival], concurrency: int, seconds: float
 ) -> list[Served]:
-    """Keep so many requests open: as one ends the next is sent, whenever it was due.
+    """Keep a constant number of requests open: as one ends, the next is sent, before it is due too.
 
-    For what a server can do at most. Latencies under load are for `send_http`: here a slow
-    server is asked less.
+    It measures the most that a server can do. Measure latencies under load with `send_http`: here a
+    slow server receives fewer requests.
 
     Args:
-        server: Where to.
-        arrivals: As many as will be needed; those that were sent count from then.
-        concurrency: Requests that are open.
-        seconds: From the first to the end, where what is unanswered is closed.
+        server: Server to send to.
+        arrivals: Enough arrivals; each counts from the time at which it was sent.
+        concurrency: Number of open requests.
+        seconds: Length of the run; unanswered requests are closed at its end.
 
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
@@ -133,7 +133,7 @@ def saturate_http(
 def _run(
     server: Server, send: Callable[["aiohttp.ClientSession"], Awaitable[list[Served]]]
 ) -> list[Served]:
-    """Let `send` have a session with a server that answers."""
+    """Call `send` with a session to a server that answers."""
     try:
         import aiohttp
     except ImportError:
@@ -190,7 +190,7 @@ async def _saturate(
             out.append(served)
             await _send(session, server, now, served, start)
             if served.error is not None:
-                return  # a server that refuses is not asked again and again
+                return  # do not ask a server again that refuses
 
     tasks = [asyncio.create_task(one_by_one()) for _ in range(concurrency)]
     await asyncio.wait(tasks, timeout=seconds)
@@ -207,7 +207,7 @@ async def _close(tasks: Sequence["asyncio.Task[None]"]) -> None:
 async def _send(
     session: "aiohttp.ClientSession", server: Server, arrival: Arrival, served: Served, start: float
 ) -> None:
-    """One request; what the server says ends up in `served`, errors too."""
+    """Send one request; put the server's tokens and errors into `served`."""
     import aiohttp
 
     served.sent_s = time.monotonic() - start
@@ -229,7 +229,7 @@ async def _send(
 
 
 async def _events(stream: "aiohttp.StreamReader") -> AsyncIterator[dict[str, Any]]:
-    """The JSON of server-sent events, as they come."""
+    """Yield the JSON of server-sent events, as they arrive."""
     rest = b""
     async for chunk in stream.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -240,7 +240,7 @@ async def _events(stream: "aiohttp.StreamReader") -> AsyncIterator[dict[str, Any
 
 
 def _take(event: dict[str, Any], served: Served, at_s: float) -> None:
-    """One event of a stream. A token may have no text yet; the last event only says why."""
+    """Record one event of a stream. A token may have no text; the last event has only a reason."""
     if event.get("error"):
         served.error = str(event["error"])[:300]
     usage = event.get("usage")

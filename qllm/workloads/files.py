@@ -29,12 +29,12 @@ Row = Mapping[str, Any]
 
 
 class WorkloadFileError(QllmError, ValueError):
-    """A workload file cannot be read. The message names the file and the line."""
+    """A workload file that cannot be read. The message names the file and the line."""
 
 
 class _Format(NamedTuple):
     columns: tuple[str, ...]
-    """All of them must be there; they tell the format."""
+    """Columns that a file must have; they determine its format."""
     spec: Callable[[Row], RequestSpec]
 
 
@@ -49,21 +49,21 @@ def read_requests(
     rate_scale: float = 1.0,
     limit: int | None = None,
 ) -> list[RequestSpec]:
-    """Read a trace file; its format is told by its columns.
+    """Read a trace file; its columns determine the format.
 
     Classes come from `be_where`, else from `be_share`, else from a column `priority` or `cls`
-    ("LS", "BE" or an integer), else everything is LS. Rows without output (the failed requests
-    of BurstGPT) are left out. Times are counted from the first row.
+    ("LS", "BE" or an integer), else every request is LS. Rows without output (the failed requests
+    of BurstGPT) are skipped. Times count from the first row.
 
     Args:
-        path: The file.
+        path: Path of the file.
         be_share: Part of the requests, in [0, 1], that is BE; drawn per row.
         be_where: `COLUMN=VALUE`: rows with it are BE, the others LS.
-        seed: Of that draw.
-        start_s: Leave out what arrives before.
-        seconds: Leave out what arrives later than this after `start_s`.
+        seed: Seed of that draw.
+        start_s: Seconds before which arrivals are skipped.
+        seconds: Seconds after `start_s`, after which arrivals are skipped.
         rate_scale: Factor on the rate: times are divided by it, after the cut.
-        limit: Most requests.
+        limit: Largest number of requests.
 
     Raises:
         WorkloadFileError: The file is no such trace; the message has the line.
@@ -93,7 +93,7 @@ def read_requests(
 def _rule(
     be_share: float | None, be_where: str | None, seed: int
 ) -> Callable[[str, Row, RequestSpec], int]:
-    """How the class of a row is told."""
+    """Return the function that determines the class of a row."""
     if be_where is not None:
         column, equals, value = be_where.partition("=")
         if not (column and equals):
@@ -115,7 +115,7 @@ def _rule(
 
 
 def write_requests(path: str | os.PathLike[str], requests: Iterable[RequestSpec]) -> None:
-    """Write our own format, one JSON object per line; `read_requests` gives back the same."""
+    """Write our own format, one JSON object per line; `read_requests` returns the same requests."""
     with write_private(path) as file:
         for r in requests:
             line = {
@@ -162,7 +162,7 @@ def _format(row: Row, where: str) -> _Format:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """Line numbers and rows of a CSV file, JSON lines or a `loadgen` object."""
+    """Yield line numbers and rows of a CSV file, JSON lines or a `loadgen` object."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             start = file.read(1)

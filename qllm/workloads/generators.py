@@ -1,8 +1,8 @@
 """Named workloads S1 to S14: seeded, scaled to the machine, the same for every policy.
 
-A name fixes what arrives and in which pattern; `Capacity` fixes how much: a load of 0.4 is 40 %
-of the requests that the machine could complete if it did nothing else. A rate is nominal: what
-one seed draws differs, so results print `offered_rates` beside `nominal_rates`.
+A name fixes the requests and their pattern; `Capacity` fixes the amount. A load of 0.4 is 40 % of
+the requests that the machine could complete alone. A rate is nominal: the draw of one seed differs,
+so results print `offered_rates` next to `nominal_rates`.
 """
 
 import random
@@ -25,14 +25,14 @@ POISSON = Gamma()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The requests of one class: their lengths and their pattern."""
+    """Requests of one class: their lengths and their pattern."""
 
     prompt: Lengths
     output: Lengths
     arrivals: Arrivals = POISSON
 
     def fitted(self, scale: float, max_len: int | None) -> "Flow":
-        """Lengths times `scale`, and all of them shrunk alike if the longest exceed `max_len`."""
+        """Return lengths times `scale`, all shrunk alike if the longest exceed `max_len`."""
         longest = scale * (self.prompt.longest + self.output.longest)
         if max_len is not None and longest > max_len - 2:  # both are rounded
             scale *= (max_len - 2) / longest
@@ -41,42 +41,42 @@ class Flow:
         return replace(self, prompt=self.prompt.scaled(scale), output=self.output.scaled(scale))
 
     def per_s(self, capacity: Capacity) -> float:
-        """Requests of this class that the machine completes per second."""
+        """Return the requests of this class that the machine completes per second."""
         return capacity.requests_per_s(self.prompt.mean, self.output.mean)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """BE jobs that are there from the start, and a flow that keeps them coming."""
+    """BE jobs that wait from the start, and a flow that adds more."""
 
     jobs: int = 0
     seats: float = 0.0
-    """Further jobs, per seat of the machine."""
+    """Further jobs per seat of the machine."""
     kv: float = 0.0
-    """Further jobs, until together they want this multiple of the KV pool."""
+    """Further jobs until all together need this multiple of the KV pool."""
     flow: float = 0.0
-    """Rate of later jobs over what the machine could complete: above 1 it never runs dry."""
+    """Rate of later jobs over the machine's capacity: above 1 the backlog never runs dry."""
 
     def burst(self, be: Flow, capacity: Capacity) -> int:
-        """Jobs at time zero."""
+        """Return the number of jobs at time zero."""
         by_kv = self.kv * capacity.max_kv_tokens / (be.prompt.mean + be.output.mean)
         return self.jobs + ceil(self.seats * capacity.max_num_seqs) + ceil(by_kv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What a name stands for."""
+    """The requests that a name stands for."""
 
     what: str
     ls: Flow
     be: Flow
     load: float
-    """LS rate over LS capacity; where `ls_share` is given, load of both classes together."""
+    """LS rate over LS capacity; with `ls_share`, load of both classes together."""
     ls_share: float | None = None
-    """Part of the requests that is LS, both arriving alike; None: BE is a backlog."""
+    """Part of the requests that is LS, both with one pattern; None: BE is a backlog."""
     backlog: Backlog = field(default_factory=Backlog)
     retrieval: Retrieval | None = None
-    """How LS prompts come in pieces; None: they come whole."""
+    """Pieces of LS prompts; None: they arrive whole."""
 
 
 _SHAREGPT = Flow(prompt=tables.SHAREGPT_PROMPT, output=tables.SHAREGPT_OUTPUT)
@@ -192,7 +192,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A named workload with its scale; `requests(seed)` draws one instance of it.
+    """A named workload with its scale; `requests(seed)` draws one instance.
 
     Raises:
         ConfigError: The name is unknown (the message lists the known ones), or a value is out of
@@ -203,20 +203,20 @@ class Workload:
     seconds: float = 60.0
     capacity: Capacity = REFERENCE
     load: float | None = None
-    """Replaces the scenario's; may exceed 1."""
+    """Load instead of the scenario's; may exceed 1."""
     ls_share: float | None = None
-    """Replaces the scenario's, where it has one."""
+    """Part of LS instead of the scenario's, if it has one."""
     cv: float | None = None
-    """Coefficient of variation of the gaps between LS arrivals, where they are a Gamma process."""
+    """Coefficient of variation of the gaps between LS arrivals, if they are a Gamma process."""
     length_scale: float = 1.0
     """Factor on all lengths."""
     ls_scale: float = 1.0
-    """Further factor on LS lengths: a slow machine needs short ones to see enough of them."""
+    """Further factor on LS lengths: a slow machine needs short ones to complete enough of them."""
     max_len: int | None = None
-    """Longest prompt and output together: a class that exceeds it is shrunk, not clipped."""
+    """Most tokens of prompt and output together: a longer class is shrunk, not clipped."""
     ls_slo: Slo = field(default_factory=Slo)
     retrieval_scale: float = 1.0
-    """Factor on how long prompts take to come, where they come in pieces."""
+    """Factor on the time in which streaming prompts arrive."""
 
     def __post_init__(self) -> None:
         if self.name not in SCENARIOS:
@@ -238,7 +238,7 @@ class Workload:
 
     @property
     def scenario(self) -> Scenario:
-        """The scenario with this workload's changes."""
+        """Return the scenario with this workload's changes."""
         base = SCENARIOS[self.name]
         ls = base.ls.fitted(self.length_scale * self.ls_scale, self.max_len)
         return replace(
@@ -250,7 +250,7 @@ class Workload:
         )
 
     def nominal_rates(self) -> dict[Priority, float]:
-        """Requests per second by class, before any draw; a burst at the start not counted."""
+        """Return nominal requests per second by class, without a burst at the start."""
         found = self.scenario
         ls_per_s, be_per_s = found.ls.per_s(self.capacity), found.be.per_s(self.capacity)
         share = found.ls_share
@@ -263,9 +263,9 @@ class Workload:
         return {Priority.LS: share * both, Priority.BE: (1 - share) * both}
 
     def requests(self, seed: int) -> list[RequestSpec]:
-        """The requests of one seed, in order of arrival.
+        """Return the requests of one seed, in order of arrival.
 
-        Each class draws from random numbers of its own: LS is the same with and without BE.
+        Each class has its own random numbers: LS is the same with and without BE.
         """
         found, rates = self.scenario, self.nominal_rates()
         out: list[RequestSpec] = []
@@ -300,24 +300,24 @@ def named_workload(
     capacity: Capacity | None = None,
     **scale: Any,
 ) -> list[RequestSpec]:
-    """The requests of a named workload.
+    """Return the requests of a named workload.
 
     Args:
-        name: A key of `SCENARIOS`.
-        seed: Of every draw.
+        name: Key of `SCENARIOS`.
+        seed: Seed of every draw.
         seconds: Length of the workload.
-        capacity: Of the machine; None takes `REFERENCE`.
+        capacity: Capacity of the machine; None takes `REFERENCE`.
         **scale: Further fields of `Workload`.
 
     Raises:
-        ConfigError: As `Workload`.
+        ConfigError: The name or a value is refused, see `Workload`.
     """
     workload = Workload(name=name, seconds=seconds, capacity=capacity or REFERENCE, **scale)
     return workload.requests(seed)
 
 
 def offered_rates(requests: Iterable[RequestSpec], seconds: float) -> dict[int, float]:
-    """Requests per second by class that really arrive in (0, seconds): bursts at 0 not counted."""
+    """Return the arrivals per second by class in (0, seconds); bursts at 0 do not count."""
     counts: dict[int, int] = {}
     for r in requests:
         counts[r.priority] = counts.get(r.priority, 0) + (0 < r.at_s < seconds)

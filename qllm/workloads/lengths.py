@@ -1,7 +1,7 @@
-"""How long prompts and answers are: quantile tables of public traces.
+"""Lengths of prompts and answers: quantile tables of public traces.
 
-A length is drawn by looking up a uniform number in a table, log-interpolated between its
-quantiles. That keeps the shape of a trace (bimodal answers, cut tails) without its rows.
+A length is drawn with a uniform number from a table, log-interpolated between its quantiles. That
+keeps the shape of a trace (bimodal answers, cut tails) without its rows.
 """
 
 import math
@@ -14,7 +14,7 @@ from statistics import NormalDist, fmean
 from qllm.errors import ConfigError
 
 PERCENTILES = (0.0, 1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 100.0)
-"""Where the traces' tables are known."""
+"""Percentiles of the traces' tables."""
 _TAILS = (0.1, 1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9)
 _MEAN_POINTS = 2000
 
@@ -26,7 +26,7 @@ class Lengths:
     values: tuple[float, ...]
     """Tokens at each percentile, never falling."""
     percentiles: tuple[float, ...] = PERCENTILES
-    """Rising from 0 to 100."""
+    """Percentiles that rise from 0 to 100."""
 
     def __post_init__(self) -> None:
         if len(self.values) != len(self.percentiles) or self.percentiles[0] != 0:
@@ -35,7 +35,7 @@ class Lengths:
             raise ConfigError(f"lengths must be >= 1 and not fall: {self.values}")
 
     def at(self, p: float) -> int:
-        """Tokens at a percentile in [0, 100]."""
+        """Return the tokens at a percentile in [0, 100]."""
         i = min(bisect_right(self.percentiles, p), len(self.values) - 1)
         p0, p1 = self.percentiles[i - 1], self.percentiles[i]
         v0, v1 = self.values[i - 1], self.values[i]
@@ -44,27 +44,27 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """The most tokens that can be drawn."""
+        """Return the largest number of tokens that can be drawn."""
         return round(self.values[-1])
 
     @cached_property
     def mean(self) -> float:
-        """Expected tokens."""
+        """Return the expected number of tokens."""
         step = 100 / _MEAN_POINTS
         return fmean(self.at((i + 0.5) * step) for i in range(_MEAN_POINTS))
 
     def scaled(self, factor: float) -> "Lengths":
-        """All lengths times a factor; none falls below one token."""
+        """Return all lengths times a factor; none is below one token."""
         return replace(self, values=tuple(max(1.0, v * factor) for v in self.values))
 
 
 def between(low: int, high: int) -> Lengths:
-    """Log-uniform in [low, high]."""
+    """Return a log-uniform distribution in [low, high]."""
     return Lengths(values=(low, high), percentiles=(0.0, 100.0))
 
 
 def lognormal(mean: float, sigma: float) -> Lengths:
-    """Log-normal of this mean, its tails cut at 0.1 and 99.9 %."""
+    """Return a log-normal distribution of this mean, its tails cut at 0.1 and 99.9 %."""
     found = [math.exp(sigma * NormalDist().inv_cdf(p / 100)) for p in _TAILS]
     table = Lengths(
         values=tuple(max(1.0, v * mean) for v in found), percentiles=(0.0, *_TAILS[1:-1], 100.0)
@@ -81,9 +81,9 @@ AZURE_CODE_PROMPT = _table((3, 17, 75, 147, 578, 1469, 2744, 5188, 7303, 7436, 7
 AZURE_CODE_OUTPUT = _table(
     (6, 6, 6, 7, 9, 13, 24, 55, 90, 251, 300, 1899), (*PERCENTILES[:-1], 99.9, 100.0)
 )
-"""The value at 99.9 % is ours: without it the tail lifts the mean from 28 to 33 tokens."""
+"""Our value at 99.9 %: without it the tail lifts the mean from 28 to 33 tokens."""
 AZURE_CONV_PROMPT = _table((2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050))
 AZURE_CONV_OUTPUT = _table((7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000))
 SHAREGPT_PROMPT = lognormal(350.9, 1.0)
 SHAREGPT_OUTPUT = lognormal(187.9, 1.0)
-"""Means of the set as Laser filtered it; the spread is ours."""
+"""Mean of the set as Laser filtered it; the spread is ours."""

@@ -1,9 +1,9 @@
-"""What a mixed run was like: one report for a live engine, a server and the simulator.
+"""The report of a mixed run, the same for a live engine, a server and the simulator.
 
-Only requests that arrive inside the window count (of classes behind LS also those that were there
-before: their backlog is no warm-up), and throughput is counted inside it. Who was not served when
-the run ended is censored: its wait so far counts as its latency (a lower bound), and it meets no
-target. So a system cannot look better by not answering.
+Only requests that arrive inside the window count, and throughput inside it. (Of classes behind LS,
+earlier requests count too: their backlog is no warm-up.) A request that is unserved at the end is
+censored: its wait so far counts as its latency (a lower bound), and it meets no target. So a system
+cannot look better by not answering.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
-"""LS is judged by it where no other is given: half a second to the first token, then ten per
-second. Other classes have no targets but to be answered in full."""
+"""Default targets of LS: half a second to the first token, then ten tokens per second. Other
+classes only have to be answered in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,64 +28,64 @@ class Window:
     start_s: float
     """End of the warm-up."""
     end_s: float
-    """Arrivals and throughput count until here."""
+    """End of the arrivals and of the throughput that count."""
     stop_s: float
-    """Everybody unserved was cancelled here."""
+    """Time at which all unserved requests were cancelled."""
 
     @property
     def seconds(self) -> float:
-        """The denominator of rates."""
+        """Return the seconds of the window, the denominator of rates."""
         return self.end_s - self.start_s
 
     def counts(self, request: RequestSpec) -> bool:
-        """Whether a request is judged."""
+        """Return True if a request counts."""
         start_s = self.start_s if request.priority <= Priority.LS else 0.0
         return start_s <= request.at_s < self.end_s
 
     def part(self, start_s: float, end_s: float) -> float:
-        """How much of an interval lies in the window, in [0, 1]."""
+        """Return the part of an interval that lies in the window, in [0, 1]."""
         inside = min(end_s, self.end_s) - max(start_s, self.start_s)
         return max(0.0, inside) / (end_s - start_s) if end_s > start_s else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """What became of one request; times in seconds since the start of the run."""
+    """Result of one request; times in seconds since the start of the run."""
 
     spec: RequestSpec
     token_s: list[float] = field(default_factory=list)
-    """When each token, or each chunk of a stream, came."""
+    """Time of each token, or of each chunk of a stream."""
     num_tokens: int | None = None
-    """Output tokens, where a chunk may hold several; None is one each."""
+    """Output tokens, if a chunk may hold several; None is one each."""
     done: bool = False
-    """Whether it produced all its tokens."""
+    """True if the request produced all its tokens."""
     error: str | None = None
     sent_s: float | None = None
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far."""
+        """Return the number of output tokens so far."""
         return len(self.token_s) if self.num_tokens is None else self.num_tokens
 
     def ttft_ms(self, stop_s: float) -> float:
-        """First token since the due time; without one, the wait until `stop_s`."""
+        """Return the time from due to the first token; without one, the wait until `stop_s`."""
         first = self.token_s[0] if self.token_s else stop_s
         return (first - self.spec.at_s) * 1000
 
     def e2e_ms(self, stop_s: float) -> float:
-        """Last token since the due time; unfinished, the wait until `stop_s`."""
+        """Return the time from due to the last token; if unfinished, the wait until `stop_s`."""
         last = self.token_s[-1] if self.done and self.token_s else stop_s
         return (last - self.spec.at_s) * 1000
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean gap between tokens; None for one token."""
+        """Return the mean gap between tokens; None for one token."""
         if self.num_output_tokens < 2 or len(self.token_s) < 2:
             return None
         return (self.token_s[-1] - self.token_s[0]) * 1000 / (self.num_output_tokens - 1)
 
     def meets(self, slo: Slo) -> bool:
-        """Whether it was answered in full and on time."""
+        """Return True if the request was answered in full and on time."""
         if not self.done or not self.token_s:
             return False
         tpot = self.tpot_ms
@@ -94,7 +94,7 @@ class Served:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, p50, p90, p99 and max; None without values."""
+    """Return mean, p50, p90, p99 and max; None without values."""
     if not values:
         return None
     out = {"n": float(len(values)), "mean": sum(values) / len(values)}
@@ -102,7 +102,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def class_report(served: Sequence[Served], window: Window, slo: Slo) -> dict[str, Any]:
-    """The numbers of one class."""
+    """Return the numbers of one class."""
     counted = [s for s in served if window.counts(s.spec)]
     stop_s = window.stop_s
     gaps = [(b - a) * 1000 for s in counted for a, b in pairwise(s.token_s)]
@@ -137,7 +137,7 @@ def class_report(served: Sequence[Served], window: Window, slo: Slo) -> dict[str
 def report(
     served: Iterable[Served], window: Window, slos: Mapping[int, Slo] | None = None
 ) -> dict[str, Any]:
-    """The numbers of every class, by its name; `prefill` counts prompts with a first token."""
+    """Return the numbers of every class, by name; `prefill` counts prompts with a first token."""
     by_class: dict[int, list[Served]] = {}
     for s in served:
         by_class.setdefault(s.spec.priority, []).append(s)

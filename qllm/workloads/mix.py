@@ -1,8 +1,8 @@
-"""A seeded mix of people who wait and batch jobs that do not, sent in real time.
+"""A seeded mix of interactive requests and batch jobs, sent in real time.
 
-Open loop: a request is submitted at its time whatever the engine is doing. LS requests arrive
-as a Poisson process; BE requests as a burst at the start and a steady flow that keeps a backlog.
-What has not finished at the end of the window is cancelled and counted as censored.
+Open loop: the client submits a request at its time, whatever the engine does. LS requests arrive as
+a Poisson process; BE requests as a burst at the start and a steady flow that keeps a backlog. A
+request that is unfinished at the end of the window is cancelled and counted as censored.
 """
 
 import random
@@ -27,18 +27,18 @@ TICK_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What arrives. Lengths are inclusive ranges of tokens."""
+    """Parameters of a mix. Lengths are inclusive ranges of tokens."""
 
     seconds: float = 25.0
     seed: int = 0
     ls_rate: float = 2.0
     """LS requests per second, on average."""
     ls_tail: float = 0.1
-    """No LS request arrives in this last part of the window: who is unserved has waited."""
+    """Last part of the window, without LS arrivals: an unserved request has waited."""
     ls_prompt: tuple[int, int] = (64, 128)
     ls_output: tuple[int, int] = (16, 32)
     be_burst: int = 24
-    """BE requests at the start."""
+    """Number of BE requests at the start."""
     be_rate: float = 1.0
     """Further BE requests per second, evenly spaced."""
     be_prompt: tuple[int, int] = (1024, 2048)
@@ -54,7 +54,7 @@ class Arrival:
     """One request of a workload."""
 
     at_s: float
-    """Since the start of the window."""
+    """Seconds since the start of the window."""
     name: str
     priority: int
     token_ids: tuple[int, ...]
@@ -63,12 +63,12 @@ class Arrival:
 
 
 def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
-    """Arrivals in order of time, a function of its arguments.
+    """Return arrivals in order of time, a function of the arguments.
 
-    The classes draw from random numbers of their own: LS is the same with and without BE.
+    Each class has its own random numbers: LS is the same with and without BE.
 
     Args:
-        mix: What arrives.
+        mix: Parameters of the mix.
         corpus: Token ids that prompts are cut from.
     """
     ls = random.Random(f"{mix.seed} LS")
@@ -97,7 +97,7 @@ def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
 
 
 def only(arrivals: Iterable[Arrival], priority: Priority) -> tuple[Arrival, ...]:
-    """The arrivals of one class."""
+    """Return the arrivals of one class."""
     return tuple(a for a in arrivals if a.priority == priority)
 
 
@@ -106,36 +106,36 @@ class Sent:
     """A workload that was served for its window."""
 
     trace: Trace
-    """Everything, what came after the window included."""
+    """Trace of the whole run, with events after the window."""
     start_ns: int
     end_ns: int
-    """The window, on the engine's clock."""
+    """End of the window, on the engine's clock."""
     max_lag_ms: float
-    """Longest time between when a request was due and when it was submitted."""
+    """Longest time in ms between due and submitted."""
     refused: int
-    """Requests that the engine did not take (`max_waiting`)."""
+    """Requests that the engine refused (`max_waiting`)."""
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The events inside the window."""
+        """Return the events inside the window."""
         return tuple(e for e in self.trace if e.at_ns <= self.end_ns)
 
     @property
     def window_s(self) -> float:
-        """Length of the window: the denominator of rates."""
+        """Return the seconds of the window, the denominator of rates."""
         return (self.end_ns - self.start_ns) / NS_PER_S
 
     def summary(self) -> Summary:
-        """The metrics of the window."""
+        """Return the metrics of the window."""
         return summarize(self.events)
 
     def waits(self, priority: int) -> "Waits":
-        """TTFT of a class, with those that got no token in the window."""
+        """Return the TTFT of a class, with requests that got no token in the window."""
         of_class = [r for r in request_metrics(self.events) if r.priority == priority]
         return Waits.of(of_class, self.end_ns)
 
     def tokens(self) -> dict[str, tuple[int, ...]]:
-        """What every request was answered, by its name."""
+        """Return the tokens of every request, by its name."""
         names = {e.request_id: e.name for e in self.trace if isinstance(e, Arrived)}
         out: dict[str, list[int]] = {name: [] for name in names.values()}
         for event in self.trace:
@@ -146,14 +146,14 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """TTFT in milliseconds; of a censored request, the time it had waited in vain."""
+    """TTFT in ms; for a censored request, the time that it waited."""
 
     served: tuple[float, ...]
     censored: tuple[float, ...]
 
     @classmethod
     def of(cls, requests: Iterable[RequestMetrics], end_ns: int) -> "Waits":
-        """The waits of these requests at the end of a window."""
+        """Return the waits of these requests at the end of a window."""
         requests = tuple(requests)
         return cls(
             served=tuple(r.ttft_ms for r in requests if r.ttft_ms is not None),
@@ -164,11 +164,11 @@ class Waits:
 
     @property
     def all(self) -> tuple[float, ...]:
-        """Served and censored: a lower bound for the latter."""
+        """Return served and censored waits: a lower bound for the latter."""
         return self.served + self.censored
 
     def percentile(self, p: float) -> tuple[float, bool] | None:
-        """The percentile, and whether it is only a lower bound; None without requests."""
+        """Return the percentile, and whether it is only a lower bound; None without requests."""
         if not self.all:
             return None
         value = percentile(self.all, p)
@@ -181,13 +181,13 @@ def send(
     seconds: float,
     on_tick: Callable[[float], None] | None = None,
 ) -> Sent:
-    """Submit every arrival at its time from a thread, and cancel what is left at the end.
+    """Submit every arrival at its time from a thread, and cancel the rest at the end.
 
     Args:
-        engine: Made with `record=True`.
-        arrivals: In order of time.
+        engine: Engine with `record=True`.
+        arrivals: Arrivals in order of time.
         seconds: Length of the window.
-        on_tick: Called a few times per second with the seconds since the start.
+        on_tick: Callback with the seconds since the start, a few times per second.
     """
     client = _Client(engine, arrivals)
     client.start()
@@ -213,7 +213,7 @@ def send(
 
 
 class _Client(threading.Thread):
-    """Submits arrivals at their times."""
+    """A thread that submits arrivals at their times."""
 
     def __init__(self, engine: "QLLMEngine", arrivals: Sequence[Arrival]) -> None:
         super().__init__(name="qllm-client", daemon=True)
@@ -255,7 +255,7 @@ class _Client(threading.Thread):
 
 
 class Tally:
-    """Counts for the progress line, from events that are new."""
+    """Counts for the progress line, from new events."""
 
     def __init__(self, trace: Trace) -> None:
         self._events = trace.events
@@ -267,7 +267,7 @@ class Tally:
         self._preemptions = 0
 
     def text(self) -> str:
-        """One line for a progress display."""
+        """Return a line for a progress display."""
         upto = len(self._events)
         for event in self._events[self._seen : upto]:
             self._take(event)
@@ -294,11 +294,11 @@ class Tally:
 
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
-"""Solo and mixed runs choose tokens the same way."""
+"""Parameters with which solo and mixed runs choose the same tokens."""
 
 
 def submit(engine: "QLLMEngine", arrival: Arrival, max_tokens: int | None = None) -> "Handle":
-    """Hand one arrival to an engine."""
+    """Submit one arrival to an engine."""
     return engine.submit(
         arrival.token_ids,
         arrival.priority,
@@ -310,10 +310,10 @@ def submit(engine: "QLLMEngine", arrival: Arrival, max_tokens: int | None = None
 
 
 def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], budget_s: float = 4.0) -> float:
-    """Requests per second that the engine completes one after the other.
+    """Return the requests per second that the engine completes one after the other.
 
-    One request warms up and does not count; at least one more runs, then as many as begin in
-    the time.
+    One request warms up and does not count. At least one more runs; further ones run until the
+    budget is over.
     """
     submit(engine, arrivals[0]).result()
     start, num = time.monotonic(), 0
@@ -325,12 +325,12 @@ def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], budget_s: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equality:
-    """How many requests were answered as in a run with nothing else in the engine."""
+    """Number of requests that were answered as in a run without other requests."""
 
     equal: int
     checked: int
     different: tuple[str, ...]
-    """Names of the others."""
+    """Names of the requests with other tokens."""
 
 
 def solo_tokens(
@@ -340,14 +340,14 @@ def solo_tokens(
     budget_s: float,
     on_tick: Callable[[float], None] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Run requests one after the other, alone, until the time is over.
+    """Run requests one after the other, alone, until the budget is over.
 
     Args:
-        engine: Nothing else runs in it.
-        arrivals: The requests, most interesting first.
-        num_tokens: How many tokens to produce, by name; without an entry it is left out.
-        budget_s: No further one starts after this; at least one does.
-        on_tick: Called after each one with the seconds since the start.
+        engine: Engine without other requests.
+        arrivals: Requests, most interesting first.
+        num_tokens: Tokens to produce by name; a request without an entry is skipped.
+        budget_s: Seconds after which no further request starts; at least one does.
+        on_tick: Callback with the seconds since the start, after each request.
     """
     start = time.monotonic()
     out: dict[str, tuple[int, ...]] = {}
@@ -365,7 +365,7 @@ def solo_tokens(
 def compare(
     answers: Mapping[str, tuple[int, ...]], solo: Mapping[str, tuple[int, ...]]
 ) -> Equality:
-    """Compare answers, whole or cut off, with solo runs; requests without a token are left out."""
+    """Compare answers, whole or cut off, with solo runs; skip requests without a token."""
     checked = [name for name in solo if answers.get(name)]
     different = tuple(n for n in checked if answers[n] != solo[n][: len(answers[n])])
     return Equality(equal=len(checked) - len(different), checked=len(checked), different=different)

@@ -1,8 +1,9 @@
-"""How prompts come that are retrieved: in pieces, appended or replaced.
+"""Prompts that are retrieved: they arrive in pieces, appended or replaced.
 
 Source: Stream2LLM, arXiv:2604.16395, and the description of its traces. A crawler takes 9.9 s for
-9,100 tokens, a page every 0.7 s; nearest-neighbour search takes 4.5 s for 13,000 tokens, in 1 to
-26 steps (median 4), most of them close together. Means and medians are theirs, spreads are ours.
+9,100 tokens, a page every 0.7 s; nearest-neighbour search takes 4.5 s for 13,000 tokens, in 1 to 26
+steps (median 4), most of them close together. Means and medians are from the source, spreads are
+ours.
 """
 
 import random
@@ -12,28 +13,28 @@ from qllm.workloads.lengths import Lengths, between, lognormal
 from qllm.workloads.spec import PieceSpec, RequestSpec
 
 TOKENS_ASKED = 64
-"""The question: there from the start."""
+"""Tokens of the question, which arrives first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrieval:
-    """Cuts prompts into pieces."""
+    """A rule that cuts prompts into pieces."""
 
     pieces: Lengths
-    """How many there are behind the question."""
+    """Number of pieces after the question."""
     ms: Lengths
-    """From the question to the last piece."""
+    """Milliseconds from the question to the last piece."""
     bunched: float = 1.0
-    """Gaps are these powers of uniform numbers: above 1 most are short and a few are long."""
+    """Exponent of uniform numbers for the gaps: above 1 most gaps are short and a few are long."""
     replaces: bool = False
-    """A piece replaces what came, from a random place on; else it is appended."""
+    """True if a piece replaces the prompt from a random place on; else it is appended."""
 
     def scaled(self, factor: float) -> "Retrieval":
-        """The same in another time."""
+        """Return the same rule with scaled times."""
         return self if factor == 1 else replace(self, ms=self.ms.scaled(factor))
 
     def cut(self, whole: RequestSpec, rng: random.Random) -> RequestSpec:
-        """The request, with its prompt in pieces."""
+        """Return the request with its prompt in pieces."""
         asked = min(TOKENS_ASKED, whole.num_prompt_tokens - 1)
         left = whole.num_prompt_tokens - asked
         count = min(left, self.pieces.at(rng.uniform(0, 100)))

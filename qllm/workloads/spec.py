@@ -1,4 +1,4 @@
-"""A request of a workload by its lengths: what simulator, benchmark and trace files share."""
+"""A request of a workload by its lengths: simulator, benchmark and trace files share it."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
@@ -7,39 +7,39 @@ from qllm.types import Slo
 
 
 class PieceSpec(NamedTuple):
-    """A piece of a prompt that comes while it is retrieved."""
+    """A piece of a streaming prompt."""
 
     after_s: float
-    """When, since the request arrived."""
+    """Seconds from the request's arrival to the piece."""
     keep: int
-    """Tokens, of the first, that stay as they were; all of them where it is appended."""
+    """Number of first tokens that do not change; all of them if the piece is appended."""
     num_tokens: int
-    """Its own tokens, which follow those."""
+    """Number of the piece's own tokens, which follow those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """One request, before anybody chose its tokens."""
+    """One request, before its tokens are chosen."""
 
     at_s: float
-    """Arrival since the start of the workload, in seconds."""
+    """Seconds from the start of the workload to the arrival."""
     priority: int
-    """Its class, as `qllm.types.Priority`."""
+    """Class, see `qllm.types.Priority`."""
     num_prompt_tokens: int
     max_tokens: int
-    """Output tokens; fixed, the end of a sequence is ignored."""
+    """Number of output tokens; an end of sequence does not shorten it."""
     name: str = ""
     slo: Slo = field(default_factory=Slo)
     pieces: tuple[PieceSpec, ...] = ()
-    """How its prompt comes, if it does not come whole; with the last one it is whole."""
+    """Pieces of a streaming prompt; it is whole with the last one. Empty if it arrives whole."""
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens that its prompt has at any time."""
+        """Return the largest number of tokens that the prompt has at any time."""
         return max([self.num_prompt_tokens, *(p.keep + p.num_tokens for p in self.pieces)])
 
     def whole(self) -> Self:
-        """The same request if nobody sees its prompt before that is whole."""
+        """Return the request as it is if its prompt arrives whole, with the last piece."""
         if not self.pieces:
             return self
         return replace(self, at_s=self.at_s + self.pieces[-1].after_s, pieces=())

@@ -1,4 +1,4 @@
-"""From lengths to token ids: what a live run needs beside a `RequestSpec`."""
+"""Token ids for the lengths of a `RequestSpec`, which a live run needs."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -14,9 +14,9 @@ def with_tokens(
     """Cut every prompt from a corpus at a place that depends on the seed and the name alone.
 
     Args:
-        requests: In order of time.
-        corpus: Token ids; a prompt longer than it goes around.
-        seed: Of the places.
+        requests: Requests in order of time.
+        corpus: Token ids; a longer prompt starts again at the first one.
+        seed: Seed of the places.
     """
     if not corpus:
         raise ConfigError("the corpus is empty; prompts are cut from it")

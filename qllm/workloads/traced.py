@@ -1,4 +1,4 @@
-"""The report of a run of our own engine, live or simulated: its trace knows more than a client."""
+"""The report of a run of our own engine, live or simulated: a trace has more than a client sees."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from qllm.workloads.spec import RequestSpec
 def served_of(
     events: Iterable[Event], requests: Iterable[RequestSpec], start_ns: int = 0
 ) -> list[Served]:
-    """What became of the requests of a workload, by name; who was refused stays unserved."""
+    """Return the results of a workload's requests, by name; a refused request stays unserved."""
     found = {r.name: Served(spec=r) for r in requests}
     by_id: dict[RequestId, Served] = {}
     for event in events:
@@ -48,18 +48,18 @@ def engine_report(
     slos: Mapping[int, Slo] | None = None,
     start_ns: int = 0,
 ) -> dict[str, Any]:
-    """`report` of a trace by class, and what only a trace can say, the latter under "engine" too.
+    """Return `report` of a trace by class, and further numbers of the trace under "engine".
 
-    Prefill is counted as it is computed, a part of the layers as that part; stalls, preemptions
+    Prefill counts as it is computed: a part of the layers counts as that part. Stalls, preemptions
     and recomputed tokens are those of the whole run, until it was stopped.
 
     Args:
-        events: All events in order, those after the stop included: a program that was under way
+        events: All events in order, those after the stop included: a program that still ran
             has its work counted up to the end of the window.
-        requests: The workload, by whose names the events are told apart.
-        window: What is measured.
+        requests: Requests of the workload; their names identify the events.
+        window: Measured part of the run.
         slos: Targets by priority.
-        start_ns: When the run started, on the clock of the events.
+        start_ns: Start of the run, on the clock of the events.
     """
     everything = tuple(events)
     prefilled = _Prefill(window, start_ns).of(everything)
@@ -99,8 +99,8 @@ def _by_class(events: Sequence[Event]) -> dict[int, list[RequestMetrics]]:
 class _Prefill:
     """Prompt tokens computed inside a window, by class.
 
-    A run of a program counts evenly over its time: what is long and crosses an edge of the
-    window counts for the part that lies inside.
+    A run of a program counts evenly over its time: a long run that crosses an edge of the window
+    counts for the part inside.
     """
 
     def __init__(self, window: Window, start_ns: int) -> None:
@@ -109,7 +109,7 @@ class _Prefill:
         self._arrived: dict[RequestId, Arrived] = {}
         self._frames: dict[FrameId, Planned] = {}
         self._done: dict[FrameId, int] = {}
-        """Layers of a frame that are credited."""
+        """Number of a frame's layers that are already counted."""
         self._ran: dict[FrameId, Ran] = {}
         self._tokens: dict[int, float] = {}
         self._num_layers = 1
@@ -151,9 +151,9 @@ class _Prefill:
 
 
 def class_inversions(events: Iterable[Event]) -> int:
-    """Programs without LS rows that began while an LS request waited for its first token.
+    """Count the programs without LS rows that began while an LS request waited for its first token.
 
-    Guaranteed slices of a stall bound are among them.
+    Slices that a stall bound guarantees count too.
     """
     waiting: set[RequestId] = set()
     ls: set[RequestId] = set()
