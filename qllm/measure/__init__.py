@@ -1,1 +1,1 @@
-"""Demo, benchmarks and plots that are installed with the package."""
+"""A demo, benchmarks and plots that are installed with the package."""

@@ -23,7 +23,7 @@ from qllm.workloads.traced import engine_report
 
 CORPUS_BYTES = 400_000
 ANY_VOCABULARY = 1000
-"""Without a tokenizer, prompts are random ids below this."""
+"""Limit of the random ids that prompts consist of without a tokenizer."""
 Say = Callable[[str], None]
 
 
@@ -43,10 +43,10 @@ OF_A_TRACE = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLoad:
-    """What arrives, and for how long it is measured."""
+    """A load, and the time for which it is measured."""
 
     name: str | None = None
-    """A named workload; else `file`."""
+    """Name of a workload; else `file`."""
     file: Path | None = None
     scale: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `Workload`, or keywords of `read_requests`."""
@@ -85,18 +85,18 @@ class BenchLoad:
 
     @property
     def total_s(self) -> float:
-        """Warm-up, window and drain; requests arrive until the drain."""
+        """Return the seconds of warm-up, window and drain; requests arrive until the drain."""
         return self.warmup_s + self.window_s + self.drain_s
 
     @property
     def window(self) -> Window:
-        """What is measured."""
+        """Return the measured window."""
         return Window(
             start_s=self.warmup_s, end_s=self.warmup_s + self.window_s, stop_s=self.total_s
         )
 
     def requests(self, capacity: Capacity | None) -> tuple[list[RequestSpec], dict[str, Any]]:
-        """What arrives before the drain, and its nominal and offered rates by class.
+        """Return the requests before the drain, and their nominal and offered rates by class.
 
         Raises:
             ConfigError: A named workload without a capacity, or a wrong value.
@@ -135,7 +135,7 @@ class BenchLoad:
 
 
 def corpus_of(tokenizer: Any) -> Sequence[int]:
-    """Ids that prompts are cut from: source text, or random ids where there is no tokenizer."""
+    """Return ids that prompts are cut from: source text, or random ids without a tokenizer."""
     if tokenizer is None:
         rng = random.Random(0)
         return [rng.randrange(10, ANY_VOCABULARY) for _ in range(20_000)]
@@ -159,13 +159,13 @@ def bench_engine(
 
     Args:
         model: Alias, folder, hub id, or a size of `qllm.measure.random_moe`.
-        load: What arrives.
-        policies: With their settings.
-        device: Where the model runs, "cpu" or "cuda".
-        threads: That torch computes with.
-        capacity: Of the machine; None measures it, if the load needs it.
-        settings: Of every engine.
-        say: Told what happens.
+        load: Load to serve.
+        policies: Policies with their settings.
+        device: Device of the model, "cpu" or "cuda".
+        threads: Number of torch's threads.
+        capacity: Capacity of the machine; None measures it, if the load needs it.
+        settings: Settings of every engine.
+        say: Callback with progress messages.
     """
     from qllm.llm import QLLMEngine
     from qllm.models.loader import check_device
@@ -213,11 +213,11 @@ def bench_server(
     """Send the load to a server.
 
     Args:
-        server: Where to.
-        load: What arrives.
-        capacity: Of the server; needed by a named workload.
-        tokenizer: Its tokenizer; without one, prompts are random ids below 1,000.
-        say: Told what happens.
+        server: Server to send to.
+        load: Load to send.
+        capacity: Capacity of the server; a named workload needs it.
+        tokenizer: Tokenizer of the server; without one, prompts are random ids below 1,000.
+        say: Callback with progress messages.
     """
     requests, about = load.requests(capacity)
     arrivals = with_tokens(requests, corpus_of(tokenizer), load.seed)
@@ -278,7 +278,7 @@ LINES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 
 
 def table_rows(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows: metrics of every class, one column per run."""
+    """Return head and rows: metrics of every class, one column per run."""
     runs = document["runs"]
     classes = sorted({c for run in runs.values() for c, v in run.items() if _is_class(v)})
     rows: list[tuple[str, ...]] = []

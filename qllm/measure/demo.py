@@ -1,7 +1,7 @@
-"""The demo: one model, one mix of requests, several policies, one table.
+"""A demo: one model, one mix of requests, several policies, one table.
 
-A BE flood of long prompts and Poisson LS prompts go through the engine under each policy; LS
-alone and BE alone say what could be had at best. All numbers are computed from the traces.
+A BE flood of long prompts and Poisson LS prompts run in the engine under each policy. Runs of LS
+alone and BE alone show the best possible numbers. All numbers are computed from the traces.
 """
 
 import dataclasses
@@ -45,13 +45,13 @@ from qllm.workloads.mix import (
 )
 
 REFERENCE_POLICY = "qllm2"
-"""Serves the references; its run is drawn and exported if it is among the policies."""
+"""Policy of the reference runs; its own run, if there is one, is drawn and exported."""
 LS_LOAD = 0.5
-"""LS, one request after the other, would keep the engine busy for this part of the time."""
+"""Part of the time for which LS, one request after the other, would keep the engine busy."""
 MIN_LS_RATE = 0.5
-"""Per second: fewer would say nothing."""
+"""Least LS requests per second; fewer would show nothing."""
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 1024
-"""For every policy: few enough seats that BE fills them and decodes in a short run."""
+"""Limits of every policy: few enough seats that BE fills them and decodes in a short run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
 LOCAL_PROMPTS, LOCAL_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 
@@ -62,24 +62,24 @@ MOST_RATE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """What the demo runs."""
+    """Settings of the demo."""
 
     seconds: float = 25.0
-    """Length of every run."""
+    """Seconds of every run."""
     seed: int = 0
     policies: tuple[str, ...] = ("fcfs", "priority", "qllm2")
     out: Path = Path("qllm-demo")
     """Folder of the figure and the traces."""
     size: str = "300m"
-    """A key of `random_moe.SIZES`."""
+    """Key of `random_moe.SIZES`."""
     ls_rate: float | None = None
-    """LS requests per second; None measures the capacity first and takes `LS_LOAD` of it."""
+    """LS requests per second; None measures the capacity first and uses `LS_LOAD` of it."""
     threads: int | None = 1
     exactness: str = "batch-invariant"
     solo_seconds: float = 20.0
-    """Time for the solo runs, if it is less than that of a run."""
+    """Seconds of the solo runs, if less than those of a run."""
     tiny: bool = True
-    """Let a local model write at the end: `talk` where it is made, else the packaged `tiny`."""
+    """True lets a local model write at the end: `talk` if it is installed, else `tiny`."""
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -97,7 +97,7 @@ class DemoSettings:
 
 @dataclass(slots=True)
 class DemoResult:
-    """What was measured."""
+    """Results of the demo."""
 
     mix: Mix
     ls_alone: Sent
@@ -107,7 +107,7 @@ class DemoResult:
 
 
 class _Progress:
-    """Progress of the demo: a bar where there is a terminal, a line per step elsewhere."""
+    """A progress display: a bar on a terminal, a line per step elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -132,7 +132,7 @@ class _Progress:
     def step(
         self, name: str, total_s: float | None = None
     ) -> Iterator[Callable[[float, str], None]]:
-        """Show a step; the function given takes seconds done and a note."""
+        """Show a step; the yielded function takes seconds done and a note."""
         start = time.monotonic()
         task = self._progress.add_task(name, total=total_s, note="")
         last = ""
@@ -149,12 +149,12 @@ class _Progress:
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResult:
-    """Run everything, print the table, and write the files.
+    """Run the demo, print the table, and write the files.
 
     Raises:
         ConfigError: A policy is unknown.
     """
-    settings.out.mkdir(parents=True, exist_ok=True)  # refused now, not after the runs
+    settings.out.mkdir(parents=True, exist_ok=True)  # an error comes now, not after the runs
     console = console or _console()
     start = time.monotonic()
     with torch_threads(settings.threads), _Progress(console) as progress:
@@ -246,7 +246,7 @@ def _engine(
 
 
 def _interesting(arrivals: Sequence[Arrival], runs: Mapping[str, Sent]) -> list[Arrival]:
-    """Most preempted first, then by arrival; the classes take turns."""
+    """Return the arrivals, most preempted first, then by arrival; the classes alternate."""
     preempted: dict[str, int] = {}
     for run in runs.values():
         for request in request_metrics(run.trace):
@@ -379,7 +379,7 @@ ROWS: tuple[tuple[str, Callable[[_Column], str | None]], ...] = (
 
 
 def table(result: DemoResult) -> Table:
-    """The one table."""
+    """Return the table of the results."""
     runs = {LS_ALONE: result.ls_alone, BE_ALONE: result.be_alone, **result.runs}
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("", no_wrap=True)
@@ -441,7 +441,7 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
     files: dict[str, Path | str] = {"figure": image, "perfetto": perfetto_json}
     try:
         ttft_figure(ttft, result.runs[shown].events, image, policy=shown, alone=LS_ALONE)
-    except ConfigError as error:  # no matplotlib: the rest is worth having
+    except ConfigError as error:  # no matplotlib: write the other files
         files["figure"] = f"left out: {error}"
     perfetto.write_perfetto(result.runs[shown].events, perfetto_json)
     for name, run in result.runs.items():
@@ -451,7 +451,7 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
 
 
 def _write_lines(console: Console, threads: int | None) -> None:
-    """A trained model answers: random weights cannot. It is `talk` where that is made."""
+    """Let a trained model answer, which random weights cannot: `talk` if it is installed."""
     name = best_local()
     hint = "" if name == "talk" else "; `make talk` gets one that answers"
     console.print(f"\nThe local model `{name}` (qllm run {name}{hint}):", highlight=False)

@@ -1,4 +1,4 @@
-"""The figure of a comparison: how long LS waits under each policy, and why.
+"""The figure of a comparison: the wait of LS under each policy, and its reason.
 
 matplotlib is imported when a figure is drawn (the extra `bench`).
 """
@@ -36,7 +36,7 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """One `Ran`: of which class its best row is, and how it ended."""
+    """One `Ran`: the class of its best row, and the reason of its end."""
 
     start_ns: int
     end_ns: int
@@ -44,7 +44,7 @@ class _Slice:
 
 
 def pyplot() -> Any:
-    """Matplotlib's pyplot, without a display.
+    """Import matplotlib's pyplot, without a display.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -79,7 +79,7 @@ def _device_slices(events: Iterable[Event]) -> list[_Slice]:
 
 
 def _preemptions(events: Sequence[Event]) -> list[tuple[Parked, int]]:
-    """Every preemption, and when its frame, or the one that replaced it, ran again."""
+    """Return every preemption, and the time at which its frame or its replacement ran again."""
     next_run: dict[FrameId, int] = {}
     found: list[tuple[Parked, int]] = []
     for event in reversed(events):
@@ -98,10 +98,10 @@ def _preemptions(events: Sequence[Event]) -> list[tuple[Parked, int]]:
 
 
 def choose_window(events: Sequence[Event], width_ns: int | None = None) -> tuple[int, int]:
-    """A stretch of time in which a preemption can be seen, from arrival to resumption.
+    """Return a stretch of time that shows a preemption, from arrival to resumption.
 
-    Of all preemptions, the one whose frame is parked for the median time: typical, not best.
-    A third of the window lies before the arrival. Without a preemption, the first work.
+    It chooses the preemption whose frame is parked for the median time: typical, not best. A third
+    of the window lies before the arrival. Without a preemption, it shows the first work.
     """
     slices = _device_slices(events)
     if not slices:
@@ -186,7 +186,7 @@ def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int, po
             edgecolors="#a9bfd8",
             hatch="///",
             linewidth=0,
-            zorder=2,  # below what ran meanwhile
+            zorder=2,  # below the work meanwhile
             label=label,
         )
         if event.at_ns >= begin:
@@ -251,11 +251,11 @@ def ttft_figure(
     """Write one PNG: LS TTFT per policy, and the device around a preemption.
 
     Args:
-        results: TTFT of LS requests in milliseconds, by policy.
+        results: TTFTs of LS requests in ms, by policy.
         trace: Events of the run whose device is shown.
-        path: Of the PNG.
-        policy: The one whose run is shown.
-        alone: The key of `results` that is the reference (a dashed line), if it is there.
+        path: Path of the PNG.
+        policy: Policy of the shown run.
+        alone: Key of the reference in `results` (a dashed line), if it is there.
         window_ns: Width of the timeline; None chooses it so that a preemption fills a third.
 
     Raises:

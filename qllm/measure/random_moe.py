@@ -1,8 +1,8 @@
 """A Qwen3-MoE of about 300M random weights with a real tokenizer, made on this machine.
 
-No download: the tokenizer is trained on Python's standard library, the weights are seeded
-noise scaled so that activations keep their size and greedy streams do not repeat one token.
-The folder is made once and kept in the user's cache.
+No download: the tokenizer is trained on Python's standard library. The weights are seeded noise,
+scaled so that activations keep their size and greedy streams do not repeat one token. The folder is
+made once and kept in the user's cache.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECIPE = 2
-"""Part of the cache folder's name: raise it when a folder of before is no longer the same."""
+"""Version in the cache folder's name: raise it when the model changes."""
 EOS, START, PAD, TEXT_END = "<|im_end|>", "<|im_start|>", "<pad>", "<|endoftext|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,11 +30,11 @@ CHAT_TEMPLATE = (
 )
 MAX_POSITION = 8192
 SHARPNESS, ATTENTION_GAIN = 2.0, 4.0
-"""Each position attends to a few others and listens to them: greedy streams depend on their
-context and do not fall into a cycle at once (19 to 22 distinct tokens of 24, without 6 to 12)."""
+"""Gains that let each position attend to a few others: greedy streams depend on their context and
+do not repeat at once (19 to 22 distinct tokens of 24, without the gains 6 to 12)."""
 _MAX_FILE_BYTES = 400_000
 _BYTES_PER_ID = 700
-"""Bytes of text that the tokenizer is trained on, per entry of its vocabulary."""
+"""Bytes of the tokenizer's training text, per entry of its vocabulary."""
 
 SIZES: dict[str, dict[str, int]] = {
     "300m": {
@@ -64,7 +64,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def source_text(max_bytes: int) -> Iterator[str]:
-    """Files of the standard library, in the order of their names, up to about `max_bytes`."""
+    """Yield files of the standard library, sorted by name, up to about `max_bytes`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left = max_bytes
     for file in sorted(root.rglob("*.py")):
@@ -90,13 +90,13 @@ def make_random_moe(
     seed: int = 0,
     tied: bool = False,
 ) -> Path:
-    """Make the model, unless its folder is there already, and return the folder.
+    """Make the model, unless its folder exists, and return the folder.
 
     Args:
-        folder: Where to write it; None is a folder of the user's cache, named after the rest.
-        size: A key of `SIZES`.
-        seed: Of the weights.
-        tied: Use the embedding as output matrix too. Random tied weights repeat one token.
+        folder: Folder to write; None is one in the user's cache, named after the other arguments.
+        size: Key of `SIZES`.
+        seed: Seed of the weights.
+        tied: True uses the embedding as output matrix too. Random tied weights repeat one token.
     """
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     name = f"random-moe-{size}-r{RECIPE}-py{python}-s{seed}{'-tied' if tied else ''}"
@@ -113,7 +113,7 @@ def make_random_moe(
         try:
             work.rename(place)
         except OSError:
-            if not (place / "config.json").is_file():  # else another process was faster
+            if not (place / "config.json").is_file():  # another process was faster
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -121,7 +121,7 @@ def make_random_moe(
 
 
 def train_tokenizer(vocab_size: int) -> "PreTrainedTokenizerBase":
-    """A byte-level BPE of at most `vocab_size` ids with a chat template."""
+    """Train a byte-level BPE of at most `vocab_size` ids with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Policies with settings, as one writes them on a command line."""
+"""Policies with settings, as a command line gives them."""
 
 from itertools import product
 from typing import Any, NamedTuple
@@ -8,14 +8,14 @@ from qllm.plugins import load_policy, spelled_for
 
 
 class Variant(NamedTuple):
-    """A policy and parameters of it."""
+    """A policy and its parameters."""
 
     label: str
     name: str
     settings: dict[str, Any]
 
     def make(self) -> Any:
-        """The policy object.
+        """Return the policy object.
 
         Raises:
             ConfigError: The name or a parameter is unknown; the known ones are listed.
