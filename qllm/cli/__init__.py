@@ -1,4 +1,4 @@
-"""The command line. What needs torch is imported by the command that needs it."""
+"""The command line. A command imports torch only if it needs it."""
 
 from qllm.cli import (  # noqa: F401 - each adds its commands
     bench,
@@ -19,5 +19,5 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """The console script `qllm`."""
+    """Run the console script `qllm`."""
     app()

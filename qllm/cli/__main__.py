@@ -1,4 +1,4 @@
-"""`python -m qllm.cli`."""
+"""The command line as a module: `python -m qllm.cli`."""
 
 from qllm.cli import main
 

@@ -1,4 +1,4 @@
-"""What every command shares: the application, its errors and its tables."""
+"""The application, errors and tables that all commands share."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ FAILED, INTERRUPTED = 2, 130
 
 
 def clean(command: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Our errors and broken input become one line on stderr and exit code 2."""
+    """Turn our errors and broken input into one line on stderr and exit code 2."""
 
     @wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -65,12 +65,12 @@ def clean(command: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says."""
+    """Return the message of an error as one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def quiet() -> None:
-    """No progress bars and advice of the libraries below: stdout and stderr are ours."""
+    """Turn off the progress bars and advice of libraries: stdout and stderr are ours."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -82,7 +82,7 @@ def quiet() -> None:
 
 
 OWN_FLAGS = ("policy", "dtype", "device", "threads", "trust_remote_code")
-"""What `QLLMEngine.from_pretrained` takes beside settings, each with a flag of its name."""
+"""Arguments of `QLLMEngine.from_pretrained` other than settings, each with its own flag."""
 OF_POLICY = "policy."
 
 
@@ -98,7 +98,8 @@ def engine_settings(texts: Iterable[str] | None) -> dict[str, Any]:
     """Return settings of the engine from `--set NAME=VALUE`.
 
     Raises:
-        ConfigError: One is none of the engine's: says where it goes. Or its value is not allowed.
+        ConfigError: A name is no setting of the engine (the message says where it belongs), or its
+            value is not allowed.
     """
     from qllm.config import spelled
 
@@ -106,7 +107,7 @@ def engine_settings(texts: Iterable[str] | None) -> dict[str, Any]:
 
 
 def _of_engine(texts: Iterable[str] | None) -> dict[str, str]:
-    """Texts of the engine's settings by name."""
+    """Return the texts of the engine's settings by name."""
     found = dict(parse_setting(text) for text in texts or ())
     for name in found:
         if name in OWN_FLAGS:
@@ -121,10 +122,10 @@ def _of_engine(texts: Iterable[str] | None) -> dict[str, str]:
 
 
 def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return texts of the engine's settings, and of the policy's: those begin with `policy.`.
+    """Return texts of the engine's settings, and of the policy's, which begin with `policy.`.
 
     Raises:
-        ConfigError: One is of neither: says where it goes.
+        ConfigError: A name belongs to neither; the message says where it belongs.
     """
     given = list(texts or ())
     of_policy = [text for text in given if text.startswith(OF_POLICY)]
@@ -151,7 +152,7 @@ Device = Annotated[
 
 
 def print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """Print a table as wide as the terminal, or 110 columns where there is none."""
+    """Print a table as wide as the terminal, or 110 columns wide without one."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -76,9 +76,9 @@ def bench(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write all numbers here, as JSON.")] = None,
 ) -> None:
-    """Send a workload in real time and print what each class got.
+    """Send a workload in real time and print the numbers of each class.
 
-    With --url, MODEL is only the tokenizer that prompts are made with.
+    With --url, MODEL is only the tokenizer that makes the prompts.
     """
     quiet()
     from qllm.config import parse_slo
@@ -176,7 +176,7 @@ def _server(*, model: str | None, **fields: Any) -> Any:
 
 
 def _bodies(by: str, more: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """What is added to the requests of each class."""
+    """Return the fields added to the requests of each class."""
     from qllm.types import Priority
     from qllm.workloads.client import class_bodies
 

@@ -1,4 +1,4 @@
-"""`qllm demo` and `qllm models`."""
+"""The commands `qllm demo` and `qllm models`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +48,7 @@ def demo(
 @app.command()
 @clean
 def models() -> None:
-    """List the short names of models and what they stand for."""
+    """List the short names of models, and the models that they mean."""
     quiet()
     from qllm.models.aliases import ALIASES
 

@@ -1,4 +1,4 @@
-"""`qllm docs`: the pages of this release, also where only a wheel is installed."""
+"""The command `qllm docs`: the pages of this release, also without a checkout."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -31,12 +31,12 @@ def docs(
 
 
 def find_pages() -> dict[str, Path]:
-    """The files by name, without the end of Markdown.
+    """Return the files by name, without the suffix of Markdown.
 
-    A wheel has them in the package, a checkout beside it.
+    A wheel has them in the package, a checkout next to it.
 
     Raises:
-        ConfigError: They are in neither place.
+        ConfigError: Neither place has them.
     """
     package = Path(str(files("qllm")))
     for folder in (package / "docs", package.parent / "docs"):

@@ -1,4 +1,4 @@
-"""`qllm doctor`: what this machine and this installation can do."""
+"""The command `qllm doctor`: abilities of this machine and this installation."""
 
 import os
 import platform
@@ -42,7 +42,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Say what is installed, which kernels compute, and what is missing and why."""
+    """Report what is installed, which kernels compute, and what is missing and why."""
     quiet()
     if fingerprints is not None:
         _fingerprints(fingerprints, trust_remote_code)
@@ -87,7 +87,7 @@ def doctor(
 
 
 def _floor(config: "EngineConfig") -> str:
-    """Say which share of the time BE gets, and how long LS waits for it at most."""
+    """Return the share of time that BE gets, and the longest time that LS waits for it."""
     floor = config.floor
     if not floor.rate:
         return "none; --set min_be_share=0.05 says here what one costs LS"
@@ -107,7 +107,7 @@ def _floor(config: "EngineConfig") -> str:
 
 
 def _gaps(policy: Any) -> str:
-    """Say which gap between two tokens prompts of a request's own class make at most."""
+    """Return the longest gap between two tokens that prompts of the same class cause."""
     bound_ms = policy.max_prompt_gap_ms
     if bound_ms is None:
         return (
@@ -121,7 +121,7 @@ def _gaps(policy: Any) -> str:
 
 
 def _served() -> list[tuple[str, str]]:
-    """Load the small model of this package, and say which of our kernels and drivers run it."""
+    """Load the small model of this package, and return its kernels and drivers."""
     from qllm import QLLMEngine
 
     with QLLMEngine.from_pretrained("tiny", run_in="thread", conformance=False) as engine:
@@ -171,7 +171,7 @@ def _version(name: str) -> str:
 
 
 def _gguf() -> str:
-    """What GGUF files still need."""
+    """Return what is missing for GGUF files."""
     return "" if find_spec("gguf") else " once gguf is installed"
 
 

@@ -1,4 +1,4 @@
-"""`qllm new-policy`: a package with a policy of one's own, ready to install and to change."""
+"""The template of `qllm new-policy`: a package with the user's own policy, ready to install."""
 
 import keyword
 import re
@@ -19,9 +19,9 @@ def new_policy(name: str, kind: str = "rank", out: Path = Path()) -> Path:
     """Write a package with a policy: module, entry point, tests and README.
 
     Args:
-        name: Of the module, like `my_policy`; the policy is then chosen as `my-policy`.
-        kind: One of `KINDS`.
-        out: Folder in which a folder `my_policy` is made.
+        name: Name of the module, like `my_policy`; the policy's name is then `my-policy`.
+        kind: Member of `KINDS`.
+        out: Folder that gets a folder `my_policy`.
 
     Returns:
         The new folder.

@@ -1,4 +1,4 @@
-"""`qllm policies` and `qllm new-policy`: what is installed, and one of your own."""
+"""The commands `qllm policies` and `qllm new-policy`."""
 
 import enum
 from pathlib import Path
@@ -20,7 +20,7 @@ def policies(
         ),
     ] = None,
 ) -> None:
-    """List the installed policies, their parameters and what they need of an engine."""
+    """List the installed policies, their parameters and the settings that they need."""
     from qllm.plugins import installed_policies
 
     if compile_name is not None:
@@ -52,11 +52,11 @@ def _describe(point: Any) -> tuple[str, str, str]:
 
     try:
         factory = load_factory(point)
-        needs = factory.needs  # of a class: a value, or a property that needs an object
+        needs = factory.needs  # a value of the class, or a property that needs an object
         needs = factory().needs if isinstance(needs, property) else needs
-    except ConfigError as error:  # the others are still worth listing
+    except ConfigError as error:  # list the others
         return str(error), "", ""
-    except Exception as error:  # noqa: BLE001 - somebody else's code, and only a list
+    except Exception as error:  # noqa: BLE001 - other people's code, and only a list
         return f"broken: {type(error).__name__}: {error}", "", ""
     doc = (inspect.getdoc(factory) or "").splitlines() or [""]
     return (

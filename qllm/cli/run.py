@@ -1,4 +1,4 @@
-"""`qllm run`: one prompt, or a conversation."""
+"""The command `qllm run`: one prompt, or a conversation."""
 
 import sys
 from codecs import getincrementaldecoder
@@ -12,7 +12,7 @@ from qllm.cli.settings import WithSettings
 from qllm.errors import InvalidRequestError, QllmError
 
 CHUNK_BYTES = 65_536
-"""Most that is read of a pipe at once."""
+"""Most bytes read from a pipe at once."""
 
 if TYPE_CHECKING:
     from qllm.llm import QLLMEngine
@@ -80,7 +80,7 @@ def run(
 
 
 def _sampling(temperature: float | None, seed: int | None) -> dict[str, Any]:
-    """Keywords of SamplingParams that were asked for, checked before a model is loaded."""
+    """Return the given keywords of SamplingParams, checked before a model is loaded."""
     from qllm.types import SamplingParams
 
     asked = {"temperature": temperature, "seed": seed}
@@ -101,7 +101,7 @@ class _Talk:
         self._history: list[Message] = []
 
     def answer(self, text: str) -> bool:
-        """Stream an answer; False if it was stopped. A refused question leaves no trace."""
+        """Stream an answer; return False if it was stopped. A refused question leaves no trace."""
         asked: list[Message] = [*self._history, {"role": "user", "content": text}]
         prompt: Prompt = text if self._raw else asked
         said, stopped = self._show(self._engine.submit(prompt, "LS", **self._sampling))
@@ -110,10 +110,10 @@ class _Talk:
         return not stopped
 
     def answer_stdin(self, begin: str) -> bool:
-        """Answer what comes on a pipe, computed as it comes; False if it was stopped.
+        """Answer a prompt from a pipe, computed as it arrives; return False if it was stopped.
 
         Raises:
-            InvalidRequestError: It is no UTF-8, or too long.
+            InvalidRequestError: The prompt is no UTF-8, or too long.
         """
         first: Prompt = begin if self._raw else [{"role": "user", "content": begin}]
         decoder, num_bytes = getincrementaldecoder("utf-8")(), 0
@@ -132,7 +132,7 @@ class _Talk:
             return not self._show(prompt.send(**self._sampling))[1]
 
     def _show(self, handle: Any) -> tuple[str, bool]:
-        """Write an answer as it comes; its text, and whether it was stopped."""
+        """Print an answer as it arrives; return its text, and True if it was stopped."""
         said: list[str] = []
         stopped = False
         try:
@@ -177,7 +177,7 @@ class _Talk:
                 typer.echo(f"qllm: {error}", err=True)
 
     def _command(self, text: str) -> bool:
-        """Do what a line that begins with a slash asks for; False if that is to leave."""
+        """Do a command that begins with a slash; return False if it ends the conversation."""
         if text == "/clear":
             self._history = []
         elif text not in ("/help", "/?", "/bye"):
@@ -195,7 +195,7 @@ HELP = (
 
 
 def _speed(metrics: "RequestMetrics") -> str:
-    """How fast an answer was, in one line."""
+    """Return the speed of an answer, in one line."""
     said = "" if metrics.open_ms is None else f"read for {metrics.open_ms / 1000:.1f} s, "
     said += f"{metrics.num_prompt_tokens} tokens in, {metrics.num_output_tokens} out"
     if metrics.ttft_ms is not None:

@@ -1,4 +1,4 @@
-"""`qllm serve`: the HTTP server."""
+"""The command `qllm serve`: the HTTP server."""
 
 import logging
 import os
@@ -135,18 +135,18 @@ def serve(
     quiet()
     if loaded.ray is not None:
         from qllm.ray import serve as run
-    elif loaded.device == "cpu":  # else torch is asked whether it sees a GPU
+    elif loaded.device == "cpu":  # torch is asked whether it sees a GPU
         forgo_torch()
     if loaded.role in ENGINE_ROLES:
         run = serve_engine
     with configured(loaded.log_format):
         try:
             run(loaded)
-        except (QllmError, OSError) as error:  # the last line of the log is one of its lines
+        except (QllmError, OSError) as error:  # the error is the last line of the log
             LOG.error(one_line(error))
             raise typer.Exit(FAILED) from None
 
 
 def _all_of(name: str, texts: list[str] | None) -> tuple[str, ...] | None:
-    """The items of a flag that may be repeated, each of which may be a list."""
+    """Return the items of a flag that may be repeated, each of which may be a list."""
     return tuple(item for text in texts or () for item in read_list(name, text)) or None

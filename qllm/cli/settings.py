@@ -1,4 +1,4 @@
-"""Every setting with its default behind the flags of `--help`."""
+"""Commands whose `--help` lists every setting with its default."""
 
 import ast
 import inspect
@@ -14,11 +14,11 @@ from qllm.hints import hint_of
 
 
 class WithSettings(TyperCommand):
-    """A command whose help ends with the settings of the engine; it says where unknown flags go."""
+    """A command whose help ends with the engine's settings, and that explains unknown flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the line; a flag that there is not is answered with what there is."""
-        words = list(args)  # parsing takes them out
+        """Parse the line; an unknown flag raises an error with the known ones."""
+        words = list(args)  # parsing removes them
         try:
             rest: list[str] = super().parse_args(ctx, args)
             return rest
@@ -49,16 +49,16 @@ class WithSettings(TyperCommand):
 
 
 FLAGS = "qllm.server.flags"
-"""Where a context keeps the settings of the server that have no parameter of the command."""
+"""Key of a context for the server's settings that are no parameters of the command."""
 NO_FLAGS = ("model", "engine", "policy_settings", "objectives", "api_keys", "engine_address", "ray")
-"""What the command takes in another form."""
+"""Settings that the command takes in another form."""
 
 
 class WithServerSettings(WithSettings):
     """A command that takes every setting of the server as a flag; its help shows the defaults."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the flags that are settings of the server out of the line."""
+        """Remove the flags that are settings of the server from the line."""
         names = self._names()
         found, rest, items = ctx.meta.setdefault(FLAGS, {}), [], iter(args)
         for item in items:
@@ -77,10 +77,10 @@ class WithServerSettings(WithSettings):
         return super().parse_args(ctx, rest)
 
     def _names(self) -> dict[str, str]:
-        """Settings by flag: those that are no parameter of the command."""
+        """Return settings by flag, without parameters of the command."""
         try:
             from qllm.server.config import ServerConfig
-        except ModuleNotFoundError:  # said when the command runs
+        except ModuleNotFoundError:  # the command reports it when it runs
             return {}
         taken = {flag for param in self.params for flag in param.opts}
         fields = {
@@ -109,19 +109,19 @@ class WithServerSettings(WithSettings):
 
 
 def rows(settings: type[Any]) -> list[tuple[str, str, str]]:
-    """Name, default and meaning of every field of a class of settings.
+    """Return name, default and meaning of every field of a class of settings.
 
     The meaning is the string below the field.
     """
     said = _meanings(settings)
-    found = getattr(settings, "model_fields", None)  # of pydantic; else a dataclass
+    found = getattr(settings, "model_fields", None)  # a pydantic model; else a dataclass
     if found is None:
         found = {field.name: field for field in fields(settings)}
     return [(name, _shown(field.default), said.get(name, "")) for name, field in found.items()]
 
 
 def _shown(default: Any) -> str:
-    """A default as it can be typed."""
+    """Return a default as a user can type it."""
     if default in (None, "", (), {}) or default is MISSING:
         return "-"
     return str(default).lower() if isinstance(default, bool) else str(default)

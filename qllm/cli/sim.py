@@ -1,4 +1,4 @@
-"""`qllm sim`, `qllm plan` and `qllm calibrate`: policies on a virtual clock."""
+"""The commands `qllm sim`, `qllm plan` and `qllm calibrate`: policies on a virtual clock."""
 
 from collections.abc import Callable
 from functools import partial
@@ -162,7 +162,7 @@ def sim(
 def _arms(
     variants: "list[Variant]", engines: int, route: str
 ) -> "list[tuple[str, Callable[..., Simulated]]]":
-    """What is compared: policies, and routes where there are several engines."""
+    """Return the runs to compare: policies, and routes if there are several engines."""
     from qllm.fleet.routes import load_route
     from qllm.sim.fleet import simulate_fleet
     from qllm.sim.run import simulate
@@ -190,7 +190,7 @@ def _named(
     seed: int,
     load: float | None,
 ) -> "list[RequestSpec]":
-    """A named workload, scaled to what the machine can do and hold."""
+    """Return a named workload, scaled to the machine's speed and memory."""
     from qllm.workloads.generators import named_workload
 
     return named_workload(
@@ -260,7 +260,7 @@ def plan(
     setting: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the figure.")] = None,
 ) -> None:
-    """Tell how much BE throughput fits beside LS under its targets, policy by policy."""
+    """Print how much BE throughput fits next to LS under its targets, policy by policy."""
     from qllm.config import parse_slo
     from qllm.measure.variants import parse_variants
     from qllm.sim.capacity import Question, harvest, why
@@ -296,7 +296,7 @@ def plan(
 
 
 def _names(presets: str | None) -> list[str | None]:
-    """Several presets with commas between; one None where a cost file is given instead."""
+    """Return the presets of a list with commas; one None if a cost file is given instead."""
     if presets is None:
         return [None]
     return [name.strip() for name in presets.split(",") if name.strip()] or [presets]
@@ -371,7 +371,7 @@ def calibrate(
         bool, typer.Option("--busy", help="Measure although others use the machine.")
     ] = False,
 ) -> None:
-    """Measure what a model costs on this machine, for `qllm sim` and `qllm plan`."""
+    """Measure the costs of a model on this machine, for `qllm sim` and `qllm plan`."""
     quiet()
     from qllm.config import engine_config
     from qllm.sim.calibrate import LOADS, refuse_busy

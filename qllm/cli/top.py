@@ -1,4 +1,4 @@
-"""`qllm top`: a running server in the terminal, from its /metrics."""
+"""The command `qllm top`: a running server in the terminal, from its /metrics."""
 
 import time
 import urllib.error
@@ -19,7 +19,7 @@ TIMEOUT_S = 10
 
 
 class Sample(NamedTuple):
-    """One line of /metrics."""
+    """A line of /metrics."""
 
     name: str
     labels: dict[str, str]
@@ -27,14 +27,14 @@ class Sample(NamedTuple):
 
 
 class Scrape:
-    """All of /metrics at one time."""
+    """The whole of /metrics at one time."""
 
     def __init__(self, samples: Iterable[Sample], at_s: float) -> None:
         self.samples = [s for s in samples if s.name.startswith("qllm:")]
         self.at_s = at_s
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples with this name and these labels."""
+        """Return the sum of the samples with this name and these labels."""
         return sum(
             s.value
             for s in self.samples
@@ -42,7 +42,7 @@ class Scrape:
         )
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """Cumulative counts of a histogram by upper bound."""
+        """Return cumulative counts of a histogram by upper bound."""
         found: dict[float, float] = {}
         for s in self.samples:
             if s.name == f"qllm:{name}_bucket" and labels.items() <= s.labels.items():
@@ -52,7 +52,7 @@ class Scrape:
 
 
 def quantile(buckets: dict[float, float], p: float) -> float | None:
-    """The upper bound of the bucket with the p-quantile; None if nothing was counted."""
+    """Return the upper bound of the bucket with the p-quantile; None if it is empty."""
     bounds = sorted(buckets)
     count = buckets[bounds[-1]] if bounds else 0.0
     if not count:
@@ -61,7 +61,7 @@ def quantile(buckets: dict[float, float], p: float) -> float | None:
 
 
 def scrape(url: str) -> Scrape:
-    """Read /metrics.
+    """Read /metrics of a server.
 
     Raises:
         ConfigError: There is no qllm server at this address.
@@ -86,7 +86,7 @@ def scrape(url: str) -> Scrape:
 
 
 def table(before: Scrape, now: Scrape) -> "Table":
-    """What a screen shows; rates and percentiles are of the time between two scrapes."""
+    """Return the table of a screen, with rates and percentiles between two scrapes."""
     from rich import box
     from rich.table import Table
 
@@ -112,7 +112,7 @@ def table(before: Scrape, now: Scrape) -> "Table":
 
 
 def head(now: Scrape) -> str:
-    """The line above the table."""
+    """Return the line above the table."""
     model = now.samples[0].labels["model_name"]
     return (
         f"{model}: KV {now.total('kv_cache_usage_perc'):.0%}, "

@@ -1,4 +1,4 @@
-"""`qllm trace`: what a recorded run says."""
+"""The command `qllm trace`: the metrics of a recorded run."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`qllm upcycle`: a model with experts, made of a dense one."""
+"""The command `qllm upcycle`: a model with experts, made from a dense one."""
 
 import time
 from pathlib import Path
@@ -28,7 +28,7 @@ def upcycle(
         str, typer.Option(help="auto (that of the dense model), float32, bfloat16 or float16.")
     ] = "auto",
 ) -> None:
-    """Make a Mixture-of-Experts model of a dense Llama, Mistral, Qwen2 or Qwen3.
+    """Make a Mixture-of-Experts model from a dense Llama, Mistral, Qwen2 or Qwen3.
 
     Until noise or training changes it, it answers as the dense model does, up to rounding.
     """
