@@ -1,9 +1,8 @@
 """Earliest deadline first, with as much prefill per step as the decodes can wait for.
 
-Inside a class the earliest deadline comes first: of a prompt its TTFT target, of a decode its
-TPOT target. The prefill of a step is sized so that its predicted time ends before the first of
-its decodes is due. Requests without targets are given the policy's own, so they are overtaken
-for a while and never for good.
+Inside a class the earliest deadline comes first: a prompt's TTFT target, a decode's TPOT target.
+The prefill of a step is sized so that its predicted time ends before the first of its decodes is
+due. Requests without targets get the policy's own, so others overtake them for a limited time.
 
 Source: the chunk rule of SLOWeave, arXiv:2609.07883 (largest chunk that meets the tightest
 slack), on deadline order. Differs: the predicted time is linear, so the chunk is a division
@@ -23,11 +22,11 @@ class Edf(RankPolicy):
     reads = Reads.PROGRESS
     ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
     ttft_ms: int = 5000
-    """TTFT target of requests that bring none."""
+    """TTFT target in ms of requests without one."""
     tpot_ms: int = 100
-    """TPOT target of requests that bring none."""
+    """TPOT target in ms of requests without one."""
     min_chunk_tokens: int = 64
-    """Prefill tokens of a step, however late its decodes are."""
+    """Least prefill tokens of a step, even if its decodes are late."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slack", Slack(self.min_chunk_tokens, self.tpot_ms))
@@ -43,7 +42,7 @@ class Edf(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """The class is the tier; earlier deadlines first inside it."""
+        """Return the class as the tier, then the deadline."""
         if deadline_ns == NO_DEADLINE:
             deadline_ns = arrival_ns + self.ttft_ms * NS_PER_MS
         return priority, deadline_ns

@@ -28,5 +28,5 @@ class Fcfs(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Everybody is of one tier; earlier arrivals first."""
+        """Return one tier for all, then the arrival."""
         return 0, arrival_ns

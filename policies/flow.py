@@ -1,8 +1,8 @@
 """FlowPrefill: the prefill that is due first runs, and stops a later one at the next layer.
 
-Prefills are ordered by their TTFT deadline, whatever their class. Any arrival is looked at at
-the next layer boundary of a running prefill; if it is due earlier it runs first, and the parked
-prefill goes on where it stopped. Nothing is cut into chunks to make that possible.
+Prefills are ordered by their TTFT deadline, whatever their class. The policy sees an arrival at the
+next layer boundary of a running prefill. If it is due earlier, it runs first, and the parked
+prefill continues where it stopped. Prefills need no chunks for that.
 
 Source: FlowPrefill, arXiv:2602.16603. Differs: plain EDF, without S-EDF's weighing of slack;
 layer boundaries, not operators; one engine for both phases, so decodes run together when the
@@ -26,20 +26,20 @@ class Flow:
     needs = Cap.YIELD_LAYER
 
     ls_ttft_ms: int = 500
-    """Target of LS requests that have none."""
+    """TTFT target in ms of LS requests without one."""
     be_ttft_ms: int = 10_000
-    """Target of other requests that have none."""
+    """TTFT target in ms of other requests without one."""
     tpot_ms: int = 100
-    """Target between tokens of requests that have none."""
+    """TPOT target in ms of requests without one."""
     batch_tokens: int = 512
-    """Prompts are batched up to this many tokens; a longer one runs alone."""
+    """Most tokens of a batch of prompts; a longer prompt runs alone."""
 
     def __post_init__(self) -> None:
         check_at_least(self, ls_ttft_ms=1, be_ttft_ms=1, tpot_ms=1, batch_tokens=1)
         self._decoded = False
 
     def deadline_ns(self, request: RequestView) -> int:
-        """When its next token is due, by its own target or the default."""
+        """Return the time at which the next token is due, by the target or the default."""
         own_ns = request.deadline_ns
         if own_ns is not None:
             return own_ns
@@ -77,7 +77,7 @@ class Flow:
         return rows if rows or first is None else first.rows
 
     def _batch(self, prefills: Sequence[RequestView]) -> list[RequestView]:
-        """The first and, whole, those after it that fit beside it."""
+        """Return the first prefill, and the following ones that fit whole next to it."""
         batch: list[RequestView] = []
         tokens = 0
         for r in prefills:
@@ -91,6 +91,6 @@ class Flow:
         return min(self.deadline_ns(view.by_id[row.request_id]) for row in frame.rows)
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Remember whose turn it was."""
+        """Remember which phase ran last."""
         rows = [(row, view.by_id.get(row.request_id)) for row in report.rows]
         self._decoded = all(r is None or row.lo >= r.num_prompt_tokens for row, r in rows)

@@ -1,4 +1,4 @@
-"""LAPS (PLA-Serve): short and long prompts wait in queues of their own and never share a step.
+"""LAPS (PLA-Serve): short and long prompts wait in separate queues and never share a step.
 
 Short prompts are gathered for `window_ms`, or until they fill a batch or one of them would miss
 its target, and run together. Long prompts run one at a time, in chunks. Decodes, in an engine
@@ -23,7 +23,7 @@ from .parts import age, check_at_least, fill
 
 
 class Kind(enum.Enum):
-    """What a step is made of."""
+    """The kind of rows in a step."""
 
     SHORT = "short"
     LONG = "long"
@@ -32,18 +32,18 @@ class Kind(enum.Enum):
 
 @dataclass(kw_only=True)
 class Laps:
-    """Short prompts gathered for a while, long ones in chunks."""
+    """A policy that gathers short prompts for a time window, and cuts long ones into chunks."""
 
     needs = Cap.NONE
 
     short_tokens: int = 256
-    """Longest prompt that is short."""
+    """Most tokens of a short prompt."""
     window_ms: int = 7
-    """Longest that the first short prompt waits for others."""
+    """Longest time in ms that the first short prompt waits for others."""
     max_batch: int = 64
     """Most short prompts per step."""
     margin_ms: int = 4
-    """A batch leaves this much before a target would be missed."""
+    """Milliseconds by which a batch starts before a target would be missed."""
     chunk_tokens: int = 512
     """Most tokens of a long prompt per step."""
 
@@ -82,14 +82,14 @@ class Laps:
         return Kind.SHORT if request.num_prompt_tokens <= self.short_tokens else Kind.LONG
 
     def _turns(self) -> tuple[Kind, ...]:
-        """Short prompts first, unless they had the last step; the others alternate."""
+        """Return short prompts first, unless they had the last step; the other kinds alternate."""
         others = (Kind.DECODE, Kind.LONG)
         if self._last_other is Kind.DECODE:
             others = (Kind.LONG, Kind.DECODE)
         return (*others, Kind.SHORT) if self._last is Kind.SHORT else (Kind.SHORT, *others)
 
     def _due_ns(self, view: View, short: Sequence[RequestView]) -> int:
-        """When the short prompts leave: at the end of the window, or to meet a target."""
+        """Return the start of the short batch: the end of the window, or earlier for a target."""
         lead_ns = view.costs.step(0, sum(r.num_uncomputed_tokens for r in short))
         lead_ns += self.margin_ms * NS_PER_MS
         ends = [r.arrival_ns + self.window_ms * NS_PER_MS for r in short]
@@ -97,7 +97,7 @@ class Laps:
         return min(ends, default=view.now_ns)
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Remember whose turn it was."""
+        """Remember which kind ran last."""
         request = view.by_id.get(report.rows[0].request_id)
         if request is None:
             return

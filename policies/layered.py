@@ -1,7 +1,7 @@
 """Layered prefill: cut the prompts by layers instead of tokens, so experts are loaded once.
 
 The oldest prompts form a cohort that crosses the model one group of layers per step, while
-decodes go through all layers in every step. A cohort takes nobody in once it is under way.
+decodes go through all layers in every step. No prompt joins a cohort that has started.
 Longer cohorts get more groups, so a step holds about `group_tokens` prefill tokens' worth of
 work. Priorities are ignored.
 
@@ -19,7 +19,7 @@ from .fcfs import Fcfs
 
 @dataclass(frozen=True, kw_only=True)
 class Layered(Fcfs):
-    """First come, first served, prompts advance by groups of layers."""
+    """First come, first served, with prompts that advance by groups of layers."""
 
     group_tokens: int = 512
     """Prompt tokens of a cohort per group of layers."""

@@ -1,7 +1,7 @@
-"""LS first in every batch, BE in what room is left: priority as vLLM does it.
+"""LS first in every batch, BE in the remaining room: priority as in vLLM.
 
 The waiting line is sorted by priority, and every step takes all decodes and as many prompt
-tokens as fit, whatever their class. Nothing bounds the share of BE, and a step is never left.
+tokens as fit, whatever their class. Nothing bounds the share of BE, and no step is preempted.
 
 Source: vLLM 0.33 `--scheduling-policy priority`. Differs: prompts are not chunked below
 `max_step_tokens`, and LS gets the seat of a BE request as well as its KV.
@@ -14,7 +14,7 @@ from qllm.policy import RankPolicy, Reads, Ride
 
 @dataclass(frozen=True, kw_only=True)
 class LsFirst(RankPolicy):
-    """Unbounded LS-first batching."""
+    """Unbounded batching with LS first."""
 
     reads = Reads.FIXED
     ride: Ride = field(default=Ride(unbounded=True), metadata={"fixed": True})
@@ -29,5 +29,5 @@ class LsFirst(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """The class is the tier; earlier arrivals first inside it."""
+        """Return the class as the tier, then the arrival."""
         return priority, arrival_ns

@@ -1,7 +1,7 @@
-"""Most computed first: the prompt of which most is computed goes on, and loses KV last.
+"""Most computed first: the prompt with the most computed tokens continues, and loses KV last.
 
-What LS and BE may do to each other is `qllm2`'s. Inside a class whole prompts go before open ones,
-as everywhere. Where KV is short this throws away least, and lets young prompts wait for old ones.
+Between LS and BE the rules of `qllm2` hold. Inside a class whole prompts go before streaming ones,
+as everywhere. If KV is short, this drops the least KV, and young prompts wait for old ones.
 
 Source: MCPS of Stream2LLM, arXiv:2604.16395. Differs as `lcas` does.
 """
@@ -15,7 +15,7 @@ from .qllm2 import Qllm2
 
 @dataclass(frozen=True, kw_only=True)
 class Mcps(Qllm2):
-    """Most computed first inside each class, else as `qllm2`."""
+    """Most computed tokens first inside each class, otherwise `qllm2`."""
 
     reads = Reads.PROGRESS
 
@@ -29,5 +29,5 @@ class Mcps(Qllm2):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """The class is the tier; most computed tokens first inside it."""
+        """Return the class as the tier, then the number of computed tokens, most first."""
         return priority, -done_tokens

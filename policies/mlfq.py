@@ -1,14 +1,14 @@
 """FastServe: a multi-level feedback queue that a request joins at the level of its first step.
 
 Levels have quanta that double. A request joins the first level whose quantum covers its
-predicted prefill, falls one level when it has used its quantum up, and comes back to the top
-when it has waited for `starve_ms`. Every step takes the best levels first, in the order in which
-requests came to their level; classes are not looked at.
+predicted prefill, falls one level when it has used its quantum, and returns to the top when it has
+waited for `starve_ms`. Every step takes the best levels first, in the order in which requests
+reached their level; classes are ignored.
 
 Source: FastServe, arXiv:2305.05920. Differs: KV moves when its blocks are needed, not ahead of
 time. Where the engine cannot swap (`swap_kv_tokens=0`) requests keep their KV when they fall: a
-newcomer waits for free KV however good its level is, and a request that has to grow takes it from
-the worst level, to be recomputed.
+newcomer waits for free KV whatever its level, and a request that has to grow takes KV from the
+worst level, which recomputes it.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ from .parts import behind_all, check_at_least, fill, rotate
 
 
 class Entry(NamedTuple):
-    """Where a request is in the queue."""
+    """A request's place in the queue."""
 
     level: int
     joined_ns: int
@@ -32,17 +32,17 @@ class Entry(NamedTuple):
 
 @dataclass(kw_only=True)
 class Mlfq:
-    """Skip-join feedback queue: short and new before long and old."""
+    """A skip-join feedback queue: short and new requests before long and old ones."""
 
     needs = Cap.NONE
 
     quantum_ms: int = 20
-    """The quantum of the top level; each level below has twice that of the one above."""
+    """Quantum in ms of the top level; each level has twice the quantum of the one above."""
     levels: int = 8
     starve_ms: int = 300
-    """Waiting this long brings a request back to the top."""
+    """Wait in ms after which a request returns to the top."""
     min_stay_ms: int = 50
-    """How long KV that came in stays at least, where it can be swapped."""
+    """Least time in ms that KV stays after it was swapped in."""
 
     def __post_init__(self) -> None:
         check_at_least(self, quantum_ms=1, levels=1, starve_ms=1, min_stay_ms=0)
@@ -83,7 +83,7 @@ class Mlfq:
         self._entries[request.request_id] = self._entry(view, request)
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Charge the requests that ran; bring back those that starve."""
+        """Charge the requests that ran; bring starving ones back to the top."""
         ran = {row.request_id for row in report.rows}
         for r in view.requests:
             entry = self._entry(view, r)
@@ -104,5 +104,5 @@ class Mlfq:
         return now_ns - since_ns >= self.starve_ms * NS_PER_MS
 
     def on_finish(self, view: View, request: RequestView) -> None:
-        """Forget it."""
+        """Forget the request."""
         self._entries.pop(request.request_id, None)

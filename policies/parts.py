@@ -1,4 +1,4 @@
-"""What the full policies share: filling a batch, naming victims, checking parameters."""
+"""Functions that the full policies share: filling a batch, choosing victims, parameter checks."""
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
@@ -12,9 +12,9 @@ from qllm.types import RequestId
 class Room:
     """KV that a row may count on: the free blocks, and those of requests behind its own.
 
-    Behind is what the engine lets a request evict: whoever is of a worse class, open prompts for
-    a whole one of their class, and, once it holds KV itself, younger requests of its class too
-    (I6).
+    The requests behind are those that the engine lets a request evict: requests of a worse class;
+    for a whole prompt, streaming prompts of its class; and, once it holds KV itself, younger
+    requests of its class too (I6).
     """
 
     def __init__(self, view: View) -> None:
@@ -22,7 +22,7 @@ class Room:
         self._left = view.num_free_blocks
 
     def take(self, request: RequestView, row: Row) -> bool:
-        """Set aside what `row` needs, if there is as much."""
+        """Reserve the blocks that `row` needs; return False if there are too few."""
         need = self._view.blocks_needed(row)
         if need > self._left and need > self._left + self._behind[request.request_id]:
             return False
@@ -31,7 +31,7 @@ class Room:
 
     @cached_property
     def _behind(self) -> dict[RequestId, int]:
-        """Blocks behind every request; only looked at when KV is short."""
+        """Return the blocks behind every request; only needed when KV is short."""
         behind: dict[RequestId, int] = {}
         younger, worse, freed = 0, 0, Freed.of(self._view)
         group = None
@@ -44,12 +44,12 @@ class Room:
 
 
 def age(request: RequestView) -> tuple[int, bool, int, RequestId]:
-    """Sort key of the engine's own order: better classes first, whole prompts, then by arrival."""
+    """Return the engine's own sort key: better classes first, whole prompts, then by arrival."""
     return request.priority, request.is_open, request.arrival_ns, request.request_id
 
 
 def whole_first(order: Iterable[RequestView]) -> list[RequestView]:
-    """The same order, but in the places of each class whole prompts before open ones."""
+    """Return the order with whole prompts before streaming ones in the places of each class."""
     found = list(order)
     if not any(r.is_open for r in found):
         return found
@@ -67,14 +67,14 @@ def fill(
 ) -> tuple[Row, ...]:
     """Return rows for as many requests of `order` as fit, best first.
 
-    A newcomer for whom there is no KV holds up the newcomers behind it, which would take the
-    blocks it waits for; who holds KV goes on. Of an order with every request that is in no
-    frame, some row always fits: whoever has the best `age` may evict all others.
+    A newcomer without free KV blocks the newcomers behind it, which would take the blocks that it
+    waits for; requests that hold KV continue. If the order has every request that is in no
+    frame, some row always fits: the request with the best `age` may evict all others.
 
     Args:
-        view: What there is.
-        order: Requests that are in no parked frame.
-        max_tokens: Most prefill tokens, below what the engine allows per step.
+        view: State of the engine.
+        order: Requests in no parked frame.
+        max_tokens: Most prefill tokens, if less than the engine allows per step.
     """
     rows: list[Row] = []
     room = Room(view)
@@ -100,16 +100,17 @@ def fill(
 def rotate(
     view: View, order: Sequence[RequestView], min_stay_ns: int, max_tokens: int | None = None
 ) -> Plan:
-    """Plan as many requests of `order` as fit all KV blocks, best first; others' KV moves out.
+    """Plan the first requests of `order` that fit into all KV blocks; swap out the others.
 
-    Whoever is planned may take the blocks of the last ones of the order, its equals too, if those
-    ran since they were given KV, which was `min_stay_ns` ago, and there is room for their KV.
+    A planned request may take the blocks of the last ones of the order, its equals too. Those must
+    have run since they received KV, at least `min_stay_ns` ago, and there must be room for their
+    KV.
 
     Args:
-        view: What there is, with `Cap.KV_SWAP`, and no parked frame.
-        order: All requests, best first.
-        min_stay_ns: How long KV stays where it is at least.
-        max_tokens: Most prefill tokens, below what the engine allows per step.
+        view: State of the engine, with `Cap.KV_SWAP`, and no parked frame.
+        order: Requests, all of them, best first.
+        min_stay_ns: Least time that KV stays in its place.
+        max_tokens: Most prefill tokens, if less than the engine allows per step.
     """
     rows: list[Row] = []
     out: list[RequestId] = []
@@ -153,7 +154,7 @@ def _may_leave(request: RequestView, view: View, min_stay_ns: int) -> bool:
 
 
 def behind_all(view: View, keep: Collection[RequestId]) -> list[RequestView]:
-    """Requests that hold KV and may lose it for any of `keep` (see `Room`)."""
+    """Return the requests that hold KV and may lose it for any of `keep` (see `Room`)."""
     kept = [view.by_id[i] for i in keep]
     last = max(kept, key=age)
     group = age(last)[:2]
@@ -166,10 +167,10 @@ def behind_all(view: View, keep: Collection[RequestId]) -> list[RequestView]:
 
 
 def check_at_least(policy: object, **least: int) -> None:
-    """Refuse parameters that are not integers, or smaller than given.
+    """Refuse parameters that are not integers, or less than their minimum.
 
     Raises:
-        ConfigError: The message says what is allowed.
+        ConfigError: The message contains the allowed values.
     """
     for name, bound in least.items():
         value = getattr(policy, name)

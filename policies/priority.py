@@ -1,6 +1,6 @@
 """`qllm2` without preemption inside a step: the same order, budget and stall bound.
 
-The ablation of the one mechanism: a program that has begun runs to its end.
+It removes one mechanism: a program that has begun runs to its end.
 """
 
 from dataclasses import dataclass, field

@@ -1,13 +1,13 @@
 """Layered prefill with one cohort per class, parked at its group boundary for a better class.
 
-The boundary between two groups of layers is where a prefill can be left without cost: its rows
-keep their hidden states there. An LS prompt therefore waits for one group of layers at most;
-its cohort goes first, the BE cohort waits where it is, and decodes of every class are in every
-step. A BE cohort that has waited for half of `max_be_stall_ms` gets the next group, whoever
-else is there: an admitted BE request never stands still for longer than the bound.
+Between two groups of layers a prefill can be parked without cost: its rows keep their hidden
+states. An LS prompt therefore waits for one group of layers at most. Its cohort runs first, the BE
+cohort waits in its place, and decodes of every class are in every step. A BE cohort that has waited
+for half of `max_be_stall_ms` gets the next group, whatever else waits: an admitted BE request never
+stalls for longer than the bound.
 
-Source: layered prefill, arXiv:2510.08055. Differs: it has one cohort and no classes there; the
-parking and the bound are ours.
+Source: layered prefill, arXiv:2510.08055. Differs: that has one cohort and no classes; the parking
+and the bound are ours.
 """
 
 from dataclasses import dataclass

@@ -5,10 +5,10 @@ prefills; LS decodes filled up with BE decodes; BE decodes; BE prefills. A runni
 LS requests stops at the next boundary when an LS request arrives, and resumes when no LS work
 is left.
 
-Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: nothing in the order, so BE prefill
-starves behind BE decodes as it does there, and LS decodes stand still while LS prompts wait,
-whatever their targets; KV and token budgets are kept; a stopped batch is
-resumed explicitly, with the routing weights applied.
+Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: not in the order, so BE prefill
+starves behind BE decodes as in the paper, and LS decodes stall while LS prompts wait, whatever
+their targets; KV and token budgets hold; a stopped batch is resumed explicitly, with the routing
+weights applied.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,12 +22,12 @@ from qllm.types import Cap, Grain, Priority
 
 @dataclass(frozen=True, kw_only=True)
 class Qllm:
-    """Algorithm 1, faithful."""
+    """Algorithm 1 of the paper, unchanged."""
 
     needs = Cap.YIELD_EXPERT | Cap.YIELD_LAYER
 
     max_batch: int = 32
-    """B: most requests per batch."""
+    """Most requests per batch (B)."""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -55,7 +55,7 @@ class Qllm:
         rows: Sequence[Row] = next((rows for rows in batches if rows), ())
         if not rows and view.frames:
             rows = view.frames[0].rows
-        elif not rows:  # the KV is full of prefills: the first goes on, whoever must go
+        elif not rows:  # the KV is full of prefills: the first one continues and evicts
             rows = [next_row(r, view, view.max_step_tokens) for r in free if r.is_admitted][:1]
         return self._plan(view, rows)
 
@@ -82,7 +82,7 @@ class Qllm:
                 if rows and (row.num_tokens > tokens or need > spare):
                     break
                 if need > spare or (blocked and not request.is_admitted):
-                    blocked = True  # those who hold KV go on
+                    blocked = True  # requests that hold KV continue
                     continue
             rows.append(row)
             room -= need

@@ -1,10 +1,10 @@
-"""QLLM repaired, the default: LS stops BE inside the layer, BE rides in what LS can spare.
+"""QLLM repaired, the default: LS stops BE inside a layer, and BE uses the time that LS can spare.
 
 An LS prefill stops a BE program, or a step of LS decodes that BE decodes joined, at the next expert
 boundary and runs alone. While LS only decodes, BE gets the time up to the TPOT target of the LS
-requests. An admitted BE request
-never stands still for longer than `max_be_stall_ms`. Prompts take turns with streams of their own
-class, so that no gap between two tokens is longer than its TPOT target, or `max_prompt_gap_ms`.
+requests. An admitted BE request never stalls for longer than `max_be_stall_ms`. Prompts alternate
+with streams of their own class, so that no gap between two tokens is longer than its TPOT target,
+or `max_prompt_gap_ms`.
 
 Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: BE never joins an LS prefill; BE prefill
 refills the batch; the share of BE during LS decode has a budget; BE has a stall bound, and gaps
@@ -20,14 +20,14 @@ from qllm.types import Grain
 
 @dataclass(frozen=True, kw_only=True)
 class Qllm2(RankPolicy):
-    """Preemption at every expert, ride-along with a budget, a bound on BE stalls."""
+    """Preemption at every expert, BE in LS decode steps up to a budget, a bound on BE stalls."""
 
     reads = Reads.FIXED
     grain: Grain = field(default=Grain.EXPERT, metadata={"fixed": True})
     max_prompt_gap_ms: int | None = 100
     max_be_stall_ms: int | None = 1000
     ride_frac: float = 0.5
-    """Most that BE may stretch the decode step of LS requests that have no TPOT target."""
+    """Largest part by which BE may lengthen the step of LS decodes without a TPOT target."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ride_frac <= 100:
@@ -45,5 +45,5 @@ class Qllm2(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """The class is the tier; earlier arrivals first inside it."""
+        """Return the class as the tier, then the arrival."""
         return priority, arrival_ns

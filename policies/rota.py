@@ -1,21 +1,20 @@
-"""SuperInfer's RotaSched: who lags behind its targets runs next, and others keep their place.
+"""SuperInfer's RotaSched: requests that lag behind their targets run next, others keep their place.
 
-While everything fits, requests run in the order of arrival. When seats or KV are short, whoever
-lags goes first, the largest lag before the others: a newcomer that has waited for a share of its
-TTFT target, and a request whose tokens so far took longer than its TPOT target allows. The rest
-goes in the order of arrival, and so does a newcomer whose first token would be late even if it
-went first: rotation cannot help it. So a newcomer takes KV for its first token from the youngest
-that is ahead of its targets, gives it back, and comes back when it lags: KV rotates as targets
-demand, and who is not asked to wait for others does not. Classes are not looked at.
+While all requests fit, they run in the order of arrival. If seats or KV are short, lagging requests
+go first, the largest lag first. A newcomer lags after it waited for a share of its TTFT target, a
+running request if its tokens took longer than its TPOT target allows. The rest runs in the order of
+arrival. So does a newcomer whose first token would be late even if it went first: rotation cannot
+help it. So a newcomer takes KV for its first token from the youngest request that is ahead of its
+targets, releases it, and returns when it lags. KV rotates as targets demand. Classes are ignored.
 
-With `tpot_share=0` everybody lags who is left out, and those who run the less the longer they have
-been running: requests take turns, and their KV with them.
+With `tpot_share=0` every waiting request lags, and a running request has less right to run the
+longer it has run: requests take turns, and their KV with them.
 
 Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; its released scheduler has no lag in it).
-Differs: KV moves when its blocks are needed, not ahead of time; the lag of a request is that of all
-its tokens, not of the last one. Where the engine cannot swap (`swap_kv_tokens=0`) only seats
-rotate: a newcomer takes free KV, never that of a running request, and a request that has to grow
-takes it from the smallest lag, to be recomputed.
+Differs: KV moves when its blocks are needed, not ahead of time; the lag of a request counts all its
+tokens, not the last one. If the engine cannot swap (`swap_kv_tokens=0`) only seats rotate: a
+newcomer takes free KV, never that of a running request, and a request that has to grow takes it
+from the smallest lag, which recomputes it.
 """
 
 from collections.abc import Callable, Collection
@@ -30,7 +29,7 @@ from .parts import behind_all, check_at_least, fill, rotate
 
 
 def grace_ns(share: float, target_ms: float | None, default_ms: int) -> float:
-    """What may be waited of a target, or of the default where there is none."""
+    """Return the nanoseconds of a share of the target, or of the default if there is none."""
     return share * (default_ms if target_ms is None else target_ms) * NS_PER_MS
 
 
@@ -41,17 +40,17 @@ class Rota:
     needs = Cap.NONE
 
     lag_weight: float = 3.0
-    """Weight of the lag of a request that has run, against that of a newcomer."""
+    """Weight of the lag of a request that has run, relative to that of a newcomer."""
     tpot_share: float = 1.0
-    """Share of the target between tokens that a request may take; 0 lets requests take turns."""
+    """Share of the TPOT target that a request may use; 0 lets requests take turns."""
     ttft_share: float = 0.8
-    """Share of the TTFT target that is waited before a newcomer lags."""
+    """Share of the TTFT target after which a newcomer lags."""
     ttft_ms: int = 5000
-    """Target of requests that have none."""
+    """TTFT target in ms of requests without one."""
     tpot_ms: int = 100
-    """Target of requests that have none."""
+    """TPOT target in ms of requests without one."""
     min_stay_ms: int = 50
-    """How long KV that came in stays at least, where it can be swapped."""
+    """Least time in ms that KV stays after it was swapped in."""
 
     def __post_init__(self) -> None:
         check_at_least(self, ttft_ms=1, tpot_ms=1, min_stay_ms=0)
@@ -62,7 +61,7 @@ class Rota:
         self._since_ns: dict[RequestId, int] = {}
 
     def lag_ns(self, request: RequestView, now_ns: int) -> float:
-        """How much longer than it may a request has waited; negative while it need not run."""
+        """Return the nanoseconds by which a request waited too long; negative before that."""
         if request.first_token_ns is not None and self.tpot_share:
             may_take_ns = grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
             due_ns = request.first_token_ns + request.num_output_tokens * may_take_ns
@@ -76,7 +75,7 @@ class Rota:
         return max(0.0, now_ns - request.arrival_ns - grace)
 
     def _in_time(self, view: View) -> Collection[RequestId]:
-        """Newcomers whose first token can be in time, if their prompts run one after the other."""
+        """Return newcomers whose first token can be in time, if their prompts run in turn."""
         found, at_ns = set(), view.now_ns
         newcomers = (r for r in view.requests if r.first_token_ns is None)
         for r in sorted(newcomers, key=lambda r: r.arrival_ns):
@@ -87,7 +86,7 @@ class Rota:
         return found
 
     def _places(self, view: View) -> Callable[[RequestView], tuple[float, int]]:
-        """Sorts best first: those who lag, and then, unless they take turns, by arrival."""
+        """Return the sort key, best first: lagging requests, then by arrival unless in turns."""
         in_time = self._in_time(view) if self.tpot_share else ()
 
         def place(request: RequestView) -> tuple[float, int]:
@@ -100,7 +99,7 @@ class Rota:
         return place
 
     def plan(self, view: View) -> Plan:
-        """Return everyone, or the largest lags, as many as fit."""
+        """Return all requests, or the largest lags, as many as fit."""
         if view.frames:
             return Plan(rows=view.frames[0].rows)
         order = view.requests
@@ -126,6 +125,6 @@ class Rota:
         return [(r.request_id, Evict.SWAP) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Note since when the requests of this step have been running without a break."""
+        """Record the time since which the requests of this step have run without a break."""
         ids = (row.request_id for row in report.rows)
         self._since_ns = {i: self._since_ns.get(i, report.start_ns) for i in ids}
