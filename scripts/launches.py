@@ -1,9 +1,9 @@
-"""Launches of one layer of a decode step, counted by running it on a CPU: no GPU is needed.
+"""Launches of one layer of a decode step, counted on a CPU: no GPU is needed.
 
     python -m scripts.launches          # every family that the tests know
 
-Operations of torch are counted as they are dispatched, without those that only make views or take
-memory; Triton's kernels are interpreted, and each launch counts. A matrix product counts once,
+Operations of torch count when they are dispatched, except those that only make views or allocate
+memory. Triton's kernels are interpreted, and each launch counts. A matrix product counts once,
 though cuBLAS may divide it. The last line of stdout is one JSON document.
 """
 
@@ -58,11 +58,11 @@ NO_LAUNCH = frozenset(
         "lift_fresh",
     ]
 )
-"""Operations that only make views or take memory: no node of a graph."""
+"""Operations that only make views or allocate memory: no node of a graph."""
 
 
 class Count(TorchDispatchMode):
-    """Counts what would be launched, by name."""
+    """Counts of launches by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def of_layers(model: Any, num_rows: int = 2) -> list[Counter[str]]:
-    """Launches of each layer of a decode step, as a stage that was captured runs it."""
+    """Return the launches of each layer of a decode step, as a captured stage runs it."""
     found: list[Counter[str]] = []
     real = DeviceLayers.run
 
@@ -127,7 +127,7 @@ def of_layers(model: Any, num_rows: int = 2) -> list[Counter[str]]:
 
 
 def main() -> None:
-    """Count for every family."""
+    """Count the launches of every family."""
     from tests.support import interpret  # noqa: F401 - mends the interpreter
     from tests.support.families import FAMILIES, make_model
 

@@ -1,13 +1,13 @@
-"""Write the locks: what an install needs, pinned, so that pip installs it without resolving.
+"""Write the locks: pinned packages of an install, so that pip installs them without resolving.
 
     locks/run.txt       to serve, measure and draw: the extras `server` and `bench`
-    locks/frontend.txt  all of a front end of an engine elsewhere: `server` and `rdma`, no torch
-    locks/gguf.txt      what `make talk` needs beside `run`: the extra `gguf`
-    locks/ray.txt       to serve on Ray, beside `run`: the extra `ray`
-    locks/dev.txt       what the tests need beside `run`: the extra `dev`
+    locks/frontend.txt  for a front end without an engine: `server` and `rdma`, no torch
+    locks/gguf.txt      for `make talk`, in addition to `run`: the extra `gguf`
+    locks/ray.txt       to serve on Ray, in addition to `run`: the extra `ray`
+    locks/dev.txt       for the tests, in addition to `run`: the extra `dev`
 
-It reads what is installed in this environment, whose versions must be those of constraints.txt.
-Ray has an environment of its own: `.venv/ray/bin/python scripts/lock.py` writes its lock too.
+It reads the packages of this environment; their versions must be those of constraints.txt.
+Ray has its own environment: `.venv/ray/bin/python scripts/lock.py` writes its lock too.
 """
 
 from importlib.metadata import distribution
@@ -26,16 +26,16 @@ LOCKS = {
     "dev": ("dev",),
 }
 WHOLE = ("run", "frontend")
-"""These stand alone; the others leave out what `run` has."""
+"""Locks that stand alone; the others leave out the packages of `run`."""
 OF_ENGINES = frozenset({"accelerate", "torch"})
-"""What a process without a model needs nothing of."""
+"""Packages that a process without a model does not need."""
 BUILD = "setuptools"
-"""What builds the package itself."""
+"""Package that builds our package."""
 HEAD = "# Written by scripts/lock.py: `pip install --no-deps -r locks/run.txt -e .`\n"
 
 
 def closure(extras: tuple[str, ...], without: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Names and versions of all that `qllm-runtime` with some extras needs on this machine."""
+    """Return names and versions of the packages that `qllm-runtime` needs with some extras."""
     found = {BUILD: distribution(BUILD).version}
     todo, seen = [("qllm-runtime", frozenset(extras))], set()
     while todo:
@@ -58,7 +58,7 @@ def closure(extras: tuple[str, ...], without: frozenset[str] = frozenset()) -> d
 
 
 def lock(name: str) -> str:
-    """The text of one lock."""
+    """Return the text of one lock."""
     found = closure(LOCKS[name], OF_ENGINES if name == "frontend" else frozenset())
     if name not in WHOLE:
         for other in closure(LOCKS["run"]):

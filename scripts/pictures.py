@@ -2,8 +2,7 @@
 
     .venv/bin/python scripts/pictures.py
 
-A small model is served and loaded, `talk` where it is made; the pictures show whatever it does
-then.
+A small model is served under load, `talk` if it is installed; the pictures show its work.
 """
 
 import json
@@ -33,7 +32,7 @@ LINES = [
 
 
 def watch(browser: Any, url: str, size: str, scheme: str, seconds: float) -> Any:
-    """A page that has looked for a while."""
+    """Open the page for some seconds, and return it."""
     width, height = SIZES[size]
     view = {"width": width, "height": height}
     page = browser.new_page(
@@ -57,7 +56,7 @@ def use(page: Any) -> None:
 
 
 def main() -> None:
-    """Take them."""
+    """Take the pictures."""
     folder, model = tempfile.mkdtemp(), best_local()
     with (
         QLLMEngine.from_pretrained(model, threads=1) as engine,

@@ -1,12 +1,12 @@
-"""Serve the same models with every release of transformers that counts: same drivers and tokens?
+"""Serve the same models with several releases of transformers, and compare drivers and tokens.
 
     .venv/bin/python scripts/releases.py [--all]
 
-Asked are the lowest release that `pyproject.toml` allows, the tested one and the newest that the
-package index has today; with `--all`, every one between. Each gets an environment of its own in
-`.venv/releases`, with what it needs in other versions than `.venv` has, and `.venv` behind it. The
-tested release writes tiny bf16 models of the eight families, of the hybrids and of the ropes that
-follow the length; then every release serves them from their folders.
+The releases are the lowest that `pyproject.toml` allows, the tested one and the newest in the
+package index; with `--all`, every one between. Each has its own environment in `.venv/releases`,
+with the packages whose versions differ from `.venv`, and `.venv` behind it. The tested release
+writes tiny bf16 models of the eight families, of the hybrids and of the ropes that depend on the
+length; then every release serves them from their folders.
 """
 
 import argparse
@@ -33,17 +33,17 @@ PROMPTS = [list(range(5, 40)), [7, 3, 250, 11, 98, 4, 61, 200], [*range(60, 5, -
 NEW_TOKENS = 24
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 SAME = ("drivers", "kernels", "prefix cache", "evictions", "tokens")
-"""What of `served` must be equal."""
+"""Parts of the result of `served` that must be equal."""
 
 
 def allowed() -> Requirement:
-    """The requirement of `pyproject.toml`."""
+    """Return the requirement of `pyproject.toml`."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     return next(r for r in map(Requirement, wanted) if r.name == "transformers")
 
 
 def published() -> list[Version]:
-    """All releases that the package index has today."""
+    """Return all releases that the package index has today."""
     said = subprocess.run(
         [*PIP, "index", "versions", "transformers"], check=True, capture_output=True, text=True
     ).stdout
@@ -54,7 +54,7 @@ def published() -> list[Version]:
 
 
 def tested() -> Version:
-    """The release of `constraints.txt`."""
+    """Return the release of `constraints.txt`."""
     pinned = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     if pinned is None:
         raise SystemExit("constraints.txt has no line `transformers==VERSION`")
@@ -62,11 +62,11 @@ def tested() -> Version:
 
 
 def chosen(found: Sequence[Version], *, every: bool) -> list[Version]:
-    """The releases that are asked, of those that there are; the tested one is the first.
+    """Return the releases to compare; the tested one is the first.
 
     Args:
         found: Releases in any order.
-        every: All that `pyproject.toml` allows, not only the lowest and the newest.
+        every: True for all releases that `pyproject.toml` allows, not only lowest and newest.
     """
     fit = sorted(v for v in found if v in allowed().specifier)
     if tested() not in fit:
@@ -125,7 +125,7 @@ def write_models(folder: Path) -> None:
 
 
 def served(folder: Path) -> dict[str, Any]:
-    """What the release that is installed here gives for the model in a folder."""
+    """Return the results of the installed release for the model in a folder."""
     from qllm import QLLMEngine
 
     with QLLMEngine.from_pretrained(folder, max_kv_tokens=2048, run_in="thread") as engine:
@@ -142,9 +142,9 @@ def served(folder: Path) -> dict[str, Any]:
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What a release gives for a model otherwise than the tested one.
+    """Return the differences between a release's results for a model and the tested one's.
 
-    By what a part is known may differ, its source or a trial; that it is known may not.
+    The source or trial by which a part is known may differ; that it is known may not.
     """
     said = [
         f"{key}: {found.get(key)}, not {expected[key]}"
@@ -157,7 +157,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def compare(releases: Sequence[Version]) -> int:
-    """Serve the models with every release; print what differs from the first, and count it."""
+    """Serve the models with every release; print and count the differences from the first."""
     pythons = {release: environment(release) for release in releases}
     expected: dict[str, Any] = {}
     num_different = 0
@@ -180,7 +180,7 @@ def compare(releases: Sequence[Version]) -> int:
 
 
 def main() -> int:
-    """Compare the releases; 1 if one gives anything else than the tested one."""
+    """Compare the releases; return 1 if one differs from the tested one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every release that is allowed")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""A front end of another machine's kind, by a command that runs its Python, and an engine of ours.
+"""Run a front end for another kind of machine, with its Python, against an engine of this machine.
 
 python scripts/smoke_aarch64.py qemu-aarch64 -L ROOT -E PYTHONPATH=PACKAGES ROOT/usr/bin/python3
 
-Two processes send records through the ends of rings that such a machine takes; then it serves
-HTTP for an engine of this machine, and gives the answers that this machine's front end gives.
+Two processes send records through the ends of rings of such a machine. Then its front end serves
+HTTP for an engine of this machine, with the same answers as this machine's front end.
 """
 
 import json
@@ -54,7 +54,7 @@ hands it aarch64 programs."""
 
 @contextmanager
 def served(command: list[str], log: Path, mark: str) -> Iterator[str]:
-    """A server, and the last word of the line of its log that has a mark."""
+    """Start a server, and return the last word of the line of its log that has a mark."""
     with log.open("wb") as stderr, subprocess.Popen(command, stderr=stderr, cwd=ROOT) as process:
         try:
             while not (said := [s for s in log.read_text().splitlines() if mark in s]):
@@ -67,7 +67,7 @@ def served(command: list[str], log: Path, mark: str) -> Iterator[str]:
 
 
 def answers(url: str) -> list[Any]:
-    """What a front end makes of ASKED."""
+    """Return the answers of a front end to ASKED."""
     found = []
     for asked in ASKED:
         body = json.dumps({**asked, "seed": 3}).encode()
@@ -79,7 +79,7 @@ def answers(url: str) -> list[Any]:
 
 
 def main() -> None:
-    """Run the parts one after another."""
+    """Run the parts one after the other."""
     theirs, ours = [*sys.argv[1:], "-P"], [sys.executable]  # -P: not the qllm of this folder
     subprocess.run([*theirs, "-c", RINGS], check=True)
     small = ["--threads", "1", "--set", "conformance=false", "--set", "max_kv_tokens=4096"]

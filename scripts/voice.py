@@ -18,7 +18,7 @@ QUESTION = re.compile(r"(What|Who|Whose|Whom|Whether|Where|How|When|Why|Which)\b
 PERSON = re.compile(r"(?i)\b(nobody|somebody|whoever|anybody|everybody|no one|someone)\b")
 ENTRY = re.compile(r"^\s+\*{0,2}\w+: +(Of|As|By|In|For|See|The rest)\b")
 MOST = 100
-"""Characters of a line of the docs."""
+"""Most characters of a line of the docs."""
 
 
 class Breach(NamedTuple):
@@ -30,7 +30,7 @@ class Breach(NamedTuple):
 
 
 def texts(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the kind (`docstring`, `comment`) and the text of what a reader reads."""
+    """Yield the line, the kind (`docstring`, `comment`) and the text of all that a reader reads."""
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         for item in body if isinstance(body, list) else ():
@@ -47,7 +47,7 @@ def texts(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def breaches(path: Path) -> Iterator[Breach]:
-    """Yield what breaks a rule in a file of Python or Markdown."""
+    """Yield the breaches in a file of Python or Markdown."""
     source = path.read_text()
     name = str(path.relative_to(ROOT))
     if path.suffix == ".md":

@@ -3,10 +3,9 @@
     python scripts/walk.py            prints one JSON line
     python scripts/walk.py --list     names them first
 
-A chat of 8 tokens goes over HTTP to the model `tiny`; two come before the one that is counted.
-Every thread of the server's process and the thread of the engine's loop are watched. Counted are
-functions of `qllm` and of policies by file and name; comprehensions and lambdas belong to what is
-around them.
+A chat of 8 tokens goes over HTTP to the model `tiny`, after two that do not count. Every thread of
+the server's process and the thread of the engine's loop are watched. Functions of `qllm` and of
+policies count by file and name; comprehensions and lambdas belong to the function around them.
 """
 
 import argparse
@@ -32,7 +31,7 @@ BODY = {
 WARM = 2
 
 _entered: set[tuple[str, str]] | None = None
-"""Files and functions, while they are counted."""
+"""Files and functions, during a count."""
 
 
 def _watch(frame: FrameType, event: str, arg: Any) -> None:
@@ -43,7 +42,7 @@ def _watch(frame: FrameType, event: str, arg: Any) -> None:
 
 
 def begin() -> None:
-    """Count from now on, on this thread and on those with this profile."""
+    """Start to count on this thread, and on others with this profile."""
     global _entered
     _entered = set()
     sys.setprofile(_watch)
@@ -58,7 +57,7 @@ def end() -> list[tuple[str, str]]:
 
 
 def chat(port: int) -> None:
-    """One streaming chat, read to its end."""
+    """Send one streaming chat, and read it to its end."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(BODY), headers)
@@ -70,8 +69,8 @@ def chat(port: int) -> None:
 
 
 def walk() -> dict[str, list[tuple[str, str]]]:
-    """What one chat enters, by process."""
-    import walk as self  # by the name that the engine's process can import it by
+    """Return the files and functions that one chat enters, by process."""
+    import walk as self  # the engine's process can import it by this name
 
     from qllm.llm import QLLMEngine
     from qllm.server.app import create_app
@@ -103,7 +102,7 @@ def walk() -> dict[str, list[tuple[str, str]]]:
 
 
 def main() -> None:
-    """Count, and print."""
+    """Count and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name files and functions")
     args = parser.parse_args()
