@@ -9,7 +9,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def named() -> dict[str, Path]:
-    """Find every module here that has a `main`; one that is a folder has the folder's name."""
+    """Return every module here that has a `main`; a folder's module has the folder's name."""
     found = {}
     for path in sorted(HERE.rglob("*.py")):
         own = path.name == "__main__.py"
@@ -19,7 +19,7 @@ def named() -> dict[str, Path]:
 
 
 def listed(benches: dict[str, Path]) -> str:
-    """Write the names with the first line that each says of itself."""
+    """Return the names with the first line of each module's docstring."""
     lines = {}
     for name, path in benches.items():
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -29,7 +29,7 @@ def listed(benches: dict[str, Path]) -> str:
 
 
 def main() -> None:
-    """Run the bench that is named, with the other arguments; without a name, list them."""
+    """Run the named bench with the other arguments; without a name, list all."""
     benches = named()
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(f"python -m bench NAME [arguments]\n\n{listed(benches)}")

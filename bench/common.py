@@ -1,6 +1,6 @@
-"""What the benches share: the model, prompts, statistics, and a description of the machine.
+"""The parts that benches share: the model, prompts, statistics, results, and the machine.
 
-The reference process imports this too, so nothing here imports qllm.
+The reference process imports this module too, so nothing here imports qllm.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 """The repository. Benches run in it, as modules: `python -m bench.serving.peers`."""
 RESULTS = ROOT / "bench" / "results"
-"""The committed results."""
+"""Folder of the committed results."""
 
 MODEL = {
     "vocab_size": 16384,
@@ -39,17 +39,17 @@ MODEL = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
-"""Qwen3-MoE of about 300M parameters, embeddings untied."""
+"""Config of a Qwen3-MoE of about 300M parameters, embeddings untied."""
 EMBED_STD = 1.0
 """Standard deviation of the random embedding. At transformers' 0.02 all tokens look alike: greedy
-answers repeat one token and routing collapses to a few experts."""
+answers repeat one token, and the router uses only a few experts."""
 SPECIAL = 8
-"""Ids below this never occur in prompts."""
+"""First id that occurs in prompts."""
 RESAMPLES = 2000
 
 
 def model_folder(root: str | None = None) -> Path:
-    """The folder with the model's weights; made on first use (seeded, bfloat16)."""
+    """Return the folder of the model's weights; make it on first use (seeded, bfloat16)."""
     recipe = json.dumps([MODEL, EMBED_STD], sort_keys=True)
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     folder = Path(root or "/tmp") / f"qllm-bench-{digest}"
@@ -67,7 +67,7 @@ def model_folder(root: str | None = None) -> Path:
 
 
 def load_model(folder: str | Path, dtype: str = "bfloat16") -> Any:
-    """The model as transformers loads it."""
+    """Load the model with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,7 @@ def load_model(folder: str | Path, dtype: str = "bfloat16") -> Any:
 
 
 def active_bytes(model: Any) -> int:
-    """Weights that one token reads once: all but the embedding and the experts not chosen."""
+    """Return the bytes of weights that one token reads: no embedding, no unused experts."""
     config = model.config
     total = 0
     for name, p in model.named_parameters():
@@ -93,7 +93,7 @@ def active_bytes(model: Any) -> int:
 
 
 def make_prompt(rng: np.random.Generator, num_tokens: int) -> list[int]:
-    """Random ids, skewed towards some that differ from prompt to prompt."""
+    """Return random ids; each prompt prefers other ids."""
     vocab = MODEL["vocab_size"] - SPECIAL
     offset = int(rng.integers(vocab))
     ids = (offset + (vocab * rng.random(num_tokens) ** 3).astype(np.int64)) % vocab + SPECIAL
@@ -108,7 +108,7 @@ class Job(NamedTuple):
 
 
 def make_jobs(seed: int, count: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Job]:
-    """Jobs with lengths uniform in [low, high]."""
+    """Return jobs with lengths uniform in [low, high]."""
     rng = np.random.default_rng(seed)
     return [
         Job(
@@ -125,12 +125,12 @@ Statistic = Callable[[np.ndarray], float]
 
 
 def median(values: np.ndarray) -> float:
-    """The median."""
+    """Return the median."""
     return float(np.median(values))
 
 
 def quantile(p: float) -> Statistic:
-    """The p-th percentile as a statistic."""
+    """Return the statistic of the p-th percentile."""
     return lambda values: float(np.percentile(values, p))
 
 
@@ -147,7 +147,7 @@ class Estimate(NamedTuple):
     high: float
 
     def text(self, digits: int = 2) -> str:
-        """For a table."""
+        """Return the text for a table."""
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
@@ -157,9 +157,9 @@ def estimate(
     over: Sequence[Sequence[float]] | None = None,
     seed: int = 0,
 ) -> Estimate | None:
-    """A statistic of pooled groups, or its ratio to that of other pooled groups.
+    """Return a statistic of pooled groups, or its ratio to that of other pooled groups.
 
-    Resampled inside each group (a seed's run), so that every seed keeps its weight.
+    Each group (a seed's run) is resampled separately, so that every seed keeps its weight.
     """
     rng = np.random.default_rng(seed)
 
@@ -183,7 +183,7 @@ def estimate(
 
 
 def paired(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The median of paired differences or ratios, with its interval."""
+    """Return the median of paired differences or ratios, with its interval."""
     found = estimate([values], median, seed=seed)
     assert found is not None
     return found
@@ -193,7 +193,7 @@ def paired(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 class UncommittedError(argparse.ArgumentTypeError):
-    """A result of a tree that no commit has may not become a committed result."""
+    """A result that may not become a committed one, because no commit has its tree."""
 
 
 def changed_files() -> list[str] | None:
@@ -231,10 +231,10 @@ def result_file(path: str | Path) -> Path:
 
 
 def write_result(path: Path, text: str) -> None:
-    """Write a result to its file, with the folders that it needs.
+    """Write a result to its file, and make the folders that the file needs.
 
     Raises:
-        UncommittedError: See `result_file`.
+        UncommittedError: The file is refused, see `result_file`.
     """
     path = result_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,27 +242,27 @@ def write_result(path: Path, text: str) -> None:
 
 
 def print_result(result: dict[str, Any], out: Path | None) -> None:
-    """Print a result as JSON in one line, the last one, and write it to a file."""
+    """Print a result as one line of JSON, the last line, and write it to a file."""
     print(json.dumps(result, separators=(",", ":")), flush=True)
     if out is not None:
         write_result(out, json.dumps(result, indent=1))
 
 
 class Table:
-    """Lines of the result: what, measured, target, reached."""
+    """Lines of a result: quantity, measured value, target, and True if reached."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str, str, bool | None]] = []
 
     def add(self, what: str, found: str, target: str = "", ok: bool | None = None) -> None:
-        """One line, shown at once; `ok` is None for a number without a target."""
+        """Add a line and print it; `ok` is None for a number without a target."""
         self.lines.append((what, found, target, ok))
         mark = {True: "ok", False: "MISSED", None: ""}[ok]
         print(f"{what:<58} {found:<34} {target:<14} {mark}", flush=True)
 
     @property
     def losing(self) -> list[str]:
-        """What missed its target."""
+        """Return the lines that missed their target."""
         return [
             f"{what}: {found} (target {target})"
             for what, found, target, ok in self.lines
@@ -270,12 +270,12 @@ class Table:
         ]
 
     def finish(self, result: dict[str, Any], out: Path | None) -> None:
-        """Print a result with these lines as JSON, in the last line; and write it to a file."""
+        """Print a result with these lines as JSON, in the last line, and write it to a file."""
         print_result(result | {"lines": self.lines, "losing": self.losing}, out)
 
 
 def plain(value: Any) -> Any:
-    """JSON of estimates and containers."""
+    """Convert estimates and containers to JSON values."""
     if isinstance(value, Estimate):
         return {k: round(v, 4) for k, v in value._asdict().items()}
     if isinstance(value, dict):
@@ -288,7 +288,7 @@ def plain(value: Any) -> Any:
 
 
 def without_paths(text: str) -> str:
-    """Messages for committed results: no folder of this machine in them."""
+    """Return a message for committed results, without folders of this machine."""
     for folder, name in ((ROOT, "."), (Path(sys.prefix), "VENV"), (Path.home(), "~")):
         text = text.replace(str(folder), name)
     return text
@@ -316,7 +316,7 @@ def _commit() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs and with what."""
+    """Return this machine and the versions of its software."""
     import torch
     import transformers
 
@@ -335,12 +335,12 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_ticks() -> list[int]:
-    """Clock ticks of all cores: user, nice, system, idle, iowait, irq, softirq, steal."""
+    """Return clock ticks of all cores: user, nice, system, idle, iowait, irq, softirq, steal."""
     return [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
 
 
 def busy_cores() -> tuple[float, float]:
-    """CPU seconds used so far: of the whole machine, of this process and its children."""
+    """Return the CPU seconds used so far: by the machine, by this process and its children."""
     ticks = cpu_ticks()
     idle = ticks[3] + ticks[4]
     times = os.times()

@@ -2,9 +2,8 @@
 
     python -m bench.report
 
-Every number of the page is read from `bench/results/`: the JSON documents that the benchmarks
-wrote there, or printed as their last line. Rows that miss their target are marked, and listed on
-top.
+Every number of the page is read from `bench/results/`: JSON documents that the benchmarks wrote, or
+printed as their last line. Rows that miss their target are marked, and listed first.
 """
 
 import json
@@ -118,7 +117,7 @@ def _cell(text: str) -> str:
 
 
 def _table(lines: Sequence[Sequence[Any]]) -> list[str]:
-    """Lines of a result: what, measured, target, reached."""
+    """Return the lines of a result: quantity, measured value, target, and a mark."""
     out = ["", "| what | measured | target | |", "|---|---|---|---|"]
     for what, found, target, ok in lines:
         out.append(f"| {_cell(what)} | {_cell(found)} | {_cell(target)} | {_mark(ok)} |")
@@ -132,13 +131,13 @@ def _machine(document: dict[str, Any]) -> str:
 
 
 def _machine_of_rows(document: dict[str, Any]) -> dict[str, Any]:
-    """The machine of rows that were measured one by one, and all their commits."""
+    """Return the machine of rows that were measured one by one, and all their commits."""
     machines = [row["machine"] for row in document.get("rows", document).values()]
     return machines[0] | {"commit": ", ".join(sorted({m["commit"] for m in machines}))}
 
 
 def engine_part(document: dict[str, Any]) -> list[str]:
-    """The rows of `bench/engine/engine.py`."""
+    """Return the rows of `bench/engine/engine.py`."""
     config = document["config"]
     model = config["model"]
     lines = [
@@ -170,7 +169,7 @@ TITLES = {
 
 
 def policies_part(document: dict[str, Any]) -> list[str]:
-    """The rows of `bench/policies/ablation.py`, and its figure."""
+    """Return the rows of `bench/policies/ablation.py`, and its figure."""
     config = document["config"]
     lines = [
         "",
@@ -285,7 +284,7 @@ def _simulated(result: dict[str, Any]) -> list[str]:
 
 
 def peers_part(document: dict[str, Any]) -> list[str]:
-    """The rows of `bench/serving/peers.py`."""
+    """Return the rows of `bench/serving/peers.py`."""
     config = document["config"]
     lines = [
         "",
@@ -303,14 +302,14 @@ def peers_part(document: dict[str, Any]) -> list[str]:
 
 
 def papers_part(document: dict[str, Any]) -> list[str]:
-    """The table of `bench/papers/papers.py`."""
+    """Return the table of `bench/papers/papers.py`."""
     config = document["config"]
     about = f"{_machine(document)}; live: {config['model']}, engine {json.dumps(config['engine'])}"
     return ["", "## What the papers claim", "", f"- {about}", "", *markdown(document)]
 
 
 def simulator_part(document: dict[str, Any]) -> list[str]:
-    """What `tests/long/validate_sim.py` compared, and its figure."""
+    """Return the comparison of `tests/long/validate_sim.py`, and its figure."""
     config, policies = document["config"], document["policies"]
     draw_predictions(policies, str(SIM_FIGURE))
     lines = [
@@ -338,7 +337,7 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
 
 
 def decide_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/scheduler/decide.py`: the slowest policy."""
+    """Return the lines of `bench/scheduler/decide.py`: the slowest policy."""
     args, rows = document["args"], document["rows"]
     slowest = max(rows, key=lambda row: row["p99_us"])
     what = f"decision and program, {args['scheduler']} scheduler, {args['live']} live requests"
@@ -355,14 +354,14 @@ def decide_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def sim_speed_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/sim/sim_speed.py`."""
+    """Return the lines of `bench/sim/sim_speed.py`."""
     what = f"{document['config']['requests']:,} Azure-like requests through 48 layers, CPU s"
     grains = document["grains"].items()
     return [at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
 
 
 def perplexity_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `bench/kernels/perplexity.py`."""
+    """Return the lines of `bench/kernels/perplexity.py`."""
     lines: list[Line] = []
     for name, found in document["formats"].items():
         text = f"{found['perplexity']:.3f} ({found['bits_per_byte']:.4f} bits per byte)"
@@ -373,7 +372,7 @@ def perplexity_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def differential_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `tests/long/differential.py`."""
+    """Return the lines of `tests/long/differential.py`."""
     num, differences = sum(document["traces"].values()), document["differences"]
     found = f"{num:,} traces, {document['agreed_on']['decisions']:,} decisions, {differences}"
     ok = num >= DIFFERENTIAL_TRACES and not differences
@@ -382,7 +381,7 @@ def differential_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def soak_lines(document: dict[str, Any]) -> list[Line]:
-    """Lines of `tests/long/soak.py`."""
+    """Return the lines of `tests/long/soak.py`."""
     minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
     accepted = sum(counts.get(name, 0) for name in ("ended", "accepted_and_left", "sent_vanish"))
     problems = len(document["problems"])
@@ -403,7 +402,7 @@ def soak_lines(document: dict[str, Any]) -> list[Line]:
 
 
 DECISION_US, CORE_US, DIFFERENTIAL_TRACES, SOAK_RATIO = 300.0, 5.0, 10_000, 1.5
-"""What the project promises, where a result does not say it."""
+"""Targets of the project that the result does not contain."""
 
 SMALL = {
     "over_http.json": ("HTTP and the rings", over_http_lines),
@@ -433,12 +432,12 @@ SMALL = {
     "perplexity_talk.json": ("Perplexity of `talk` per format", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
-"""Results of one table: title, and the lines of it."""
+"""Results of one table: title, and a function that returns its lines."""
 NOTES = {"kv.json": KV_NOTES}
 
 
 def small_part(name: str, document: dict[str, Any]) -> list[str]:
-    """One table under a title, and what is to be said of it."""
+    """Return one table under a title, and its notes."""
     title, lines_of = SMALL[name]
     lines = ["", f"## {title}", "", f"- {_machine(document)}", *_table(lines_of(document))]
     return [*lines, *NOTES.get(name, "").splitlines()]
@@ -455,7 +454,7 @@ PARTS = {
 
 
 def page(documents: dict[str, dict[str, Any]]) -> str:
-    """The page of the results that there are, what they miss first."""
+    """Return the page of the existing results, missed targets first."""
     losing = [(name, line) for name, doc in documents.items() for line in doc.get("losing", ())]
     losing += [
         (name, f"{what.strip()}: {found} (target {target})")

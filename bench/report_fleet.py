@@ -46,7 +46,7 @@ def _pools(row: Row) -> list[Line]:
 
 
 def _over(what: str, found: float | None, most: float) -> Line:
-    """A ratio; None if there was nothing to lower."""
+    """Return the line of a ratio; None if the base is zero."""
     if found is None:
         return what, "none missed by either", "", None
     return at_most(what, found, most, 2)
@@ -71,7 +71,7 @@ def _prefix(row: Row) -> list[Line]:
 
 
 def _rebalance(row: Row) -> list[Line]:
-    """Ratios over never moving."""
+    """Return ratios over never moving."""
     lines: list[Line] = []
     for name, case in row.items():
         lines += _moves(f"two simulated engines, LS {name}", case) if isinstance(case, dict) else []
@@ -148,6 +148,6 @@ ROWS = {
 
 
 def fleet_lines(document: Row) -> list[Line]:
-    """Rows of `bench/serving/fleet.py`."""
+    """Return the rows of `bench/serving/fleet.py`."""
     rows = document["rows"]
     return [line for name, of in ROWS.items() if name in rows for line in of(rows[name])]

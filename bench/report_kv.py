@@ -1,4 +1,4 @@
-"""Rows of the results page about KV that outlives its row (`bench/kv`)."""
+"""Rows of the results page about KV that outlives its request (`bench/kv`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -152,7 +152,7 @@ _KINDS: dict[str, Callable[[Row], list[Line]]] = {
 
 
 def kv_lines(document: dict[str, Row]) -> list[Line]:
-    """Lines of `bench/kv`: every row that was measured, in the order of its documentation."""
+    """Return the lines of `bench/kv`: every measured row, in the order of its documentation."""
     wrong = [name for name, row in document.items() if not row["same_tokens"]]
     found = "all" if not wrong else f"not in {', '.join(wrong)}"
     rows = f"in {len(document)} rows: the same tokens in every arm of every row"

@@ -1,13 +1,13 @@
-"""Rows of the results page: what a number is held against, and those of HTTP."""
+"""Rows of the results page with targets, and the rows about HTTP."""
 
 from typing import Any
 
 Line = tuple[str, str, str, bool | None]
-"""What, measured, target, reached."""
+"""Quantity, measured value, target, and True if it is reached."""
 
 
 def at_most(what: str, found: float, target: float, digits: int = 1) -> Line:
-    """A row whose number is reached if it is not above its target."""
+    """Return a row whose number is reached if it is not above its target."""
     return what, f"{found:,.{digits}f}", f"<= {target:g}", found <= target
 
 
@@ -16,11 +16,11 @@ WITHOUT_ZEN = (
     "at commit 0b86876 (2 threads, 300M, medians): ours over vLLM single stream 1.51, prefill of "
     "2,048 tokens 0.99, 48 LS 1.02, 16 BE 1.11; mixed trace, LS TTFT p99 16 and 23 times lower"
 )
-"""A note beside results that say nothing of vLLM's platform."""
+"""A note for results that do not name vLLM's platform."""
 
 
 def capacity_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/capacity.py`, and how strong the rival was."""
+    """Return the rows of `bench/serving/capacity.py`, and the platform of vLLM."""
     found = document.get("platforms")
     if found is None:
         return [*document["lines"], (WITHOUT_ZEN, "", "", None)]
@@ -29,7 +29,7 @@ def capacity_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def over_http_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/over_http.py`."""
+    """Return the rows of `bench/serving/over_http.py`."""
     reach = document["reach"]
     lines: list[Line] = []
     for row in ("overhead", "small"):
@@ -54,7 +54,7 @@ def over_http_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def _http_overhead_lines(found: dict[str, Any], reach: dict[str, float]) -> list[Line]:
-    """Rows of one model: HTTP minus the Python API, and what a kept-alive connection adds."""
+    """Return the rows of one model: HTTP minus the Python API, and a kept-alive connection."""
     python = found["ttft_ms"]["python"]["p50"]
     model = f", TTFT {python:.1f} ms" if "model" in found else ""
     kinds = {
@@ -82,7 +82,7 @@ def _quiet_hogged(found: dict[str, Any]) -> str:
 
 
 def rate_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/rate.py`: the last tree over the first."""
+    """Return the rows of `bench/serving/rate.py`: the last tree over the first."""
     first, *_, last = document["trees"]
     over, cost = document["over_first"][last], document["trees"]
     name, target = document.get("first", first), 2.0
@@ -96,7 +96,7 @@ def rate_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def ttft_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/ttft.py`."""
+    """Return the rows of `bench/serving/ttft.py`."""
     lines: list[Line] = []
     for clients, row in document["found"].items():
         for name, ms in row["http_adds_ms"].items():
@@ -108,7 +108,7 @@ def ttft_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def floor_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `floor.json`. The commit in the result has its bench, `bench/serving/floor.py`."""
+    """Return the rows of `floor.json`. The commit in the result has its bench."""
     step, cold = document["step_ms"], document["cold"]
     lines: list[Line] = [
         (f"a step of {step:g} ms over HTTP, server {name}: ms", f"{ms['p50']:.2f}", "", None)
@@ -120,7 +120,7 @@ def floor_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `beside_mask.json`. The commit in the result has its bench."""
+    """Return the rows of `beside_mask.json`. The commit in the result has its bench."""
     lines: list[Line] = []
     for row in document["found"]:
         for form, over in row["over_none"].items():
@@ -131,7 +131,7 @@ def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def on_ray_lines(document: dict[str, Any]) -> list[Line]:
-    """Rows of `bench/serving/on_ray.py`."""
+    """Return the rows of `bench/serving/on_ray.py`."""
     lines: list[Line] = []
     asked = document["requests"]
     for name, what in (("killed", "one of two replicas killed"), ("calm", "none killed")):

@@ -1,4 +1,4 @@
-"""Rows of the results page about prompts that come in pieces (`bench/serving/streams.py`)."""
+"""Rows of the results page about streaming prompts (`bench/serving/streams.py`)."""
 
 from typing import Any
 
@@ -72,6 +72,6 @@ ROWS = {
 
 
 def streams_lines(document: Row) -> list[Line]:
-    """Rows of `bench/serving/streams.py`."""
+    """Return the rows of `bench/serving/streams.py`."""
     reach = document["reach"]
     return [x for name, of in ROWS.items() for x in of(document["rows"][name], reach[name])]

@@ -1,7 +1,6 @@
 """Work of the device loop's iterations, by reading and counting: no GPU is needed.
 
     python -m scripts.turn_cost              # instructions of the host build, by callgrind
-
     python -m scripts.turn_cost --sass 9.0   # and the compiled code of `qllm_turn`
 
 The loop (`csrc/loop.h`) is built for this machine and runs under callgrind (valgrind and its

@@ -4,9 +4,9 @@
     python -m bench.engine.engine --rows mixed,decode --seeds 1,2    some of them
     python -m bench.engine.engine --trace trace.json                 arrivals of `loadgen.py trace`
 
-The model is a Qwen3-MoE of about 300M random bfloat16 weights with untied embeddings. Ratios are
-of runs that alternate in this one run. A human table first; the very last line of stdout is one
-JSON document.
+The model is a Qwen3-MoE of about 300M random bfloat16 weights with untied embeddings. Ratios
+compare runs that alternate in this one run. The output is a table; its last line is one JSON
+document.
 """
 
 # ruff: noqa: E402 - the number of threads and bench/engine/silent.py must be set before the imports
@@ -67,22 +67,22 @@ from bench.engine.throughput import decode_row, peer_row
 
 ROWS = ("exact", "mixed", "latency", "added", "boundary", "peer", "decode")
 LS_LOAD = 0.4
-"""LS rate over the LS capacity measured here."""
+"""LS rate over the measured LS capacity."""
 SLO_OVER_ALONE = 2.0
 """TPOT target of the setup `targets`, over the TPOT p99 of LS alone so far."""
 SETUPS = {
-    "alone": ("qllm2", False),  # first: its TPOT is what the target is set by
+    "alone": ("qllm2", False),  # first: its TPOT sets the target
     "qllm2": ("qllm2", True),
     "targets": ("qllm2", True),
     "priority": ("priority", True),
     "ls-first": ("ls-first", True),
     "fcfs": ("fcfs", True),
 }
-"""Policy, and whether BE floods."""
+"""Policy of each setup, and True if BE floods it."""
 
 
 def load_of_trace(path: str, seed: int) -> Load:
-    """A load with the times and lengths of a trace; ids are random."""
+    """Return a load with the times and lengths of a trace, and random ids."""
     rng = np.random.default_rng([seed, 2])
     ls, be = [], []
     for r in sorted(json.loads(Path(path).read_text())["requests"], key=lambda r: r["t"]):
@@ -98,7 +98,7 @@ def load_of_trace(path: str, seed: int) -> Load:
 
 
 def row_exact(table: Table, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows 1 to 3."""
+    """Measure rows 1 to 3."""
     dtypes = ("bfloat16", "float32")
     count = 12 if not args.quick else 6
     found = exactness_row(lambda d: load_model(folder, d), folder, count, args.seeds[0], dtypes)
@@ -137,7 +137,7 @@ def row_exact(table: Table, folder: Path, args: argparse.Namespace) -> dict[str,
 
 
 def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows 4 and 5."""
+    """Measure rows 4 and 5."""
     count = 24 if args.quick else 64
     capacity = float(
         np.median([ls_capacity(model, count, s) for s in (1, 2, 3)[: 1 + 2 * (not args.quick)]])
@@ -282,7 +282,7 @@ def _mixed_ratios(table: Table, windows: dict[str, list[Window]]) -> dict[str, A
 
 
 def row_latency(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Row 6."""
+    """Measure row 6."""
     found = latency_row(model, args.seconds * (0.5 if args.quick else 2), args.seeds[0])
     bound = found["max_segment_ms"] + 1
     p99 = found["p99_ms"]
@@ -302,7 +302,7 @@ def row_latency(table: Table, model: Any, args: argparse.Namespace) -> dict[str,
 
 
 def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Row 7."""
+    """Measure row 7."""
     found = added_row(model, 4 if args.quick else 4 * args.rounds, args.seeds[0])
     added = found["added_ms"]
     table.add("BE time added per preemption, ms", added.text(), "<= 1", added.value <= 1)
@@ -315,7 +315,7 @@ def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
 
 
 def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Row 8."""
+    """Measure row 8."""
     found = boundary_row(model, 3 if args.quick else 8 * args.rounds, args.seeds[0])
     for name, limit in (("expert", 2.0), ("layer", 1.0), ("step", None)):
         both = found[name]["both"]
@@ -329,7 +329,7 @@ def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str
 
 
 def row_peer(table: Table, model: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Row 9."""
+    """Measure row 9."""
     found = peer_row(model, folder, 1 if args.quick else max(3, args.rounds // 2), args.seeds[0])
     for name, entry in found.items():
         table.add(
@@ -347,7 +347,7 @@ def row_peer(table: Table, model: Any, folder: Path, args: argparse.Namespace) -
 
 
 def row_decode(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Row 10."""
+    """Measure row 10."""
     found = decode_row(model, 3 if args.quick else args.rounds, args.seeds[0])
     ratio = found["ratio_cpu"]
     table.add(
@@ -369,7 +369,7 @@ def row_decode(table: Table, model: Any, args: argparse.Namespace) -> dict[str, 
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--seconds", type=float, default=30.0, help="of one mixed window")
@@ -402,7 +402,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(table: Table, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the rows asked for."""
+    """Measure the chosen rows."""
     folder = model_folder(args.models)
     model = load_model(folder)
     found: dict[str, Any] = {}

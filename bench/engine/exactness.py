@@ -1,4 +1,4 @@
-"""Rows about tokens: mixed against solo, and against `generate` without qllm."""
+"""Rows about tokens: mixed against solo runs, and against `generate` without qllm."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ ALL_LOGPROBS = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=20)
 
 
 class ReferenceProcess:
-    """`reference.py` as a child."""
+    """A child process that runs `reference.py`."""
 
     def __init__(self, folder: Path, dtype: str = "bfloat16", threads: int = 1) -> None:
         self._child = subprocess.Popen(
@@ -57,7 +57,7 @@ class ReferenceProcess:
 
 
 def mixed_streams(engine: QLLMEngine, jobs: Sequence[Job], seed: int) -> list[Any]:
-    """Results of a mixed run: the longer half as BE at once, the others as LS meanwhile."""
+    """Return results of a mixed run: the longer half as BE at once, the others as LS meanwhile."""
     rng = np.random.default_rng(seed)
     order = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].token_ids))
     be, ls = order[: len(order) // 2], order[len(order) // 2 :]
@@ -73,7 +73,7 @@ def mixed_streams(engine: QLLMEngine, jobs: Sequence[Job], seed: int) -> list[An
 
 
 def solo_streams(engine: QLLMEngine, jobs: Sequence[Job]) -> list[Any]:
-    """Results of the same jobs, one after the other."""
+    """Return results of the same jobs, run one after the other."""
     return [
         engine.submit(j.token_ids, "BE", j.max_tokens, sampling=ALL_LOGPROBS).result(600)
         for j in jobs
@@ -81,7 +81,7 @@ def solo_streams(engine: QLLMEngine, jobs: Sequence[Job]) -> list[Any]:
 
 
 def own_streams(model: Any, jobs: Sequence[Job], exactness: str, seed: int) -> dict[str, Any]:
-    """Mixed and solo runs of one engine."""
+    """Return mixed and solo runs of one engine."""
     with QLLMEngine.from_model(
         model, exactness=exactness, record=True, conformance=False, threads=1
     ) as engine:
@@ -99,7 +99,7 @@ def own_streams(model: Any, jobs: Sequence[Job], exactness: str, seed: int) -> d
 
 
 def compare_own(runs: dict[str, Any]) -> dict[str, Any]:
-    """Share of mixed streams that equal their solo run, in tokens and in 20 log-probs each."""
+    """Return the share of mixed streams equal to their solo run, in tokens and 20 log-probs."""
     pairs = list(zip(runs["mixed"], runs["solo"], strict=True))
     tokens = sum(a.token_ids == b.token_ids for a, b in pairs)
     bits = sum(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in pairs)
@@ -117,7 +117,7 @@ def compare_own(runs: dict[str, Any]) -> dict[str, Any]:
 def compare_generate(
     streams: Sequence[Any], reference: dict[str, Any], process: ReferenceProcess
 ) -> dict[str, Any]:
-    """Share of streams equal to `generate`; first divergences against the measured noise."""
+    """Return the share of streams equal to `generate`, and first divergences against the noise."""
     noise = np.asarray(reference["noise"])
     first: list[dict[str, Any]] = []
     for i, (stream, want) in enumerate(zip(streams, reference["tokens"], strict=True)):
@@ -146,7 +146,7 @@ def compare_generate(
 def exactness_row(
     load: Any, folder: Path, count: int, seed: int, dtypes: Sequence[str]
 ) -> dict[str, Any]:
-    """Rows 1 to 3, per dtype and exactness."""
+    """Measure rows 1 to 3, per dtype and exactness."""
     short = make_jobs(seed, count - count // 3, (64, 192), (16, 24))
     jobs = short + make_jobs(seed + 1, count // 3, (512, 1024), (16, 24))
     out: dict[str, Any] = {}

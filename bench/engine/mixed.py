@@ -1,4 +1,4 @@
-"""Open-loop LS beside a BE flood: one window of one policy, and what its trace says."""
+"""Open-loop LS next to a BE flood: one window of one policy, and the numbers of its trace."""
 
 import time
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ LS_OUTPUT = (16, 48)
 BE_PROMPT = (256, 2048)
 BE_OUTPUT = (32, 256)
 BACKLOG = 40
-"""BE requests that are kept unfinished: more than seats, so that some always wait."""
+"""Number of unfinished BE requests: more than seats, so that some always wait."""
 POLL_S = 0.02
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Arrival(NamedTuple):
-    """An LS request and when it comes, in seconds after the warm-up."""
+    """An LS request and its arrival, in seconds after the warm-up."""
 
     at_s: float
     job: Job
@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one seed offers: the same for every policy."""
+    """The load of one seed, the same for every policy."""
 
     seed: int
     ls: list[Arrival]
@@ -41,7 +41,7 @@ class Load:
 
 
 def make_load(seed: int, rate: float, seconds: float) -> Load:
-    """Poisson LS arrivals and enough BE jobs."""
+    """Return Poisson LS arrivals and enough BE jobs."""
     rng = np.random.default_rng([seed, 1])
     ls, at = [], float(rng.exponential(1 / rate))
     while at < seconds:
@@ -53,13 +53,13 @@ def make_load(seed: int, rate: float, seconds: float) -> Load:
 
 @dataclass(slots=True)
 class Window:
-    """What one window measured; times in milliseconds."""
+    """Measured numbers of one window; times in milliseconds."""
 
     policy: str
     seed: int
     tpot_target_ms: float | None = None
     ttft: list[float] = field(default_factory=list)
-    """A request without a first token counts with the time it had waited (a lower bound)."""
+    """TTFTs; a request without a first token counts with its wait so far (a lower bound)."""
     tpot: list[float] = field(default_factory=list)
     num_ls: int = 0
     num_censored: int = 0
@@ -80,13 +80,13 @@ class Window:
     trace: Trace | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Without the trace and the samples."""
+        """Return the fields without the trace and the samples."""
         drop = {"trace", "ttft", "tpot", "preempt_latency"}
         return {f: getattr(self, f) for f in self.__dataclass_fields__ if f not in drop}
 
 
 class Flood:
-    """Keeps BE requests outstanding."""
+    """A flood of BE requests that keeps a number of them unfinished."""
 
     def __init__(self, engine: QLLMEngine, jobs: Sequence[Job], backlog: int) -> None:
         self._engine = engine
@@ -96,7 +96,7 @@ class Flood:
         self.fewest: int | None = None
 
     def top_up(self) -> None:
-        """Submit as many as have finished."""
+        """Submit as many requests as have finished."""
         self._open = [h for h in self._open if h.finish_reason is None]
         if self._open:
             self.fewest = min(len(self._open), self.fewest or self._backlog)
@@ -121,7 +121,7 @@ def run_window(
     tpot_target_ms: float | None = None,
     **settings: Any,
 ) -> Window:
-    """Serve one load under one policy in an engine of its own."""
+    """Serve one load under one policy in its own engine."""
     if tpot_target_ms is not None:
         settings["ls_slo"] = f"tpot={tpot_target_ms:.3f}ms"
     engine = QLLMEngine.from_model(
@@ -165,7 +165,7 @@ def run_window(
 
 
 def _wait(engine: QLLMEngine, be: Flood | None, until: float) -> None:
-    """Sleep until then, topping up the flood."""
+    """Sleep until a time, and refill the flood."""
     while (left := until - time.monotonic()) > 0:
         if be is None:
             time.sleep(left)
@@ -204,9 +204,9 @@ def _read(
 
 
 def _be_work(events: Sequence[Event], start_ns: int, end_ns: int) -> tuple[int, int, float]:
-    """BE tokens between two ends of work on BE programs, near the edges of the window.
+    """Return the BE tokens between two ends of work on BE programs, near the edges of the window.
 
-    A program that is under way has not counted yet, so the edges are put where none is.
+    A running program has not counted its tokens yet, so the edges are moved to times without one.
     """
     a, b = _edge(events, start_ns), _edge(events, end_ns)
     first, last = _be_tokens(events[: a + 1]), _be_tokens(events[: b + 1])
@@ -215,7 +215,7 @@ def _be_work(events: Sequence[Event], start_ns: int, end_ns: int) -> tuple[int, 
 
 
 def _edge(events: Sequence[Event], at_ns: int) -> int:
-    """The last event of the last run of a BE program that ended by then: its tokens, its park."""
+    """Return the last event of the last BE run that ended by then: its tokens, or its park."""
     be, frames, found, end_ns, frame = _be_ids(events), set[int](), 0, -1, -1
     for i, event in enumerate(events):
         if isinstance(event, Planned) and any(row.request_id in be for row in event.rows):
@@ -239,7 +239,7 @@ def _be_tokens(events: Sequence[Event]) -> tuple[int, int]:
 
 
 def ls_capacity(model: Any, count: int, seed: int) -> float:
-    """LS requests per second when `count` arrive at once."""
+    """Return the LS requests per second when `count` arrive at once."""
     jobs = make_jobs(seed * 77 + 5, count, LS_PROMPT, LS_OUTPUT)
     with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
         engine.submit(jobs[0].token_ids, "LS", 4, sampling=GREEDY).result(120)

@@ -19,7 +19,7 @@ from qllm.types import NS_PER_MS, Grain
 
 
 def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) -> dict[str, Any]:
-    """LS probes of 16 tokens against a flood of prompts of 1k to 2k tokens."""
+    """Measure LS probes of 16 tokens against a flood of prompts of 1k to 2k tokens."""
     rng = np.random.default_rng(seed)
     jobs = make_jobs(seed, 256, (1024, 2048), (32, 256))
     with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
@@ -52,10 +52,10 @@ def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) ->
 
 
 def _timeline(events: Sequence[Event], be: int) -> dict[str, float]:
-    """Milliseconds in BE programs, in parking and resuming them, and all between programs.
+    """Return the milliseconds in BE programs, in parking and resuming them, and between programs.
 
-    Parking is from the end of a run until the frame is parked, resuming from the end of the last
-    request that overtook until BE runs. What comes after BE is done waited for nobody.
+    Parking lasts from the end of a run until the frame is parked. Resuming lasts from the end of
+    the last LS request until BE runs. Time after the end of BE does not count.
     """
     frames: set[int] = set()
     out = dict.fromkeys(("be_ms", "between_ms", "park_ms", "resume_ms", "parks"), 0.0)
@@ -96,11 +96,11 @@ def _run_be(engine: QLLMEngine, job: Job, every_s: float | None, seed: int) -> d
 
 
 def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[str, Any]:
-    """A prompt of 1,536 tokens with and without LS prefills of 32 tokens in between.
+    """Measure a prompt of 1,536 tokens with and without LS prefills of 32 tokens in between.
 
-    Sums over the programs of a trace: slower BE ops (what they find cold), parking, resuming. All
-    time in no program (`between_ms`) has the LS request's own admission, decision and end in it.
-    One engine runs both, in turns.
+    The numbers are sums over the programs of a trace: slower BE ops (cold caches), parking,
+    resuming. `between_ms` is the time in no program; it contains the LS request's own admission,
+    decision and end. One engine runs both, in turns.
     """
     job = make_jobs(seed, 1, (1536, 1536), (1, 1))[0]
     cold: list[float] = []
@@ -129,7 +129,7 @@ def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[
     }
 
 
-# row 8: boundaries nobody uses
+# row 8: boundaries without a preemption
 
 GRAINS = {
     "none": (Grain.STEP, True),
@@ -137,12 +137,12 @@ GRAINS = {
     "layer": (Grain.LAYER, False),
     "expert": (Grain.EXPERT, False),
 }
-"""Grain, and whether polling is compiled out. All run in one engine: two engines hold two copies
-of packed weights, and where those lie in memory costs more than polling."""
+"""Grain, and True if polling is compiled out. One engine runs all: two engines hold two copies of
+packed weights, and the place of a copy in memory costs more than polling."""
 
 
 def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
-    """CPU time of the engine's thread on the same BE work, paired inside each short round."""
+    """Measure CPU time of the engine's thread on the same BE work, in pairs of short rounds."""
     work = {
         "prefill": make_jobs(seed, 1, (192, 192), (1, 1)),
         "decode": make_jobs(seed + 1, 2, (16, 16), (5, 5)),
@@ -153,7 +153,7 @@ def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
         for i in range(rounds + 2):
             for name in order.sample(list(GRAINS), len(GRAINS)):
                 grain, is_silent = GRAINS[name]
-                object.__setattr__(engine.policy, "grain", grain)  # between runs, so nobody looks
+                object.__setattr__(engine.policy, "grain", grain)  # between runs: no run reads it
                 silent.enable(is_silent)
                 for part, jobs in work.items():
                     cpu_s = _cpu(engine, jobs)
@@ -171,7 +171,7 @@ def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def cuts_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
-    """CPU time that cuts for 5 ms add to one prefill, against `max_segment_ms=inf`."""
+    """Measure the CPU time that cuts for 5 ms add to one prefill, against `max_segment_ms=inf`."""
     out: dict[str, Any] = {}
     with (
         QLLMEngine.from_model(model, threads=1, conformance=False) as cut,

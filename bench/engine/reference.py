@@ -1,7 +1,7 @@
-"""Unmodified transformers in a process of its own: the other side of every comparison.
+"""Unmodified transformers in its own process: the other side of every comparison.
 
-Reads one JSON command per line from stdin, writes one JSON answer per line to stdout. It never
-imports qllm, and says so in each answer.
+The process reads one JSON command per line from stdin and writes one JSON answer per line to
+stdout. It never imports qllm; each answer reports that.
 """
 
 import json
@@ -22,11 +22,11 @@ from bench.common import load_model
 
 PAGE = 64
 NUM_BLOCKS = 320
-"""20,480 tokens of KV: more than any workload needs at once."""
+"""Blocks for 20,480 tokens of KV: more than any workload needs at once."""
 
 
 class Reference:
-    """The model, and the logits of what it generated last."""
+    """The model, and the logits of its last answer."""
 
     def __init__(self, folder: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -35,9 +35,9 @@ class Reference:
         self._managers: dict[tuple[int, int], Any] = {}
 
     def generate(self, jobs: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Greedy tokens of every job alone, how far the top two are apart, and the noise.
+        """Return each job's greedy tokens, the gap between the top two logits, and the noise.
 
-        The noise is how much that distance moves when one forward pass computes the same tokens.
+        The noise is the change of that gap when one forward pass computes the same tokens.
         """
         self.logits = []
         tokens, margins, noise = [], [], []
@@ -64,7 +64,7 @@ class Reference:
         return {"tokens": tokens, "margins": margins, "noise": noise}
 
     def margin(self, job: int, position: int, token_id: int) -> dict[str, Any]:
-        """How far a token is below the best one there, in the logits of `generate`."""
+        """Return the distance of a token's logit below the best one, as `generate` saw them."""
         row = self.logits[job][position]
         rank = int((row > row[token_id]).sum())
         return {"margin": float(row.max() - row[token_id]), "rank": rank}
@@ -72,7 +72,7 @@ class Reference:
     def cb(
         self, jobs: Sequence[Sequence[Any]], max_batch_tokens: int, max_requests: int
     ) -> dict[str, Any]:
-        """Continuous batching with sdpa; loading and start-up are outside the timed part."""
+        """Run continuous batching with sdpa; loading and start-up are not timed."""
         key = (max_batch_tokens, max_requests)
         if key not in self._managers:
             for manager in self._managers.values():
@@ -125,7 +125,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints must not look like an answer
+    os.dup2(2, 1)  # other output must not look like an answer
     reference = Reference(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,12 +1,12 @@
-"""How soon an engine in another process sees a request, and what looking for it costs.
+"""Delay until an engine in another process sees a request, and the cost of looking for it.
 
 The engine's process works in segments of a fixed length and polls the stop word after each, as a
-runner does; this process puts requests at random moments. Delay is from the put (just before the
-bell) to the poll that sees it, on the clock that both share. Then the engine sleeps, and the delay
-is that of the doorbell. On a machine that is not idle the delays are the system's; what holds
-anywhere is `seen_at_first_poll`, the share of requests that the first poll after the put saw, the
-delay over the length of the very segment in which the request came, and the CPU time of a put
-and of a look. The last line of stdout is one JSON document.
+runner does; this process puts requests at random moments. The delay is the time from the put (just
+before the bell) to the poll that sees it, on the clock that both share. Then the engine sleeps, and
+the delay is that of the doorbell. On a busy machine the system causes the delays. Three numbers
+hold anywhere: `seen_at_first_poll`, the share of requests that the first poll after the put saw;
+the delay over the length of the segment in which the request came; and the CPU time of a put and of
+a look. The last line of stdout is one JSON document.
 
     python -m bench.engine.rings [--seconds 5] [--segment-us 1000]
 """
@@ -30,13 +30,13 @@ from qllm.ingress.shm import Doorbell, FrontEndPort, ShmIngress
 from qllm.types import SamplingParams, Slo
 
 BOUND_US = 50
-"""Over the segment, at the 99th percentile: what the project promises."""
+"""Longest delay over the segment, at the 99th percentile: the project's target."""
 MEAN_GAP_S = 0.004
 LAST = "last"
 
 
 class TimedFrontEnd(FrontEnd):
-    """Notes when the bell is rung."""
+    """A front end that records the times at which it rings the bell."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -50,7 +50,7 @@ class TimedFrontEnd(FrontEnd):
 
 
 def request(number: int, name: str, prompt: int) -> Submission:
-    """A request as `submit` makes it."""
+    """Return a request as `submit` makes it."""
     return Submission(
         request_id=number,
         name=name,
@@ -66,7 +66,7 @@ def request(number: int, name: str, prompt: int) -> Submission:
 
 
 def engine(ingress: ShmIngress, segment_ns: int, out: int) -> None:
-    """Work or sleep until the last request; write when each was seen."""
+    """Work or sleep until the last request; write the time at which each was seen."""
     seen_ns: list[int] = []
     seen_poll: list[int] = []
     polls_ns: list[int] = []
@@ -92,12 +92,12 @@ def engine(ingress: ShmIngress, segment_ns: int, out: int) -> None:
 
 
 def pin(cores: Sequence[int], index: int) -> None:
-    """Keep this process on one core, where there is a choice."""
+    """Keep this process on one core, if there are several."""
     os.sched_setaffinity(0, {cores[index % len(cores)]})
 
 
 def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
-    """Run both processes; percentiles of the delay in microseconds."""
+    """Run both processes; return percentiles of the delay in microseconds."""
     control, bell, doorbell = ControlMemory.create(0), Doorbell.create(), Doorbell.create()
     block = FrontEndMemory.create(0, ring_bytes(8192, 32_000))
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
@@ -127,7 +127,7 @@ def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
     if segment_us:
         due_poll = np.searchsorted(polls_ns, front_end.was_put_ns)
         on_time = np.array(seen_poll) <= due_poll
-        # the system also stops the engine now and then: a segment lasts as long as it lasted
+        # the system also stops the engine sometimes: a segment has its measured length
         segments_us = np.diff(polls_ns, prepend=0)[np.array(seen_poll)] / 1000
         over = float(np.percentile(delays_us - segments_us, 99))
         first = {
@@ -144,7 +144,7 @@ def measure(segment_us: int, seconds: float, prompt: int) -> dict[str, float]:
 
 
 def cpu_us(prompt: int) -> dict[str, float]:
-    """CPU microseconds of a put, and of a look that takes one request; the median."""
+    """Return the median CPU microseconds of a put, and of a look that takes one request."""
     control, bell = ControlMemory.create(0), Doorbell.create()
     block = FrontEndMemory.create(0, ring_bytes(8192, 32_000))
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
@@ -166,7 +166,7 @@ def cpu_us(prompt: int) -> dict[str, float]:
 
 
 def poll_ns() -> dict[str, float]:
-    """What reading the word costs, as a runner does it: CPU nanoseconds, the least of nine."""
+    """Return the CPU nanoseconds of reading the word as a runner does: the least of nine."""
     control, bell = ControlMemory.create(0), Doorbell.create()
     ingress = ShmIngress(control, bell, time.monotonic_ns, lambda: None, lambda *_: None)
     cell = Segment.create("cell", 64).words

@@ -1,8 +1,8 @@
-"""The runner's loop with polling compiled out, beside the one that polls.
+"""The runner's loop with polling compiled out, in addition to the one that polls.
 
-Imported before qllm, it changes the source of `qllm.runner.runner` while that is imported: `_run`
-gets a twin without the clock, the segment record and every check of the stop word. Both twins live
-in one process over the same weights, because two processes differ by more than polling costs.
+This module is imported before qllm and changes the source of `qllm.runner.runner` at its import.
+`_run` gets a twin without the clock, the segment record and every check of the stop word. Both
+twins use the same weights in one process, because two processes differ by more than polling costs.
 """
 
 import ast
@@ -38,7 +38,7 @@ def _twin(tree: ast.Module) -> ast.Module:
     """Add the silent twin and the switch in front of `_run`.
 
     Raises:
-        RuntimeError: The runner no longer looks as this file expects.
+        RuntimeError: The runner's source is not as this file expects.
     """
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == CLASS]
     if len(classes) != 1:
@@ -67,7 +67,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
         return compile(_twin(ast.parse(data)), path, "exec", optimize=_optimize)
 
-    def get_code(self, fullname: str) -> Any:  # never from, and never into, the byte-code cache
+    def get_code(self, fullname: str) -> Any:  # the byte-code cache is neither read nor written
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
@@ -85,7 +85,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Call before qllm's runner is imported."""
+    """Prepare the import hook; call this before qllm's runner is imported."""
     if TARGET in sys.modules:
         raise RuntimeError(f"{TARGET} is imported already")
     sys.meta_path.insert(0, _Finder())

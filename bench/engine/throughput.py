@@ -1,4 +1,4 @@
-"""Rows about speed alone: against transformers' continuous batching, and against memory."""
+"""Rows about speed alone: against continuous batching of transformers, and against memory."""
 
 import mmap
 import time
@@ -17,12 +17,12 @@ WORKLOADS = {
     "16 x (64-256 in, 32 out)": (16, (64, 256), 512, 1.3),
     "12 x (512-1024 in, 32 out)": (12, (512, 1024), 1024, 1.8),
 }
-"""Requests, prompt lengths, batch tokens of the peer, and the ratio to reach."""
+"""Requests, prompt lengths, batch tokens of the peer, and the target ratio."""
 STREAM_BYTES = 2 << 30
 
 
 def peer_row(model: Any, folder: Path, rounds: int, seed: int) -> dict[str, Any]:
-    """Output tokens per CPU-second of both processes, alternated."""
+    """Measure output tokens per CPU-second of both processes, alternated."""
     out: dict[str, Any] = {}
     with (
         ReferenceProcess(folder) as process,
@@ -64,11 +64,11 @@ def peer_row(model: Any, folder: Path, rounds: int, seed: int) -> dict[str, Any]
 
 
 def bandwidth_reads() -> dict[str, Callable[[], Any]]:
-    """Ways to read 2 GiB once; the fastest one counts."""
+    """Return ways to read 2 GiB once; the fastest one counts."""
     import torch
 
     memory = mmap.mmap(-1, STREAM_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # the fastest way to read is the floor
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # huge pages: the floor is the fastest read
         memory.madvise(mmap.MADV_HUGEPAGE)
     base = torch.frombuffer(memory, dtype=torch.float32)
     base.fill_(1.0)
@@ -85,7 +85,7 @@ def bandwidth_reads() -> dict[str, Callable[[], Any]]:
 
 
 def decode_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
-    """A decode step at batch 1 over one read of the active weights, alternated."""
+    """Measure a decode step at batch 1 over one read of the active weights, alternated."""
     reads = bandwidth_reads()
     num_bytes = active_bytes(model)
     cpu_step: list[float] = []
@@ -122,7 +122,7 @@ def decode_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def _timed(engine: QLLMEngine, token_ids: list[int], num: int) -> tuple[float, float]:
-    """CPU seconds of the engine's thread, and the median wall gap between tokens in ms."""
+    """Return CPU seconds of the engine's thread, and the median gap between tokens in ms."""
     begin = engine.call(time.thread_time)
     result = engine.submit(token_ids, "LS", num, sampling=GREEDY).result(120)
     cpu_s = float(engine.call(time.thread_time) - begin)

@@ -1,10 +1,10 @@
 """Everything that needs a GPU, in one command: kernels, equality, tests, speed. Under 8 minutes.
 
-Each part is a process with a time budget, a log of its own and one JSON line per section; what a
-part said before it failed or ran out of time is kept. After an error that stays (an illegal
-address, say) the rest of a part goes on in a new process. results.json is written first of all and
-anew after every part, under $OUT where that is set, else under .benchmarks. Uses this machine's own
-python3 and packages, with the repository in place: build/in-place holds what an install would add
+Each part is a process with a time budget, its own log and one JSON line per section. The lines of a
+part that failed or ran out of time are kept. After an error that stays (an illegal address, say)
+the rest of a part continues in a new process. results.json is written first, and again after every
+part, under $OUT if that is set, else under .benchmarks. The check uses the machine's own python3
+and packages, with the repository in place: build/in-place holds the files that an install would add
 to the path.
 """
 
@@ -30,14 +30,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "in-place"
 PREPARED = ROOT / "build" / "gpu"
-"""What `bench.gpu.prepare` has compiled beforehand."""
+"""Folder with the files that `bench.gpu.prepare` has compiled."""
 SCHEDULER = ROOT / "qllm" / "device" / "_scheduler.abi3.so"
 MARK = "gpu-check-section "
 BEGAN = "GPU_CHECK_BEGAN"
-"""Variable of the parts: when the check began, in seconds since the epoch. A server takes every
-name that begins with QLLM_ for a setting."""
+"""Variable of the parts: start of the check, in seconds since the epoch. A server takes every name
+that begins with QLLM_ for a setting."""
 STICKY = 77
-"""Exit status of a part whose device answers no more: its other sections need a new process."""
+"""Exit status of a part whose device does not answer: its other sections need a new process."""
 
 
 class Part(NamedTuple):
@@ -45,9 +45,9 @@ class Part(NamedTuple):
 
     budget_s: float
     runs_loop: bool = False
-    """A loop runs on the device, so that kernels have to be loaded before it."""
+    """True if a loop runs on the device, so that kernels must be loaded before it."""
     is_timed: bool = True
-    """It measures, so that nothing else may run; the others run side by side."""
+    """True if the part measures, so that it runs alone; the other parts run side by side."""
 
 
 PARTS = {
@@ -60,22 +60,22 @@ PARTS = {
     "qwen3": Part(150, runs_loop=True),
     "mixtral": Part(120),
 }
-"""In this order: what tells most, soonest; those that are not timed side by side after the first.
-Together less than 8 minutes."""
+"""Parts in order, most useful first; untimed ones run side by side after the first. Together they
+take less than 8 minutes."""
 ENGINES = "tests/device/test_loops_gpu.py"
-"""Its tests make engines, each in a process of its own: a part by itself."""
+"""Tests that start engines, each in its own process: a separate part."""
 FIRST = ("tests/kernels/test_triton.py", "tests/cuda/test_runner.py")
-"""What the other tests rest on."""
+"""Files that the other tests depend on."""
 WORKERS = 12
-"""Processes of the tests: most of their time is compilation."""
+"""Number of test processes: most of their time is compilation."""
 BUILD_S = 60
-"""For the native scheduler, which is built beside the first part."""
+"""Seconds for the native scheduler, which is built during the first part."""
 DRY_PATIENCE = 10
-"""Times the budget in a dry run: a busy CPU is no finding."""
+"""Factor on the budget in a dry run: a busy CPU is no failure."""
 
 
 def write_site() -> None:
-    """Make what an install would add to the path, and nothing else."""
+    """Make the files that an install would add to the path."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name, version = project["name"], project["version"]
     info = SITE / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -91,9 +91,9 @@ def write_site() -> None:
 
 
 def relocate() -> None:
-    """Make the paths that Triton noted of its prepared files those of this machine.
+    """Change the paths in Triton's prepared files to those of this machine.
 
-    Without it Triton finds none of them where the repository lies at another place.
+    Without this, Triton finds none of them if the repository has another path.
     """
     for note in (PREPARED / "triton").glob("*/__grp__*.json"):
         noted = json.loads(note.read_text())["child_paths"]
@@ -103,7 +103,7 @@ def relocate() -> None:
 
 
 class Build:
-    """Builds the native scheduler in place if it is missing, beside whatever else runs."""
+    """A build of the native scheduler in place, if it is missing, next to other work."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -125,13 +125,13 @@ class Build:
             self._found = f"not built: {error}"
 
     def _is_new(self) -> bool:
-        """Whether it is there and no source is newer."""
+        """Return True if it exists and no source is newer."""
         sources = (SCHEDULER.parent / "csrc").glob("*")
         newest = max((file.stat().st_mtime for file in sources), default=0.0)
         return SCHEDULER.exists() and SCHEDULER.stat().st_mtime >= newest
 
     def wait(self) -> str:
-        """What became of it: "there already", "built", or "not built" and why."""
+        """Return the result: "there already", "built", or "not built" and the reason."""
         if self._process is not None and not self._found:
             try:
                 out, _ = self._process.communicate(timeout=BUILD_S)
@@ -147,7 +147,7 @@ class Build:
 
 
 def environment(part: Part) -> dict[str, str]:
-    """Variables of a part: the repository in place, no network."""
+    """Return the variables of a part: the repository in place, no network."""
     path = os.pathsep.join([str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")])
     more = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     more |= {"CUDA_MODULE_LOADING": "EAGER"} if part.runs_loop else {}
@@ -160,7 +160,7 @@ def environment(part: Part) -> dict[str, str]:
 
 
 def said_by(*command: str) -> str | None:
-    """The first line that a command prints; None if it fails or is not there."""
+    """Return the first line that a command prints; None if it fails or is missing."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -170,7 +170,7 @@ def said_by(*command: str) -> str | None:
 
 
 def describe_machine() -> dict[str, str | None]:
-    """Name what the result depends on; None for what is not there. Takes no memory of the GPU."""
+    """Return the software and hardware that the result depends on. It uses no GPU memory."""
     machine: dict[str, str | None] = {"python": platform.python_version()}
     machine["commit"] = said_by("git", "describe", "--always", "--dirty", "--match", "")
     for package in ("torch", "transformers", "triton", "pydantic"):
@@ -186,7 +186,7 @@ def describe_machine() -> dict[str, str | None]:
 
 
 def sections(text: str) -> dict[str, Any]:
-    """What a part said, by section; a line that was cut off is left out."""
+    """Return the output of a part by section, without a line that was cut off."""
     found = {}
     for line in text.splitlines():
         if line.startswith(MARK):
@@ -199,7 +199,7 @@ def sections(text: str) -> dict[str, Any]:
 
 
 def run_part(name: str, command: list[str], part: Part, log: Path, env: Any = None) -> Any:
-    """Run one part, again for what an error that stayed has left; never raises."""
+    """Run one part, and again for the rest after an error that stays; never raise."""
     begin, found, status = time.monotonic(), {}, None
     while status in (None, STICKY):
         left_s = part.budget_s - (time.monotonic() - begin)
@@ -218,7 +218,7 @@ def run_part(name: str, command: list[str], part: Part, log: Path, env: Any = No
 
 
 def _run(command: list[str], budget_s: float, log: Path, env: Any) -> tuple[int | str, str]:
-    """Status and output; what a part has started ends with it."""
+    """Return status and output of a command; all processes that it started end with it."""
     status: int | str
     with log.open("ab") as out:
         start = out.tell()
@@ -242,12 +242,12 @@ def _run(command: list[str], budget_s: float, log: Path, env: Any) -> tuple[int 
 
 
 def command_of(name: str, dry: bool, layers: int | None = None) -> list[str]:
-    """How a part is run."""
+    """Return the command that runs a part."""
     if name not in ("tests", "engines"):
         more = ["--dry-run"] if dry else []
         more += ["--layers", str(layers)] if layers else []
         return [sys.executable, "-m", "bench.gpu.parts", name, *more]
-    # Warnings of packages we did not pin are no errors here. Exit 5 (nothing ran) is a failure.
+    # Warnings of unpinned packages are no errors here. Exit 5 (no test ran) is a failure.
     pytest = [
         sys.executable, "-m", "pytest", "-v", "--tb=short", "-m", "gpu", "-W", "default",
         "-p", "bench.gpu.said",
@@ -261,7 +261,7 @@ def command_of(name: str, dry: bool, layers: int | None = None) -> list[str]:
 
 
 def gpu_tests() -> list[str]:
-    """The files with such tests, without the engines': others import what is not there."""
+    """Return the files with GPU tests, without the engines'; others import missing packages."""
     files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py"))
     marked = ("mark.gpu", "from tests.support.interpret import")
     texts = {f: (ROOT / f).read_text() for f in files if f != ENGINES}
@@ -270,7 +270,7 @@ def gpu_tests() -> list[str]:
 
 
 def in_turn(names: Sequence[str]) -> list[list[str]]:
-    """Parts one after the other, those that are not timed together where the first of them is."""
+    """Return groups of parts in order; untimed ones run together, with the first of them."""
     untimed = [name for name in names if not PARTS[name].is_timed]
     turns = []
     for name in names:
@@ -282,13 +282,13 @@ def in_turn(names: Sequence[str]) -> list[list[str]]:
 
 
 def is_ok(part: dict[str, Any]) -> bool:
-    """A part that ended well, and all of its sections."""
+    """Return True if a part and all of its sections ended well."""
     failed = [s for s in part["sections"].values() if "error" in s]
     return part["status"] == 0 and not failed
 
 
 def options() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))

@@ -15,7 +15,7 @@ from qllm import QLLMEngine, SamplingParams
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 LAYERS = {"mixtral": 16, "qwen3_moe": 16}
-"""Layers of families whose steps get stages to be stopped between; others have the tests'."""
+"""Layers of families whose steps have stages between which a step stops; others have the tests'."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 REFERENCE = """
 import json, sys, torch
@@ -32,11 +32,11 @@ for family in families:
     assert "qllm" not in sys.modules
     print(json.dumps([family, out]), flush=True)
 """
-"""One process for all families, which runs while the engine's kernels compile."""
+"""Source of one process for all families; it runs while the engine's kernels compile."""
 
 
 def exact(part: Part) -> None:
-    """Tokens of the engine against `generate` in a process without qllm, four families, fp32."""
+    """Compare tokens of the engine with `generate` without qllm: four families, fp32."""
     from tests.support.families import VOCAB
 
     families = FAMILIES[:1] if part.dry else FAMILIES
@@ -78,7 +78,7 @@ def equal_tokens(
     new: int,
     reference: Callable[[str], list[list[int]]],
 ) -> dict[str, Any]:
-    """Alone, and in a storm where LS requests stop BE requests; all against `generate`."""
+    """Compare runs alone, and in a storm where LS requests stop BE requests, with `generate`."""
     from tests.support.families import make_model
 
     rng = random.Random(4)

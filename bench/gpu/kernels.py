@@ -1,4 +1,4 @@
-"""Kernels over their floor: bytes that must be read at the measured copy bandwidth, or FLOPs."""
+"""Kernels over their floor: bytes to read at the measured copy bandwidth, or FLOPs."""
 
 import functools
 import time
@@ -17,20 +17,20 @@ from qllm.models.weights.quantised_weights import DeviceWeights
 
 PAGE = 16
 L2_BYTES = 60 << 20
-"""Bytes: more than the cache of an H100 or H200."""
+"""Bytes, more than the L2 cache of an H100 or H200."""
 MOST_COPIES, MOST_BANKS, CALLS = 24, 4, 24
 
 
 def copies(num_bytes: int, dry: bool) -> int:
-    """How many sets of buffers a row takes turns with, so that none is still in the L2 cache."""
+    """Return the number of buffer sets that alternate, so that none is still in the L2 cache."""
     return 1 if dry else max(1, min(MOST_COPIES, -(-3 * L2_BYTES // max(1, num_bytes))))
 
 
 def seconds(runs: Sequence[Callable[[], object]], device: str, rounds: int = 10) -> float:
-    """Median device time of one call, of several with buffers of their own.
+    """Return the median device seconds of one call, over several calls with their own buffers.
 
-    On CUDA a graph of at least `CALLS` calls is replayed, so that its launch, which takes some
-    microseconds, weighs nothing; on a CPU it is the wall time of one call.
+    On CUDA a graph of at least `CALLS` calls is replayed, so that its launch, some microseconds,
+    does not count. On a CPU the result is the wall time of one call.
     """
     for run in runs:
         run()
@@ -67,16 +67,17 @@ def _ceilings(device: str, dry: bool) -> dict[str, Any]:
 
 
 def ceilings(device: str, dry: bool) -> dict[str, Any]:
-    """Measured rates, on random data.
+    """Return measured rates, on random data.
 
-    Bandwidth of a sum, which only reads, and of a copy, whose bytes read and written count; and of
-    a bf16 matrix product. Floors are over the first: what is served reads.
+    The rates are the bandwidth of a sum, which only reads; the bandwidth of a copy, whose read and
+    written bytes count; and FLOPs of a bf16 matrix product. Floors use the first: serving mostly
+    reads.
     """
     return dict(_ceilings(device, dry))
 
 
 def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict[str, Any]:
-    """Queries [length - new, length) of every sequence, the shape of Qwen3-30B-A3B."""
+    """Measure queries [length - new, length) of every sequence, in the shape of Qwen3-30B-A3B."""
     heads, groups, width, length = (4, 2, 16, 40) if dry else (32, 4, 128, 4096)
     pages = -(-length // PAGE)
     dtype = torch.bfloat16
@@ -109,7 +110,7 @@ def _attention(k: Kernels, device: str, dry: bool, batch: int, new: int) -> dict
 def _flashinfer(
     q: torch.Tensor, caches: list[list[torch.Tensor]], tables: torch.Tensor, length: int
 ) -> list[Callable[[], object]]:
-    """Decode by the one call of FlashInfer that plans nothing: lengths and pages on the device."""
+    """Return calls of FlashInfer's decode without a plan: lengths and pages are on the device."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
     batch, _, width = q.shape
@@ -134,7 +135,7 @@ def _flashinfer(
 def _sdpa(
     q: torch.Tensor, caches: list[list[torch.Tensor]], batch: int, new: int, length: int
 ) -> list[Callable[[], object]]:
-    """The same attention by torch, on KV that lies together."""
+    """Return the same attention by torch, on contiguous KV."""
     heads, width = q.shape[1:]
     q_BNTH = q.view(batch, new, heads, width).transpose(1, 2)
     sees = torch.ones(new, length, dtype=torch.bool, device=q.device).tril(length - new)
@@ -195,7 +196,7 @@ def _experts(
 
 
 def rounded(bank: ExpertWeights, rounding: str) -> ExpertWeights:
-    """The same with weights that are rounded, a key of `ROUNDINGS`."""
+    """Return the bank with rounded weights; `rounding` is a key of `ROUNDINGS`."""
     packed = []
     for weights in bank[:2]:
         ones = [ROUNDINGS[rounding](w) for w in weights]
@@ -209,7 +210,7 @@ def rounded(bank: ExpertWeights, rounding: str) -> ExpertWeights:
 def _grouped(
     x: torch.Tensor, ids: torch.Tensor, banks: list[ExpertWeights]
 ) -> list[Callable[[], object]]:
-    """The two products of the experts by torch's grouped product, the slots sorted beforehand."""
+    """Return the two products of the experts as torch's grouped product, with sorted slots."""
     order = ids.flatten().argsort()
     slots = x[order // ids.shape[1]]
     counts = torch.bincount(ids.flatten(), minlength=banks[0].num_experts)
@@ -227,7 +228,7 @@ def _grouped(
 def _baseline(
     name: str, make: Callable[[], list[Callable[[], object]]], device: str
 ) -> dict[str, Any]:
-    """Microseconds of the same work by torch, or why there are none."""
+    """Return microseconds of the same work by torch, or the reason why there are none."""
     try:
         return {f"{name}_us": seconds(make(), device) * 1e6}
     except Exception as error:  # noqa: BLE001 - a baseline that torch does not have is no failure
@@ -274,11 +275,11 @@ SAMPLED: dict[str, dict[str, float]] = {
     "top_p_0.9": {"top_p": 0.9},
     "top_p_0.9_flat": {"top_p": 0.9, "scale": 1.0},
 }
-"""Settings of sampling; logits are as peaked as a model's, or flat, as random weights make them."""
+"""Settings of sampling, with logits as peaked as a model's, or flat as random weights give."""
 
 
 def kernel_rows(device: str, dry: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Every row by name."""
+    """Yield every row by name."""
     k = kernels_named("torch" if dry else "triton")
     for batch, new in ((1, 1), (2, 1), (1, 8)) if dry else ((1, 1), (32, 1), (1, 2048)):
         name = f"attention_{batch}x{new}"

@@ -1,6 +1,6 @@
 """The loop on the device against the host that replays the same stages: tokens, speed, hogs.
 
-In a dry run the host stands in for the device, with fakes of the tests.
+In a dry run the host replaces the device, with fakes of the tests.
 """
 
 import os
@@ -29,18 +29,18 @@ from qllm.types import Grain, Priority, SamplingParams, Slo
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 LOOK_S = 0.0005
-"""How often the front end looks at its token ring: the device rings no doorbell."""
+"""Seconds between two looks of the front end at its token ring: the device rings no doorbell."""
 
 
 class LoopClient:
     """A front end and a loop on the device behind it, on a thread.
 
     Args:
-        runner: With captured stages.
-        policy: Name.
-        limits: Settings.
-        max_total_tokens: Longest request.
-        dry: The host takes the turns, with a fake of CUDA's graphs.
+        runner: Runner with captured stages.
+        policy: Name of the policy.
+        limits: Settings of the scheduler.
+        max_total_tokens: Tokens of the longest request.
+        dry: True if the host runs the loop, with a fake of CUDA's graphs.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LoopClient:
         self._thread.start()
 
     def _turn(self, set_conditional: Any, server: int, state: int, *rest: int) -> None:
-        """What the kernel does, on the host."""
+        """Do the kernel's work on the host."""
         at, run, stage = rest
         loop, memory = self.engine.loop, self.engine.memory
         rank = loop.server.rank_address
@@ -92,7 +92,7 @@ class LoopClient:
         """Submit prompts together and wait for all their tokens.
 
         Raises:
-            RuntimeError: The loop crashed, a request failed, or it took too long.
+            RuntimeError: The loop crashed, a request failed, or the answer took too long.
         """
         first = self._number
         for ids in prompts:
@@ -122,22 +122,22 @@ class LoopClient:
         return [tokens[first + i] for i in range(len(prompts))]
 
     def close(self) -> None:
-        """Stop the loop and give its memory back.
+        """Stop the loop and free its memory.
 
         Raises:
-            DeviceError: It did not end.
+            DeviceError: The loop did not end.
         """
         self.front_end.stop()
         self._thread.join(20)
         if self.crash is not None or self._thread.is_alive():
-            # To give memory back would wait for the device, which may never answer.
+            # Freeing memory would wait for the device, which may never answer.
             raise DeviceError(f"the loop did not end: {self.crash or 'it still runs'}")
         self.engine.close()
         self.front_end.close()
 
 
 def limits_of(runner: TorchRunner, seats: int, step_tokens: int) -> Limits:
-    """What the stages of a runner were captured for."""
+    """Return the limits that the stages of a runner were captured for."""
     assert isinstance(runner.backend, CudaBackend)
     pages = runner.backend.pages
     return Limits(
@@ -147,7 +147,7 @@ def limits_of(runner: TorchRunner, seats: int, step_tokens: int) -> Limits:
 
 
 def decode_rates(client: LoopClient, batches: Sequence[int], prompts: Any, new: int) -> Any:
-    """Per batch size: median and p99 of the time between tokens, and the tokens."""
+    """Return the median and p99 of the time between tokens per batch size, and the tokens."""
     out: dict[str, Any] = {}
     tokens: list[list[int]] = []
     for batch in batches:
@@ -170,7 +170,7 @@ def measure(
     hogs: Callable[[], AbstractContextManager[Any]],
     dry: bool,
 ) -> dict[str, Any]:
-    """Decode rates of the loop, quiet and beside `hogs`, and how many answers are the host's."""
+    """Return decode rates of the loop, quiet and with `hogs`, and the number of equal answers."""
     seats, step_tokens, longest = (4, 32, 64) if dry else (32, 2048, 1024)
     graphs: Any = None
     if dry:

@@ -1,4 +1,4 @@
-"""Sections of a part of `make gpu-check`: each is one JSON line, whatever becomes of the others."""
+"""Sections of a part of `make gpu-check`: each is one JSON line, even if others fail."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from qllm.errors import DeviceError
 
 
 class Part:
-    """Runs sections and reports each; a failure of one does not lose the others.
+    """A runner of sections that reports each; a failure of one does not lose the others.
 
     Args:
-        dry: On a CPU.
-        skip: Sections that a process before this one has reported.
-        layers: Of a big model at most; None for as many as fit.
+        dry: True on a CPU.
+        skip: Sections that an earlier process has reported.
+        layers: Most layers of a big model; None for as many as fit.
     """
 
     def __init__(self, dry: bool, skip: Collection[str] = (), layers: int | None = None) -> None:
@@ -31,14 +31,14 @@ class Part:
     def section(
         self, name: str, run: Callable[[], dict[str, Any]], *, set_up: bool = False
     ) -> None:
-        """Run one and print what it found, its seconds, and when since the start of the check.
+        """Run a section; print its result, its seconds, and its time since the check's start.
 
-        The process ends where the device answers no more: it can report nothing else.
+        The process ends if the device does not answer: it can report nothing else.
 
         Args:
-            name: What the result is called.
-            run: Finds it.
-            set_up: Others need what it makes: it runs in every process, and reports once.
+            name: Name of the result.
+            run: Function that returns it.
+            set_up: True if other sections need it: it runs in every process, and reports once.
         """
         is_reported = name in self._skip
         if is_reported and not set_up:
@@ -56,10 +56,10 @@ class Part:
         if not is_reported:
             print(MARK + json.dumps(found), flush=True)
         if "error" in found and not self.dry:
-            if is_hung:  # a loop that hangs would be waited for
+            if is_hung:  # a loop that hangs would block the exit
                 os._exit(STICKY)
             try:
                 torch.cuda.synchronize()
-                torch.cuda.empty_cache()  # fails for good after a capture that failed
+                torch.cuda.empty_cache()  # fails for good after a failed capture
             except Exception:  # noqa: BLE001 - whatever it is, it stays
                 os._exit(STICKY)

@@ -1,4 +1,4 @@
-"""The parts of `make gpu-check` that are not tests; see check.py. One JSON line per section."""
+"""Parts of `make gpu-check` that are not tests; see check.py. One JSON line per section."""
 
 import argparse
 import copy
@@ -27,12 +27,12 @@ from qllm import QLLMEngine, SamplingParams
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 POLICIES = ("fcfs", "chunked-priority", "qllm2", "layered", "priority-layered")
 LOADED = POLICIES[:3]
-"""Compared at the loads of the paper's set-up, a fifth of the requests LS, batches of 32."""
+"""Policies compared at the loads of the paper's set-up: a fifth is LS, batches of 32."""
 LOADS, LS_SHARE, BATCH = (0.7, 1.0, 1.3), 0.2, 32
 FOR_WEIGHTS = 0.75
-"""Part of the free memory that weights may take."""
+"""Part of the free memory for weights."""
 PEER_S = 30.0
-"""Longest wait for the peer."""
+"""Longest wait for the peer, in seconds."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {
         "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
@@ -57,7 +57,7 @@ TINY = {
 
 
 def num_layers(config: Any, make: Any, free_bytes: int) -> int:
-    """As many layers of a model as fit: its KV, graphs and activations take the rest."""
+    """Return the number of layers that fit; KV, graphs and activations take the other memory."""
     sizes = []
     for count in (1, 2):
         few = copy.deepcopy(config)
@@ -73,7 +73,7 @@ def num_layers(config: Any, make: Any, free_bytes: int) -> int:
 
 
 def make_model(part: Part, name: str) -> Any:
-    """Random bf16 weights made on the device; fewer layers where all do not fit."""
+    """Make random bf16 weights on the device; fewer layers if not all fit."""
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = {**SHAPES[name], **(TINY if part.dry else {})}
@@ -96,7 +96,7 @@ def make_model(part: Part, name: str) -> Any:
 
 
 def energy_j() -> float | None:
-    """Joules of the GPU since the driver was loaded; None where NVML is not there."""
+    """Return the joules of the GPU since the driver was loaded; None without NVML."""
     try:
         import pynvml
 
@@ -108,17 +108,17 @@ def energy_j() -> float | None:
 
 
 def device_allocs() -> int:
-    """How often torch has asked the driver for memory."""
+    """Return the number of torch's memory requests to the driver."""
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
 
 
 def prompt(rng: random.Random, num: int, vocab: int) -> list[int]:
-    """Random ids."""
+    """Return random ids."""
     return [rng.randrange(8, vocab) for _ in range(num)]
 
 
 def engine_of(part: Part, model: Any, policy: str) -> QLLMEngine:
-    """An engine as the benchmark serves with."""
+    """Return an engine with the settings of the benchmark."""
     return QLLMEngine.from_model(
         model,
         policy=policy,
@@ -130,7 +130,7 @@ def engine_of(part: Part, model: Any, policy: str) -> QLLMEngine:
 
 
 def decode(part: Part, model: Any, sizes: dict[str, int]) -> dict[str, Any]:
-    """Time per token at batch 1 and 32 after 512 tokens, over the bytes that it must read."""
+    """Measure time per token at batch 1 and 32 after 512 tokens, over the bytes to read."""
     rng, new, out = random.Random(1), 8 if part.dry else 64, {}
     bandwidth = ceilings(part.device, part.dry)["read_gb_s"]
     with engine_of(part, model, "fcfs") as engine:
@@ -153,7 +153,7 @@ def decode(part: Part, model: Any, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def sizes_of(model: Any) -> dict[str, int]:
-    """Bytes of the weights outside the experts, which every step reads, and the vocabulary."""
+    """Return the bytes of weights outside the experts, and the size of the vocabulary."""
     experts = sum(
         p.numel() * p.element_size() for n, p in model.named_parameters() if ".experts." in n
     )
@@ -166,7 +166,7 @@ def sizes_of(model: Any) -> dict[str, int]:
 def mixed(
     part: Part, model: Any, policy: str, seconds: float, rate: float, *, alone: bool = False
 ) -> dict[str, Any]:
-    """A BE backlog of long prompts (or LS `alone`), and LS requests at a rate, for some seconds."""
+    """Measure a BE backlog of long prompts (or LS `alone`), and LS requests at a rate."""
     rng, vocab = random.Random(2), model.config.vocab_size
     long, short, backlog = (40, 12, 2) if part.dry else (1500, 200, 12)
     backlog = 0 if alone else backlog
@@ -209,7 +209,7 @@ def mixed(
 
 
 def capacity(part: Part, model: Any) -> dict[str, Any]:
-    """Requests per second with a full queue."""
+    """Return requests per second with a full queue."""
     rng, num = random.Random(3), 4 if part.dry else 3 * BATCH
     with engine_of(part, model, "fcfs") as engine:
         for _ in range(2):  # the first warms up
@@ -222,14 +222,14 @@ def capacity(part: Part, model: Any) -> dict[str, Any]:
 
 
 def job(part: Part, rng: random.Random, model: Any) -> tuple[list[int], str, int]:
-    """Prompt, class and output tokens of one request of the paper's mix."""
+    """Return prompt, class and output tokens of one request of the paper's mix."""
     low, high, new = (8, 24, 4) if part.dry else (64, 512, 32)
     ids = prompt(rng, rng.randint(low, high), model.config.vocab_size)
     return ids, "LS" if rng.random() < LS_SHARE else "BE", new
 
 
 def loaded(part: Part, model: Any, policy: str, full_rate: float) -> dict[str, Any]:
-    """Open loop at parts of the capacity; who has no token yet has waited until the end."""
+    """Measure an open loop at parts of the capacity; TTFTs without a token are waits."""
     seconds, out = 1.0 if part.dry else 5.0, {}
     with engine_of(part, model, policy) as engine:
         engine.submit(*job(part, random.Random(4), model)).result(120)
@@ -259,7 +259,7 @@ def loaded(part: Part, model: Any, policy: str, full_rate: float) -> dict[str, A
 
 
 def interference(part: Part, model: Any) -> dict[str, Any]:
-    """The mix again, with every host core busy."""
+    """Measure the mix again, with every host core busy."""
     seconds, rate = (1.5, 4.0) if part.dry else (6.0, 8.0)
     with hogs(part, seconds + 25) as cores:
         return mixed(part, model, "qllm2", seconds, rate) | {"busy_cores": cores}
@@ -267,7 +267,7 @@ def interference(part: Part, model: Any) -> dict[str, Any]:
 
 @contextmanager
 def hogs(part: Part, seconds: float) -> Iterator[int]:
-    """Every host core is busy meanwhile, for some seconds at most."""
+    """Keep every host core busy inside the block, for some seconds at most."""
     cores = 1 if part.dry else os.cpu_count() or 1
     spin = f"import time; end = time.time() + {seconds}\nwhile time.time() < end: pass"
     spinners = [subprocess.Popen([sys.executable, "-S", "-c", spin]) for _ in range(cores)]
@@ -280,7 +280,7 @@ def hogs(part: Part, seconds: float) -> Iterator[int]:
 
 
 def eager(part: Part, model: Any, prompts: list[list[int]], new: int) -> float:
-    """Seconds of `generate` on one batch."""
+    """Return the seconds of `generate` on one batch."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=new, do_sample=False)
@@ -292,7 +292,7 @@ def eager(part: Part, model: Any, prompts: list[list[int]], new: int) -> float:
 
 
 def continuous(part: Part, model: Any, prompts: list[list[int]], new: int) -> float:
-    """Seconds of transformers' continuous batching, its start excluded."""
+    """Return the seconds of transformers' continuous batching, without its start."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model.set_attn_implementation("sdpa")
@@ -321,7 +321,7 @@ def continuous(part: Part, model: Any, prompts: list[list[int]], new: int) -> fl
 
 
 def _collect(manager: Any, num: int) -> None:
-    """Wait for that many requests, at most a while."""
+    """Wait for a number of requests, for a limited time."""
     limit, done = time.monotonic() + PEER_S, 0
     while done < num:
         if time.monotonic() > limit:
@@ -334,7 +334,7 @@ def _collect(manager: Any, num: int) -> None:
 
 
 def peer(part: Part, model: Any, run: Callable[..., float]) -> dict[str, Any]:
-    """Decode tokens per second of transformers on the same weights: two runs, their difference."""
+    """Return decode tokens per second of transformers on the same weights, from two runs."""
     rng, batch, new = random.Random(1), 2 if part.dry else 32, 8 if part.dry else 16
     length = 16 if part.dry else 512
     prompts = [prompt(rng, length, model.config.vocab_size) for _ in range(batch)]
@@ -344,14 +344,14 @@ def peer(part: Part, model: Any, run: Callable[..., float]) -> dict[str, Any]:
 
 
 def on_device(part: Part, model: Any) -> dict[str, Any]:
-    """Decode by the loop on the device, quiet and with busy cores; tokens as the host's."""
+    """Measure decode by the loop on the device, quiet and with busy cores, against host tokens."""
     from bench.gpu.loop import measure
 
     rng, num, new = random.Random(1), *((2, 8) if part.dry else (BATCH, 64))
     prompts = [prompt(rng, 16 if part.dry else 512, model.config.vocab_size) for _ in range(num)]
     if part.dry:
-        model = copy.deepcopy(model).float()  # which the fake of graphs can record
-    # Under the loop's own policy: other batches, other buckets, and bits of bf16 may differ.
+        model = copy.deepcopy(model).float()  # the fake of graphs can record fp32
+    # Under the loop's own policy: bits of bf16 may differ with other batches and buckets.
     with engine_of(part, model, "qllm2") as engine:
         handles = [engine.submit(ids, "LS", new, sampling=GREEDY) for ids in prompts]
         wanted = [list(handle.result(120).token_ids) for handle in handles]
@@ -359,7 +359,7 @@ def on_device(part: Part, model: Any) -> dict[str, Any]:
 
 
 def big(part: Part, name: str) -> None:
-    """Everything that is measured on one model, the most wanted first."""
+    """Measure one model, most wanted numbers first."""
     begin, made = time.monotonic(), {}
 
     def set_up() -> dict[str, Any]:
@@ -390,7 +390,7 @@ def big(part: Part, name: str) -> None:
 
 
 def load_sections(part: Part, model: Any) -> None:
-    """The paper's set-up at parts of the measured capacity."""
+    """Measure the paper's set-up at parts of the measured capacity."""
     full: dict[str, Any] = {}
     part.section("capacity", lambda: full.setdefault("found", capacity(part, model)), set_up=True)
     for policy in LOADED[:1] if part.dry else LOADED:
@@ -401,14 +401,14 @@ def load_sections(part: Part, model: Any) -> None:
 
 
 def kernels(part: Part) -> None:
-    """Each kernel over its byte or FLOP floor."""
+    """Measure each kernel over its byte or FLOP floor."""
     part.section("ceilings", lambda: ceilings(part.device, part.dry))
     for name, row in kernel_rows(part.device, part.dry):
         part.section(name, row)
 
 
 def probe(part: Part) -> None:
-    """What turns and switches cost; without a GPU there is nothing to measure."""
+    """Measure the costs of turns and switches; skip it without a GPU."""
     if part.dry:
         part.section("while", lambda: {"skipped": "no GPU: nothing of this runs on a CPU"})
         return
@@ -420,13 +420,13 @@ def probe(part: Part) -> None:
 
 TOOLS = {"memcheck": "mixtral or deepseek_v3", "racecheck": "mixtral"}
 """Tools of compute-sanitizer, and the families whose steps run under them: their kernels are
-compiled beforehand, which those of random shapes are not."""
+prepared, those of random shapes are not."""
 TOOL_S = 90
-"""For each of them; they run side by side."""
+"""Seconds for each tool; they run side by side."""
 
 
 def sanitizer(part: Part) -> None:
-    """Steps, op by op and captured, under compute-sanitizer: what interpretation cannot find."""
+    """Run steps, op by op and captured, under compute-sanitizer."""
     with ThreadPoolExecutor() as pool:
         runs = {tool: pool.submit(sanitized, part, tool, tests) for tool, tests in TOOLS.items()}
         for tool, run in runs.items():

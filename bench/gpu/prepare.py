@@ -1,11 +1,11 @@
-"""Compile what `make gpu-check` needs, where there is no GPU: it finds it there and compiles less.
+"""Compilation for `make gpu-check` on a machine without a GPU, so that the check compiles less.
 
     python -m bench.gpu.prepare      # in an environment of `scripts/gpu-machine`: the same Triton
 
-Fills build/gpu: cubins of the scheduler with each policy that the check runs on the device, and
+It fills build/gpu: cubins of the scheduler with each policy that the check runs on the device, and
 Triton's cache for the kernels of the check's models, of the tests' models and of the rows of
-`bench.gpu.kernels`. Models lie on torch's meta device, and a launch compiles and does not run, so
-what is compiled is what a capture would launch. What is missing is compiled on that machine.
+`bench.gpu.kernels`. Models are on torch's meta device. A launch compiles and does not run, so
+exactly the kernels of a capture are compiled. The GPU machine compiles missing kernels.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from bench.gpu.check import PREPARED, SITE, write_site
 CAPABILITY = (9, 0)
 """Compute capability of an H100 or H200."""
 POLICIES = ("qllm2", "chunked-priority", "priority-layered")
-"""Linked for the loop on the device."""
+"""Policies linked for the loop on the device."""
 RANDOM_SHAPES = 6
-"""Policies of random parameters that the tests on a GPU decide with."""
+"""Number of policies with random parameters that the tests on a GPU use."""
 
 
 class NoDevice:
-    """What Triton asks of a driver before it compiles."""
+    """A driver with the answers that Triton needs before it compiles."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -44,7 +44,7 @@ class NoDevice:
 
 
 class CaptureNothing:
-    """A `GraphApi` whose captures only call what would be captured."""
+    """A `GraphApi` whose captures only call the captured function."""
 
     def new_pool(self) -> None:
         return None
@@ -69,7 +69,7 @@ class CaptureNothing:
 
 
 def compile_only() -> Callable[[], int]:
-    """Let launches of Triton kernels compile and not run; return how many variants there are."""
+    """Make launches of Triton kernels compile and not run; yield a counter of the variants."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -86,7 +86,7 @@ def compile_only() -> Callable[[], int]:
 
 
 def models() -> list[tuple[str, Any, dict[str, Any]]]:
-    """Models on the meta device, few layers, and how the check makes runners of them."""
+    """Return models on the meta device, few layers, and the settings of their runners."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -115,11 +115,11 @@ def models() -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def stages() -> dict[str, str]:
-    """Compile the stages of every model; what became of each."""
+    """Compile the stages of every model; return the result of each."""
     from qllm.cuda.backend import cuda_runner
     from qllm.runner import runner
 
-    runner.refuse_unsafe = lambda model: None  # nothing will be computed
+    runner.refuse_unsafe = lambda model: None  # this runner computes nothing
     runner.identity = lambda *_: ""  # type: ignore[assignment, misc]
     found = {}
     for name, model, how in models():
@@ -178,7 +178,7 @@ def rows() -> None:
 
 
 def _quantised(weights: Any) -> Iterator[Any]:
-    """The same as codes of the roundings that the rows have."""
+    """Yield the same weights as codes of each rounding."""
     import torch
 
     from qllm.models.weights.formats.rounding import ROUNDINGS
@@ -210,13 +210,13 @@ def cubins() -> dict[str, str]:
 
 
 def main() -> int:
-    """Compile all, and fail if something was not."""
+    """Compile all kernels; return 1 if one failed."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     os.environ["TRITON_CACHE_DIR"] = str(PREPARED / "triton")
     os.environ["XDG_CACHE_HOME"] = str(PREPARED)
     os.environ.pop("TRITON_INTERPRET", None)
     write_site()
-    sys.path.insert(0, str(SITE))  # policies are found by it
+    sys.path.insert(0, str(SITE))  # policies are found by this path
     PREPARED.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     found: dict[str, Any] = {"cubins": cubins()}

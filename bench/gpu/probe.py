@@ -1,12 +1,12 @@
-"""What a device scheduler would rest on, measured: python3 -m bench.gpu.probe [OUT.json].
+"""Measurements that a device scheduler depends on: python3 -m bench.gpu.probe [OUT.json].
 
     while     one iteration of a WHILE node with a one-thread kernel
     switch    one SWITCH inside the WHILE with 2, 8, 100 and 400 bodies: time, set-up, memory
     children  torch graphs as the bodies of the SWITCH: the results of eager
-    nodes     what one kernel node costs in a plain replay and in the body of a SWITCH
+    nodes     cost of one kernel node in a plain replay and in the body of a SWITCH
     calls     calls of the host while a WHILE iterates: do they wait for it?
 
-Each part is guarded: a failure is recorded with its text and the rest goes on.
+Each part is guarded: a failure is recorded with its text, and the other parts run.
 """
 
 import ctypes
@@ -33,20 +33,20 @@ extern "C" __global__ void sched(unsigned long long* c) {
 extern "C" __global__ void body(unsigned long long* c) { c[5]++; }
 """
 LONG_LOOP = 100_000
-"""Iterations of a loop beside which calls are timed: some tenths of a second."""
+"""Iterations of a loop during which calls are timed: some tenths of a second."""
 DEFAULT_AT_LAUNCH = 1
-"""cudaGraphCondAssignDefault"""
+"""Value of cudaGraphCondAssignDefault."""
 
 
 def checked(result: Sequence[Any]) -> Any:
-    """What a call of cuda-bindings returned, without the error code."""
+    """Return the result of a call of cuda-bindings, without the error code."""
     if int(result[0]) != 0:
         raise RuntimeError(str(result[0]))
     return result[1] if len(result) == 2 else result[1:]
 
 
 def load() -> tuple[Any, Any, Any]:
-    """The kernels `sched` and `body`, and the module that must outlive them."""
+    """Load the kernels `sched` and `body`, and the module that must outlive them."""
     program = checked(nvrtc.nvrtcCreateProgram(SOURCE, b"probe.cu", 0, [], []))
     major, minor = torch.cuda.get_device_capability()
     compiled = nvrtc.nvrtcCompileProgram(
@@ -64,7 +64,7 @@ def load() -> tuple[Any, Any, Any]:
 
 
 def add_kernel(graph: Any, function: Any, control: torch.Tensor) -> Any:
-    """A node of one thread."""
+    """Add a node of one thread, and return it."""
     p = driver.CUDA_KERNEL_NODE_PARAMS()
     p.func = function
     p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
@@ -73,7 +73,7 @@ def add_kernel(graph: Any, function: Any, control: torch.Tensor) -> Any:
 
 
 def add_chain(graph: Any, function: Any, control: torch.Tensor, num: int) -> None:
-    """So many nodes, each after the one before."""
+    """Add a chain of nodes, each after the one before."""
     last = None
     for _ in range(num):
         node = add_kernel(graph, function, control)
@@ -85,7 +85,7 @@ def add_chain(graph: Any, function: Any, control: torch.Tensor, num: int) -> Non
 
 
 def conditional(graph: Any, after: list[Any], kind: str, size: int) -> tuple[int, list[Any]]:
-    """A conditional node: its handle and the graphs of its bodies."""
+    """Add a conditional node; return its handle and the graphs of its bodies."""
     first = int(kind == "While")
     handle = checked(runtime.cudaGraphConditionalHandleCreate(graph, first, DEFAULT_AT_LAUNCH))
     p = runtime.cudaGraphNodeParams()
@@ -102,13 +102,13 @@ def conditional(graph: Any, after: list[Any], kind: str, size: int) -> tuple[int
 def loop(
     bodies: int, iterations: int, children: Sequence[Any] = (), kernels: int = 1
 ) -> dict[str, Any]:
-    """WHILE { sched; SWITCH }: time of an iteration, time and memory of instantiation.
+    """Measure WHILE { sched; SWITCH }: time of an iteration, time and memory of instantiation.
 
     Args:
-        bodies: Of the SWITCH; none leaves it out.
-        iterations: Of the WHILE.
+        bodies: Number of bodies of the SWITCH; 0 has no SWITCH.
+        iterations: Number of iterations of the WHILE.
         children: Captured graphs as the bodies.
-        kernels: Kernels of a body, one after the other, where it is no child.
+        kernels: Kernels of a body, one after the other, if it is no child.
     """
     control = torch.zeros(16, dtype=torch.int64, device="cuda")
     sched, body, module = load()
@@ -149,7 +149,7 @@ def loop(
 
 
 def torch_children() -> dict[str, Any]:
-    """Four captured products as bodies, each run twice."""
+    """Run four captured products as bodies, each twice."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     graphs, outs, weights = [], [], []
@@ -174,7 +174,7 @@ def torch_children() -> dict[str, Any]:
 
 
 def nodes() -> dict[str, Any]:
-    """Microseconds per kernel node, by how many there are and where they lie."""
+    """Return microseconds per kernel node, by number and place."""
     found: dict[str, Any] = {}
     control = torch.zeros(16, dtype=torch.int64, device="cuda")
     _, body, module = load()
@@ -198,7 +198,7 @@ def nodes() -> dict[str, Any]:
 
 
 def host_calls(control: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Calls that a host may want to make beside a loop."""
+    """Return calls that a host may make during a loop."""
     page = torch.empty(1 << 20, dtype=torch.uint8)
     word, word_on_device = torch.zeros(1, dtype=torch.int64).pin_memory(), control[8:9]
     side = torch.cuda.Stream(priority=-1)
@@ -226,7 +226,7 @@ def host_calls(control: torch.Tensor) -> dict[str, Callable[[], object]]:
 
 
 def calls() -> dict[str, Any]:
-    """Milliseconds of each call beside a WHILE that iterates, and whether the loop outlasted it."""
+    """Return the milliseconds of each call during a WHILE, and True if the loop outlasted it."""
     control = torch.zeros(16, dtype=torch.int64, device="cuda")
     sched, _, module = load()
     graph = checked(runtime.cudaGraphCreate(0))
@@ -235,7 +235,7 @@ def calls() -> dict[str, Any]:
     made = checked(runtime.cudaGraphInstantiate(graph, 0))
     stream, found = torch.cuda.Stream(), {}
     for name, call in host_calls(control).items():
-        call()  # what it needs is loaded before
+        call()  # its needs are loaded before
         start = torch.tensor([handle, 0, 0, LONG_LOOP, 0, 0], device="cuda")
         control[:6] = start
         torch.cuda.synchronize()
@@ -263,7 +263,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run every part and print, and write if asked, what was found."""
+    """Run every part, print the results, and write them if a file is given."""
     result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     for name, run in PARTS.items():
         try:

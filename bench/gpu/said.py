@@ -1,4 +1,4 @@
-"""A plugin of pytest for `make gpu-check`: a test that fails says so at once, as a section."""
+"""A plugin of pytest for `make gpu-check` that reports a failed test at once, as a section."""
 
 import json
 from typing import Any

@@ -1,14 +1,15 @@
-"""The CPU kernels against what the machine can do: a table, then one JSON line.
+"""The CPU kernels against the limits of the machine: a table, then one JSON line.
 
     experts     ranges of expert units against max(bytes / read bandwidth, FLOPs / rate of torch)
     gemm        the products of a prefill of 2,048 tokens against torch's on the same shapes
     attention   one layer's against torch's scaled_dot_product_attention, prefill and decode
     invariant   a step at level L2 against one without
-    stop        boundaries at the end of a prefill of 32k tokens: how long a stop waits
+    stop        boundaries at the end of a prefill of 32k tokens: wait until a stop
 
-Times are wall times in ms. What the machine can do changes from second to second where its memory
-is shared: what is compared is measured in turn, and shares are medians over the rounds. `--quick`
-only shows that everything runs. Expert weights are rotated, so that they come from memory.
+Times are wall times in ms. The limits change from second to second if other machines share the
+memory, so both sides of a comparison run in turns, and shares are medians over the rounds.
+`--quick` only shows that everything runs. Expert weights are rotated, so that they come from
+memory.
 """
 
 import argparse
@@ -43,27 +44,27 @@ SHAPES = ((768, 384, 24, 4), (1024, 3584, 8, 2), (2048, 768, 128, 8))
 """Hidden size, width of an expert, experts, experts per token."""
 TOKENS = (1, 8, 64, 512)
 COLD_BYTES = 512 << 20
-"""Weights that are rotated, so that no cache keeps them."""
+"""Bytes of rotated weights, so that no cache keeps them."""
 LONG = 32768
 REACH = {"experts": 0.75, "gemm": 0.7, "invariant": 1.05, "stop_ms": 5.0}
-"""Shares of the roofline and of torch's rate; a step at level L2 over one without, which is noise;
-and how long a stop may wait."""
+"""Targets: shares of the roofline and of torch's rate; a step at level L2 over one without, which
+is noise; and the longest wait until a stop."""
 GREEDY = SamplingParams(temperature=0)
 
 
 class Never:
-    """A stop word that nobody lowers."""
+    """A stop word that is never lowered."""
 
     word = 1 << 30
     stop_at_ns: int | None = None
 
     def now_ns(self) -> int:
-        """Unused: no time is set."""
+        """Return 0; the time is unused."""
         return 0
 
 
 def best_ms(run: Callable[[], object], rounds: int) -> float:
-    """Fastest of some rounds after a first one; wall time, which counts every thread."""
+    """Return the fastest of some rounds after a first one: wall time, which counts every thread."""
     run()
     times = []
     for _ in range(rounds):
@@ -74,14 +75,14 @@ def best_ms(run: Callable[[], object], rounds: int) -> float:
 
 
 def rand(*shape: int) -> torch.Tensor:
-    """Noise that keeps its size through a product."""
+    """Return noise that keeps its size through a product."""
     return (torch.randn(shape) * shape[-1] ** -0.5).bfloat16()
 
 
 class Memory:
-    """Reads memory with so many threads, over huge pages as the weights have them.
+    """A reader of memory with a number of threads, over huge pages as the weights have them.
 
-    The threads are not OpenMP's: those spin for a while after their work, beside ours.
+    The threads are not OpenMP's, which spin for a while after their work, next to ours.
     """
 
     def __init__(self, threads: int) -> None:
@@ -90,7 +91,7 @@ class Memory:
         self._pool = ThreadPoolExecutor(threads)
 
     def gb_s(self) -> float:
-        """Rate of one read of all."""
+        """Return the rate of one read of all memory."""
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         start = time.perf_counter()
@@ -101,7 +102,7 @@ class Memory:
 
 
 def torch_gflops(num_out: int, num_in: int, rows: int, rounds: int) -> float:
-    """Rate of torch on one product, with a weight that stays in the cache if it fits."""
+    """Return torch's rate on one product, with a weight that stays in the cache if it fits."""
     x, weight = rand(rows, num_in), rand(num_out, num_in)
     return 2 * rows * num_in * num_out / best_ms(lambda: F.linear(x, weight), rounds) / 1e6
 
@@ -109,7 +110,7 @@ def torch_gflops(num_out: int, num_in: int, rows: int, rounds: int) -> float:
 def expert_rows(
     shape: tuple[int, int, int, int], memory: Memory, quick: bool
 ) -> Iterator[dict[str, Any]]:
-    """One shape at every number of tokens, routed evenly."""
+    """Yield rows of one shape at every number of tokens, routed evenly."""
     hidden, width, num, top_k = shape
     one = 3 * hidden * width * 2
     banks = _banks(shape, 1 if quick else max(2, -(-COLD_BYTES // (one * num))))
@@ -162,7 +163,7 @@ def _work_ms(work: Work, x: torch.Tensor) -> float:
 
 
 def gemm_row(quick: bool) -> dict[str, Any]:
-    """The products of one layer for 2,048 tokens, experts loaded evenly."""
+    """Measure the products of one layer for 2,048 tokens, experts loaded evenly."""
     tokens, rounds = 256 if quick else 2048, 2 if quick else 10
     hidden, heads = MODEL["hidden_size"], MODEL["num_attention_heads"]
     head, groups = MODEL["head_dim"], MODEL["num_key_value_heads"]
@@ -198,7 +199,7 @@ def gemm_row(quick: bool) -> dict[str, Any]:
 
 
 def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
-    """Prefill of 256 tokens and decode of one, at some numbers of keys."""
+    """Yield rows of a prefill of 256 tokens and a decode of one, at some numbers of keys."""
     n, g, h = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], MODEL["head_dim"]
     shape = {"num_heads": n, "num_kv_heads": g, "head_dim": h}
     qkv = cpu.Matrix([torch.zeros((n + 2 * g) * h, 2).bfloat16()])
@@ -232,7 +233,7 @@ def attention_rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def two_layers(**settings: Any) -> TorchRunner:
-    """The bench model with two layers, random weights and long positions."""
+    """Return the bench model with two layers, random weights and long positions."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -242,7 +243,7 @@ def two_layers(**settings: Any) -> TorchRunner:
 
 
 def program_of(runner: TorchRunner, rows: tuple[Row, ...], frame: int) -> Program:
-    """Rows through all layers, stopping nowhere unless asked."""
+    """Return a program of rows through all layers, which stops only when asked."""
     return compile_program(
         Plan(rows=rows, grain=Grain.EXPERT, stop_below=1),
         frame_id=frame,
@@ -253,7 +254,7 @@ def program_of(runner: TorchRunner, rows: tuple[Row, ...], frame: int) -> Progra
 
 
 def hold(runner: TorchRunner, request: int, tokens: int) -> None:
-    """A request whose first `tokens` tokens have KV, of noise."""
+    """Add a request whose first `tokens` tokens have KV, of noise."""
     runner.add(request, [5] * LONG, GREEDY, LONG, LONG)
     kv = runner.requests[request].kv
     shape = (1, MODEL["num_key_value_heads"], tokens, MODEL["head_dim"])
@@ -263,7 +264,7 @@ def hold(runner: TorchRunner, request: int, tokens: int) -> None:
 
 
 def step_ms(runner: TorchRunner, rows: tuple[Row, ...]) -> float:
-    """One step; nothing is committed. Torch keeps to one thread, as in an engine."""
+    """Time one step without a commit. Torch uses one thread, as in an engine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     program = program_of(runner, rows, 0)
@@ -277,7 +278,7 @@ def step_ms(runner: TorchRunner, rows: tuple[Row, ...]) -> float:
 
 
 def invariant_row(quick: bool) -> dict[str, Any]:
-    """A prefill of 512 tokens and a decode batch of 8, with and without level L2, in turn."""
+    """Measure a prefill of 512 tokens and a decode batch of 8, with and without level L2."""
     runners = {
         "plain": two_layers(batch_invariant=False),
         "invariant": two_layers(batch_invariant=True),
@@ -306,15 +307,15 @@ def invariant_row(quick: bool) -> dict[str, Any]:
 
 
 def stolen_ticks() -> int:
-    """Time that a hypervisor gave this machine's cores to others."""
+    """Return the time that a hypervisor gave this machine's cores to others."""
     return cpu_ticks()[7]
 
 
 def stop_row(quick: bool) -> dict[str, Any]:
-    """Segments of the last tokens of a prefill: a stop waits for the end of the one it falls into.
+    """Measure segments of the last tokens of a prefill: a stop waits for the end of its segment.
 
-    `stop_p99_ms` is over moments at random: a long segment is hit more often. Rounds during which
-    the hypervisor took a core away are left out of it, and counted in `stop_p99_all_ms`.
+    `stop_p99_ms` is over random moments, which hit a long segment more often. It leaves out rounds
+    in which the hypervisor took a core; `stop_p99_all_ms` counts them.
     """
     runner = two_layers()
     tokens = 32 if quick else 512
@@ -350,7 +351,7 @@ def stop_row(quick: bool) -> dict[str, Any]:
 
 
 def _wait_ms(lengths: list[int]) -> float:
-    """99th percentile of what is left of a segment, at moments at random."""
+    """Return the 99th percentile of a segment's remaining time, at random moments."""
     ns = torch.tensor(lengths, dtype=torch.float64)
     hit = ns[torch.multinomial(ns, 100_000, replacement=True)]
     wait = (hit * torch.rand(len(hit), dtype=torch.float64)).quantile(0.99)

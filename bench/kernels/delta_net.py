@@ -1,8 +1,8 @@
 """Gated DeltaNet of Qwen3-Next's shape, our kernel against transformers' module: one JSON line.
 
-A layer alone, projections included, bf16, one thread: the prefill of a prompt of 2,048 tokens and
-then tokens one by one. Both go in turn, round by round; a row has the median of each and of the
-ratios of the rounds. Weights and inputs are random (seed 0).
+One layer, projections included, bf16, one thread: the prefill of a prompt of 2,048 tokens and then
+tokens one by one. Both sides alternate, round by round. A row has the median of each side and of
+the rounds' ratios. Weights and inputs are random (seed 0).
 """
 
 import argparse
@@ -26,13 +26,13 @@ from qllm.runner.layers.deltas import delta_mixer
 from qllm.types import Driver
 
 REACH = {"prefill": 2.0, "decode": 2.0}
-"""Times as fast as transformers' module."""
+"""Least speed over transformers' module."""
 Run = Callable[[Tensor, int], object]
-"""Runs the tokens [T, D] of a request from a position on."""
+"""A function that runs the tokens [T, D] of a request from a position on."""
 
 
 def make_layer(config: Any) -> tuple[Callable[[], Run], Callable[[], Run]]:
-    """Our run and transformers' of a new request, over the same weights."""
+    """Return our run and transformers' of a new request, over the same weights."""
     torch.manual_seed(0)
     module: Any = Qwen3NextGatedDeltaNet(config, 0).bfloat16().eval()
     parts = LayerParts(
@@ -64,7 +64,7 @@ def make_layer(config: Any) -> tuple[Callable[[], Run], Callable[[], Run]]:
 
 
 def round_of(run: Run, x_TD: Tensor, num_decoded: int) -> dict[str, float]:
-    """Milliseconds of a prefill and of the median token after it."""
+    """Return the milliseconds of a prefill and of the median token after it."""
     start = time.perf_counter()
     run(x_TD, 0)
     prefill = time.perf_counter() - start

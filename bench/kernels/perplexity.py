@@ -1,9 +1,9 @@
 """Perplexity of the bundled model `tiny` per format of its expert weights, through our kernels.
 
-The text is what `scripts/train_tiny.py` held out: modules of the standard library that training
-did not see, in windows of 256 tokens that each start from nothing, so the Python that collects it
-should be the one that the model was trained with (see its README). The reference is the model's
-own forward. Prints one JSON line; nothing of it is a timing.
+The text is the held-out part of `scripts/train_tiny.py`: modules of the standard library that
+training did not see, in windows of 256 tokens without earlier context. So the Python that collects
+it should be the one of the training (see its README). The reference is the model's own forward. The
+bench prints one JSON line; it times nothing.
 """
 
 import argparse
@@ -28,24 +28,24 @@ import train_tiny
 
 WINDOW = 256
 ROWS = 32
-"""Windows that are scored side by side."""
+"""Number of windows that are scored together."""
 FORMATS = ("auto", "int8", "int8-g64")
 GREEDY = SamplingParams(temperature=0)
 
 
 class Never:
-    """A stop word that nobody lowers."""
+    """A stop word that is never lowered."""
 
     word = 1 << 30
     stop_at_ns: int | None = None
 
     def now_ns(self) -> int:
-        """Never looked at."""
+        """Return 0; the time is unused."""
         return 0
 
 
 def windows(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
-    """Ids of at most WINDOW tokens, the first one a beginning of text."""
+    """Yield ids of at most WINDOW tokens, the first one a beginning of text."""
     for text in texts:
         ids = train_tiny.encode(tokenizer, text)
         for start in range(0, len(ids), WINDOW - 1):
@@ -53,7 +53,7 @@ def windows(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
 
 
 def nats(runner: TorchRunner, rows: list[list[int]], frames: Iterator[int]) -> float:
-    """Negative log likelihood of every token but the first, one position of all rows a step."""
+    """Return the negative log likelihood of every token but the first, one position per step."""
     total = 0.0
 
     def take(request: int, num_tokens: int, logits_V: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ def nats(runner: TorchRunner, rows: list[list[int]], frames: Iterator[int]) -> f
 
 
 def score(texts: list[str], expert_weights: str | None) -> dict[str, Any]:
-    """Perplexity per token, and bits per byte; None scores `model.forward`."""
+    """Return perplexity per token, and bits per byte; None scores `model.forward`."""
     loaded = load("tiny")
     cut = list(windows(loaded.tokenizer, texts))
     tokens, size = sum(len(ids) - 1 for ids in cut), sum(len(text.encode()) for text in texts)
@@ -99,7 +99,7 @@ def score(texts: list[str], expert_weights: str | None) -> dict[str, Any]:
     else:
         runner = cpu_runner(loaded.model, max_segment_ms=math.inf, expert_weights=expert_weights)
         frames = iter(range(1 << 30))
-        cut.sort(key=len)  # windows of about one length side by side
+        cut.sort(key=len)  # windows of similar length run together
         found = sum(nats(runner, cut[i : i + ROWS], frames) for i in range(0, len(cut), ROWS))
         kernel = runner.names["experts"]
         per_expert = next(

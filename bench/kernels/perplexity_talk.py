@@ -1,12 +1,12 @@
 """Perplexity of `talk` per format of its weights, through our kernels.
 
-The text is that of `bench.kernels.perplexity`; engines say the log-probabilities of its windows
-(`prompt_logprobs`). First `expert_weights=` as they round at load, then
-the formats in which models are published, experts and linear modules both (MXFP4 of gpt-oss holds
-what "mxfp4" does; GGUF files are not among them). The other side of a row is the model in
-bf16 that holds the values of the codes: it has to score the same, bit by bit. Where codes are
-integers a row says what rounding activations to int8 changes. The reference is the model's own
-forward in fp32. A table, then one JSON line; nothing of it is timed.
+The text is that of `bench.kernels.perplexity`; engines return the log-probabilities of its windows
+(`prompt_logprobs`). The first rows are `expert_weights=`, which round at load. The other rows are
+the formats in which models are published, for experts and linear modules (MXFP4 of gpt-oss equals
+"mxfp4"; there are no GGUF files). The other side of a row is the model in bf16 with the values of
+the codes: it must score the same, bit by bit. If codes are integers, a row shows the effect of
+rounding activations to int8. The reference is the model's own forward in fp32. The output is a
+table, then one JSON line; nothing is timed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PACKED = ("int4", "mxfp4")
 
 
 def windows(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
-    """Ids of at most WINDOW tokens each, and so many in all."""
+    """Return windows of at most WINDOW tokens each, up to a number of tokens."""
     found: list[list[int]] = []
     for text in texts:
         ids = tokenizer(text)["input_ids"]
@@ -45,7 +45,7 @@ def windows(tokenizer: Any, texts: list[str], most: int) -> list[list[int]]:
 
 
 def expanded(how: str) -> Any:
-    """The model in bf16 with the values that a format has."""
+    """Return the model in bf16 with the values of a format."""
     model, packed = load("talk").model, load("talk", expert_weights=how).model
     for name, held in all_quantised(packed).items():
         module = model.get_submodule(name)
@@ -56,7 +56,7 @@ def expanded(how: str) -> Any:
 
 
 def score(source: Any, rows: list[list[int]], **settings: Any) -> float:
-    """Negative log likelihood per token, of a name, a folder or a model."""
+    """Return the negative log likelihood per token, for a name, a folder or a model."""
     is_named = isinstance(source, str | Path)
     make: Any = QLLMEngine.from_pretrained if is_named else QLLMEngine.from_model
     asked = SamplingParams(temperature=0, prompt_logprobs=0)
@@ -67,12 +67,12 @@ def score(source: Any, rows: list[list[int]], **settings: Any) -> float:
 
 
 def tokens_of(rows: list[list[int]]) -> int:
-    """Tokens that are scored: every one but a row's first."""
+    """Return the number of scored tokens: every one but a row's first."""
     return sum(len(ids) - 1 for ids in rows)
 
 
 def reference(rows: list[list[int]]) -> float:
-    """The same of the model's own forward in fp32."""
+    """Return the same for the model's own forward in fp32."""
     model, total = load("talk", dtype="float32").model, 0.0
     with torch.inference_mode():
         for ids in rows:
@@ -91,18 +91,18 @@ class Say:
     """Nats per token of the reference."""
 
     def row(self, form: str, nats_each: float) -> None:
-        """What a format scores, over fp32."""
+        """Add the score of a format, over fp32."""
         self.found[form] = nats_each
         over = math.exp(nats_each - self.exact)
         self.table.add(f"perplexity, {form}; over fp32", f"{math.exp(nats_each):.4f}; {over:.4f}")
 
     def equal(self, form: str, of_values: float) -> None:
-        """Whether the model in bf16 with its values scores the same."""
+        """Add whether the bf16 model with the format's values has the same score."""
         same = of_values == self.found[form]
         self.table.add(f"  {form} scores what its values in bf16 score", str(same), "equal", same)
 
     def rounded(self, form: str, nats_each: float) -> None:
-        """What it scores with activations in int8, over itself."""
+        """Add the score with activations in int8, over the score without."""
         self.found[f"{form} on int8 rows"] = nats_each
         over = f"{math.exp(nats_each):.4f}; {math.exp(nats_each - self.found[form]):.4f}"
         self.table.add(f"  {form} on int8 rows; over itself", over)

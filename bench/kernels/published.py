@@ -1,7 +1,7 @@
-"""Quantised weights laid out as checkpoints are published, and their values by each formula.
+"""Quantised weights in the layouts of published checkpoints, and their values by each formula.
 
-Written for itself: nothing of `qllm` takes part, so that what `qllm` reads can be held against it.
-Codes are [n, k], zeros and scales [n, groups], and `of_input` names the group of every input.
+The module uses nothing of `qllm`, so that it can check what `qllm` reads. Codes are [n, k], zeros
+and scales [n, groups], and `of_input` names the group of every input.
 """
 
 from typing import Any, NamedTuple
@@ -21,18 +21,18 @@ class Written(NamedTuple):
 
 
 def rounded(exact: Tensor) -> Tensor:
-    """bf16 of numbers that fp32 has exactly."""
+    """Return bf16 of numbers that fp32 has exactly."""
     assert torch.equal(exact.float().double(), exact)
     return exact.float().bfloat16()
 
 
 def in_order(k: int, group: int) -> Tensor:
-    """The group of every input where those of a group follow each other."""
+    """Return the group of every input, if the inputs of a group are contiguous."""
     return torch.arange(k) // group
 
 
 def awq(codes: Tensor, zeros: Tensor, scales: Tensor, of_input: Tensor) -> Written:
-    """AutoAWQ's gemm layout, 4 bits."""
+    """Write AutoAWQ's gemm layout, 4 bits."""
 
     def laid_out(by_output: Tensor) -> Tensor:  # [n, r] -> [r, n / 8]
         rows = by_output.t().reshape(by_output.shape[1], -1, 8)
@@ -45,7 +45,7 @@ def awq(codes: Tensor, zeros: Tensor, scales: Tensor, of_input: Tensor) -> Writt
 def gptq(
     codes: Tensor, zeros: Tensor, scales: Tensor, of_input: Tensor, bits: int = 4, plus: int = 1
 ) -> Written:
-    """GPTQ, whose first version stores zeros less one."""
+    """Write GPTQ, whose first version stores zeros less one."""
     parts = {
         ".qweight": _words(codes, bits).t(),
         ".qzeros": _words(((zeros - plus) % (1 << bits)).t(), bits),
@@ -58,7 +58,7 @@ def gptq(
 def packed(
     codes: Tensor, zeros: Tensor | None, scales: Tensor, of_input: Tensor, bits: int = 4
 ) -> Written:
-    """pack-quantized of compressed-tensors; without zeros codes are around the middle."""
+    """Write pack-quantized of compressed-tensors; without zeros codes are around the middle."""
     parts = {
         ".weight_packed": _words(codes, bits),
         ".weight_scale": scales,
@@ -71,20 +71,20 @@ def packed(
 
 
 def per_output(codes: Tensor, scales: Tensor) -> Written:
-    """int-quantized and float-quantized of compressed-tensors: int8 or FP8, a scale per output."""
+    """Write int-quantized or float-quantized of compressed-tensors: a scale per output."""
     values = rounded(codes.double() * scales.double())
     return Written({".weight": codes, ".weight_scale": scales}, values)
 
 
 def blocks(codes: Tensor, scales: Tensor, block: int) -> Written:
-    """FP8 of DeepSeek: an fp32 scale for so many rows and columns, the last may be fewer."""
+    """Write FP8 of DeepSeek: an fp32 scale per block; the last block may be smaller."""
     rows, columns = (in_order(size, block) for size in codes.shape)
     values = (codes.float() * scales[rows][:, columns]).bfloat16()  # fp32 rounds once
     return Written({".weight": codes, ".weight_scale_inv": scales}, values)
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors."""
+    """Return a `quantization_config` of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "format": form}
     method = {"quant_method": "compressed-tensors", "format": form}
     return {**method, "config_groups": {"group_0": group}}
@@ -95,7 +95,7 @@ def _values(codes: Tensor, zeros: Tensor, scales: Tensor, of_input: Tensor) -> T
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
-    """int32 [rows, columns * bits / 32]; the first of a word is the lowest."""
+    """Pack values into int32 [rows, columns * bits / 32]; the first one has the lowest bits."""
     parts = values.long().unflatten(1, (-1, 32 // bits))
     words = (parts << bits * torch.arange(32 // bits)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()

@@ -1,7 +1,7 @@
-"""The model `talk` as it would be published quantised: rounded to the nearest, written as a folder.
+"""The model `talk` as published checkpoints quantise it: rounded to the nearest, in a folder.
 
-Every writer rounds one weight [n, k], and `published.py` lays its codes out and gives the bf16
-values; nothing of `qllm` takes part. Beside the folder of codes there is one in bf16 with those
+Every writer rounds one weight [n, k]. `published.py` lays its codes out and returns the bf16
+values, without any part of `qllm`. Next to the folder of codes there is one in bf16 with those
 values.
 """
 
@@ -30,7 +30,7 @@ def _in_order(weight: Tensor) -> Tensor:
 
 
 def _symmetric(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """4-bit codes [n, k] around 8, and scales [n, groups]."""
+    """Return 4-bit codes [n, k] around 8, and scales [n, groups]."""
     grouped = weight.float().unflatten(1, (-1, GROUP))
     scales = (grouped.abs().amax(-1) / 7).to(dtype)
     codes = (grouped / scales.float().unsqueeze(-1)).round().clamp(-8, 7) + 8
@@ -92,16 +92,16 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any], bool]] = {
     "compressed-tensors int8": (_int8, compressed("int-quantized", num_bits=8), True),
     "compressed-tensors FP8": (_float8, compressed("float-quantized", num_bits=8), False),
 }
-"""Name -> who writes a weight, `quantization_config`, and whether codes are integers."""
+"""Name -> writer of a weight, `quantization_config`, and True if codes are integers."""
 
 
 def publish(plain: Path, form: str, place: Path) -> tuple[Path, Path]:
-    """Two folders of a bf16 checkpoint: quantised in a format, and with its bf16 values.
+    """Write two folders of a bf16 checkpoint: quantised in a format, and its bf16 values.
 
     Args:
-        plain: The checkpoint, with an index of its shards.
-        form: A key of FORMATS.
-        place: Where the folders are made.
+        plain: Folder of the checkpoint, with an index of its shards.
+        form: Key of FORMATS.
+        place: Folder that gets the two folders.
     """
     write, method, _ = FORMATS[form]
     folders = place / "codes", place / "values"

@@ -1,12 +1,12 @@
 """Sampling at a vocabulary of 151,936: time of a row, and 16 sampled rows against 16 greedy.
 
     rows        each setting's time of a row, with all its Python, on one thread: the kernel, six
-                rows in a call as an engine asks it, and the definition (numpy) in turn
-    engine      tokens per second of 16 requests that are sampled over 16 that are greedy, in turn,
-                on all cores: two layers of the shape of Qwen3-30B-A3B with the whole vocabulary,
+                rows in a call as in an engine, and the definition (numpy) in turns
+    engine      tokens per second of 16 sampled requests over 16 greedy ones, in turns, on all
+                cores: two layers of the shape of Qwen3-30B-A3B with the whole vocabulary,
                 seeded weights
 
-A table, then one JSON line.
+The output is a table, then one JSON line.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logprobs 5": {"logprobs": 5},
 }
 OUTPUTS = 300
-"""Tokens that penalties look at."""
+"""Number of output tokens that penalties use."""
 REACH_MS, REACH = 0.3, 0.95
 PROMPT, TOKENS = 64, 48
 
@@ -49,7 +49,7 @@ def seconds(do: Callable[[], Any]) -> float:
 
 
 def row_ms(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Time one row by the kernel and by the definition, in turn."""
+    """Time one row by the kernel and by the definition, in turns."""
     rng = np.random.default_rng(SEED)
     num = TOKENS_AT_ONCE // VOCAB
     logits = torch.from_numpy(rng.standard_normal((num, VOCAB)).astype(np.float32) * 3).bfloat16()
@@ -72,7 +72,7 @@ def row_ms(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def tokens_per_s(engine: QLLMEngine, rng: np.random.Generator, **settings: Any) -> float:
-    """Decode rate of requests that run at once, from the first token of the last on."""
+    """Return the decode rate of simultaneous requests, from the last request's first token on."""
     handles = []
     for i in range(ROWS):
         sampling = SamplingParams(seed=i, ignore_eos=True, **settings)
@@ -84,7 +84,7 @@ def tokens_per_s(engine: QLLMEngine, rng: np.random.Generator, **settings: Any) 
 
 
 def whole_engine(rounds: int) -> dict[str, Any]:
-    """Sampled over greedy rows of one engine, in turn."""
+    """Measure sampled over greedy rows of one engine, in turns."""
     model = make({**SHAPES["Qwen3-30B-A3B"], "vocab_size": VOCAB}, "eager")
     found = []
     with QLLMEngine.from_model(

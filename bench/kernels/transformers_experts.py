@@ -3,7 +3,7 @@
 Two layers each of two shapes, seeded bf16 weights, no engine: a forward pass of 512 tokens and one
 of one token, under `torch.no_grad()`, without a cache. The implementations take turns in every
 round; a ratio is the time of theirs over ours in one round, and the median of the rounds is
-reported. A model's copy of each implementation is in memory at once (9 GB for the larger shape).
+reported. All implementations are in memory at once, with a model each (9 GB for the larger shape).
 """
 
 import argparse
@@ -41,9 +41,9 @@ SHAPES: dict[str, dict[str, int]] = {
 RIVALS = ("grouped_mm", "batched_mm")
 TOKENS = {"prefill of 512": 512, "decode": 1}
 REACH = 1.0
-"""Theirs over ours, in every row."""
+"""Least ratio of theirs over ours, in every row."""
 MOST_BATCHED = 64
-"""Rows for which `batched_mm` is run: it copies the weights of every (token, expert)."""
+"""Most rows for which `batched_mm` runs: it copies the weights of every (token, expert)."""
 FILE = RESULTS / "transformers_experts.json"
 
 

@@ -1,13 +1,14 @@
-"""Do experts of 4 bits compute as fast as their bytes are read, and how much faster than in bf16?
+"""Experts of 4 bits: their speed over that of reading their bytes, and over bf16.
 
-One layer of experts of a shape, in bf16 and in formats of 4 bits, measured in turn. Experts are
-drawn anew for every call, so that their weights come from memory.
+One layer of experts of a shape, in bf16 and in formats of 4 bits, is measured in turns. Every call
+draws new experts, so that their weights come from memory.
 
-    share       one row: what reading the weights would take, over what it took
+    share       one row: time to read the weights, over the measured time
     decode      one row: time in bf16 over time in 4 bits
     prefill     2,048 rows, routed evenly: the same
 
-Attention, router and head are not in it: docs/kernels.md. A table, then one JSON line.
+Attention, router and head are not included: docs/kernels.md. The output is a table, then one JSON
+line.
 """
 
 import argparse
@@ -27,11 +28,11 @@ from qllm.kernels.quantised import Quantised
 PREFILL = 2048
 UNIT_ROWS = 128
 REACH = {"share": 0.7, "decode": 2.5, "prefill": 0.9}
-"""What is asked of formats of 4 bits."""
+"""Targets of formats of 4 bits."""
 
 
 def weight(name: str, n: int, k: int) -> Quantised:
-    """Noise in one format."""
+    """Return noise in one format."""
     codes = torch.randint(0, 256, (n, k // 2)).to(torch.uint8)
     if name == "mxfp4":
         scale_NG = (2.0 ** torch.randint(-9, -5, (n, k // 32))).bfloat16()
@@ -54,14 +55,14 @@ class Layer:
         up, down = (2 * width, self._hidden), (self._hidden, width)
         formats = BF16 if name == "bf16" else Formats(weight(name, *up), weight(name, *down))
         self._experts = Experts(self._num, width, self._hidden, formats=formats)
-        for expert in range(self._num):  # the same weights each, in memory of their own
+        for expert in range(self._num):  # the same weights for each, in its own memory
             given = (rand(*up), rand(*down)) if name == "bf16" else formats
             self._experts.pack(expert, *given)
         self.read = self._experts.num_bytes * self._top_k
         """Bytes of a row's experts."""
 
     def ms(self, tokens: int) -> float:
-        """One call."""
+        """Time one call."""
         ids = torch.stack([torch.randperm(self._num)[: self._top_k] for _ in range(tokens)])
         order = ids.flatten().argsort(stable=True)
         units: list[tuple[int, int, int]] = []
@@ -81,10 +82,10 @@ class Layer:
 def rows_of(
     shape: tuple[int, int, int, int], memory: Memory, rounds: int, prefill: int
 ) -> list[dict[str, Any]]:
-    """One shape in every format."""
+    """Measure one shape in every format."""
     layers = {name: Layer(shape, name) for name in ("bf16", *FORMATS)}
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in layers}
-    for layer in layers.values():  # memory and threads are there
+    for layer in layers.values():  # memory and threads exist
         layer.ms(prefill)
     for _ in range(rounds):
         read = memory.gb_s()

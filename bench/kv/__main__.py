@@ -1,29 +1,29 @@
-"""What the prefix cache is worth and what it costs: `python -m bench.kv [--quick] [--rows ...]`.
+"""Value and cost of the prefix cache: `python -m bench.kv [--quick] [--rows ...]`.
 
 Rows, all on the 300M random MoE with 2 threads:
+
     chats      8-turn LS chats over a context of 2k tokens: TTFT of later turns, warm over cold
     sweep      LS chats before and after BE prompts of ten times the store: warm over warm before;
-               and so with plain least recently used, and with vLLM's server
-    no_hit     prompts that share nothing: tokens/s, cache on over off, in turns
-    shared     32 chats over one system prompt of 2k tokens: bytes of KV kept and copied, and all KV
-               over that of one copy per chat: copied, as on a CPU, and by reference, as blocks
-               are counted on a GPU
+               the same with plain least recently used, and with vLLM's server
+    no_hit     prompts without common tokens: tokens/s, cache on over off, in turns
+    shared     32 chats over one system prompt of 2k tokens: bytes of KV cached and copied, and all
+               KV over that of one copy per chat: copied, as on a CPU, and by reference, as
+               blocks are counted on a GPU
     swap       BE work of four times the KV pool, and LS chats that take its KV and two, three or
                four tenths of the engine's time: swap over recompute, with the prefix cache and
-               without, and over what no engine can beat
-    rota       one class, KV for two requests, arrivals at 0.87 of what that can do: `rota` with
+               without, and over a bound of every engine
+    rota       one class, KV for two requests, arrivals at 0.87 of its capacity: `rota` with
                swap over `fcfs`; and a burst of eight
     restart    `kill -9` at 4k tokens of context: time to the next token, with `kv_dir` over without
-    mover      LS chats over BE work while 1 GB goes to the file and 1 GB comes from it: TTFT p99
-               over an idle mover, how long preemption took and BE stood still
+    mover      LS chats over BE work while 1 GB is stored to the file and 1 GB loaded: TTFT p99
+               over an idle mover, duration of preemption, stalls of BE
     handover_tcp, handover_shm
-               a request of 4k tokens moves to another engine over NIXL: time to its next token,
-               over that of computing it there
+               a request of 4k tokens migrates to another engine over NIXL: time to its next
+               token, over that of computing it there
 
 Rows are merged into `bench/results/kv.json`, unless `--quick`; a row takes one to four minutes.
-Every arm's tokens are compared with those of another. The last line is JSON; the exit status is 1
-if tokens differ, a hit that was due did not come, nothing was evicted, or a swapped request was
-computed again.
+Every arm's tokens are compared with those of another. The last line is JSON. The exit status is 1
+if tokens differ, a due hit did not come, nothing was evicted, or a swapped request was recomputed.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def _with_two(row: Callable[..., Row], model: str, *sizes: int) -> Row:
-    """A row of two engines at once, without the cache and with it."""
+    """Measure a row of two engines at once, without the cache and with it."""
     settings = {"prefix_cache_tokens": 32768}
     with (
         make_engine(model, prefix_cache=False) as off,
@@ -99,7 +99,7 @@ def _run(asked: Iterable[str], quick: bool) -> dict[str, Row]:
 
 
 def _merge(path: Path, rows: dict[str, Row]) -> None:
-    """Put rows into the results, each with the machine and the commit that it was measured on."""
+    """Merge rows into the results, each with its machine and commit."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found |= {name: {**row, "machine": machine()} for name, row in rows.items()}
     write_result(path, json.dumps(found, indent=1, sort_keys=True))

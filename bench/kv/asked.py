@@ -1,4 +1,4 @@
-"""Who answers the chats of a row: our engine, or vLLM's server on the same machine."""
+"""Servers that answer the chats of a row: our engine, or vLLM's server on the same machine."""
 
 import http.client
 import json
@@ -26,23 +26,23 @@ class Turn(NamedTuple):
     token_ids: tuple[int, ...]
     ttft_ms: float
     num_cached: int
-    """Tokens of the prompt that were not computed."""
+    """Number of prompt tokens that came from the cache."""
 
     @property
     def all_ids(self) -> list[int]:
-        """The conversation so far."""
+        """Return the conversation so far."""
         return [*self.prompt, *self.token_ids]
 
 
 class Asked(Protocol):
-    """Answers, greedily and to the full length."""
+    """A server that answers greedily, to the full length."""
 
     def chat(self, ids: Sequence[int], num: int) -> Turn:
-        """One LS request."""
+        """Answer one LS request."""
         ...
 
     def batch(self, prompts: Sequence[Sequence[int]], num: int) -> None:
-        """BE requests, all at once; returns when the last has ended."""
+        """Run BE requests, all at once; return when the last has ended."""
         ...
 
 
@@ -69,7 +69,7 @@ class Vllm:
     """A server of vLLM on this machine; times are the client's.
 
     Args:
-        port: Where it listens.
+        port: Port of the server.
     """
 
     def __init__(self, port: int) -> None:
@@ -115,10 +115,10 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def vllm(model: str, kv_tokens: int, threads: int) -> Iterator[tuple[Vllm, str | None]]:
-    """A server of vLLM with room for so many tokens of KV, and the kernels that it chose.
+    """Start a server of vLLM with so many tokens of KV; yield it and its kernels' name.
 
     Raises:
-        InstallError: It cannot be installed, or does not serve; the message says why.
+        InstallError: vLLM cannot be installed, or does not serve; the message has the reason.
     """
     peer: Peer = PEERS["vllm"]
     home = installed(peer, cache_dir() / "peers")

@@ -1,4 +1,4 @@
-"""Rows of `bench.kv` about the prefix cache: what a hit is worth, and what a miss costs."""
+"""Rows of `bench.kv` about the prefix cache: the value of a hit, and the cost of a miss."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def _turns(asked: Asked, seed: int, turns: int, context: int) -> list[Turn]:
-    """One chat: every turn sends all before it, and 40 new tokens."""
+    """Run one chat: every turn sends all earlier text, and 40 new tokens."""
     rng = np.random.default_rng(seed)
     ids, found = make_ids(rng, context), list[Turn]()
     for _ in range(turns):
@@ -27,7 +27,7 @@ def _turns(asked: Asked, seed: int, turns: int, context: int) -> list[Turn]:
 
 
 def chats_row(off: QLLMEngine, on: QLLMEngine, turns: int, num: int) -> dict[str, Any]:
-    """TTFT of the turns after the first."""
+    """Measure TTFT of the turns after the first."""
     cold = [turn for i in range(num) for turn in _turns(Ours(off), i, turns, 2048)]
     warm = [turn for i in range(num) for turn in _turns(Ours(on), i, turns, 2048)]
     later = [i for i in range(len(cold)) if i % turns]
@@ -47,12 +47,12 @@ def chats_row(off: QLLMEngine, on: QLLMEngine, turns: int, num: int) -> dict[str
 
 
 def _due(turn: Turn) -> int:
-    """Tokens that it has from the turn before: all but the last one, in whole pages."""
+    """Return the tokens due from the turn before: all but the last one, in whole pages."""
     return (len(turn.prompt) - 41) // PAGE * PAGE
 
 
 def flood(engine: QLLMEngine, seed: int) -> tuple[float, list[tuple[int, ...]]]:
-    """Tokens/s, prompt and output, of 8 requests at once that share nothing."""
+    """Return tokens/s, prompt and output, of 8 simultaneous requests without common tokens."""
     rng = np.random.default_rng(seed)
     start = time.perf_counter()
     handles = [engine.submit(make_ids(rng, 512), "BE", 48, sampling=GREEDY) for _ in range(8)]
@@ -62,7 +62,7 @@ def flood(engine: QLLMEngine, seed: int) -> tuple[float, list[tuple[int, ...]]]:
 
 
 def no_hit_row(off: QLLMEngine, on: QLLMEngine, rounds: int) -> dict[str, Any]:
-    """Tokens/s, on over off, the median of pairs in alternating order."""
+    """Measure tokens/s, on over off, as the median of pairs in alternating order."""
     ratios, same = [], True
     for i in range(rounds):
         pair = {}
@@ -79,7 +79,7 @@ def no_hit_row(off: QLLMEngine, on: QLLMEngine, rounds: int) -> dict[str, Any]:
 
 
 def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
-    """Chats at once over one system prompt."""
+    """Measure simultaneous chats over one system prompt."""
     on.reset_prefix_cache()
     rng = np.random.default_rng(7)
     system = make_ids(rng, 2048)
@@ -113,7 +113,7 @@ def shared_row(off: QLLMEngine, on: QLLMEngine, num: int) -> dict[str, Any]:
 
 
 def _blocks_by_reference(num_shared: int, lengths: list[int]) -> int:
-    """Blocks that are held where requests refer to the whole pages that they share; counted."""
+    """Count the blocks held if requests refer to the whole pages that they share."""
     pool = BlockPool(sum(lengths), BLOCK)
     pages = [i.to_bytes(4, "little") for i in range(num_shared // PAGE)]
     for request_id, num_tokens in enumerate(lengths):
@@ -126,7 +126,7 @@ def _blocks_by_reference(num_shared: int, lengths: list[int]) -> int:
 
 
 def sweep_row(model: str, num: int, store: int = 6144) -> dict[str, Any]:
-    """LS chats before and after BE prompts of ten times the store, which are never sent again.
+    """Measure LS chats before and after BE prompts of ten times the store, each sent once.
 
     Arms: LS pages stay (the default), plain least recently used (`keep_ls_s=0`), and vLLM, whose
     cache is its KV pool: it has as many tokens as our pool and store together.
@@ -150,7 +150,7 @@ def sweep_row(model: str, num: int, store: int = 6144) -> dict[str, Any]:
 
 
 SWEEP_KV = 8192
-"""Tokens of KV of the requests that run in a sweep."""
+"""Tokens of KV for the running requests of a sweep."""
 
 
 def _swept_vllm(model: str, num: int, store: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _swept_vllm(model: str, num: int, store: int) -> dict[str, Any]:
 
 
 def _swept(asked: Asked, num: int, swept: int) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Chats of four turns, the sweep, and one turn more."""
+    """Run chats of four turns, the sweep, and one more turn."""
     rng = np.random.default_rng(11)
     asked.chat(make_ids(rng, 512), 8)  # the first pass touches the weights
     before = [_turns(asked, seed, 4, 2048) for seed in range(num)]

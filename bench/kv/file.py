@@ -1,4 +1,4 @@
-"""Rows of `bench.kv` about the file: an engine that is killed, and LS beside a busy mover."""
+"""Rows of `bench.kv` about the file: a killed engine, and LS during loads and stores."""
 
 import os
 import shutil
@@ -28,13 +28,13 @@ def _engine(model: str, folder: str | None, **more: Any) -> QLLMEngine:
 
 
 def _killed(model: str, folder: str | None, ids: list[int], num: int, to: str) -> dict[str, Any]:
-    """One request whose engine is killed; the next engine's time to its next token."""
+    """Kill the engine of one request; return the next engine's time to its next token."""
     log = RequestLog(3, lambda: None)
     with _engine(model, folder) as first:
         handle = first.submit(ids, to, num, sampling=GREEDY)
         log.keep(handle)
         wait_until(lambda: len(handle.token_ids) >= num // 2)
-        handle.update(paused=True)  # it stays open however long the file takes
+        handle.update(paused=True)  # it stays open during slow writes
         if folder is not None:
             due = (len(ids) + num // 2) // 64 - 1
             wait_until(lambda: first.stats()["prefix_cache"]["file"]["kept_pages"] >= due)
@@ -53,9 +53,9 @@ def _killed(model: str, folder: str | None, ids: list[int], num: int, to: str) -
 
 
 def restart_row(model: str, rounds: int, context: int) -> dict[str, Any]:
-    """Time to the next token after `kill -9`, the file over none; the load of a model is not in it.
+    """Measure the time to the next token after `kill -9`, with the file over without.
 
-    Half of the rounds are LS, the others BE.
+    The load of a model is not included. Half of the rounds are LS, the others BE.
     """
     arms: dict[str, list[dict[str, Any]]] = {"file": [], "none": []}
     for i in range(rounds):
@@ -82,10 +82,10 @@ def restart_row(model: str, rounds: int, context: int) -> dict[str, Any]:
 
 
 class _Traffic:
-    """Keeps the mover of an engine busy both ways, as the engine's own loads and stores do.
+    """Constant loads and stores of an engine's mover, as the engine itself does them.
 
-    Half of the pages that lie in the file are loaded for best effort again and again, past RAM,
-    the other half is displaced and stored again.
+    Half of the pages in the file are loaded for best effort again and again, beyond RAM; the other
+    half is displaced and stored again.
     """
 
     def __init__(self, engine: QLLMEngine) -> None:
@@ -123,7 +123,7 @@ class _Traffic:
             self._tier.offer(name, False)
 
     def stop(self) -> list[int]:
-        """Bytes that were loaded and stored."""
+        """Stop, and return the bytes loaded and stored."""
         self._stop.set()
         self._thread.join()
         wait_until(lambda: not self._tier.is_busy)
@@ -146,7 +146,7 @@ class _Batch:
             self.stalls_ms.append(done.metrics.max_stall_ms)
 
     def stop(self) -> list[float]:
-        """The longest stall of each request."""
+        """Stop, and return the longest stall of each request."""
         self._stop.set()
         self._thread.join()
         return self.stalls_ms
@@ -164,9 +164,10 @@ def _chats(
 
 
 def mover_row(model: str, num: int) -> dict[str, Any]:
-    """LS chats over best effort, in turns beside a mover that is busy and one that is idle.
+    """Measure LS chats over best effort, in turns with a busy mover and an idle one.
 
-    It goes on until 1 GB went each way. TTFT, how long preemption took, how long BE stood still.
+    The row ends when 1 GB was loaded and 1 GB stored. It has TTFT, duration of preemption, and
+    stalls of BE.
     """
     folder = tempfile.mkdtemp(prefix="qllm-kv-")
     found: dict[str, dict[str, list[float]]] = {

@@ -1,4 +1,4 @@
-"""Row of `bench.kv` about a request that moves to another engine."""
+"""Row of `bench.kv` about a request that migrates to another engine."""
 
 import socket
 import statistics
@@ -13,12 +13,12 @@ from qllm.frontend.saved_request import SavedRequest
 from qllm.ingress.remote.meeting import Address, Meeting
 
 NUM = 64
-"""Tokens of the answer; it moves in its middle."""
+"""Tokens of the answer; the request migrates in its middle."""
 SETTINGS: dict[str, Any] = {"handover_gib": 1.0, "swap_kv_tokens": 8192}
 
 
 def _engine(stack: ExitStack, model: str, profile: str) -> tuple[QLLMEngine, QLLMEngine]:
-    """An engine, and a front end that meets it as one of another host does."""
+    """Start an engine, and a front end that connects like one of another host."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address("127.0.0.1", int(server.getsockname()[1]))
     meeting = Meeting(address, profile, b"")
@@ -30,7 +30,7 @@ def _engine(stack: ExitStack, model: str, profile: str) -> tuple[QLLMEngine, QLL
 def _moved(
     engines: list[tuple[QLLMEngine, QLLMEngine]], ids: list[int], to: str, with_kv: bool
 ) -> dict[str, Any]:
-    """One request that leaves the first engine; the time until the second has its next token."""
+    """Migrate one request from the first engine; return the time to the second's next token."""
     (first, near), (second, far) = engines
     for engine in (first, second):
         engine.reset_prefix_cache()
@@ -60,10 +60,10 @@ def _moved(
 
 
 def handover_row(model: str, rounds: int, context: int, profile: str) -> dict[str, Any]:
-    """Time from the order to move to the next token: with the KV over computing it again.
+    """Measure the time from the order to the next token: with the KV over recomputing it.
 
-    Both engines have `THREADS` threads, of which one engine's compute at a time. Half of the rounds
-    are LS, the others BE.
+    Both engines have `THREADS` threads; one engine computes at a time. Half of the rounds are LS,
+    the others BE.
     """
     arms: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     with ExitStack() as stack:

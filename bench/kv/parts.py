@@ -1,4 +1,4 @@
-"""What the rows of `bench.kv` share."""
+"""Functions that the rows of `bench.kv` share."""
 
 import time
 from collections.abc import Callable
@@ -14,21 +14,21 @@ PAGE, THREADS = 64, 2
 
 
 def make_engine(model: str, **settings: Any) -> QLLMEngine:
-    """An engine of `THREADS` threads."""
+    """Start an engine of `THREADS` threads."""
     return QLLMEngine.from_pretrained(model, threads=THREADS, conformance=False, **settings)
 
 
 def make_ids(rng: np.random.Generator | int, count: int) -> list[int]:
-    """Random tokens; a number is a seed."""
+    """Return random tokens; a number is a seed."""
     rng = np.random.default_rng(rng)
     return [int(i) for i in rng.integers(SPECIAL, MODEL["vocab_size"], count)]
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 600) -> None:
-    """Wait for something.
+    """Wait until a condition is true.
 
     Raises:
-        TimeoutError: It did not come.
+        TimeoutError: The condition stayed false.
     """
     end = time.monotonic() + seconds
     while not condition():

@@ -1,4 +1,4 @@
-"""Rows of `bench.kv` about KV that is short: swap over recomputing, and requests that rotate."""
+"""Rows of `bench.kv` about scarce KV: swapping over recomputing, and requests that rotate."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from qllm.types import Slo
 
 
 def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict[str, Any]:
-    """BE requests of 640 tokens at once, and an LS chat of 300 now and then until they end."""
+    """Run 640-token BE requests at once, and an LS chat of 300 at intervals until they end."""
     rng = np.random.default_rng(seed)
     prompts = [make_ids(rng, 512) for _ in range(num_be)]
     start, due = time.perf_counter(), every_s / 6
@@ -41,15 +41,15 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict
 
 
 def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any]:
-    """KV for a quarter of the BE work; arms in turns.
+    """Measure KV for a quarter of the BE work, with arms in turns.
 
-    `of_both_apart` holds swap against what no engine can beat that serves LS first and has KV for
-    one of them: the time of the same BE work without LS, and that of the chats without BE.
+    `of_both_apart` compares swap with a bound of every engine that serves LS first and has KV for
+    one of them: the time of the same BE work without LS, plus that of the chats without BE.
 
     Args:
-        model: Its folder.
-        rounds: Runs of each arm.
-        num_be: BE requests.
+        model: Folder of the model.
+        rounds: Number of runs of each arm.
+        num_be: Number of BE requests.
         load: Part of the engine's time that LS would take alone.
     """
     pool = num_be * 640 // 4
@@ -100,7 +100,7 @@ def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any
 
 
 def _chat_s(model: str) -> float:
-    """How long an LS chat of `_contend` takes alone, on this machine as it is now."""
+    """Return the seconds of an LS chat of `_contend` alone, on this machine now."""
     with make_engine(model, prefix_cache=False) as engine:
         _flood_one(engine)
         ids = make_ids(np.random.default_rng(2), 284)
@@ -113,11 +113,11 @@ def _flood_one(engine: QLLMEngine) -> None:
 
 
 ROTA: dict[str, Any] = {"max_kv_tokens": 2 * 352}
-"""KV for two requests of 256 + 96 tokens."""
+"""Settings with KV for two requests of 256 + 96 tokens."""
 
 
 def rota_row(model: str, num: int) -> dict[str, Any]:
-    """Arrivals at random, at 0.87 of what the engine can do; the policy knows the targets."""
+    """Measure random arrivals at 0.87 of the engine's capacity; the policy knows the targets."""
     pair_s = _pair_s(model)
     rng = np.random.default_rng(1)
     at_s = np.cumsum(rng.exponential(pair_s / 2 / 0.87, num)).tolist()
@@ -125,25 +125,25 @@ def rota_row(model: str, num: int) -> dict[str, Any]:
 
 
 def rota_burst(model: str, num: int) -> dict[str, Any]:
-    """All at once, with a target that half of them meet in the order of arrival."""
+    """Measure a burst, with a target that half of it meets in the order of arrival."""
     pair_s = _pair_s(model)
     return _rota_arms(model, [0.0] * num, _targets(pair_s, 1.4), points_asked=0, pair_s=pair_s)
 
 
 def _pair_s(model: str) -> float:
-    """How long two requests take beside each other, on this machine as it is now."""
+    """Return the seconds of two simultaneous requests, on this machine now."""
     with make_engine(model, prefix_cache=False, policy="fcfs", **ROTA) as engine:
         _flood_one(engine)
         return max(r.metrics.e2e_ms or 0.0 for r in _served(engine, [0.0] * 2, Slo())) / 1e3
 
 
 def _targets(pair_s: float, share: float) -> Slo:
-    """A first token after a share of the time of a pair."""
+    """Return a TTFT target of a share of a pair's time."""
     return Slo(ttft_ms=1e3 * share * pair_s, tpot_ms=1e3 * pair_s / 7)
 
 
 def _served(engine: QLLMEngine, at_s: list[float], slo: Slo) -> list[Any]:
-    """Requests that arrive at these times."""
+    """Serve requests that arrive at these times."""
     start, handles = time.perf_counter(), []
     for i, due_s in enumerate(at_s):
         time.sleep(max(0.0, start + due_s - time.perf_counter()))

@@ -1,6 +1,7 @@
-"""Answers the benches that time libraries in turn, in the process of one. Needs nothing else.
+"""Answers to benches that time libraries in turns, in the process of one library.
 
-Scripts beside this file import it by its name alone: they run in environments without qllm.
+It needs no package. Scripts in this folder import it by its name alone: they run in environments
+without qllm.
 """
 
 import json
@@ -11,9 +12,9 @@ from statistics import median
 from typing import Any
 
 Rates = Callable[[list[int], int], tuple[float, float]]
-"""Seconds of a prompt, and of a token after the first, given the prompt and how many tokens."""
+"""Function from a prompt and a number of tokens to seconds of the prompt, and of a later token."""
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""An answer to a question, both as JSON."""
+"""Function from a question to its answer, both as JSON."""
 
 
 def answer(
@@ -22,18 +23,18 @@ def answer(
     many: Answer | None = None,
     mixed: Answer | None = None,
 ) -> None:
-    """Warm up, say what is timed, and answer until the input ends.
+    """Warm up, report what is timed, and answer until the input ends.
 
-    Reads lines of JSON and answers each with one, {"error": text} where a question is none that the
-    library is asked.
+    The process reads lines of JSON and answers each with one, or with {"error": text} if the
+    library cannot answer the question.
 
         {"prompt": [ids], "tokens": number}
             {"prompt_s": seconds of the prompt, "token_s": seconds of a token after the first}
         {"prompts": [[ids], ...], "tokens": number}
             `many`: "prompt_s" until each has its first token, "token_s" of a step that has them
-            all; null where there was no such step. Without `many`, one prompt alone.
+            all; null without such a step. Without `many`, one prompt alone.
         {"be": [[ids], ...], "ls": [[ids], ...], "at": [seconds], "tokens": number}
-            `mixed`: prompts of BE at once, of which one token is wanted, and of LS at their times:
+            `mixed`: prompts of BE at once, with one token each, and of LS at their times:
             {"ttft_s": [of every prompt of LS], "be_s": seconds until BE is done}
     """
     rates([9] * 16, 4)
@@ -53,7 +54,7 @@ def answer(
 
 
 def of_rows(times: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Make the answer of `many` from when each row had its tokens, in seconds since the start."""
+    """Make the answer of `many` from the token times of each row, in seconds since the start."""
     first, last = max(row[0] for row in times), min(row[-1] for row in times)
     gaps = [
         after - before

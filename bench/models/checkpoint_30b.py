@@ -1,7 +1,7 @@
 """A checkpoint of the shape of Qwen3-30B-A3B in 4 bits, with seeded noise for weights.
 
-It is written as compressed-tensors has it (pack-quantized, symmetric, groups of 128, bf16 scales),
-in shards of two layers, one tensor of a shard after the other: 16 GB on disk, 1 GB in memory.
+Its format is that of compressed-tensors (pack-quantized, symmetric, groups of 128, bf16 scales), in
+shards of two layers, one tensor of a shard after the other: 16 GB on disk, 1 GB in memory.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig
 GROUP = 128
 SEED = 1
 STEP = 0.004
-"""Size of a step of 4 bits: weights have a spread of 0.02."""
+"""Size of a step of 4 bits; weights have a spread of 0.02."""
 SHAPE = {
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -66,7 +66,7 @@ class Noise:
         self._config = config
 
     def quantised(self, name: str, n: int, k: int) -> Named:
-        """A weight [n, k] of 4 bits."""
+        """Return a weight [n, k] of 4 bits."""
         words = self._rng.integers(0, 1 << 64, (n, k // 16), dtype=np.uint64)
         scale = self._rng.random((n, k // GROUP), dtype=np.float32) + 0.5
         yield f"{name}.weight_packed", torch.from_numpy(words.view(np.int32))
@@ -74,11 +74,11 @@ class Noise:
         yield f"{name}.weight_shape", torch.tensor([n, k])
 
     def plain(self, n: int, k: int, spread: float) -> Tensor:
-        """A weight in bf16."""
+        """Return a weight in bf16."""
         return torch.from_numpy(self._rng.standard_normal((n, k), np.float32) * spread).bfloat16()
 
     def layer(self, index: int) -> Named:
-        """The tensors of a layer."""
+        """Return the tensors of a layer."""
         c, start = self._config, f"model.layers.{index}"
         d, h = c.hidden_size, c.head_dim
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -97,7 +97,7 @@ class Noise:
             yield from self.quantised(f"{stem}.down_proj", d, f)
 
     def ends(self) -> Named:
-        """Embedding, last norm and head."""
+        """Return embedding, last norm and head."""
         c = self._config
         yield "model.embed_tokens.weight", self.plain(c.vocab_size, c.hidden_size, 1.0)
         yield "model.norm.weight", torch.ones(c.hidden_size).bfloat16()
@@ -129,7 +129,7 @@ def write(folder: Path, num_layers: int) -> int:
 
 
 def main() -> None:
-    """Write it."""
+    """Write the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="is made")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])

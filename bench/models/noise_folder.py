@@ -1,7 +1,7 @@
-"""Writes a checkpoint of seeded noise for a config, tensor by tensor: little of it is in memory.
+"""A writer of checkpoints with seeded noise for a config, tensor by tensor, in little memory.
 
-One block of noise is drawn, and repeated: each tensor begins where the one before it ended. Its
-length is no multiple of a row's, so no two experts are alike.
+One block of noise is drawn and repeated: each tensor begins where the one before it ended. The
+length of the block is no multiple of a row's, so no two experts are alike.
 """
 
 import json
@@ -22,7 +22,7 @@ DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def skeleton(config: Any) -> Any:
-    """Make the model of a config in bf16, without memory for its weights."""
+    """Return the model of a config in bf16, without memory for its weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
@@ -32,7 +32,7 @@ def _is_drawn(name: str, like: Tensor) -> bool:
 
 
 class Noise:
-    """Weights by name and shape."""
+    """Weights of noise, by name and shape."""
 
     def __init__(self) -> None:
         rng = np.random.Generator(np.random.PCG64DXSM(SEED))
@@ -41,7 +41,7 @@ class Noise:
         self._at = 0
 
     def parts(self, name: str, like: Tensor) -> list[Tensor]:
-        """Return what a tensor consists of, one after the other."""
+        """Return the parts of a tensor, in order."""
         if _is_drawn(name, like):
             spread = 1.0 if EMBEDDING in name else like.shape[-1] ** -0.5
             return self._drawn(spread, like.numel())
@@ -65,11 +65,11 @@ class Noise:
 
 
 def write(model: Any, folder: Path) -> None:
-    """Write what `save_pretrained` would write, with noise for weights.
+    """Write the files of `save_pretrained`, with noise for weights.
 
     Args:
-        model: Of `skeleton`.
-        folder: Is made.
+        model: Result of `skeleton`.
+        folder: New folder.
     """
     folder.mkdir(parents=True)
     stored: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())

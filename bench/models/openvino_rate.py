@@ -1,11 +1,11 @@
-"""Time OpenVINO GenAI in int4. Runs in an environment without qllm.
+"""OpenVINO GenAI in int4, timed in an environment without qllm.
 
     python openvino_rate.py FOLDER THREADS
 
 The environment has openvino-genai, nncf, optimum-intel and torch. FOLDER has the config.json of a
 model; its weights are seeded noise, which optimum exports and nncf rounds to int4 in groups of 128,
-experts, linears, head and embedding. Exporting takes the model in bf16 and once more in memory.
-Speaks as `answering.py` says.
+experts, linears, head and embedding. Exporting holds the bf16 model in memory twice.
+Questions and answers: `answering.py`.
 """
 
 import gc
@@ -21,7 +21,7 @@ AT_ONCE = 1 << 24
 
 
 def write_plain(folder: Path, out: Path) -> None:
-    """A checkpoint in bf16 of the folder's config."""
+    """Write a checkpoint in bf16 of the folder's config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ def write_plain(folder: Path, out: Path) -> None:
 
 
 def make(folder: Path) -> Path:
-    """The model as OpenVINO reads it."""
+    """Export the model for OpenVINO, and return its folder."""
     plain, wide, out = (folder / name for name in ("plain", "exported", "int4"))
     if (out / "openvino_model.xml").exists():
         return out
@@ -76,7 +76,7 @@ def main() -> None:
     pipe = openvino_genai.LLMPipeline(made, "CPU", INFERENCE_NUM_THREADS=int(sys.argv[2]))
 
     def rates(prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         ids = np.array([prompt], dtype=np.int64)
         given = openvino_genai.TokenizedInputs(
             openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))

@@ -1,8 +1,8 @@
-"""Time our engine on a folder of bf16 weights, in a process of its own.
+"""Our engine on a folder of bf16 weights, timed in its own process.
 
     python -m bench.models.ours_rate FOLDER THREADS MAX_SEGMENT_MS EXPERT_WEIGHTS SEATS
 
-Speaks as `answering.py` says.
+Questions and answers: `answering.py`.
 """
 
 import sys
@@ -15,20 +15,20 @@ from qllm import Handle, QLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 KV_TOKENS = 1 << 17
-"""A state of linear attention is charged as some thousands of tokens, and 48 rows have one each.
-Memory is taken as it is needed."""
+"""Tokens of KV: a state of linear attention counts as some thousands, and 48 rows have one each.
+Memory is used only as needed."""
 LONGEST_S = 600
 
 
 def memory_gb() -> dict[str, float]:
-    """Anonymous memory of this process now, and the most of all memory that it had."""
+    """Return the anonymous memory of this process now, and the most memory that it had."""
     lines = Path("/proc/self/status").read_text().splitlines()
     kb = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
     return {"now_gb": round(kb["RssAnon"] / 1e6, 2), "peak_gb": round(kb["VmHWM"] / 1e6, 2)}
 
 
 def token_times(handle: Handle, start_ns: int) -> list[float]:
-    """Seconds since the start at which a request had its tokens, by the engine's clock."""
+    """Return the engine's times of a request's tokens, in seconds since the start."""
     metrics = handle.result(LONGEST_S).metrics
     assert metrics.ttft_ms is not None
     times = [(metrics.arrival_ns - start_ns) / 1e9 + metrics.ttft_ms / 1e3]
@@ -38,18 +38,18 @@ def token_times(handle: Handle, start_ns: int) -> list[float]:
 
 
 class Asked:
-    """An engine, and the questions that it is asked."""
+    """An engine, and the questions that it answers."""
 
     def __init__(self, engine: QLLMEngine) -> None:
         self._engine = engine
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         found = self.many({"prompts": [prompt], "tokens": tokens})
         return found["prompt_s"], found["token_s"]
 
     def many(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Different prompts at once."""
+        """Answer different prompts at once."""
         start = self._engine.now_ns()
         handles = [
             self._engine.submit(prompt, "LS", asked["tokens"], sampling=GREEDY)
@@ -58,7 +58,7 @@ class Asked:
         return of_rows([token_times(handle, start) for handle in handles])
 
     def mixed(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Prompts of BE, and those of LS that arrive meanwhile."""
+        """Answer prompts of BE, and those of LS that arrive meanwhile."""
         start, start_ns = time.perf_counter(), self._engine.now_ns()
         work = [self._engine.submit(prompt, "BE", 1, sampling=GREEDY) for prompt in asked["be"]]
         chats, due = [], []

@@ -1,8 +1,9 @@
-"""Time transformers itself on a folder of bf16 weights, in a process of its own.
+"""Transformers itself on a folder of bf16 weights, timed in its own process.
 
     python -m bench.models.plain_rate FOLDER THREADS
 
-`AutoModelForCausalLM.from_pretrained` and `generate`, as they are. Speaks as `answering.py` says.
+`AutoModelForCausalLM.from_pretrained` and `generate`, unchanged.
+Questions and answers: `answering.py`.
 """
 
 import sys
@@ -28,18 +29,18 @@ class Times(StoppingCriteria):
 
 
 class Asked:
-    """A model, and the questions that it is asked."""
+    """A model, and the questions that it answers."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         found = self.many({"prompts": [prompt], "tokens": tokens})
         return found["prompt_s"], found["token_s"]
 
     def many(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Different prompts of one length at once."""
+        """Answer different prompts of one length at once."""
         ids, times, num = torch.tensor(asked["prompts"]), Times(), asked["tokens"]
         stopping = StoppingCriteriaList([times])
         how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}

@@ -1,8 +1,9 @@
 """Shapes of published models, with few of their layers and a small vocabulary.
 
-Fields are those of each `config.json` that decide what is computed. What differs from it:
+Fields are those of each `config.json` that determine the computation.
+Differences:
 
-- The vocabulary has 16,384 tokens in all: with two layers, a whole one would measure the head.
+- The vocabulary has 16,384 tokens: with two layers, a whole one would measure the head.
 - Layers are two, chosen so that every kind of layer occurs. Those before the first with experts
   (DeepSeek-V2-Lite, GLM-4.5-Air and ERNIE-4.5-21B-A3B have one) are left out. Qwen3-8B is dense.
 - Llama-4-Scout has its positions unscaled, which changes no time.
@@ -20,12 +21,12 @@ VOCAB = 16384
 
 
 class Shape(NamedTuple):
-    """What is taken of a published model."""
+    """Values taken from a published model."""
 
     config: str
     """Name of its class of configs in transformers."""
     source: str
-    """Where its config.json is."""
+    """Place of its config.json."""
     fields: dict[str, Any]
     per_layer: Mapping[str, list[Any]] = MappingProxyType({})
     """Fields with a value per layer."""

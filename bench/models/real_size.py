@@ -1,15 +1,16 @@
-"""How fast is a model of 30B parameters in 4 bits loaded, and how fast does it answer?
+"""A model of 30B parameters in 4 bits: time to load, memory, and speed of answers.
 
 The checkpoint is that of `bench.models.checkpoint_30b`: 48 layers of 128 experts, top 8.
 
-    load        seconds over reading its files once through the system's cache, which has nothing
-                of them before either; beside it the first touch of as much memory
+    load        seconds over reading its files once through the system's cache, which is empty
+                before both; for comparison, the first touch of as much memory
     rss         peak memory of the process over the packed weights, loaded and once it serves
     decode      one stream: time of a token over one read of the bytes that it needs
     prefill     tokens per second of prompts of 512 and 2,048 tokens
     beside      TTFT of short LS prompts while BE prompts of 2,048 tokens run, and alone
 
-A table, then one JSON line. The process must be fresh, since its peak memory is one of the rows.
+The output is a table, then one JSON line. The process must be fresh, since its peak memory is one
+of the rows.
 """
 
 import argparse
@@ -40,16 +41,16 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SEED = 1
 CHUNK = 16 << 20
 REACH = {"load": 1.5, "rss": 1.1, "decode": 1.4}
-"""At most."""
+"""Largest ratios allowed."""
 ROWS = ("decode", "prefill", "beside")
 PROMPTS = (512, 2048)
 LS_TOKENS, BE_TOKENS = 64, 2048
 REST_S = 8
-"""Until what is free is as it was: a host takes back free memory within seconds."""
+"""Seconds until free memory is back: a host takes back free memory within seconds."""
 
 
 def with_layers(folder: Path, num: int, place: Path) -> Path:
-    """A checkpoint of the first layers alone, its shards links to those of the whole."""
+    """Make a checkpoint of the first layers, with links to the whole one's shards."""
     config = json.loads((folder / "config.json").read_text())
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     layers = re.compile(r"model\.layers\.(\d+)\.")
@@ -67,13 +68,13 @@ def with_layers(folder: Path, num: int, place: Path) -> Path:
 
 
 def free_bytes() -> int:
-    """Memory that a process can have."""
+    """Return the bytes of memory that a process can get."""
     line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if "Available" in x)
     return int(line.split()[1]) * 1024
 
 
 def forget(folder: Path) -> None:
-    """Take the files of a checkpoint out of the system's cache."""
+    """Drop the files of a checkpoint from the system's cache."""
     for path in folder.glob("*.safetensors"):
         number = os.open(path, os.O_RDONLY)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -81,7 +82,7 @@ def forget(folder: Path) -> None:
 
 
 def read_once(folder: Path) -> tuple[float, int]:
-    """Seconds to read the files of a checkpoint, and their bytes."""
+    """Return the seconds to read the files of a checkpoint, and their bytes."""
     buffer, total, start = bytearray(CHUNK), 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -107,18 +108,18 @@ print(time.perf_counter() - start)
 
 
 def touch(num_bytes: int, threads: int) -> float:
-    """Seconds until a fresh process has so much memory: a host may have taken back what is free."""
+    """Return the seconds until a process has new memory: a host may have taken back free memory."""
     command = [sys.executable, "-c", TOUCH, str(num_bytes), str(threads)]
     return float(subprocess.run(command, capture_output=True, check=True).stdout)
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has had."""
+    """Return the most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def token_bytes(model: Any) -> int:
-    """Bytes of the weights that one token needs."""
+    """Return the bytes of weights that one token needs."""
     config, experts = model.config, 0
     for module in model.modules():
         held = quantised_in(module)
@@ -130,12 +131,12 @@ def token_bytes(model: Any) -> int:
 
 
 def ids(rng: np.random.Generator, vocab: int, num: int) -> list[int]:
-    """A prompt."""
+    """Return a random prompt."""
     return [int(i) for i in rng.integers(8, vocab, num)]
 
 
 class Reading:
-    """Reads packed weights where they lie, of some layers, with so many threads."""
+    """A reader of the packed weights of some layers, in place, with a number of threads."""
 
     def __init__(self, model: Any, threads: int, layers: int = 4) -> None:
         found = [quantised_in(module) for module in model.modules()]
@@ -146,9 +147,9 @@ class Reading:
         self._pool = ThreadPoolExecutor(threads)
 
     def gb_s(self) -> float:
-        """Rate of one read of all."""
+        """Return the rate of one read of all weights."""
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # OpenMP's threads would spin beside ours
+        torch.set_num_threads(1)  # OpenMP's threads would spin next to ours
         start = time.perf_counter()
         list(self._pool.map(lambda part: torch.dot(part, part), self._parts))
         seconds = time.perf_counter() - start
@@ -157,7 +158,7 @@ class Reading:
 
 
 class Bench:
-    """An engine, prompts for it, and what it is measured against."""
+    """An engine, prompts for it, and the reference of its numbers."""
 
     def __init__(self, engine: QLLMEngine, model: Any, memory: Reading, quick: bool) -> None:
         self._engine, self._memory, self.quick = engine, memory, quick
@@ -165,11 +166,11 @@ class Bench:
         self._rng = np.random.default_rng(SEED)
 
     def prompt(self, num: int) -> list[int]:
-        """Random ids, so many, and others every time."""
+        """Return a new random prompt of this length."""
         return ids(self._rng, self._vocab, num)
 
     def decode(self, table: Table) -> dict[str, Any]:
-        """Time per token against reading what it needs, measured in turn."""
+        """Measure time per token against reading its weights, in turns."""
         over, tokens = [], []
         for _ in range(2 if self.quick else 7):
             read_s = self._bytes / self._memory.gb_s() / 1e9
@@ -187,7 +188,7 @@ class Bench:
         return [time.perf_counter() for _ in handle]
 
     def prefill(self, table: Table) -> dict[str, Any]:
-        """Tokens per second of a prompt."""
+        """Measure tokens per second of a prompt."""
         rates = {}
         for num in PROMPTS[:1] if self.quick else PROMPTS:
             found = []
@@ -209,7 +210,7 @@ class Bench:
         return found
 
     def beside(self, table: Table) -> dict[str, Any]:
-        """TTFT of LS alone and while BE fills the machine, in turn."""
+        """Measure TTFT of LS alone and while BE fills the machine, in turns."""
         alone, busy = [], []
         for _ in range(1 if self.quick else 4):
             alone += [self._ttft_ms() for _ in range(3)]
@@ -234,13 +235,13 @@ class Bench:
 
 
 def timed(what: Callable[[], Any]) -> tuple[Any, float]:
-    """A result, and the seconds it took."""
+    """Return a result, and the seconds that it took."""
     start = time.perf_counter()
     return what(), time.perf_counter() - start
 
 
 def loading(table: Table, folder: Path, rounds: int, threads: int) -> tuple[Any, dict[str, Any]]:
-    """Read the files and load them, in turn; the model of the last round."""
+    """Read the files and load them, in turns; return the model of the last round."""
     reads, loads, touches, loaded, num_bytes = list[float](), list[float](), list[float](), None, 0
     for _ in range(rounds):
         loaded = None
@@ -278,7 +279,7 @@ def loading(table: Table, folder: Path, rounds: int, threads: int) -> tuple[Any,
 
 
 def folder_of(folder: Path, num_layers: int | None, place: Path) -> Path:
-    """The checkpoint to load, once it is known that there is memory for it."""
+    """Return the checkpoint to load, after a check of the free memory."""
     if num_layers is not None:
         folder = with_layers(folder, num_layers, place)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -291,7 +292,7 @@ def folder_of(folder: Path, num_layers: int | None, place: Path) -> Path:
 
 
 def main() -> None:
-    """Load it and measure."""
+    """Load the model and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="of `bench.models.checkpoint_30b`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -3,10 +3,10 @@
     python -m bench.models.releases [--rounds 15] [--out FILE]
 
 The environments are those of `make test-releases`. A process per release holds the same tiny bf16
-model; in every round each of them answers the same prompts, one after the other, the first another
-one every time. Seconds are those of the processor, on one thread, so that what else the machine
-does counts little. A ratio is the median over the rounds. Models are tiny so that what Python and
-torch do around the kernels shows: a release may only change that.
+model. In every round each process answers the same prompts, one after the other, in another order
+every time. Seconds are CPU time on one thread, so that other work on the machine counts little. A
+ratio is the median over the rounds. Models are tiny, so that the time of Python and torch around
+the kernels shows: a release changes only that.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from scripts import releases
 TARGET = 0.97
 NUM_PROMPTS = 4
 NUM_TOKENS = 64
-"""Length of a prompt, and of an answer."""
+"""Tokens of a prompt, and of an answer."""
 
 
 class Release:
@@ -52,7 +52,7 @@ class Release:
         return json.loads(self._process.stdout.readline())
 
     def end(self) -> None:
-        """Close its input, on which it ends."""
+        """Close the process's input, which ends it."""
         self._process.communicate()
 
 
@@ -77,7 +77,7 @@ def answer() -> None:
 
 
 def measure(asked: list[Release], model: Path, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of every release, by round."""
+    """Return tokens per second of every release, by round."""
     found: dict[str, list[float]] = {release.name: [] for release in asked}
     for release in asked:
         release.ask(str(model))
@@ -89,7 +89,7 @@ def measure(asked: list[Release], model: Path, rounds: int) -> dict[str, list[fl
 
 
 def main() -> int:
-    """Measure every model with each release; print one JSON document; 1 is below the target."""
+    """Measure every model with each release; print one JSON document; return 1 below the target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=result_file)

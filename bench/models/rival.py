@@ -1,4 +1,4 @@
-"""A contender in a process of its own, which is asked in lines of JSON."""
+"""A contender in its own process, which answers lines of JSON."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from bench.serving.servers import preload
 
 
 class RivalError(Exception):
-    """A contender ended, or cannot answer a question; the message is its last line."""
+    """A contender that ended, or cannot answer a question; the message is its last line."""
 
 
 class Rival:
-    """A contender; it is ready when this returns.
+    """A contender; it is ready after construction.
 
     Args:
-        command: That starts it; it speaks as `answering.py` says.
-        variables: Of its environment, beside ours.
+        command: Command of the process, see `answering.py`.
+        variables: Environment variables in addition to ours.
 
     Raises:
-        RivalError: It ended before it was ready.
+        RivalError: The process ended before it was ready.
     """
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
@@ -55,7 +55,7 @@ class Rival:
         raise RivalError(self._last_line())
 
     def _last_line(self) -> str:
-        """Say why it ended."""
+        """Return the last line of a process that ended."""
         code = self._process.wait()
         self._said.seek(0)
         text = self._said.read().decode(errors="replace").strip()
@@ -66,7 +66,7 @@ class Rival:
         """Ask, and wait for the answer.
 
         Raises:
-            RivalError: It cannot answer that, or ended.
+            RivalError: The process cannot answer the question, or ended.
         """
         assert self._process.stdin is not None
         try:
@@ -76,16 +76,16 @@ class Rival:
         return self._next()
 
     def rates(self, prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         found = self.ask({"prompt": prompt, "tokens": tokens})
         return found["prompt_s"], found["token_s"]
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._said):
-            with suppress(BrokenPipeError):  # what it did not read
+            with suppress(BrokenPipeError):  # of unread input
                 if pipe is not None:
                     pipe.close()
 
@@ -94,9 +94,9 @@ def library(python: str, script: str, what: Path, *more: str) -> Rival:
     """Start another library.
 
     Args:
-        python: Of its environment.
-        script: Beside this file.
-        what: The file or folder that it reads.
+        python: Python of its environment.
+        script: Name of a script in this folder.
+        what: File or folder that it reads.
         *more: Further arguments of the script.
     """
     path = str(ROOT / "bench/models" / script)

@@ -1,7 +1,7 @@
-"""Least time that a model's rows can take: bytes over bandwidth, or FLOPs over the peak.
+"""Least time of a model's rows: bytes over bandwidth, or FLOPs over the peak.
 
-Bytes are those of the weights that the rows need, read once, and of their KV; the experts are as
-many as even routing hits. FLOPs are two per weight that a row passes, and those of attention.
+Bytes are those of the weights that the rows need, read once, and of their KV; the number of experts
+is that of even routing. FLOPs are two per weight that a row uses, and those of attention.
 """
 
 import time
@@ -29,7 +29,7 @@ class Machine(NamedTuple):
 
 
 class Measured:
-    """Measures the machine, beside contenders that wait."""
+    """A measurement of the machine while contenders wait."""
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -42,7 +42,7 @@ class Measured:
         self._matrix = cpu.Matrix([torch.randn(num_out, num_in).bfloat16()])
 
     def once(self) -> None:
-        """Measure: the faster of our products and torch's is the peak."""
+        """Measure once: the faster of our products and torch's is the peak."""
         self._gb_s.append(max(self._memory.gb_s() for _ in range(3)))
         num_out, num_in, rows = PRODUCT
         best = torch_gflops(num_out, num_in, rows, 3)
@@ -56,23 +56,23 @@ class Measured:
         time.sleep(0.01)
 
     def machine(self) -> Machine:
-        """Medians of all measurements so far."""
+        """Return the medians of all measurements so far."""
         return Machine(median(self._gb_s), median(self._gflops))
 
 
 class Attention(NamedTuple):
-    """What one layer's attention needs."""
+    """Needs of one layer's attention."""
 
     flops: float
-    """For one query and one key; for a token, where there is a state."""
+    """FLOPs for one query and one key; for a token, if the layer has a state."""
     kv_bytes: float
-    """Keys and values of a token; the state, read and written, where there is one."""
+    """Bytes of a token's keys and values; of the state, read and written, if the layer has one."""
     window: int | None
-    """Most keys of a query; 0 where there is a state."""
+    """Most keys of a query; 0 for a layer with a state."""
 
 
 def _attentions(config: Any) -> Iterator[Attention]:
-    """Each layer's attention."""
+    """Yield each layer's attention."""
     heads, of = config.num_attention_heads, lambda name: getattr(config, name, None)
     kinds = of("layer_types") or ["full_attention"] * config.num_hidden_layers
     for kind in kinds[: config.num_hidden_layers]:
@@ -96,21 +96,21 @@ def _attentions(config: Any) -> Iterator[Attention]:
 
 
 class Work(NamedTuple):
-    """What a pass needs."""
+    """Needs of a pass."""
 
     bytes: float
     flops: float
 
     def seconds(self, machine: Machine) -> float:
-        """The least time."""
+        """Return the least time in seconds."""
         return max(self.bytes / machine.gb_s, self.flops / machine.gflops) / 1e9
 
 
 class Needs:
-    """What a model's passes need.
+    """Needs of a model's passes.
 
     Args:
-        model: On the meta device.
+        model: Model on the meta device.
     """
 
     def __init__(self, model: Any) -> None:
@@ -130,19 +130,19 @@ class Needs:
         self.rest = self.all - self.experts - self.embedding - self.head
 
     def expert_bytes(self, weights: str) -> float:
-        """Bytes of all experts, by value of `expert_weights`."""
+        """Return the bytes of all experts, by value of `expert_weights`."""
         return self.experts * BITS.get(weights, 8 * BF16_BYTES) / 8
 
     def resident_bytes(self, weights: str) -> float:
-        """Bytes of all weights once they are loaded."""
+        """Return the bytes of all loaded weights."""
         return BF16_BYTES * (self.all - self.experts) + self.expert_bytes(weights)
 
     def hit(self, rows: int) -> float:
-        """Return the share of the experts that even routing of so many rows hits."""
+        """Return the share of the experts that even routing of so many rows uses."""
         return 1.0 - (1.0 - self._top_k / self._num_experts) ** rows
 
     def prefill(self, tokens: int, weights: str) -> Work:
-        """A prompt, and its first token."""
+        """Return the work of a prompt, and its first token."""
         flops = 2.0 * tokens * self._passed() + 2.0 * self.head
         for one in self._attentions:
             keys = tokens / 2 if one.window is None else min(one.window, tokens / 2)
@@ -150,7 +150,7 @@ class Needs:
         return Work(self._weight_bytes(tokens, weights), flops)
 
     def decode(self, rows: int, context: int, weights: str) -> Work:
-        """One token each of so many rows with so many tokens."""
+        """Return the work of one token each for a number of rows with a number of tokens."""
         flops, read = 2.0 * rows * (self._passed() + self.head), self._weight_bytes(rows, weights)
         for one in self._attentions:
             keys = context if one.window is None else min(one.window, context)
@@ -159,7 +159,7 @@ class Needs:
         return Work(read, flops)
 
     def _passed(self) -> float:
-        """Weights that a row passes, without the head."""
+        """Return the weights that a row uses, without the head."""
         return self.rest + self.experts * self._top_k / self._num_experts
 
     def _weight_bytes(self, rows: int, weights: str) -> float:

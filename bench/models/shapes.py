@@ -1,25 +1,25 @@
-"""Which shapes of published models lose against the machine, vLLM, llama.cpp, or each other?
+"""Shapes of published models against the machine, vLLM, llama.cpp, and each other.
 
-Two layers each (`bench.models.published_shapes`), seeded noise, bf16, and experts in 4 bits: what
-`expert_weights="int4"` makes of bf16 as it is loaded, all else in bf16. A contender is a process of
-its own that holds the weights; all are asked in turn in every round, the order changes.
+Each shape has two layers (`bench.models.published_shapes`) of seeded noise, in bf16, and with
+experts in 4 bits: the result of `expert_weights="int4"` at load, all else in bf16. A contender is a
+process that holds the weights; all answer in turns in every round, in changing order.
 
     prefill     one prompt of 2,048 tokens
     decode      1, 16 and 48 different rows of 64 tokens: a step that has them all
     mixed       prompts of 2,048 tokens of BE; 8 of 64 tokens of LS arrive meanwhile: TTFT of LS,
                 and tokens per second of BE until all of BE is done
 
-    bound       our engine as it is
-    free        our engine with max_segment_ms=1000: what the bound costs is bound over free
+    bound       our engine with its defaults
+    free        our engine with max_segment_ms=1000: bound over free is the cost of the bound
     plain       transformers itself on the same folder, bf16 alone (`--plain`); no mixed rows
     vllm        vLLM on the same folder, bf16 alone (`--vllm PYTHON`); it knows no classes
-    llama       llama.cpp, all weights in Q4_0, beside 4 bits, one stream (`--llama PYTHON`); where
-                the architecture is Qwen3-MoE, of which a GGUF file is written
+    llama       llama.cpp, all weights in Q4_0, against 4 bits, one stream (`--llama PYTHON`); only
+                for the architecture Qwen3-MoE, whose GGUF file is written
 
 The floor is the larger of bytes over the rate of a plain read and FLOPs over the rate of the
-fastest product in bf16, both measured in the same rounds. A row is losing where its time over its
-floor is more than 1.5 times that of the best other shape in the same row and format. What does not
-fit `--memory` has one layer, or is left out; both are said. A table, then one JSON line.
+fastest product in bf16, both measured in the same rounds. A row loses if its time over its floor
+is more than 1.5 times that of the best other shape in the same row and format. A shape too large
+for `--memory` has one layer, or is skipped; the table reports both. The last line is JSON.
 """
 
 import argparse
@@ -46,30 +46,29 @@ SEED = 1
 FORMATS = {"bf16": "auto", "int4": "int4"}
 """Name -> `expert_weights`."""
 SEGMENT_MS = {"bound": "5", "free": "1000"}
-"""Contenders that are our engine -> `max_segment_ms`; 5 is what it has by itself."""
+"""Contenders that are our engine -> `max_segment_ms`; 5 is the default."""
 REACH, BEHIND = 0.98, 1.5
-"""Least rate of `bound` over `free`; most of a time over floor, over that of the best other
-shape."""
+"""Least rate of `bound` over `free`; most time over floor, over that of the best other shape."""
 RIVAL_REACH = 1.0
 """Least time of another library over ours."""
 OWN_GB, PARENT_GB, VLLM_GB = 0.8, 1.5, 2.5
-"""What a process of ours, this one and vLLM have beside weights."""
+"""Memory in GB, without weights, of our process, of this process and of vLLM."""
 
 
 REST_S = 0.25
-"""Between questions: OpenMP's threads spin for so long after their work, beside the next."""
+"""Seconds between questions: OpenMP's threads spin for so long after their work."""
 
 
 class Sizes(NamedTuple):
-    """How large the rows are."""
+    """Sizes of the rows."""
 
     prefill: int = 2048
     rows: tuple[int, ...] = (1, 16, 48)
     prompt: int = 64
     tokens: int = 12
-    """That a row decodes."""
+    """Number of tokens that a row decodes."""
     work: int = 4
-    """Prompts of BE."""
+    """Number of BE prompts."""
     chats: int = 8
     chat_tokens: int = 16
 
@@ -89,17 +88,17 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For the table."""
+        """Return the name in the table."""
         return f"{self.name} {self.format}"
 
     @property
     def weights(self) -> str:
-        """What `expert_weights` is."""
+        """Return the value of `expert_weights`."""
         return FORMATS[self.format]
 
 
 def memory_gb(needs: Needs, form: str, args: argparse.Namespace) -> float:
-    """Memory that all contenders, and this process, have at once, while the last one loads."""
+    """Return the most memory of all contenders and this process, while the last one loads."""
     packed, every = needs.resident_bytes(FORMATS[form]) / 1e9, 2 * needs.all / 1e9
     total = len(SEGMENT_MS) * (packed + OWN_GB) + PARENT_GB + 2 * needs.largest / 1e9
     if args.vllm and form == "bf16":
@@ -112,7 +111,7 @@ def memory_gb(needs: Needs, form: str, args: argparse.Namespace) -> float:
 
 
 def fitting(name: str, form: str, args: argparse.Namespace, table: Table) -> Case | None:
-    """The shape with as many of its layers as there is memory for; None if one is too many."""
+    """Return the shape with as many layers as fit into memory; None if one is too many."""
     shape = SHAPES[name]
     if form != "bf16" and not Needs(skeleton(config_of(shape, 1))).experts:
         table.add(f"{name} {form}", "left out: no experts")
@@ -139,7 +138,7 @@ class Prompts:
         self.rng = np.random.default_rng(SEED)
 
     def some(self, count: int, tokens: int) -> list[list[int]]:
-        """So many of so many tokens."""
+        """Return `count` prompts of `tokens` tokens."""
         return self.rng.integers(SPECIAL, VOCAB, (count, tokens)).tolist()  # type: ignore[no-any-return]
 
 
@@ -147,7 +146,7 @@ def gguf_of(case: Case, place: Path) -> Path:
     """Write the GGUF file of a shape.
 
     Raises:
-        RivalError: There is no writer for it.
+        RivalError: There is no writer for the shape.
     """
     if case.shape.config != "Qwen3MoeConfig":
         raise RivalError("no GGUF writer")
@@ -163,7 +162,7 @@ def gguf_of(case: Case, place: Path) -> Path:
 def starting(
     case: Case, place: Path, args: argparse.Namespace, seats: int
 ) -> Iterator[tuple[str, Callable[[], Rival]]]:
-    """The contenders of a case, and how each is started."""
+    """Yield the contenders of a case, each with a function that starts it."""
     folder = place / f"{case.name}-{case.num_layers}"
     if not folder.exists():
         write(skeleton(config_of(case.shape, case.num_layers)), folder)
@@ -185,7 +184,7 @@ def starting(
 
 
 class Asking:
-    """The contenders of a case, asked the same in turn; those that fail are left out from then."""
+    """The contenders of a case, asked the same in turns; a failed one is not asked again."""
 
     def __init__(self, rivals: dict[str, Rival], refused: dict[str, str]) -> None:
         self._rivals, self.refused = dict(rivals), refused
@@ -194,7 +193,7 @@ class Asking:
         self._turn = 0
 
     def ask(self, row: str, question: dict[str, Any], keep: bool = True) -> dict[str, Any]:
-        """Ask all of them; the answers by contender."""
+        """Ask all contenders; return the answers by contender."""
         self._turn += 1
         names = list(self._rivals)[:: -1 if self._turn % 2 else 1]
         answers = {}
@@ -216,17 +215,17 @@ class Asking:
 
 
 def prefill_row(sizes: Sizes) -> str:
-    """Its name."""
+    """Return the name of the row."""
     return f"prefill of {sizes.prefill:,}"
 
 
 def decode_row(rows: int) -> str:
-    """Its name."""
+    """Return the name of the row."""
     return f"decode of {rows}"
 
 
 def one_round(asking: Asking, prompts: Prompts, sizes: Sizes, keep: bool) -> None:
-    """Every row once; a first round warms up."""
+    """Ask every row once; a first round warms up."""
     question = {"prompts": prompts.some(1, sizes.prefill), "tokens": 1}
     first = asking.ask(prefill_row(sizes), question, keep)
     for rows in sizes.rows:
@@ -247,17 +246,17 @@ class Row(NamedTuple):
     case: Case
     name: str
     seconds: dict[str, list[float]]
-    """By contender, one per round."""
+    """Seconds by contender, one per round."""
     work: Work
     answers: dict[str, list[Any]]
 
     def over_floor(self, of: Machine) -> float:
-        """Time of ours over the least."""
+        """Return our time over the least possible one."""
         return median(self.seconds["bound"]) / self.work.seconds(of)
 
 
 def rows_of(case: Case, asking: Asking, sizes: Sizes) -> Iterator[Row]:
-    """The rows that ours answered."""
+    """Yield the rows that our engine answered."""
     prefill, weights = case.needs.prefill(sizes.prefill, case.weights), case.weights
     named = [(prefill_row(sizes), "prompt_s", prefill)]
     for rows in sizes.rows:
@@ -273,7 +272,7 @@ def rows_of(case: Case, asking: Asking, sizes: Sizes) -> Iterator[Row]:
 
 
 def add_row(table: Table, row: Row, sizes: Sizes, of: Machine) -> dict[str, Any]:
-    """Its line of the table, and what is kept of it."""
+    """Add the row's line to the table, and return the result of the row."""
     ours = row.seconds["bound"]
     value, over = median(ours), row.over_floor(of)
     tokens = sizes.prefill * (sizes.work if row.name == "mixed" else 1)
@@ -305,7 +304,7 @@ def add_row(table: Table, row: Row, sizes: Sizes, of: Machine) -> dict[str, Any]
 
 
 def add_ttft(table: Table, what: str, row: Row) -> dict[str, list[float]]:
-    """The line of LS beside BE; every TTFT by contender."""
+    """Add the line of LS next to BE; return every TTFT by contender."""
     found = {
         who: [1e3 * ttft for one in answers for ttft in one["ttft_s"]]
         for who, answers in row.answers.items()
@@ -319,7 +318,7 @@ def add_ttft(table: Table, what: str, row: Row) -> dict[str, list[float]]:
 
 
 def add_behind(table: Table, rows: list[dict[str, Any]]) -> None:
-    """A line for each row that is much further from its floor than another shape's."""
+    """Add a line for each row that is much further from its floor than another shape's."""
     for row in rows:
         alike = [
             other
@@ -369,7 +368,7 @@ def measured(case: Case, place: Path, args: argparse.Namespace, table: Table) ->
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))

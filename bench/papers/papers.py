@@ -1,12 +1,12 @@
-"""The papers' own numbers: what each claims, what this machine gives, and how it was measured.
+"""The papers' own numbers: each claim, this machine's number, and the way of measuring it.
 
     python -m bench.papers.papers                     all parts, about an hour on a quiet machine
     python -m bench.papers.papers --quick             the same parts with a tiny model: to debug
     python -m bench.papers.papers --parts layered,kv  some of them; the others stay in the results
     python -m bench.papers.papers --arms vllm-512 --install   install the peers of the row on hogs
 
-Every row has a value or a reason why there is none. A part that fails leaves its reason and the
-exit status 1; so does one whose KV pool never overflowed. Results are merged into
+Every row has a value, or the reason why it has none. After a part that failed, or whose KV pool
+never overflowed, the exit status is 1. Results are merged into
 `bench/results/papers.json` part by part. The very last line of stdout is one JSON document.
 """
 
@@ -41,12 +41,12 @@ from bench.serving.servers import PEERS
 
 FILE = RESULTS / "papers.json"
 ENGINE = {"max_num_seqs": 16, "max_step_tokens": 4096}
-"""The same for every policy."""
+"""Settings of the engine for every policy."""
 ARMS = "vllm-512"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
     parser.add_argument("--seeds", default="", help="of the live windows, with commas between")
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(world: World, name: str) -> dict[str, Any]:
-    """One part; what goes wrong is its row."""
+    """Measure one part; an error becomes its row."""
     begin, before = time.monotonic(), busy_cores()
     entry: dict[str, Any] = {"error": None}
     try:
@@ -91,7 +91,7 @@ def measure(world: World, name: str) -> dict[str, Any]:
 
 
 def merge(path: Path | None, parts: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Put parts into the results there are, if any; others stay as they were."""
+    """Merge parts into existing results, if any; other parts stay."""
     document: dict[str, Any] = {"bench": "papers", "parts": {}}
     if path is not None and path.exists():
         document = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The claims on layered prefill, on KV that overflows, and on hogs beside the engine."""
+"""The claims on layered prefill, on KV that overflows, and on busy processes next to the engine."""
 
 import os
 import random
@@ -43,7 +43,7 @@ LAYERED_OUTPUT = (96, 160)
 def long_prompts(
     capacity: Capacity, count: int, prompt: tuple[int, int], output: tuple[int, int], seed: int
 ) -> list[RequestSpec]:
-    """Poisson arrivals of long prompts of one class at 60 % load."""
+    """Return Poisson arrivals of long prompts of one class at 60 % load."""
     prompts, outputs, rng = between(*prompt), between(*output), random.Random(seed)
     rate = LAYERED_LOAD * capacity.requests_per_s(prompts.mean, outputs.mean)
     at = Gamma().times(rng, rate, 1.5 * count / rate + 1 / rate)[:count]
@@ -60,13 +60,13 @@ def long_prompts(
 
 
 class Latencies(NamedTuple):
-    """One policy on long prompts."""
+    """Latencies of one policy on long prompts."""
 
     ttft_ms: float
     e2e_ms: float
     tbt_p99_ms: float
     expert_loads: float
-    """Experts, or their bytes, read for all requests."""
+    """Number or bytes of experts read for all requests."""
     unfinished: int
 
 
@@ -81,7 +81,7 @@ def _latencies(entry: Mapping[str, Any], loads: float) -> Latencies:
 
 
 def simulated_layered_rows(world: World) -> list[Row]:
-    """Layered against chunked prefill, unsaturated, on the simulator's H100."""
+    """Measure layered against chunked prefill, unsaturated, on the simulator's H100."""
     costs, prompt = preset("h100", "qwen3-moe"), (4000, 8000)
     config = EngineConfig(max_kv_tokens=costs.max_kv_tokens, max_num_seqs=64, max_step_tokens=8192)
     count = world.scale.simulated
@@ -100,7 +100,7 @@ def simulated_layered_rows(world: World) -> list[Row]:
 
 
 def layered_rows(world: World) -> list[Row]:
-    """The same live."""
+    """Measure the same live."""
     scale = world.scale
     low, high = scale.prompt
     capacity = world.bench.capacity((low + high) // 2)
@@ -151,14 +151,14 @@ def _layered_rows(chunked: Latencies, layered: Latencies, how: str) -> Iterator[
 
 
 class NoEvictionError(Exception):
-    """A run whose KV pool never overflowed says nothing of evictions."""
+    """A run whose KV pool never overflowed, so that it shows nothing about evictions."""
 
 
 def kv_rows(world: World) -> list[Row]:
-    """LS under BE that outgrows the KV pool; what evictions recompute.
+    """Measure LS under BE that outgrows the KV pool, and tokens recomputed after evictions.
 
     Raises:
-        NoEvictionError: Nothing was evicted.
+        NoEvictionError: No KV was evicted.
     """
     scale = world.scale
     timing = scale.timing
@@ -203,7 +203,7 @@ HOG_CLAIM = Claim(
 
 @contextmanager
 def spinners() -> Iterator[int]:
-    """A busy process of ordinary priority on every core that this process may use."""
+    """Run a busy process of ordinary priority on every core that this process may use."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         for core in cores:
@@ -219,7 +219,7 @@ def _p99s(samples: Mapping[str, Sequence[float]]) -> tuple[float, float]:
 
 
 def _chats(world: World, seed: int) -> tuple[list[RequestSpec], Timing]:
-    """LS requests alone, at a load that leaves most of the machine idle."""
+    """Return LS requests alone, at a load that leaves most of the machine idle."""
     scale = world.scale
     timing = Timing(warmup_s=0.0, window_s=scale.hog_s, drain_s=scale.hog_s / 2)
     workload = Workload(
@@ -244,7 +244,7 @@ def _in_process(world: World, seed: int) -> Mapping[str, Sequence[float]]:
 
 
 def hog_rows(world: World) -> list[Row]:
-    """Tail latencies beside spinners: ours in one process, ours and peers over HTTP."""
+    """Measure tail latencies next to spinners: ours in one process, ours and peers over HTTP."""
     base = f"{world.scale.size} model, LS alone at load {HOG_LOAD:g}, {world.scale.hog_s:g} s each"
     quiet = _p99s(_in_process(world, 1))
     with spinners() as count:
@@ -271,10 +271,10 @@ def _hog_row(
 
 
 def _home(world: World, peer: Peer) -> Path:
-    """The environment of a peer.
+    """Return the environment of a peer.
 
     Raises:
-        InstallError: It is not installed, and this run may not install it, or it failed.
+        InstallError: The peer is not installed, and this run may not install it or failed to.
     """
     cache = cache_dir() / "peers"
     is_there = peer.environment is None or (cache / f"{peer.environment}.json").exists()
@@ -284,7 +284,7 @@ def _home(world: World, peer: Peer) -> Path:
 
 
 def _served_twice(world: World, peer: Peer) -> tuple[tuple[float, float], tuple[float, float]]:
-    """TTFT and TPOT p99 of one server, quiet and hogged."""
+    """Return TTFT and TPOT p99 of one server, quiet and hogged."""
     from transformers import AutoTokenizer
 
     requests, timing = _chats(world, 1)
@@ -330,4 +330,4 @@ CLAIMS = {
     "kv": Claim("tokens recomputed under KV shortage, qllm2", SUPERINFER, "+74.7 points"),
     "hogs": HOG_CLAIM._replace(what="p99 with a hog on every core / without"),
 }
-"""What a part that failed leaves in the table."""
+"""Claims of the parts, for the row of a part that failed."""

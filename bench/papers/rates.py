@@ -21,19 +21,19 @@ MOST_MET = 0.99
 
 @dataclass(slots=True)
 class Point:
-    """One policy at one load, over its seeds."""
+    """One policy at one load, over all seeds."""
 
     ttft_ms: list[list[float]] = field(default_factory=list)
     e2e_ms: list[list[float]] = field(default_factory=list)
     met: int = 0
     counted: int = 0
     open: int = 0
-    """LS requests that had not ended when the run was stopped: latencies are lower bounds."""
+    """LS requests unfinished at the end of the run: latencies are lower bounds."""
     tokens_per_s: list[float] = field(default_factory=list)
     be_per_s: list[float] = field(default_factory=list)
 
     def add(self, run: dict[str, Any]) -> None:
-        """Take in a seed's run."""
+        """Add a seed's run."""
         ls, samples = run["classes"].get("LS", {"arrived": 0, "finished": 0}), run["samples"]
         self.ttft_ms.append(samples["ttft_ms"])
         self.e2e_ms.append(list(samples["e2e_ms"].values()))
@@ -49,31 +49,31 @@ class Point:
 
     @property
     def attainment(self) -> float | None:
-        """Part of the LS requests that met both targets; None without requests."""
+        """Return the part of the LS requests that met both targets; None without requests."""
         return self.met / self.counted if self.counted else None
 
 
 def mean(values: np.ndarray) -> float:
-    """The mean, as a statistic."""
+    """Return the mean, as a statistic."""
     return float(np.mean(values))
 
 
 def ratio(top: Sequence[Sequence[float]], over: Sequence[Sequence[float]], p: float | None) -> str:
-    """The ratio of two means (`p` None) or percentiles, with its interval."""
+    """Return the ratio of two means (`p` None) or percentiles, with its interval."""
     found = estimate(top, mean if p is None else quantile(p), over=over)
     assert found is not None, "no request on one side"
     return found.text(1)
 
 
 def measure_points(world: World) -> dict[float, dict[str, Point]]:
-    """Every load under the policies that it needs; the same requests for all."""
+    """Measure every load under its policies; the requests are the same for all."""
     scale = world.scale
     out: dict[float, dict[str, Point]] = {load: {} for load in scale.loads}
     for seed in scale.seeds:
         for i, load in enumerate(scale.loads):
             workload = Workload(
                 name="S1",
-                seconds=scale.timing.window.end_s,  # nothing arrives while the rest drains
+                seconds=scale.timing.window.end_s,  # no request arrives during the drain
                 capacity=world.capacity,
                 load=load,
                 length_scale=0.25,
@@ -87,13 +87,13 @@ def measure_points(world: World) -> dict[float, dict[str, Point]]:
 
 
 def _policies(scale: Scale) -> list[str]:
-    """The policies of the lowest load, at which all have the same work to do."""
+    """Return the policies of the lowest load, at which all have the same work to do."""
     others = sorted(set(installed_policies()) - {"chunked-priority", "qllm", *POINT})
     return [*POINT, "qllm", *(others if scale.all_policies else ())]
 
 
 def rate_rows(world: World) -> list[Row]:
-    """TTFT, turnaround, SLO attainment and total throughput."""
+    """Return TTFT, turnaround, SLO attainment and total throughput."""
     points = measure_points(world)
     world.found["rates"] = {
         str(load): {n: _point_json(p) for n, p in of.items()} for load, of in points.items()

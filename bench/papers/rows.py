@@ -1,4 +1,4 @@
-"""What the papers claim: the rows of `papers.py`, and what its parts share."""
+"""Claims of the papers: the rows of `papers.py`, and functions that its parts share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ BLINK = "Blink, arXiv:2604.07609 (interference from pbzip2 and Ninja on the host
 
 
 class Row(NamedTuple):
-    """One line of the table: `here`, or why there is none."""
+    """A line of the table: `here`, or the reason why it is empty."""
 
     claim: str
     source: str
@@ -25,10 +25,10 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, claim: "Claim", here: str | None, how: str, why_not: str | None = None) -> "Row":
-        """A claim with what was found.
+        """Return a claim with its measured value.
 
         Raises:
-            ValueError: Neither a value nor a reason, or both.
+            ValueError: There is neither a value nor a reason, or there are both.
         """
         if (here is None) == (why_not is None):
             raise ValueError(f"{claim.what}: give either a value or a reason")
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a paper says."""
+    """A claim of a paper."""
 
     what: str
     source: str
@@ -45,7 +45,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much is measured."""
+    """The amount of work that is measured."""
 
     seeds: Sequence[int]
     timing: Timing
@@ -56,14 +56,14 @@ class Scale:
     count: int
     """Requests of the row on layered prefill."""
     simulated: int
-    """Requests of the same in the simulator."""
+    """Requests of the row on layered prefill in the simulator."""
     hog_s: float
     """Seconds of each turn, quiet or hogged."""
     size: str = "300m"
     arms: Sequence[str] = ()
-    """Arms of `servers.PEERS` beside ours in the row on hogs."""
+    """Arms of `servers.PEERS` in addition to ours in the row on hogs."""
     install: bool = False
-    """Install peers that are not there."""
+    """True to install missing peers."""
 
 
 QUICK = Scale(
@@ -91,32 +91,32 @@ FULL = Scale(
 
 @dataclass(kw_only=True)
 class World:
-    """A model and what this machine can do with it, made on first use."""
+    """A model, and this machine's capacity with it, made on first use."""
 
     scale: Scale
     settings: Mapping[str, Any]
     found: dict[str, Any] = field(default_factory=dict)
-    """What lies behind the rows, by part."""
+    """Numbers behind the rows, by part."""
     _bench: Bench | None = None
     _capacity: Capacity | None = None
 
     @property
     def bench(self) -> Bench:
-        """The model."""
+        """Return the model."""
         if self._bench is None:
             self._bench = Bench.load(self.scale.size, **self.settings)
         return self._bench
 
     @property
     def capacity(self) -> Capacity:
-        """Capacity of this machine."""
+        """Return the capacity of this machine."""
         if self._capacity is None:
             self._capacity = self.bench.capacity()
         return self._capacity
 
 
 def markdown(document: Mapping[str, Any]) -> list[str]:
-    """The table of a result: claim, paper, here, how."""
+    """Return the table of a result: claim, paper, here, how."""
     lines = ["| claim | paper | here | how measured |", "|---|---|---|---|"]
     for part in document["parts"].values():
         for row in part["rows"]:

@@ -1,11 +1,11 @@
-"""What each idea is worth: every policy on one engine, live and in the simulator.
+"""The value of each idea: every policy on one engine, live and in the simulator.
 
     python -m bench.policies.ablation                       all rows, about half an hour
     python -m bench.policies.ablation --quick               the same in three minutes: to debug
     python -m bench.policies.ablation --live --rows S2,S7   some of them
     python -m bench.policies.ablation --rows S2 --settings qllm2,chunked-priority:step_tokens=512
 
-A row that fails is reported and the others run. Results are merged into
+A row that fails is reported, and the others run. Results are merged into
 `bench/results/policies-cpu.json` row by row, so a part can be run again; every single run is kept
 in `.benchmarks/policies/`. The very last line of stdout is one JSON document.
 """
@@ -51,13 +51,13 @@ RUNS = ROOT / ".benchmarks" / "policies"
 LIVE = ("loads", "decode", "equals", "S5", "S6", "S2", "S3", "S7")
 ROWS = (*LIVE, "sim")
 ENGINE = {"max_num_seqs": 16, "max_step_tokens": 4096}
-"""The same for every policy."""
+"""Settings of the engine for every policy."""
 LOADS_TARGET = {"prefill_only": 3.0, "co_run": 1.3}
 Row = Callable[[Table, "Run"], dict[str, Any]]
 
 
 class Run:
-    """What the rows of one call share."""
+    """Values that the rows of one call share."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -68,28 +68,28 @@ class Run:
 
     @property
     def bench(self) -> Bench:
-        """Loaded on first use: simulated rows need none."""
+        """Return the model, loaded on first use: simulated rows need none."""
         if self._bench is None:
             self._bench = Bench.load(self.args.size, **ENGINE)
         return self._bench
 
     @property
     def capacity(self) -> Capacity:
-        """Measured on first use."""
+        """Return the capacity, measured on first use."""
         if self._capacity is None:
             self._capacity = self.bench.capacity()
         return self._capacity
 
     @property
     def timing(self) -> Timing:
-        """Lengths of a window of S2, S3 and S7."""
+        """Return the lengths of a window of S2, S3 and S7."""
         if self.quick:
             return Timing(warmup_s=0.3, window_s=1.5, drain_s=0.2)
         return Timing(warmup_s=2.0, window_s=self.args.seconds, drain_s=1.0)
 
     @property
     def windows(self) -> Windows:
-        """For the rows of policies."""
+        """Return the windows for the rows of policies."""
         return Windows(
             self.bench, self.capacity, self.timing, self.seeds, RUNS, self.args.settings, self.quick
         )
@@ -99,7 +99,7 @@ class Run:
 
 
 def row_loads(table: Table, run: Run) -> dict[str, Any]:
-    """Expert bytes per request."""
+    """Measure expert bytes per request."""
     found = loads_row(run.bench, quick=run.quick)
     for name, ratio in found["ratios"].items():
         target = LOADS_TARGET["co_run" if "co_run" in name else "prefill_only"]
@@ -115,7 +115,7 @@ def row_loads(table: Table, run: Run) -> dict[str, Any]:
 
 
 def row_decode(table: Table, run: Run) -> dict[str, Any]:
-    """Decode beside a prefill."""
+    """Measure decode next to a prefill."""
     found = decode_row(run.bench, quick=run.quick)
     for name, entry in found["settings"].items():
         if entry.get("missing"):
@@ -137,7 +137,7 @@ def row_decode(table: Table, run: Run) -> dict[str, Any]:
 
 
 def row_equals(table: Table, run: Run) -> dict[str, Any]:
-    """A stream beside prompts of its own class."""
+    """Measure a stream next to prompts of its own class."""
     found = equals_row(run.bench, quick=run.quick)
     declared_ms = load_policy("qllm2").max_prompt_gap_ms
     for side in found["sides"]:
@@ -194,14 +194,14 @@ def _front(name: str) -> Row:
 
 
 def row_stall(table: Table, run: Run) -> dict[str, Any]:
-    """S7: latency as in the others, and the worst stall over what the policy declares."""
+    """Measure S7: latency as in the other rows, and the worst stall over the declared bound."""
     found = front_row(table, run.windows, "S7")
     stall_lines(table, found)
     return found
 
 
 def row_sim(table: Table, run: Run) -> dict[str, Any]:
-    """Every installed policy in the simulator."""
+    """Measure every installed policy in the simulator."""
     return sim_row(table, seeds=run.seeds, quick=run.quick)
 
 
@@ -222,7 +222,7 @@ MAKERS: dict[str, Row] = {
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help=f"of {', '.join(ROWS)}; default all")
     parser.add_argument("--live", action="store_true", help="only the rows on the real engine")
@@ -248,7 +248,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(run: Run, name: str) -> dict[str, Any]:
-    """One row; what goes wrong is part of the result."""
+    """Measure one row; an error is part of the result."""
     table = Table()
     begin, before = time.monotonic(), busy_cores()
     entry: dict[str, Any] = {}
@@ -275,12 +275,12 @@ def measure(run: Run, name: str) -> dict[str, Any]:
 
 
 def vars_of(capacity: Capacity) -> dict[str, float]:
-    """The fields of a capacity."""
+    """Return the fields of a capacity."""
     return {name: getattr(capacity, name) for name in capacity.__dataclass_fields__}
 
 
 def merge(path: Path, rows: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Put rows into the results there are; others stay as they were."""
+    """Merge rows into existing results; other rows stay."""
     document: dict[str, Any] = {"bench": "policies", "rows": {}}
     if path.exists():
         document = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""A row on equals: an LS stream beside a flood of LS prompts, with a TPOT target and without."""
+"""A row on equals: an LS stream next to a flood of LS prompts, with a TPOT target and without."""
 
 from itertools import pairwise
 from statistics import median
@@ -13,14 +13,14 @@ from qllm.types import NS_PER_MS
 CLIENTS = 8
 TARGET_MS = 50.0
 FREE = "qllm2:max_prompt_gap_ms=none"
-"""Prompts of whole steps, whatever the target is."""
+"""Policy whose prompts take whole steps, whatever the target is."""
 SIDES = ((FREE, None), ("qllm2", None), ("qllm2", TARGET_MS), ("chunked-priority", None))
 REACH = {"gap": 1.1, "rate": 0.9}
-"""The median gap over its bound; the rate of prompts over that of whole steps."""
+"""Targets: the median gap over its bound; the rate of prompts over that of whole steps."""
 
 
 def _side(bench: Bench, name: str, tpot_ms: float | None, num_tokens: int) -> dict[str, float]:
-    """Gaps of the stream, and prompt tokens a second, while one prompt of each client runs."""
+    """Measure the stream's gaps, and prompt tokens/s, while each client has one prompt running."""
     with bench.engine(Setting.parse(name), prefix_cache=False) as engine:
         (own,) = prompts(bench, 1, 64, 9000)
         stream = engine.submit(own, "LS", 4000, sampling=GREEDY, slo=Slo(tpot_ms=tpot_ms))
@@ -47,9 +47,9 @@ def _side(bench: Bench, name: str, tpot_ms: float | None, num_tokens: int) -> di
 
 
 def equals_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
-    """The sides in turn, and the median over rounds of each number.
+    """Measure the sides in turns; return the median over rounds of each number.
 
-    A rate is compared inside its round, since another process may slow a round down.
+    A rate is compared inside its round, since another process may slow down a round.
     """
     num_tokens, rounds = (128, 1) if quick else (1024, 2)
     found: dict[tuple[str, float | None], list[dict[str, float]]] = {side: [] for side in SIDES}

@@ -42,33 +42,34 @@ SCALES: dict[str, dict[str, Any]] = {
     "S3": {"ls_scale": 1 / 8, "max_len": 8192},
     "S7": {"length_scale": 1 / 8},
 }
-"""LS lengths are an eighth: this machine would answer two requests per window otherwise."""
+"""Scales of the workloads. LS lengths are an eighth: otherwise this machine would answer two
+requests per window."""
 ALONE = {"LS alone": Priority.LS, "BE alone": Priority.BE}
 TARGET_RATIO = 1.7
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What the windows of one call share."""
+    """Values that the windows of one call share."""
 
     bench: Bench
     capacity: Capacity
     timing: Timing
     seeds: Sequence[int]
     runs: Path
-    """Every run is written here."""
+    """Folder that gets a file of every run."""
     settings: Sequence[str]
-    """Instead of the row's own, if any."""
+    """Settings instead of the row's own, if any."""
     quick: bool
 
     def workload(self, name: str) -> Workload:
-        """S2, S3 or S7 on this machine."""
+        """Return S2, S3 or S7 on this machine."""
         return Workload(
             name=name, seconds=self.timing.total_s, capacity=self.capacity, **SCALES[name]
         )
 
     def serve(self, name: str, label: str, seed: int) -> dict[str, Any]:
-        """One run, kept as a file; one that fails is a result too."""
+        """Serve one run and write its file; a failed run is a result too."""
         only = ALONE.get(label)
         setting = Setting("qllm2") if label in ALONE else Setting.parse(label)
         try:
@@ -85,7 +86,7 @@ class Windows:
 
 
 def labels_of(name: str, settings: Sequence[str], quick: bool) -> list[str]:
-    """What runs on a workload; a quick call takes one setting per policy."""
+    """Return the settings of a workload; a quick call takes one per policy."""
     chosen = list(settings or (FLOOD_SETTINGS if name == "S7" else SETTINGS))
     if quick and not settings:
         first = {Setting.parse(text).policy: text for text in reversed(chosen)}
@@ -94,7 +95,7 @@ def labels_of(name: str, settings: Sequence[str], quick: bool) -> list[str]:
 
 
 def front_row(table: Table, windows: Windows, name: str) -> dict[str, Any]:
-    """Every setting on one workload: pooled metrics, and ours against the rival at equal BE."""
+    """Measure every setting on one workload: pooled metrics, and ours over the rival."""
     labels = labels_of(name, windows.settings, windows.quick)
     missing = [t for t in labels if t not in ALONE and not Setting.parse(t).is_installed]
     labels = [t for t in labels if t not in missing]
@@ -119,7 +120,7 @@ def front_row(table: Table, windows: Windows, name: str) -> dict[str, Any]:
 def pooled(
     served: Sequence[dict[str, Any]], runs: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """One setting over its seeds: LS samples pooled, BE rates averaged."""
+    """Return one setting over its seeds: LS samples pooled, BE rates averaged."""
     out: dict[str, Any] = {"policy": served[0]["policy"]}
     samples = [r["samples"] for r in served]
     for name in ("ttft_ms", "tbt_ms", "tpot_ms"):
@@ -172,7 +173,7 @@ def pooled(
 
 
 def _slowdowns(served: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> list[float]:
-    """E2E over that of the same request in the run with LS alone."""
+    """Return E2E over that of the same request in the run with LS alone."""
     by_seed = {r["seed"]: r["samples"]["e2e_ms"] for r in alone if "error" not in r}
     return [
         ms / by_seed[r["seed"]][name]
@@ -183,7 +184,7 @@ def _slowdowns(served: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]
 
 
 def _brief(run: dict[str, Any]) -> dict[str, Any]:
-    """A run for the committed results: no samples."""
+    """Return a run for the committed results, without samples."""
     return {key: value for key, value in run.items() if key != "samples"}
 
 
@@ -213,7 +214,7 @@ def _lines(
 
 
 def points(row: dict[str, Any]) -> list[Point]:
-    """Points of a row of results, as measured or as read from JSON."""
+    """Return the points of a row of results, as measured or as read from JSON."""
     out = []
     for label, entry in row["settings"].items():
         ttft = entry.get("ls_ttft_p99_ms")
@@ -225,7 +226,7 @@ def points(row: dict[str, Any]) -> list[Point]:
 
 
 def points_of(document: dict[str, Any]) -> dict[str, list[Point]]:
-    """Points of every workload in a document of results."""
+    """Return the points of every workload in a document of results."""
     rows = {name: row.get("result") for name, row in document.get("rows", {}).items()}
     return {name: points(rows[name]) for name in ("S2", "S3", "S7") if rows.get(name)}
 
@@ -250,7 +251,7 @@ def _matches(table: Table, name: str, found: Sequence[Point]) -> list[Match]:
 
 
 def stall_lines(table: Table, found: dict[str, Any]) -> None:
-    """Worst BE stall over the bound that the policy declares."""
+    """Add the worst BE stalls over the bounds that policies declare."""
     for label, entry in found["settings"].items():
         bound = entry.get("declared_be_stall_ms")
         if "be_max_stall_ms" not in entry:

@@ -1,4 +1,4 @@
-"""Rows on isolation: decode beside a long prefill, and LS when BE holds every seat or all KV."""
+"""Rows on isolation: decode next to a long prefill, and LS while BE holds every seat or all KV."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,9 +18,9 @@ from qllm.workloads.capacity import Capacity
 from qllm.workloads.generators import Workload
 
 DECODERS = 2
-"""LS requests that decode in the decode row."""
+"""Number of LS requests that decode in the decode row."""
 TARGET = 2.0
-"""Their TPOT target for `qllm2`, over the median solo gap."""
+"""TPOT target of the decodes for `qllm2`, over the median solo gap."""
 DECODE_SETTINGS = ("priority-layered", "qllm2")
 
 
@@ -28,7 +28,7 @@ DECODE_SETTINGS = ("priority-layered", "qllm2")
 
 
 def _gaps(engine: QLLMEngine, numbers: Sequence[int], start_ns: int, end_ns: int) -> list[float]:
-    """Milliseconds between the tokens of each request that came inside an interval."""
+    """Return the milliseconds between each request's tokens inside an interval."""
     out: list[float] = []
     for number in numbers:
         at = [e.at_ns for e in engine.trace if isinstance(e, Token) and e.request_id == number]
@@ -37,7 +37,7 @@ def _gaps(engine: QLLMEngine, numbers: Sequence[int], start_ns: int, end_ns: int
 
 
 def _longest_program(engine: QLLMEngine, be: set[int]) -> float:
-    """Milliseconds of the longest run of a program with these requests."""
+    """Return the milliseconds of the longest run of a program with these requests."""
     frames = {
         e.frame_id
         for e in engine.trace
@@ -55,7 +55,7 @@ def _decode_beside(
     slo: Slo | None,
     solo_s: float,
 ) -> dict[str, list[float]]:
-    """Gaps of LS decodes alone and while BE prompts run one after the other."""
+    """Measure the gaps of LS decodes alone, and while BE prompts run one after the other."""
     out: dict[str, list[float]] = {"solo_ms": [], "beside_ms": [], "prefill_ms": []}
     with bench.engine(setting) as engine:
         for ids in prompts(bench, count, num_tokens, 0):  # new decodes: their context is short
@@ -80,7 +80,7 @@ def _decode_beside(
 
 
 def _group_ms(bench: Bench, setting: Setting, num_tokens: int, count: int) -> float:
-    """The longest program of BE prefills that have the machine to themselves, one by one."""
+    """Measure the longest program of BE prefills that run alone, one by one."""
     with bench.engine(setting) as engine:
         numbers = set()
         for ids in prompts(bench, count, num_tokens, 0):
@@ -91,7 +91,7 @@ def _group_ms(bench: Bench, setting: Setting, num_tokens: int, count: int) -> fl
 
 
 def decode_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
-    """TBT p99 of LS decodes beside BE prefills of 2,048 tokens, against what is allowed."""
+    """Measure TBT p99 of LS decodes next to BE prefills of 2,048 tokens, against the bound."""
     num_tokens, count = (1024, 1) if quick else (2048, 4)
     out: dict[str, Any] = {"prompt_tokens": num_tokens, "decoders": DECODERS, "settings": {}}
     solo_s = 1.0 if quick else 3.0
@@ -130,15 +130,15 @@ HELD = {
     "S5": {"max_num_seqs": 8},
     "S6": {"max_kv_tokens": 2048},
 }
-"""What is scarce."""
+"""Scarce resource of each row."""
 HELD_LEN = {"S5": 2048, "S6": 512}
-"""Most tokens of a request: several of S6 start in the pool and outgrow it inside a window."""
+"""Most tokens of a request: several of S6 fit into the pool and outgrow it inside a window."""
 HELD_TARGET = {"S5": 1.5, "S6": 2.0}
 LS_SCALE = 0.25
 
 
 class Evicted(NamedTuple):
-    """Evictions of a setting, and what they made it compute again."""
+    """Evictions of a setting, and the tokens recomputed after them."""
 
     evictions: int
     recomputed_tokens: int
@@ -153,7 +153,7 @@ class Evicted(NamedTuple):
         )
 
     def line(self, name: str, label: str) -> tuple[str, str, str, bool | None]:
-        """A line of the table; a run of S6 without an eviction has missed its purpose."""
+        """Return a line of the table; a run of S6 without an eviction fails."""
         what = f"  {name}: evictions; tokens recomputed after them, {label}"
         found = f"{self.evictions:,}; {self.recomputed_tokens:,}"
         if name != "S6":
@@ -169,7 +169,7 @@ def held_row(
     timing: Timing,
     settings: Sequence[str] = ("qllm2", "ls-first"),
 ) -> dict[str, Any]:
-    """LS TTFT p99 while BE holds all seats or all KV, over the same LS requests alone."""
+    """Measure LS TTFT p99 while BE holds all seats or all KV, over the same LS requests alone."""
     scarce = HELD[name]
     workload = Workload(
         name=name,

@@ -1,4 +1,4 @@
-"""Windows of the engine under one policy and one workload: what `ablation.py` is made of."""
+"""Windows of the engine under one policy and one workload: the parts of `ablation.py`."""
 
 import time
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The written form."""
+        """Return the written form."""
         return ":".join([self.policy, *(f"{k}={v}" for k, v in self.parameters)])
 
     @property
     def is_installed(self) -> bool:
-        """Whether there is such a policy."""
+        """Return True if the policy is installed."""
         return self.policy in installed_policies()
 
 
@@ -57,7 +57,7 @@ def _value(text: str) -> Any:
 
 @dataclass(slots=True)
 class Bench:
-    """A model, what prompts are cut from, and the settings that every engine shares."""
+    """A model, the source of its prompts, and the settings that every engine shares."""
 
     model: Any
     corpus: Sequence[int]
@@ -66,7 +66,7 @@ class Bench:
 
     @classmethod
     def load(cls, size: str = "300m", **settings: Any) -> "Bench":
-        """The random model of the demo, made on first use."""
+        """Load the random model of the demo, made on first use."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder = make_random_moe(size=size, seed=0)
@@ -75,7 +75,7 @@ class Bench:
         return cls(model, corpus_of(tokenizer), size, settings)
 
     def engine(self, setting: Setting | str, **changes: Any) -> QLLMEngine:
-        """An engine of its own for one window."""
+        """Start a new engine for one window."""
         if isinstance(setting, str):
             setting = Setting.parse(setting)
         return QLLMEngine.from_model(
@@ -86,10 +86,10 @@ class Bench:
         )
 
     def capacity(self, prompt_tokens: int = 512) -> Capacity:
-        """Capacity of this machine, with the model and settings of the bench.
+        """Measure this machine's capacity, with the model and settings of the bench.
 
         Args:
-            prompt_tokens: Of the prompts whose rate is measured; longer ones are slower per token.
+            prompt_tokens: Tokens of the measured prompts; longer ones are slower per token.
         """
         with self.engine("priority") as engine:
             return measure_capacity(engine, self.corpus, prompt_tokens=prompt_tokens)
@@ -97,7 +97,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of a window; the same for every policy."""
+    """Seconds of a window, the same for every policy."""
 
     warmup_s: float
     window_s: float
@@ -105,12 +105,12 @@ class Timing:
 
     @property
     def total_s(self) -> float:
-        """Length of one run."""
+        """Return the seconds of one run."""
         return self.warmup_s + self.window_s + self.drain_s
 
     @property
     def window(self) -> Window:
-        """What is measured."""
+        """Return the measured window."""
         end = self.warmup_s + self.window_s
         return Window(start_s=self.warmup_s, end_s=end, stop_s=self.total_s)
 
@@ -130,12 +130,12 @@ def run_workload(
 
     Args:
         bench: Model and shared settings.
-        setting: The policy.
-        workload: Must last at least as long as the timing.
-        seed: Of the workload.
-        timing: Warm-up, window, drain; requests keep arriving in all three.
-        only: Leave out the other class.
-        slo: What LS is judged by.
+        setting: Policy of the engine.
+        workload: Workload that lasts at least as long as the timing.
+        seed: Seed of the workload.
+        timing: Warm-up, window, drain; requests arrive in all three.
+        only: Class to serve alone.
+        slo: Targets of LS.
         **changes: Engine settings of this run.
     """
     requests = [r for r in workload.requests(seed) if only is None or r.priority == only]
@@ -191,7 +191,7 @@ def run_requests(
 
 
 def _samples(served: Sequence[Served], window: Window) -> dict[str, Any]:
-    """What is pooled over seeds: milliseconds of the LS requests that count."""
+    """Return the numbers pooled over seeds: milliseconds of the LS requests that count."""
     counted = [s for s in served if window.counts(s.spec)]
     return {
         "ttft_ms": [s.ttft_ms(window.stop_s) for s in counted],

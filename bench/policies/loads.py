@@ -12,13 +12,13 @@ from qllm.record.trace import Planned, Token
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CHUNKED, LAYERED = "chunked:step_tokens=256", "layered:group_tokens=256"
 SETTINGS = ("fcfs", CHUNKED, LAYERED, "priority-layered:group_tokens=256")
-"""Eight chunks, or eight groups of layers, for 2,048 tokens."""
+"""Settings with eight chunks, or eight groups of layers, for 2,048 tokens."""
 DECODE_BATCHES = (2, 4, 8)
 CONTEXT = 64
 
 
 def prompts(bench: Bench, count: int, num_tokens: int, offset: int) -> list[list[int]]:
-    """Different cuts of the corpus."""
+    """Return different cuts of the corpus."""
     step = num_tokens + 17
     ids = bench.corpus
     return [
@@ -27,12 +27,12 @@ def prompts(bench: Bench, count: int, num_tokens: int, offset: int) -> list[list
 
 
 def _bytes(engine: QLLMEngine) -> int:
-    """Expert bytes so far, read between two programs."""
+    """Return the expert bytes so far, read between two programs."""
     return int(engine.call(lambda: engine.stats()["expert_bytes"]))
 
 
 def prefill_only(bench: Bench, setting: Setting, num_tokens: int, count: int) -> dict[str, Any]:
-    """Expert bytes per prompt, prompts one after the other."""
+    """Measure expert bytes per prompt, prompts one after the other."""
     with bench.engine(setting) as engine:
         before = _bytes(engine)
         for ids in prompts(bench, count, num_tokens, 0):
@@ -46,10 +46,10 @@ def prefill_only(bench: Bench, setting: Setting, num_tokens: int, count: int) ->
 def co_running(
     bench: Bench, setting: Setting, num_tokens: int, count: int, batch: int
 ) -> dict[str, Any]:
-    """Expert bytes from a prompt's submission to its first token while others decode.
+    """Measure expert bytes from a prompt's submission to its first token while others decode.
 
-    All are of one class. The bytes of the decodes are in it: what counts is what the machine
-    reads until the prompt is through.
+    All requests are of one class. The bytes include those of the decodes: all reads of the machine
+    until the first token count.
     """
     with bench.engine(setting) as engine:
         deciders = [
@@ -84,7 +84,7 @@ def _until_tokens(engine: QLLMEngine, numbers: Sequence[int], least: int) -> Non
 
 
 def loads_row(bench: Bench, *, quick: bool) -> dict[str, Any]:
-    """Bytes per request by routing, mode and policy; policies that are missing are named."""
+    """Measure bytes per request by routing, mode and policy; name missing policies."""
     num_tokens, count = (1024, 1) if quick else (2048, 2)
     batches = DECODE_BATCHES[1:2] if quick else DECODE_BATCHES
     out: dict[str, Any] = {"prompt_tokens": num_tokens, "context_tokens": CONTEXT, "missing": []}

@@ -1,4 +1,4 @@
-"""Points of latency against throughput: which policy gives what at the same BE throughput."""
+"""Points of latency against throughput: the latency of each policy at the same BE throughput."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MATCH = 0.03
-"""BE throughputs this close are equal."""
+"""Relative difference up to which BE throughputs count as equal."""
 
 
 class Point(NamedTuple):
@@ -14,12 +14,12 @@ class Point(NamedTuple):
 
     setting: str
     be_tokens_per_s: float
-    """Prefill and output."""
+    """BE tokens per second, prefill and output."""
     ls_ttft_p99_ms: float
 
     @property
     def policy(self) -> str:
-        """Without its parameters."""
+        """Return the policy's name without parameters."""
         return self.setting.partition(":")[0]
 
 
@@ -31,16 +31,16 @@ class Match(NamedTuple):
     """LS TTFT p99 of the rival at our BE throughput."""
     rival_be_tokens_per_s: float
     how: str
-    """"measured" within 3 %, "interpolated" between two settings, or why neither."""
+    """Way of matching: "measured" within 3 %, "interpolated" between two settings, or a reason."""
 
     @property
     def ratio(self) -> float:
-        """How many times lower ours is."""
+        """Return the rival's latency over ours."""
         return self.rival_ms / self.ours.ls_ttft_p99_ms
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Points that no other beats on both axes, by rising throughput."""
+    """Return the points that no other beats on both axes, by rising throughput."""
     out: list[Point] = []
     for p in sorted(points, key=lambda p: (-p.be_tokens_per_s, p.ls_ttft_p99_ms)):
         if not out or p.ls_ttft_p99_ms < out[-1].ls_ttft_p99_ms:
@@ -49,10 +49,10 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def match(ours: Point, rivals: Sequence[Point]) -> Match | None:
-    """The rival's best LS TTFT p99 at our BE throughput; None without rivals.
+    """Return the rival's best LS TTFT p99 at our BE throughput; None without rivals.
 
-    A rival that gives at least our throughput, less 3 %, counts as measured: more for BE is no
-    reason to leave it out. Between two settings the latency is interpolated in its logarithm.
+    A rival with at least our throughput, less 3 %, counts as measured: more BE work is no reason to
+    skip it. Between two settings the logarithm of the latency is interpolated.
     """
     if not rivals:
         return None
@@ -79,12 +79,12 @@ COLORS = ("#777777", "#d9822b", "#1f5fbf", "#3f9c50", "#8b3fb0", "#b03060", "#5b
 
 
 def draw(rows: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
-    """One panel per workload, one line per policy, one dot per setting.
+    """Draw a panel per workload, with a line per policy and a dot per setting.
 
     Args:
         rows: Points by the title of their panel.
-        path: Of the PNG.
-        title: Above all panels.
+        path: Path of the PNG.
+        title: Text above all panels.
     """
     import matplotlib
 
@@ -123,7 +123,7 @@ def draw(rows: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
 
 
 def as_rows(matches: Sequence[Match]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Return the matches for JSON."""
     return [
         {
             "ours": m.ours.setting,

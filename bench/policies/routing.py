@@ -1,8 +1,8 @@
-"""Forced routing: which experts a token goes to, whatever the router's random weights say.
+"""Forced routing: the experts of a token, independent of the router's random weights.
 
 Random weights route neither evenly nor like a trained model, so claims about expert loads are
 measured under two known extremes. The choice is a fixed function of the layer and of the token's
-hidden state, and with it of the token and its position.
+hidden state, and so of the token and its position.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ import torch
 
 KINDS = ("uniform", "skewed", "model")
 SKEW = 1.2
-"""Exponent of the Zipf law: the first of 24 experts is drawn four times as often as the fifth."""
+"""Exponent of the Zipf law: the first of 24 experts is used four times as often as the fifth."""
 
 
 def _noise(x_TD: torch.Tensor, layer: int, num_experts: int) -> torch.Tensor:
-    """Numbers in (0, 1) that look random but follow from the bits of `x_TD`."""
+    """Return numbers in (0, 1) that look random but follow from the bits of `x_TD`."""
     weights = torch.arange(1, x_TD.shape[1] + 1, dtype=torch.float64)
     key_T = (x_TD.double() * torch.sin(weights * (layer + 1.618))).sum(1)
     turn_E = torch.arange(1, num_experts + 1, dtype=torch.float64) * 78.233
@@ -26,7 +26,7 @@ def _noise(x_TD: torch.Tensor, layer: int, num_experts: int) -> torch.Tensor:
 
 
 def choose(x_TD: torch.Tensor, layer: int, num_experts: int, top_k: int, kind: str) -> torch.Tensor:
-    """Expert ids [T, K], distinct in each row: Gumbel top-k of a uniform or a Zipf law."""
+    """Return expert ids [T, K], distinct in each row: Gumbel top-k of a uniform or a Zipf law."""
     scores_TE = -torch.log(-torch.log(_noise(x_TD, layer, num_experts)))
     if kind == "skewed":
         rank_E = (torch.arange(num_experts) + 5 * layer) % num_experts + 1

@@ -21,18 +21,18 @@ WORKLOADS = ("S1", "S2", "S3", "S4", "S5", "S7", "S8")
 SHARES = (0.05, 0.2, 0.4, 0.6, 0.8)
 """LS shares of S8."""
 CHUNKS = (256, 512, 2048)
-"""Chunk sizes of the policies that cut by tokens."""
+"""Chunk sizes of the policies that cut prompts by tokens."""
 SEATS, STEP_TOKENS = 64, 8192
 SECONDS, QUICK_SECONDS = 12.0, 2.0
-"""Length of a window, on the virtual clock."""
+"""Seconds of a window, on the virtual clock."""
 QUICK_WORKLOADS = ("S2",)
 WARMUP_S, DRAIN_S = 2.0, 1.0
 SLO = Slo(ttft_ms=500.0, tpot_ms=None)
-"""Handed to every policy: those that know deadlines use it, the others rank by class."""
+"""Targets for every policy: policies with deadlines use them, the others rank by class."""
 
 
 def settings() -> list[Setting]:
-    """Every installed policy, those with a chunk size once per size."""
+    """Return every installed policy, those with a chunk size once per size."""
     out = []
     for name in sorted(installed_policies()):
         if name.startswith("chunked"):
@@ -43,7 +43,7 @@ def settings() -> list[Setting]:
 
 
 def cases(capacity: Capacity, quick: bool) -> dict[str, Workload]:
-    """Workloads by the name they have in the result."""
+    """Return workloads by their names in the result."""
     out = {}
     for name in QUICK_WORKLOADS if quick else WORKLOADS:
         for share in SHARES if name == "S8" else (None,):
@@ -69,7 +69,7 @@ class Job(NamedTuple):
 
 
 def machine_of_sim() -> tuple[Any, Any]:
-    """Costs and engine settings of the simulated machine."""
+    """Return costs and engine settings of the simulated machine."""
     from qllm.config import EngineConfig
     from qllm.sim.presets import preset
 
@@ -80,7 +80,7 @@ def machine_of_sim() -> tuple[Any, Any]:
 
 
 def simulate_one(job: Job) -> dict[str, Any]:
-    """One run on the virtual clock, reported as a live one is; what goes wrong is its "error"."""
+    """Simulate one run, with the report of a live one; a failure is its "error"."""
     try:
         return _simulate(job.workload, job.seed, job.setting)
     except Exception as error:  # noqa: BLE001 - the other policies must run
@@ -114,7 +114,7 @@ def _simulate(workload: Workload, seed: int, setting: Setting) -> dict[str, Any]
 
 
 def sim_row(table: Table, *, seeds: Sequence[int], quick: bool) -> dict[str, Any]:
-    """Medians over seeds of every policy on every workload; what fails is named."""
+    """Measure medians over seeds of every policy on every workload; name failures."""
     costs, config = machine_of_sim()
     found = cases(costs.capacity(config), quick)
     jobs = [

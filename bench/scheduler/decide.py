@@ -7,8 +7,8 @@ A backlog of long BE prompts keeps the number of live requests constant; LS requ
 them. The engine loop, scheduler and policies are the real ones, the runner counts instead of
 computing (`qllm.sim.check.World`). Time is CPU time of this process, measured around `decide`
 alone, the garbage collector included. The world is deterministic, so each run is repeated and the
-smallest time of each decision counts: what other processes did to the caches is left out, and
-how much that is shows in the `yardstick`, a fixed loop timed between decisions.
+smallest time of each decision counts. That leaves out most effects of other processes on the
+caches; the `yardstick`, a fixed loop timed between decisions, shows their size.
 With `--scheduler native` the decision is made in C++ (rank policies only): `core_p50_us` and
 `core_p99_us` are that call alone, as a GPU would make it; the rest of `p99_us` makes the program
 in Python. The last line of stdout is one JSON document.
@@ -36,26 +36,26 @@ CUTS = CutRule(
     dense_block=1024,
     expert_block=128,
 )
-"""What the torch runner uses for the model of `common` at `max_segment_ms=5`."""
+"""Cut rule of the torch runner for the model of `common` at `max_segment_ms=5`."""
 BE_PROMPT, BE_OUTPUT = (1000, 2000), (32, 256)
 LS_PROMPT, LS_OUTPUT, LS_SHARE = (64, 128), (16, 48), 0.1
 WARM_UP = 400
-"""Decisions before the seats are full of decodes and costs are fitted."""
+"""Number of decisions before the seats are full of decodes and costs are fitted."""
 
 
 YARDSTICK_EVERY = 20
-"""Decisions between two looks at the yardstick."""
+"""Number of decisions between two measurements of the yardstick."""
 
 
 def yardstick_ns() -> int:
-    """CPU time of 1,000 additions: about 10,000 ns on a quiet core of a Zen 4 server."""
+    """Return CPU time of 1,000 additions: about 10,000 ns on a quiet core of a Zen 4 server."""
     begin = time.process_time_ns()
     sum(range(1000))
     return time.process_time_ns() - begin
 
 
 class Stopwatch:
-    """The functions of the native scheduler; measures the CPU time of `decide`."""
+    """The functions of the native scheduler, with a measurement of `decide`'s CPU time."""
 
     def __init__(self, native: Any, times: list[int]) -> None:
         self.native = native
@@ -65,7 +65,7 @@ class Stopwatch:
         return getattr(self.native, name)
 
     def decide(self, *numbers: int) -> int:
-        """Decide and note how long it took."""
+        """Decide, and record the CPU time."""
         begin = time.process_time_ns()
         answer: int = self.native.decide(*numbers)
         self.times.append(time.process_time_ns() - begin)
@@ -75,7 +75,7 @@ class Stopwatch:
 def decisions_ns(
     policy: Any, layers: int, live: int, seats: int, count: int, seed: int, scheduler: Any
 ) -> tuple[list[int], list[int], list[int]]:
-    """CPU time of each decision after the warm-up, of its part in C++, and of the yardstick."""
+    """Return CPU times of each decision after warm-up, of its part in C++, and the yardstick."""
     rng = random.Random(seed)
     limits = replace(LIMITS, max_num_seqs=seats, max_step_tokens=2048, num_blocks=live * 160)
     shape = ModelShape(layers, 1, 1, (True,) * layers, 16384, 8192)  # experts cost no decision
@@ -110,7 +110,7 @@ def decisions_ns(
 
 
 def row(name: str, layers: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One policy on one depth."""
+    """Measure one policy on one depth."""
     sizes = (layers, args.live, args.seats, args.decisions, args.seed)
     scheduler = NativeScheduler if args.scheduler == "native" else Scheduler
     runs = [decisions_ns(load_policy(name), *sizes, scheduler) for _ in range(args.repeats)]

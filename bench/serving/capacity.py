@@ -1,10 +1,10 @@
-"""How much two servers can do, each at its own limit: closed loops, alternated.
+"""The capacity of two servers, each at its own limit: closed loops, alternated.
 
     python -m bench.serving.capacity                     ours and vLLM, single stream, LS and BE
     python -m bench.serving.capacity --rounds 1 --peers qllm,vllm-512
 
-Both servers stay up, with the same weights (bfloat16) and all cores each; only one is asked at a
-time, in turn. Four loads, as many requests open as they say:
+Both servers stay up, with the same weights (bfloat16) and all cores each; one is loaded at a time,
+in turns. Four loads, each with a constant number of open requests:
 
     single   1 of 96 tokens in, 128 out
     prefill  1 of 2,048 in, 1 out, each a new prompt
@@ -51,11 +51,12 @@ FILE = RESULTS / "capacity-cpu.json"
 
 
 SEATS = ("--set", "max_num_seqs=64")
-"""Setting of ours: as many requests in a step as any load keeps open. vLLM's default is 256."""
+"""Setting of our server: the most requests in a step that any load keeps open. vLLM's default is
+256."""
 
 
 class Load(NamedTuple):
-    """Requests that are open all the time."""
+    """A number of requests that are open all the time."""
 
     priority: Priority
     concurrency: int
@@ -63,15 +64,15 @@ class Load(NamedTuple):
     output: tuple[int, int]
     warmup_s: float
     seconds: float
-    """Measured, after the warm-up."""
+    """Measured seconds, after the warm-up."""
 
     @property
     def stop_s(self) -> float:
-        """When it ends."""
+        """Return the end in seconds."""
         return self.warmup_s + self.seconds
 
     def scaled(self, by: float) -> "Load":
-        """The same for a longer or shorter time."""
+        """Return the same load for a longer or shorter time."""
         return self._replace(warmup_s=self.warmup_s * by, seconds=self.seconds * by)
 
 
@@ -82,13 +83,13 @@ LOADS = {
     "BE": Load(Priority.BE, 16, (1024, 2048), (128, 256), 20.0, 60.0),
 }
 TARGETS = {"single": 1.5, "prefill": 1.2, "LS": 1.2, "BE": 1.25}
-"""Ours over vLLM's."""
+"""Least ratio of ours over vLLM's."""
 KINDS = {"single": "decode ", "prefill": "prompt "}
-"""Which tokens a load is judged by, where they are not all."""
+"""Kind of tokens that count for a load, if not all."""
 
 
 def requests(load: Load, corpus: Sequence[int], seed: int) -> Iterator[Arrival]:
-    """No end of them; prompts begin at random places of the corpus."""
+    """Yield requests without end; prompts begin at random places of the corpus."""
     rng = random.Random(seed)
     for number in itertools.count():
         length = rng.randint(*load.prompt)
@@ -103,7 +104,7 @@ def requests(load: Load, corpus: Sequence[int], seed: int) -> Iterator[Arrival]:
 
 
 def rates(load: Load, served: Sequence[Served]) -> dict[str, Any]:
-    """What the window saw; `value` is what the ratio is of."""
+    """Return the rates of the window; `value` is the one in the ratio."""
     window = Window(start_s=load.warmup_s, end_s=load.stop_s, stop_s=load.stop_s)
     found = class_report(served, window, Slo())
     errors = sorted({s.error for s in served if s.error})
@@ -112,7 +113,7 @@ def rates(load: Load, served: Sequence[Served]) -> dict[str, Any]:
     value = found["output_tokens_per_s"]
     if load.output == (1, 1):
         value = 1000 * load.prompt[0] / found["ttft_ms"]["p50"]
-    elif load.concurrency == 1:  # decode alone: the time to a first token is its own number
+    elif load.concurrency == 1:  # decode alone: TTFT is a separate number
         value = 1000 / found["tpot_ms"]["p50"]
     elif load.priority is Priority.BE:
         value += found["prefill_tokens_per_s"]
@@ -130,7 +131,7 @@ Found = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def measure(args: argparse.Namespace) -> Found:
-    """Start the servers and load them in turn."""
+    """Start the servers and load them in turns."""
     from transformers import AutoTokenizer
 
     model = make_random_moe(size=args.size, seed=0)
@@ -219,7 +220,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", default="qllm,vllm", help="of `make bench-peers`; ours first")
     parser.add_argument("--loads", default=",".join(LOADS))

@@ -1,12 +1,11 @@
-"""What several engines behind one front end lose, gain and cost.
+"""Losses, gains and costs of several engines behind one front end.
 
 Rows: `killed` (two engines of `tiny`, one thread each, one killed with SIGKILL under load, answers
 against those of a calm run), `pools` (four simulated engines, routes alternated on the same
-requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them),
-`router` (CPU time of all that a router does for one request), `scale` (a router with up to 1,000
-engines and 10^6 requests; nothing is computed), `state` (its bytes), `front_end` (memory of its
-process) and `rebalance`, `rebalance_bound`, `rebalance_sim` (BE that stands still moves or stays;
-`rebalancing.py`).
+requests), `prefix` (two to four engines of `tiny`, chats, hits as the engines count them), `router`
+(CPU time of all work of a router for one request), `scale` (a router with up to 1,000 engines and
+10^6 requests; no model runs), `state` (its bytes), `front_end` (memory of its process) and
+`rebalance`, `rebalance_bound`, `rebalance_sim` (stalled BE migrates or stays; `rebalancing.py`).
 The last line of stdout is one JSON document.
 
     python -m bench.serving.fleet [--quick]
@@ -53,7 +52,7 @@ TINY = {"threads": 1, "conformance": False, "exactness": "batch-invariant"}
 
 @contextmanager
 def engines_of(num: int, **settings: Any) -> Iterator[tuple[str, list[QLLMEngine]]]:
-    """So many engine processes of this machine, and where to meet them."""
+    """Start a number of engine processes on this machine; yield their address and the engines."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         paths = [str(folder / f"engine-{i}") for i in range(num)]
@@ -68,7 +67,7 @@ def engines_of(num: int, **settings: Any) -> Iterator[tuple[str, list[QLLMEngine
 
 @contextmanager
 def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, list[QLLMEngine]]]:
-    """A front end to so many engine processes of this machine."""
+    """Start a front end to a number of engine processes of this machine."""
     with engines_of(num, **settings) as (there, engines):
         front = QLLMEngine.connect(there, route=route, backoff=Backoff(first_s=3600))
         with front:
@@ -76,7 +75,7 @@ def fleet(num: int, route: str, **settings: Any) -> Iterator[tuple[QLLMEngine, l
 
 
 def killed(quick: bool, seed: int) -> dict[str, Any]:
-    """Answers of two engines of which one is killed, against those of a calm run."""
+    """Measure answers of two engines, one of them killed, against those of a calm run."""
     rng = random.Random(seed)
     count, tokens = (16, 60) if quick else (64, 200)
     prompts = [[rng.randrange(8, 250) for _ in range(rng.randrange(8, 200))] for _ in range(count)]
@@ -118,7 +117,7 @@ def killed(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def mixed(seed: int, seconds: float, load: float, costs: Any, config: Any) -> list[RequestSpec]:
-    """Many short prompts and few long ones, all LS, arriving at random."""
+    """Return many short prompts and few long ones, all LS, arriving at random."""
     rng = random.Random(seed)
     per_token = 4 * costs.capacity(config).prefill_tokens_per_s
     short_share, specs, at_s = 0.8, [], 0.0
@@ -137,7 +136,7 @@ def mixed(seed: int, seconds: float, load: float, costs: Any, config: Any) -> li
 
 
 def pools(quick: bool, seed: int) -> dict[str, Any]:
-    """TTFT of short prompts and missed targets, route by route, on the same requests."""
+    """Measure TTFT of short prompts and missed targets, route by route, on the same requests."""
     costs = preset("h100", "qwen3-moe", "auto")
     config = EngineConfig(max_kv_tokens=costs.max_kv_tokens)
     seconds = 2.0 if quick else 12.0
@@ -163,7 +162,7 @@ def pools(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def waits(served: Any, target_ms: float) -> dict[str, float]:
-    """TTFT of short prompts and missed targets; who got no token has waited until the end."""
+    """Return TTFTs of short prompts and missed targets; without a token, TTFT is the wait."""
     ttft = {"short": [], "long": []}
     for r in request_metrics(served.events):
         waited = (served.end_ns - r.arrival_ns) / NS_PER_MS if r.ttft_ms is None else r.ttft_ms
@@ -178,22 +177,22 @@ def waits(served: Any, target_ms: float) -> dict[str, float]:
 
 
 def ratios(of: dict[str, float], base: dict[str, float]) -> dict[str, float | None]:
-    """Ratios of two runs of the same requests; None where there is nothing to compare with."""
+    """Return ratios of two runs of the same requests; None if the base is zero."""
     keys = ("short_p90_ms", "violations")
     return {key: round(of[key] / base[key], 3) if base[key] else None for key in keys}
 
 
 FIRST, ASKED, ANSWERED = 400, 40, 24
-"""Tokens with which a chat begins, of each further question, and of each answer."""
+"""Tokens at the start of a chat, of each further question, and of each answer."""
 
 
 class Chats:
     """Chats of random tokens, the same for every route.
 
     Args:
-        count: How many.
-        turns: Questions of each.
-        seed: Of tokens and times.
+        count: Number of chats.
+        turns: Number of questions of each chat.
+        seed: Seed of tokens and times.
     """
 
     def __init__(self, count: int, turns: int, seed: int) -> None:
@@ -203,7 +202,7 @@ class Chats:
         self.asked = [[self.tokens(ASKED) for _ in range(turns)] for _ in range(count)]
 
     def tokens(self, count: int) -> list[int]:
-        """Tokens of `tiny`."""
+        """Return random tokens of `tiny`."""
         return [self.rng.randrange(8, 250) for _ in range(count)]
 
     def ask(self, front: QLLMEngine, chat: int, turn: int) -> Any:
@@ -212,7 +211,7 @@ class Chats:
         return front.submit(self.history[chat], "LS", ANSWERED, sampling=GREEDY)
 
     def at_once(self, front: QLLMEngine) -> None:
-        """All ask at once, in random order, and again when all are answered."""
+        """Ask all next questions at once, in random order, and again when all are answered."""
         chats = range(len(self.history))
         for turn in range(self.turns):
             order = self.rng.sample(chats, len(chats))
@@ -221,7 +220,7 @@ class Chats:
                 self.history[chat] += handle.result(timeout=300).token_ids
 
     def at_random(self, front: QLLMEngine) -> None:
-        """Each waits at random after an answer, a second on average."""
+        """Ask each chat's next question after a random wait, a second on average."""
         seeds = [self.rng.random() for _ in self.history]
 
         def talk(chat: int) -> None:
@@ -237,10 +236,10 @@ class Chats:
 
 
 def prefix(quick: bool, seed: int) -> dict[str, Any]:
-    """Tokens of prompts that engines had kept, of those that they looked for.
+    """Measure the cached prompt tokens over those that engines looked for.
 
-    Engines keep 1.25 times their share of six chats each: together all, none alone. `most` is what
-    is found if every whole page that was computed before is.
+    Engines cache 1.25 times their share of six chats each: together all, none alone. `most` is the
+    result if every whole page computed before is found.
     """
     turns, seeds = (2, 1) if quick else (5, 3)
     lengths = [FIRST + ASKED + turn * (ASKED + ANSWERED) for turn in range(turns)]
@@ -274,7 +273,7 @@ def prefix(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def hits(there: str, route: str, chats: Chats, how: str) -> dict[str, Any]:
-    """Serve chats by one route, with engines that keep nothing yet."""
+    """Serve chats by one route, with engines whose caches are empty."""
     with QLLMEngine.connect(there, route=route) as front:
         front.reset_prefix_cache()
         before = front.stats()["prefix_cache"]
@@ -287,7 +286,7 @@ def hits(there: str, route: str, chats: Chats, how: str) -> dict[str, Any]:
 
 
 def cost_of(router: Router, prompts: list[list[int]], count: int) -> list[float]:
-    """CPU microseconds per request: viewed, routed, sent, three times heard of, ended."""
+    """Return the CPU microseconds per request: viewed, routed, sent, three reports, ended."""
     took, clock = [], time.thread_time_ns
     open_: list[int] = []
     for number in range(count):
@@ -307,7 +306,7 @@ def cost_of(router: Router, prompts: list[list[int]], count: int) -> list[float]
 
 
 def router(quick: bool, seed: int) -> dict[str, Any]:
-    """What a router costs for one request, with four engines and 200 requests open."""
+    """Measure a router's cost of one request, with four engines and 200 open requests."""
     rng = random.Random(seed)
     heads = [[rng.randrange(8, 50000) for _ in range(2048)] for _ in range(8)]
     found: dict[str, Any] = {}
@@ -328,7 +327,7 @@ def router(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def grown(route: str, engines: int, count: int, seed: int) -> Router:
-    """A router that had so many requests, of which the last tenth is open."""
+    """Return a router that had so many requests; the last tenth is open."""
     rng = random.Random(seed)
     made = Router(load_route(route))
     for number in range(engines):
@@ -346,7 +345,7 @@ def grown(route: str, engines: int, count: int, seed: int) -> Router:
 
 
 def scale(quick: bool, seed: int) -> dict[str, Any]:
-    """Time of a router as engines and requests grow; a tenth of them is open."""
+    """Measure the time of a router as engines and requests grow; a tenth of them is open."""
     rows = []
     for engines, count in ((10, 10**4), (100, 10**5), (1000, 10**5), (1000, 10**6)):
         if quick and engines * count > 10**7:
@@ -367,7 +366,7 @@ def scale(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def state(quick: bool, seed: int) -> dict[str, Any]:
-    """Bytes that a router holds, by engines and by open requests; a tenth of them is open."""
+    """Measure the bytes of a router, by engines and by open requests; a tenth of them is open."""
     sizes = [
         *(("class", engines, 0) for engines in (10, 100, 1000)),
         *(("class", 10, count) for count in (10**3, 10**4, 10**5)),
@@ -382,7 +381,7 @@ def state(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def held(route: str, engines: int, count: int, seed: int) -> dict[str, int]:
-    """What a router has allocated and not freed, in bytes."""
+    """Return the bytes that a router has allocated and not freed."""
     tracemalloc.start()
     try:
         made = grown(route, engines, count, seed)
@@ -394,7 +393,7 @@ def held(route: str, engines: int, count: int, seed: int) -> dict[str, int]:
 
 
 def front_end(quick: bool, seed: int) -> dict[str, Any]:
-    """Memory of the process that speaks HTTP in front of two engines, after some answers."""
+    """Measure the memory of the HTTP process in front of two engines, after some answers."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         paths = [str(folder / f"engine-{i}") for i in range(2)]
@@ -414,7 +413,7 @@ def front_end(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def resident_kb(pid: int) -> int:
-    """Resident memory of a process."""
+    """Return the resident memory of a process in KB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0])
 
@@ -434,7 +433,7 @@ ROWS = {
 
 
 def main() -> int:
-    """Run it."""
+    """Run the bench."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--quick", action="store_true")

@@ -1,8 +1,8 @@
-"""Serve a Qwen3-MoE folder with llama.cpp. Runs in the environment of that peer.
+"""A server of a Qwen3-MoE folder with llama.cpp, in the environment of that peer.
 
     python llama_server.py FOLDER PORT THREADS
 
-Writes the weights as GGUF (bfloat16, the same values) beside its environment on first use.
+On first use it writes the weights as GGUF (bfloat16, the same values) next to its environment.
 """
 
 import json
@@ -40,7 +40,7 @@ class Weights:
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
 
     def __call__(self, name: str) -> np.ndarray:
-        """One tensor."""
+        """Return one tensor."""
         about = self._about[name]
         lo, hi = (self._base + at for at in about["data_offsets"])
         wide = np.array(self._bytes[lo:hi]).view(np.uint16).astype(np.uint32) << 16

@@ -1,12 +1,11 @@
-"""Is every request answered with its tokens when a Ray replica is killed, and what does LS see?
+"""A Ray replica killed under load: answers of all requests, and the TTFT of LS.
 
-Two replicas of `tiny`, one thread each, behind `qllm.ray:app` on a cluster of this machine. 200
-requests, LS and BE mixed, arrive at random times of a seed, at a twentieth of what two engines
-alone were seen to compute (more is beyond what Ray's streams carry on two cores); each is streamed
-over HTTP with token ids. Two runs: nothing happens (calm), and `kill -9` of a replica when half of
-them have come (killed). Expected are the tokens of an engine alone. Where cores are shared with
-other work, TTFT says little; answers and tokens do not depend on it. Needs the environment of
-`make test-ray`:
+Two replicas of `tiny`, one thread each, run behind `qllm.ray:app` on a cluster of this machine. 200
+requests, LS and BE mixed, arrive at random times of a seed, at a twentieth of the measured rate of
+two engines alone (Ray's streams on two cores carry no more). Each is streamed over HTTP with token
+ids. There are two runs: a calm one, and one with `kill -9` of a replica after half of the arrivals.
+Expected are the tokens of an engine alone. If other work shares the cores, TTFT has little meaning;
+answers and tokens do not depend on it. The environment is that of `make test-ray`:
 
     .venv/ray/bin/python -m bench.serving.on_ray [--requests 200] [--load 0.05] [--out FILE]
 """
@@ -36,7 +35,7 @@ URL = f"http://127.0.0.1:{PORT}/v1/completions"
 LS_SHARE = 0.6
 EXACT = "batch-invariant"
 VOCABULARY = 3072
-"""Tokens that `tiny` knows."""
+"""Number of tokens in the vocabulary of `tiny`."""
 
 
 class Job(NamedTuple):
@@ -50,7 +49,7 @@ class Job(NamedTuple):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As it goes over HTTP."""
+        """Return the request's JSON for HTTP."""
         return {
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
@@ -64,7 +63,7 @@ class Job(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What its client saw."""
+    """Answer of one request, as its client saw it."""
 
     job: Job
     ttft_ms: float | None
@@ -73,7 +72,7 @@ class Seen(NamedTuple):
 
 
 def jobs_of(count: int, seed: int, vocab_size: int) -> list[Job]:
-    """Requests with arrivals between 0 and 1, to be stretched."""
+    """Return requests with arrivals between 0 and 1, to be scaled."""
     rng = np.random.default_rng(seed)
     found = []
     for at in np.sort(rng.random(count)):
@@ -86,7 +85,7 @@ def jobs_of(count: int, seed: int, vocab_size: int) -> list[Job]:
 
 
 def alone(jobs: list[Job]) -> tuple[list[list[int]], float]:
-    """The tokens of every job on an engine alone, all at once, and how long that took."""
+    """Return the tokens of every job on an engine alone, all at once, and the seconds."""
     with QLLMEngine.from_pretrained("tiny", threads=1, exactness=EXACT) as engine:
         start = time.perf_counter()
         handles = [
@@ -105,7 +104,7 @@ def alone(jobs: list[Job]) -> tuple[list[list[int]], float]:
 
 
 async def ask(session: aiohttp.ClientSession, job: Job, zero_s: float, over_s: float) -> Seen:
-    """Send one at its time and read its stream."""
+    """Send a request at its time and read its stream."""
     await asyncio.sleep(zero_s + job.at_s * over_s - time.perf_counter())
     start, ttft_ms, tokens = time.perf_counter(), None, []
     try:
@@ -131,7 +130,7 @@ async def ask(session: aiohttp.ClientSession, job: Job, zero_s: float, over_s: f
 
 
 def victim() -> int:
-    """The process of a replica that has an engine."""
+    """Return the process id of a replica that has an engine."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -144,13 +143,13 @@ def victim() -> int:
 
 
 def running() -> int:
-    """Replicas with an engine that serve."""
+    """Return the number of serving replicas with an engine."""
     status = serve.status().applications["bench"].deployments["engines"]
     return int(status.replica_states.get("RUNNING", 0))
 
 
 async def turn(jobs: list[Job], over_s: float, kill: bool) -> tuple[list[Seen], float | None]:
-    """All jobs; with `kill` also how long until there were two replicas again."""
+    """Run all jobs; with `kill`, also return the seconds until there were two replicas again."""
     timeout = aiohttp.ClientTimeout(total=900)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -170,7 +169,7 @@ async def turn(jobs: list[Job], over_s: float, kill: bool) -> tuple[list[Seen], 
 
 
 def summary(seen: list[Seen], expected: list[list[int]]) -> dict[str, Any]:
-    """Counts, and TTFT of LS before and after the middle, when the kill is."""
+    """Return counts, and TTFT of LS before and after the middle, the time of the kill."""
     middle = seen[len(seen) // 2].job.at_s
     halves: dict[str, list[float]] = {"before": [], "after": []}
     for one in seen:
@@ -189,7 +188,7 @@ def summary(seen: list[Seen], expected: list[list[int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both and print."""
+    """Run both and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--load", type=float, default=0.05, help="of what two engines compute")

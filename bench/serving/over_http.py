@@ -1,18 +1,18 @@
-"""What HTTP and the rings cost, and whether a busy front end's core or many streams reach LS.
+"""Costs of HTTP and the rings, and effects of a busy front end's core and many streams on LS.
 
 - overhead: TTFT and whole answers of the same request through the Python API (engine on a thread of
   a process of its own), through the Python API over the rings (a second front end of the server's
   engine), and over HTTP, streamed (TTFT) and not (whole), on connections that are kept alive; and
   GET /version on a connection that is kept alive and on a fresh one. One at a time, in turn.
-- small: the same for a model of a million parameters, whose TTFT is below 10 ms: what a connection
-  adds (Nagle's algorithm and a delayed ACK: 40 ms) hides in the prefill of a large one.
-- interference: LS TTFT over HTTP at a steady rate, with processes that do nothing but burn CPU on
-  the front end's core and without, in turn. Engines are pinned to `--engine-core`, everything
-  else, this client and the hogs too, to `--front-core`.
+- small: the same for a model of a million parameters, whose TTFT is below 10 ms: the prefill of a
+  large one would hide the cost of a connection (Nagle's algorithm and a delayed ACK: 40 ms).
+- interference: LS TTFT over HTTP at a steady rate, with and without processes that only burn CPU
+  on the front end's core, in turns. Engines are pinned to `--engine-core`; all other processes,
+  with this client and the hogs, to `--front-core`.
 - vllm: the same for vLLM's CPU build with one thread, its engine pinned like ours; installed as
-  `bench/serving/peers.py` does. What goes wrong is the row.
+  `bench/serving/peers.py` does. An error becomes the row.
 - streams: CPU time of the front end with many streams open while the engine is stopped (SIGSTOP),
-  so that nothing happens in any; then it goes on, and each must end.
+  so that no stream has an event; then the engine continues, and each stream must end.
 
 The last line of stdout is one JSON document.
 
@@ -51,9 +51,9 @@ REACH = {
     "overhead_p50_ms": 3.0, "overhead_p99_ms": 10.0, "kept_alive_p50_ms": 1.0,
     "small_ttft_p50_ms": 10.0, "interference": 1.3, "idle_cores": 0.05,
 }  # fmt: skip
-"""At most; what the project promises. `kept_alive`: GET /version on a connection that is kept
-alive, minus on a fresh one. `small_ttft`: through the Python API; a slower model would hide what
-the row `small` looks for."""
+"""Largest values that the project allows. `kept_alive`: GET /version on a connection that is kept
+alive, minus on a fresh one. `small_ttft`: through the Python API; a slower model would hide the
+cost that the row `small` measures."""
 SETTINGS = {"conformance": False, "max_kv_tokens": 65536}
 ROWS = ("overhead", "small", "interference", "streams", "vllm")
 PYTHONS = ("python", "python_over_rings")
@@ -62,19 +62,19 @@ IDLE_S = 10.0
 
 
 def pin(pid: int, core: int | None) -> None:
-    """Keep a process, all its threads, on one core; None leaves it."""
+    """Keep a process with all its threads on one core; None leaves it free."""
     if core is not None:
         for task in os.listdir(f"/proc/{pid}/task"):
             os.sched_setaffinity(int(task), {core})
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """Random ids that every model here has."""
+    """Return random ids that every model here has."""
     return [rng.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
 
 
 def greedy() -> SamplingParams:
-    """As the HTTP requests."""
+    """Return the sampling of the HTTP requests."""
     return SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -86,7 +86,7 @@ class Times(NamedTuple):
 
 
 def python_times(engine: QLLMEngine, ids: list[int]) -> Times:
-    """One request through the Python API; returns when it has ended."""
+    """Measure one request through the Python API; return when it has ended."""
     start = time.perf_counter()
     handle = engine.submit(ids, "LS", MAX_TOKENS, sampling=greedy())
     next(iter(handle))
@@ -96,7 +96,7 @@ def python_times(engine: QLLMEngine, ids: list[int]) -> Times:
 
 
 def body(ids: list[int], **more: Any) -> dict[str, Any]:
-    """The JSON of the same request."""
+    """Return the JSON of the same request."""
     return {
         "prompt": ids, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
         "stream": True, **more,
@@ -104,7 +104,7 @@ def body(ids: list[int], **more: Any) -> dict[str, Any]:
 
 
 async def http_ttft_ms(session: aiohttp.ClientSession, url: str, ids: list[int]) -> float:
-    """TTFT of one request over HTTP; returns when it has ended."""
+    """Measure TTFT of one request over HTTP; return when it has ended."""
     start = time.perf_counter()
     async with session.post(f"{url}/v1/completions", json=body(ids)) as answer:
         answer.raise_for_status()
@@ -117,7 +117,7 @@ async def http_ttft_ms(session: aiohttp.ClientSession, url: str, ids: list[int])
 
 
 async def http_whole_ms(session: aiohttp.ClientSession, url: str, ids: list[int]) -> float:
-    """An answer that is not streamed, from the request to its last byte."""
+    """Measure an answer that is not streamed, from the request to its last byte."""
     start = time.perf_counter()
     async with session.post(f"{url}/v1/completions", json=body(ids, stream=False)) as answer:
         answer.raise_for_status()
@@ -128,7 +128,7 @@ async def http_whole_ms(session: aiohttp.ClientSession, url: str, ids: list[int]
 
 
 async def version_ms(session: aiohttp.ClientSession, url: str) -> float:
-    """`GET /version`: nothing is computed."""
+    """Measure `GET /version`, which computes nothing."""
     start = time.perf_counter()
     async with session.get(f"{url}/version") as answer:
         answer.raise_for_status()
@@ -150,7 +150,7 @@ def be_solo(model: str, threads: int) -> None:
 
 @contextmanager
 def solo(model: str, threads: int, core: int | None) -> Iterator[Callable[[list[int]], Times]]:
-    """Measures requests in that process."""
+    """Start that process; yield a function that measures a request in it."""
     module = [sys.executable, "-m", "bench.serving.over_http"]
     command = [*module, "--solo", "--model", model, "--threads", str(threads)]
     with subprocess.Popen(
@@ -179,7 +179,7 @@ def solo(model: str, threads: int, core: int | None) -> Iterator[Callable[[list[
 async def overhead(
     args: argparse.Namespace, model: str, server: Serve, socket: str
 ) -> dict[str, Any]:
-    """Row 1, of any model."""
+    """Measure row 1, of any model."""
     rng = random.Random(args.seed)
     found: dict[str, dict[str, list[float]]] = {"ttft_ms": {}, "whole_ms": {}, "version_ms": {}}
     async with (
@@ -233,7 +233,7 @@ def _minus(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def hogs(count: int, core: int | None) -> Iterator[None]:
-    """Processes that burn CPU."""
+    """Run processes that burn CPU inside the block."""
     processes = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(count)]
     try:
         for process in processes:
@@ -246,7 +246,7 @@ def hogs(count: int, core: int | None) -> Iterator[None]:
 
 
 async def at_rate(url: str, rate: float, seconds: float, rng: random.Random) -> list[float]:
-    """Open loop: TTFT of each request, counted from when it was due."""
+    """Return each request's TTFT in an open loop, counted from its due time."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(due: float) -> float:
@@ -262,7 +262,7 @@ async def at_rate(url: str, rate: float, seconds: float, rng: random.Random) -> 
 
 
 async def interference(args: argparse.Namespace, url: str) -> dict[str, Any]:
-    """Row 2, of any server."""
+    """Measure row 2, of any server."""
     rng = random.Random(args.seed)
     found: dict[str, list[float]] = {"quiet": [], "hogged": []}
     for _ in range(args.turns):
@@ -280,19 +280,19 @@ async def interference(args: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def family(pid: int) -> Iterator[int]:
-    """The processes that a process started, and theirs."""
+    """Yield the processes that a process started, and their children."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         yield int(child)
         yield from family(int(child))
 
 
 def vllm(args: argparse.Namespace) -> dict[str, Any]:
-    """Row 4: its server on the front end's core, the processes it starts on the engine's."""
+    """Measure row 4: vLLM's server on the front end's core, its child processes on the engine's."""
     peer = PEERS["vllm"]
     try:
         home = installed(peer, cache_dir() / "peers")
         place = Place(home, Path(args.model), free_port(), args.threads)
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # it inherits this
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the server inherits this
         with (
             tempfile.TemporaryDirectory(prefix="qllm-vllm-") as folder,
             serving_peer(peer, place, Path(folder) / "log") as process,
@@ -307,7 +307,7 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def streams(args: argparse.Namespace, server: Serve) -> dict[str, Any]:
-    """Row 3."""
+    """Measure row 3."""
     rng = random.Random(args.seed)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -343,7 +343,7 @@ async def streams(args: argparse.Namespace, server: Serve) -> dict[str, Any]:
 
 
 def holds(report: dict[str, Any]) -> dict[str, bool]:
-    """What of the promises this run shows."""
+    """Return True or False for each target that this run measured."""
     found: dict[str, bool] = {}
     for row in ("overhead", "small"):
         if row not in report:
@@ -372,7 +372,7 @@ def served(
     model: str,
     rows: dict[str, Callable[[Serve, str], Coroutine[Any, Any, dict[str, Any]]]],
 ) -> dict[str, Any]:
-    """Those rows of one server."""
+    """Measure these rows of one server."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="qllm-http-") as folder:
         socket = f"{folder}/engine"
@@ -388,7 +388,7 @@ def served(
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The rows asked for."""
+    """Measure the chosen rows."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     report: dict[str, Any] = {
@@ -414,7 +414,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="alias or folder, instead of --size")
     parser.add_argument("--size", default="300m", help="of a random model")
@@ -445,7 +445,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run it, or be the engine of the Python API."""
+    """Run the bench, or the engine of the Python API."""
     args = parse_args()
     if args.solo:
         be_solo(args.model, args.threads)

@@ -4,8 +4,8 @@
     python -m bench.serving.peers --peers qllm,vllm --seconds 20 --seeds 1
     python -m bench.serving.peers --trace trace.json                arrivals and lengths of a file
 
-Same machine, same weights (bfloat16), same threads, greedy, fixed lengths, open loop. LS is also
-served alone by the first peers, to tell what the machine can do. A peer that cannot be installed
+Same machine, same weights (bfloat16), same threads, greedy, fixed lengths, open loop. The first
+peers also serve LS alone, to show what the machine can do. A peer that cannot be installed
 or does not start is part of the result, with its error. The last line of stdout is one JSON
 document, also written to `bench/results/peers-cpu.json`.
 """
@@ -59,18 +59,18 @@ from qllm.workloads.tokens import with_tokens
 FILE = RESULTS / "peers-cpu.json"
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
 ALONE = ("qllm", "vllm-512")
-"""Who also serves LS alone."""
+"""Peers that also serve LS alone."""
 OURS = ("qllm", "qllm-slo")
 TARGET = 8.0
-"""LS TTFT p99 of vLLM, with the settings that serve LS best, over ours."""
+"""Least LS TTFT p99 of vLLM, with its best settings for LS, over ours."""
 BE_TARGET, BE_SLO = 1.1, 0.98
-"""BE output tokens/s of ours over those of that vLLM, while ours meets this share of LS targets."""
+"""Least BE output tokens/s of ours over that vLLM's, while ours meets this share of LS targets."""
 SLO_POINTS = 3.0
-"""Percentage points of LS SLO attainment that BE may cost."""
+"""Most percentage points of LS SLO attainment that BE may cost."""
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process and of all that it started."""
+    """Return the CPU seconds of a process and of all that it started."""
     total = 0.0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -79,13 +79,13 @@ def cpu_s(pid: int) -> float:
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[3]) == pid:  # its session: servers start one of their own
+        if int(fields[3]) == pid:  # its session: servers start their own
             total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
 class Bench:
-    """What the runs of one call share."""
+    """Values that the runs of one call share."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from transformers import AutoTokenizer
@@ -98,7 +98,7 @@ class Bench:
         self.window = Window(start_s=args.warmup, end_s=end, stop_s=end + args.drain)
 
     def arrivals(self, seed: int) -> tuple[Arrival, ...]:
-        """One seed of the mix, or of the trace file: other places in the corpus."""
+        """Return one seed of the mix, or of the trace file with other places in the corpus."""
         if self.args.trace:
             found = [r for r in read_requests(self.args.trace) if r.at_s < self.window.end_s]
             return with_tokens(found, self.corpus, seed)
@@ -117,7 +117,7 @@ class Bench:
         return make_workload(mix, self.corpus)
 
     def run(self, peer: Peer, home: Path, seed: int, alone: bool) -> dict[str, Any]:
-        """Start a server, warm it up, send one seed, stop it."""
+        """Start a server, warm it up, send one seed, and stop it."""
         arrivals = self.arrivals(seed)
         if alone:
             arrivals = only(arrivals, Priority.LS)
@@ -161,7 +161,7 @@ def _samples(served: Sequence[Served], window: Window) -> dict[str, Any]:
 
 
 def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One peer over its seeds."""
+    """Return one peer's numbers over its seeds."""
     samples = [r["samples"] for r in runs]
     count = sum(len(s["ttft_ms"]) for s in samples)
     out: dict[str, Any] = {"ls_requests": count}
@@ -186,11 +186,11 @@ Runs = dict[str, list[dict[str, Any]]]
 def measure(
     bench: Bench, save: Callable[[Runs, dict[str, str]], None]
 ) -> tuple[Runs, dict[str, str]]:
-    """Every seed, peers in turn; what cannot run is named once.
+    """Run every seed, peers in turns; report a peer that cannot run once.
 
     Args:
-        bench: Of this call.
-        save: Given what there is so far, after every run.
+        bench: Values of this call.
+        save: Callback with the results so far, after every run.
     """
     homes, failed = _install(bench.args)
     cases = [(name, name, False) for name in homes]
@@ -225,7 +225,7 @@ def tabulate(table: Table, runs: Runs, failed: dict[str, str]) -> dict[str, Any]
 
 
 def _install(args: argparse.Namespace) -> tuple[dict[str, Path], dict[str, str]]:
-    """Environments by peer, and what went wrong."""
+    """Return environments by peer, and errors by peer."""
     homes: dict[str, Path] = {}
     failed: dict[str, str] = {}
     for name in args.peers:
@@ -255,7 +255,7 @@ def _lines(table: Table, label: str, entry: dict[str, Any]) -> None:
 
 
 def _ratios(table: Table, runs: Runs) -> None:
-    """Every other server against ours, with and without latency targets."""
+    """Add every other server against ours, with and without latency targets."""
     best = _best_vllm(runs)
     for name in OURS:
         if name not in runs:
@@ -278,7 +278,7 @@ def _ratios(table: Table, runs: Runs) -> None:
             table.add(f"LS SLO, {name}", f"{met:.1%}", f">= {least:.1%} (alone - 3)", met >= least)
         if best is not None:
             rates = [_be_output(runs[name]), _be_output(runs[best])]
-            judged = name == "qllm-slo"  # without targets LS comes first, whatever BE gets
+            judged = name == "qllm-slo"  # without targets LS comes first, however little BE gets
             table.add(
                 f"BE output tokens/s {name} / {best}",
                 f"{rates[0] / rates[1]:.2f} ({rates[0]:.0f} / {rates[1]:.0f}), "
@@ -291,7 +291,7 @@ def _ratios(table: Table, runs: Runs) -> None:
 
 
 def _best_vllm(runs: Runs) -> str | None:
-    """The settings of vLLM with the lowest LS TTFT p99."""
+    """Return the settings of vLLM with the lowest LS TTFT p99."""
     p99 = {
         label: quantile(99)(np.concatenate([r["samples"]["ttft_ms"] for r in rs]))
         for label, rs in runs.items()
@@ -310,7 +310,7 @@ def _be_output(runs: Sequence[dict[str, Any]]) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", default=",".join(PEERS), help="with commas between")
     parser.add_argument("--seeds", default="1,2,3,4")
@@ -345,7 +345,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print the table, then the JSON line."""
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends its servers too
     args = arguments()
     args.logs.mkdir(parents=True, exist_ok=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`qllm serve` as a child process, for the benches that need a whole server."""
+"""A child process that runs `qllm serve`, for the benches that need a whole server."""
 
 import os
 import re
@@ -24,14 +24,14 @@ class Serve(NamedTuple):
     url: str
     pid: int
     engine_pid: int
-    """0 if its engines are met elsewhere."""
+    """Process id of the engine; 0 if its engines are elsewhere."""
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of the front end and of the engine."""
+        """Return the CPU seconds so far of the front end and of the engine."""
         return {"front_end": _cpu_s(self.pid), "engine": _cpu_s(self.engine_pid)}
 
     def rss_mb(self) -> dict[str, float]:
-        """Resident memory of the front end and of the engine, in MB."""
+        """Return the resident memory of the front end and of the engine, in MB."""
         return {"front_end": _rss_mb(self.pid), "engine": _rss_mb(self.engine_pid)}
 
 
@@ -48,10 +48,10 @@ def _rss_mb(pid: int) -> float:
 def serving(*arguments: str, log: Path | None = None, tree: Path | None = None) -> Iterator[Serve]:
     """Run `qllm serve ARGUMENTS --port 0`; SIGTERM and wait at the end.
 
-    `tree` is another folder of this project whose code serves.
+    `tree` is another folder of this project with the code that serves.
 
     Raises:
-        RuntimeError: It did not come up, or did not end with code 0; its log is in the message.
+        RuntimeError: The server did not start, or did not end with code 0; the message has its log.
     """
     with tempfile.TemporaryDirectory(prefix="qllm-bench-") as folder:
         path = log or Path(folder) / "log"
@@ -99,5 +99,5 @@ def _tail(log: Path) -> str:
 
 
 def pinned(core: int | None, command: Sequence[str]) -> list[str]:
-    """A command that runs on one core; None leaves it free."""
+    """Return a command that runs on one core; None leaves it free."""
     return list(command) if core is None else ["taskset", "-c", str(core), *command]

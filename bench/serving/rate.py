@@ -1,8 +1,8 @@
-"""How many short requests a second the server answers, and what CPU time one costs.
+"""Short requests per second of the server, and the CPU time of one request.
 
 Each tree (folders of this project, this one by default) serves `tiny`. Clients on kept-alive
 connections ask for 1 token; the trees take turns with a fixed number of requests. CPU time per
-request is that of the front end's process and of the engine's; on a busy machine only it and the
+request is that of the front end's process and of the engine's; on a busy machine only CPU time and
 ratios count. The last line of stdout is one JSON document.
 
     python -m bench.serving.rate [--trees OTHER .] [--connections 64] [--requests 2000] [--turns 5]
@@ -31,12 +31,12 @@ class Cost(NamedTuple):
 
     requests_per_s: float
     front_end_us: float
-    """CPU time per request."""
+    """CPU time per request, in us."""
     engine_us: float
 
 
 def request(host: str) -> bytes:
-    """As openai-python's client sends it, byte for byte but for the values of its headers."""
+    """Return a request as openai-python's client sends it, except for the values of its headers."""
     body = json.dumps(BODY).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAccept-Encoding: gzip, deflate\r\n"
@@ -48,7 +48,7 @@ def request(host: str) -> bytes:
 
 
 async def ask(url: str, left: list[int]) -> None:
-    """Ask on one connection until none is left; a parser of HTTP would cost more than the server.
+    """Send requests on one connection until none is left, without a parser, which would cost more.
 
     Raises:
         RuntimeError: An answer is not 200.
@@ -68,7 +68,7 @@ async def ask(url: str, left: list[int]) -> None:
 
 
 async def turn(server: Serve, connections: int, requests: int) -> Cost:
-    """Ask so many."""
+    """Send a number of requests."""
     before, start, left = server.cpu_s(), time.perf_counter(), [requests]
     await asyncio.gather(*(ask(server.url, left) for _ in range(connections)))
     took, after = time.perf_counter() - start, server.cpu_s()
@@ -77,7 +77,7 @@ async def turn(server: Serve, connections: int, requests: int) -> Cost:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All turns of all trees."""
+    """Run all turns of all trees."""
     costs: dict[str, list[Cost]] = {str(tree): [] for tree in args.trees}
     with ExitStack() as stack:
         servers = {
@@ -105,7 +105,7 @@ def _medians(costs: list[Cost]) -> dict[str, float]:
 
 
 def _over(costs: list[Cost], first: list[Cost]) -> dict[str, float]:
-    """Medians of the ratios of turns that were side by side."""
+    """Return the medians of the ratios of neighbouring turns."""
     return {
         field: round(
             statistics.median(
@@ -119,7 +119,7 @@ def _over(costs: list[Cost], first: list[Cost]) -> dict[str, float]:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trees", nargs="+", type=Path, default=[ROOT])
     parser.add_argument("--model", default="tiny")
@@ -132,7 +132,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run it."""
+    """Run the bench."""
     args = parse_args()
     print_result({"bench": "rate", "machine": machine(), **run(args)}, args.out)
     return 0

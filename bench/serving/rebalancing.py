@@ -1,11 +1,11 @@
-"""Rows of `bench.serving.fleet`: BE requests that stand still go to the other engine, or stay.
+"""Rows of `bench.serving.fleet`: stalled BE requests migrate to the other engine, or stay.
 
-Two engines of the 300M model, a thread each, LS that arrives at random for a while, and BE that
-comes first. What makes one engine busier than the other is the mix:
+There are two engines of the 300M model, a thread each. BE arrives first, then LS at random for some
+time. The mix makes one engine busier than the other:
 
     shared   route `prefix`, all LS begin with the same 1,024 tokens, so one engine gets most of it
-    pinned   a route of a user's: LS belongs to the first engine, BE goes where it has most to spare
-    class    route `class`: LS is spread, so hardly anything stands still
+    pinned   a user's own route: LS belongs to the first engine, BE goes to the one with most room
+    class    route `class`: LS is spread, so few requests stall
 """
 
 import random
@@ -38,7 +38,7 @@ VOCABULARY = 16000
 
 
 def pinned(request: RequestView, engines: Any) -> EngineView:
-    """LS to the first engine, as if its data lay there."""
+    """Route LS to the first engine, as if its data were there."""
     return engines[0] if request.is_ls else by_class(request, engines)
 
 
@@ -49,7 +49,7 @@ MIXES: dict[str, tuple[Route, int]] = {
 
 @contextmanager
 def two_engines() -> Iterator[str]:
-    """Two engines that meet front ends over NIXL; their addresses."""
+    """Start two engines that connect to front ends over NIXL; yield their addresses."""
     with ExitStack() as stack:
         model, addresses = make_random_moe(size="300m"), []
         for _ in range(2):
@@ -62,7 +62,7 @@ def two_engines() -> Iterator[str]:
 
 
 def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, seed: int) -> Any:
-    """Serve one mix; what BE and LS waited, and the tokens of BE."""
+    """Serve one mix; return the waits of BE and LS, and the tokens of BE."""
     rng = random.Random(seed)
     route, shared = MIXES[mix]
 
@@ -107,7 +107,7 @@ def serve(there: str, mix: str, rebalance_s: float, rate: float, ls_s: float, se
 
 
 def capacity(there: str) -> float:
-    """LS requests of a mix without a common beginning that the first engine serves per second."""
+    """Return LS requests per second that the first engine serves, without a common beginning."""
     count, rng = 24, random.Random(0)
     with QLLMEngine.connect(there, route=pinned, rebalance_s=0) as front:
         began = time.monotonic()
@@ -123,10 +123,10 @@ def capacity(there: str) -> float:
 
 
 def bound(quick: bool, seed: int) -> dict[str, Any]:
-    """All LS is the first engine's, more than it can serve; the second has half of BE alone.
+    """Measure LS beyond the first engine's capacity; the second engine has half of BE alone.
 
-    BE completion and LS TTFT where what stands still moves after 1 s, or the default, over never;
-    the three in turns.
+    The row has BE completion and LS TTFT if stalled requests migrate after 1 s, or after the
+    default, over never; the three run in turns.
     """
     rows: list[dict[float, Any]] = []
     rounds, ls_s = (1, 8.0) if quick else (3, 14.0)
@@ -154,9 +154,9 @@ def bound(quick: bool, seed: int) -> dict[str, Any]:
 
 
 def simulated(quick: bool, seed: int) -> dict[str, Any]:
-    """The same with two simulated engines of the 300M model on a CPU: nothing beside disturbs.
+    """Measure the same with two simulated engines of the 300M model on a CPU, without other work.
 
-    `load` is that of one engine by LS: with `pinned` all of it falls on the first.
+    `load` is that of one engine by LS: with `pinned` all of it goes to the first.
     """
     costs = preset("cpu", "300m", "auto")
     config = EngineConfig(max_kv_tokens=65536, handover_gib=1.0)
@@ -203,7 +203,7 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def mixed(rng: random.Random, rate: float) -> list[RequestSpec]:
-    """Eight BE requests, and LS that arrives at random for 30 s."""
+    """Return eight BE requests, and LS that arrives at random for 30 s."""
     specs = [
         RequestSpec(at_s=0.0, priority=Priority.BE, num_prompt_tokens=256, max_tokens=96)
         for _ in range(8)
@@ -216,7 +216,7 @@ def mixed(rng: random.Random, rate: float) -> list[RequestSpec]:
 
 
 def rebalance(quick: bool, seed: int) -> dict[str, Any]:
-    """BE completion and LS TTFT with the default `rebalance_s` over never, alternated."""
+    """Measure BE completion and LS TTFT with the default `rebalance_s` over never, alternated."""
     rows: dict[str, Any] = {}
     rounds, ls_s = (1, 12.0) if quick else (2, 20.0)
     with two_engines() as there:

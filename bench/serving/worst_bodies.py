@@ -1,9 +1,9 @@
-"""Measures how long the worst bodies of other clients stop an LS stream and a server's loop.
+"""Longest stops of an LS stream and of a server's loop by the worst bodies of other clients.
 
 One client reads an LS stream and asks GET /version without a pause, on connections that stay open.
-Beside it four others send one kind of body as fast as they are answered, as best effort. Times
-with and without them alternate. Measured is the longest time between two events of the stream, and
-the longest answer of GET /version; a row has the medians over the rounds.
+Four other clients send one kind of body as fast as they are answered, as best effort. Times with
+and without them alternate. The bench measures the longest time between two events of the stream,
+and the longest answer of GET /version; a row has the medians over the rounds.
 
     python -m bench.serving.worst_bodies [--rounds 5] [--seconds 2] [--out FILE]
 
@@ -30,7 +30,7 @@ MORE_MS, MOST_MS = 20.0, 50.0
 """Longest gaps, in ms: beyond those of the same run without the bodies, and in all if idle."""
 AT_ONCE = 4
 LIMIT = 4 << 20
-"""`max_body_bytes`, less some fields."""
+"""Value of `max_body_bytes`, less some fields."""
 TURN = {"role": "user", "content": "a"}
 FLEX = {"service_tier": "flex"}
 JSON = {"Content-Type": "application/json"}
@@ -41,7 +41,7 @@ def _many(item: Any, num_bytes: int = LIMIT) -> list[Any]:
 
 
 def kinds() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Path and body of each attack."""
+    """Return path and body of each attack."""
     done = {"max_tokens": 1, **FLEX}
     return {
         "one prompt of 1 MB": ("/v1/completions", {"prompt": "word " * 200_000, **done}),
@@ -81,7 +81,7 @@ def _post(link: http.client.HTTPConnection, path: str, raw: bytes, kind: str) ->
 
 
 def _batch(link: http.client.HTTPConnection, body: dict[str, Any]) -> None:
-    """Upload a file of two lines, and begin it."""
+    """Upload a file of two lines, and start its batch."""
     line = {"custom_id": "0", "method": "POST", "url": "/v1/chat/completions", "body": body}
     lines = "\n".join(json.dumps({**line, "custom_id": str(i)}) for i in range(2))
     parts = [("purpose", "", "batch"), ("file", '; filename="in.jsonl"', lines)]
@@ -96,7 +96,7 @@ def _batch(link: http.client.HTTPConnection, body: dict[str, Any]) -> None:
 
 
 def attack(url: str, name: str, goes: Event, ends: Event) -> None:
-    """Send bodies of one kind, several at once, whenever `goes` is set; in a process of its own."""
+    """Send bodies of one kind, several at once, whenever `goes` is set, in a separate process."""
     path, body = kinds()[name]
     raw = json.dumps(body).encode()
 
@@ -115,7 +115,7 @@ def attack(url: str, name: str, goes: Event, ends: Event) -> None:
 
 
 class Client:
-    """Reads an LS stream and asks for the version, and notes the longest waits."""
+    """A client that reads an LS stream and asks for the version, and records the longest waits."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -164,14 +164,14 @@ class Client:
 
 
 def measured(client: Client, seconds: float) -> dict[str, float]:
-    """The longest waits of some seconds."""
+    """Return the longest waits of some seconds."""
     client.reset()
     time.sleep(seconds)
     return client.reset()
 
 
 def row(url: str, name: str, client: Client, rounds: int, seconds: float) -> dict[str, Any]:
-    """The longest waits without and with one kind of body, in turn."""
+    """Measure the longest waits without and with one kind of body, in turns."""
     context = multiprocessing.get_context("spawn")
     goes, ends = context.Event(), context.Event()
     attacker = context.Process(target=attack, args=(url, name, goes, ends))
@@ -197,7 +197,7 @@ def row(url: str, name: str, client: Client, rounds: int, seconds: float) -> dic
 
 
 def line(what: str, ms: dict[str, float]) -> tuple[str, str, str, bool]:
-    """A row of the results page."""
+    """Return a row of the results page."""
     more = ms["with"] - ms["without"]
     text = f"{more:+.1f} ({ms['with']:.1f}; {ms['without']:.1f} without)"
     return f"{what}, ms", text, f"<= +{MORE_MS:g}", more <= MORE_MS

@@ -1,7 +1,7 @@
-"""CPU time of the simulator: Azure-like requests through a 48-layer model, per grain.
+"""CPU time of the simulator: Azure-like requests in a 48-layer model, per grain.
 
 Lengths are those of the conversation trace of 2023, half of the requests are LS, arrivals are
-Poisson at 0.7 of what the machine could complete. Prints one JSON line.
+Poisson at 0.7 of the machine's capacity. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from qllm.workloads.spec import RequestSpec
 LOAD = 0.7
 SETTINGS = {"max_kv_tokens": 100_000, "max_num_seqs": 64, "max_step_tokens": 2048}
 LIMITS_S = {"step": 60.0, "layer": 60.0, "expert": 180.0}
-"""For 10,000 requests."""
+"""Most CPU seconds for 10,000 requests."""
 
 
 def offer(count: int, rate: float, seed: int) -> list[RequestSpec]:
-    """Requests by their lengths."""
+    """Return requests by their lengths."""
     rng = random.Random(seed)
     at_s = 0.0
     out = []
