@@ -48,7 +48,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"prompt": "import json", "max_tokens": 16, "temperature": 0.7, "seed": 3},
     {"prompt": "class A:", "max_tokens": 16, "temperature": 1, "stop": ["self"], "logprobs": 2},
 )
-"""No grammar: its check is a process of its own, which qemu-user cannot start unless the kernel
+"""No grammar: its check runs in its own process, which qemu-user cannot start unless the kernel
 hands it aarch64 programs."""
 
 

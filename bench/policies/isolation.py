@@ -24,7 +24,7 @@ TARGET = 2.0
 DECODE_SETTINGS = ("priority-layered", "qllm2")
 
 
-# decode beside a prefill
+# decode next to a prefill
 
 
 def _gaps(engine: QLLMEngine, numbers: Sequence[int], start_ns: int, end_ns: int) -> list[float]:

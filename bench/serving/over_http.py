@@ -1,7 +1,7 @@
 """Costs of HTTP and the rings, and effects of a busy front end's core and many streams on LS.
 
 - overhead: TTFT and whole answers of the same request through the Python API (engine on a thread of
-  a process of its own), through the Python API over the rings (a second front end of the server's
+  its own process), through the Python API over the rings (a second front end of the server's
   engine), and over HTTP, streamed (TTFT) and not (whole), on connections that are kept alive; and
   GET /version on a connection that is kept alive and on a fresh one. One at a time, in turn.
 - small: the same for a model of a million parameters, whose TTFT is below 10 ms: the prefill of a
@@ -136,7 +136,7 @@ async def version_ms(session: aiohttp.ClientSession, url: str) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-# -- the engine of the Python API, in a process of its own
+# -- the engine of the Python API, in its own process
 
 
 def be_solo(model: str, threads: int) -> None:

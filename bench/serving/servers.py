@@ -1,6 +1,6 @@
 """Servers to compare, each in its own environment under a cache folder.
 
-An environment is made once; what goes wrong while making it is kept and reported, so a peer is
+An environment is made once; an error in making it is stored and reported, so a peer is
 never left out in silence. Package versions are pinned: another version is another peer.
 """
 

@@ -8,12 +8,12 @@
     throughput  300M, prompts sent as fast as possible: time whole over streamed     >= 0.98
     short       S13, KV short, a fast and a slow link to move it, simulated (H100): mean TTFT of
                 the better of always and never moving it, over that of the cost rule    >= 0.95
-    others      LS chats beside S13, simulated: their TTFT p99, streamed over whole     <= 1.05
+    others      LS chats next to S13, simulated: their TTFT p99, streamed over whole     <= 1.05
     append      300M: one append of 64 tokens at 8k of context over at 1k                <= 1.5
                 (and the part of the pass itself: the same 64 tokens of a whole prompt)
 
 Live rows alternate both kinds within one engine; the ratio is of medians. Simulated rows are
-functions of their seed. The last line is JSON; `--out` puts the rows into a file, beside others.
+functions of their seed. The last line is JSON; `--out` merges the rows into a file.
 """
 
 import argparse

@@ -22,7 +22,7 @@ SHIPPED = "fcfs,ls-first,priority,qllm2,chunked,chunked-priority,edf,layered,pri
 
 
 def use_extension(file: str, name: str = "qllm.device._scheduler") -> None:
-    """Let an extension be another build of it, such as one with sanitizers."""
+    """Replace an extension by another build, such as one with sanitizers."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -31,13 +31,13 @@ def use_extension(file: str, name: str = "qllm.device._scheduler") -> None:
 
 
 def trace_of(number: int, names: list[str], seed: int) -> tuple[str, str]:
-    """The policy and the seed of a trace."""
+    """Return the policy and the seed of a trace."""
     name = "any" if number % 2 else names[number // 2 % len(names)]
     return name, f"{seed}-{name}-{number}"
 
 
 def main() -> None:
-    """Run and print."""
+    """Compare the traces and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=int, default=10_000)
     parser.add_argument("--policies", default=SHIPPED)

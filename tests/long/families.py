@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers, tiny and random, against `generate`.
 
-Each is given to an engine with default settings (fp32, one thread, start-up check on). It must
+An engine with default settings (fp32, one thread, start-up check on) loads each model. It must
 serve the greedy tokens of `generate` with close log-probabilities, its prompts whole and cut into
 chunks, or be refused with a ModelError. The last line is JSON; `--out` writes it to a file as well.
 """
@@ -34,7 +34,7 @@ from tests.support.tiny_configs import VOCAB, CannotMakeError, model_types, tiny
 LENGTHS = (40, 7, 23)
 NEW = 12
 CLOSE = 1e-3
-"""Most that a log-probability may differ: chunks sum in another order than one pass."""
+"""Largest difference of log-probabilities: chunks sum in another order than one pass."""
 MANY = 1 << 18
 """Tokens of KV: the states of tiny models take as much memory as the KV of many tokens."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
@@ -43,11 +43,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunked": {"policy": "chunked", "max_step_tokens": 16},
 }
-"""Settings of the engines that every model is tried with."""
+"""Settings of the engines that run every model."""
 
 
 def prompts() -> list[list[int]]:
-    """Seeded random ids, none of them special."""
+    """Return seeded random ids, none of them special."""
     made = torch.Generator().manual_seed(1)
     return [torch.randint(3, VOCAB, (n,), generator=made).tolist() for n in LENGTHS]
 
@@ -60,7 +60,7 @@ class Stream(NamedTuple):
 
 
 def generated(model: Any) -> list[Stream]:
-    """What transformers gives for each prompt."""
+    """Return the answers of transformers to each prompt."""
     model.generation_config.eos_token_id = None
     out = []
     for ids in prompts():
@@ -80,7 +80,7 @@ def generated(model: Any) -> list[Stream]:
 
 
 def served(model: Any, **settings: Any) -> tuple[list[Stream], list[str]]:
-    """What the engine gives for each prompt, and the drivers of its layers."""
+    """Return the engine's answers to each prompt, and the drivers of its layers."""
     settings = {"threads": 1, "max_kv_tokens": MANY, **settings}
     with QLLMEngine.from_model(model, **settings) as engine:
         handles = [engine.submit(ids, "BE", NEW, sampling=GREEDY) for ids in prompts()]
@@ -93,7 +93,7 @@ def served(model: Any, **settings: Any) -> tuple[list[Stream], list[str]]:
 
 
 def difference(streams: list[Stream], expected: list[Stream]) -> float:
-    """Largest difference of two log-probabilities; infinite where a token differs."""
+    """Return the largest difference of two log-probabilities; infinite if a token differs."""
     if [s.tokens for s in streams] != [s.tokens for s in expected]:
         return math.inf
     pairs = zip(streams, expected, strict=True)
@@ -101,7 +101,7 @@ def difference(streams: list[Stream], expected: list[Stream]) -> float:
 
 
 def has_experts(model_type: str) -> bool:
-    """Whether the file of a family defines experts: layers of a mixture, or a module so called."""
+    """Return True if a family's file defines experts."""
     module = MODULES.get(model_type, model_type).replace("-", "_")
     found = importlib.util.find_spec(f"transformers.models.{module}")
     if found is None or not found.submodule_search_locations:
@@ -111,7 +111,7 @@ def has_experts(model_type: str) -> bool:
 
 
 def support(model: Any) -> dict[str, Any]:
-    """How a model is run in bf16: where it stops, what our kernels compute, what is exact."""
+    """Return how a model runs in bf16: its stops, our kernels, its exactness."""
     model = copy.deepcopy(model).bfloat16()
     how: dict[str, Any] = {"threads": 1, "max_kv_tokens": MANY, "conformance": False}
     with QLLMEngine.from_model(model, **how) as engine:
@@ -136,9 +136,9 @@ def outcome(
     """Try one family: `result` is one of equal, refused, not made, WRONG, RAISED.
 
     Args:
-        model_type: The family.
-        arms: Names of settings to try it with.
-        kernels: False to leave out what `support` finds.
+        model_type: Name of the family.
+        arms: Names of the settings.
+        kernels: False to skip `support`.
     """
     try:
         model = tiny_model(model_type)
@@ -165,7 +165,7 @@ def outcome(
 
 
 def main() -> None:
-    """Try every family, or those that are named."""
+    """Try every family, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="model types; all by default")
     parser.add_argument("--out", type=result_file, help="also write all results to this file")

@@ -32,7 +32,7 @@ def _row(name: str, found: dict[str, Any]) -> str:
 
 
 def matrix() -> str:
-    """The table, one row per model type whose file defines experts."""
+    """Return the table, one row per model type whose file defines experts."""
     families = json.loads(FILE.read_text())["families"]
     rows = {name: found for name, found in families.items() if has_experts(name)}
     num = sum(found["result"] == "equal" for found in rows.values())

@@ -1,7 +1,7 @@
-"""Poison requests beside innocent ones: how many of the innocent are lost or changed.
+"""Poison requests next to innocent ones: the number of innocent ones lost or changed.
 
-A thousand requests with extremes in every field, mixed: through Python's `submit`, over HTTP, and
-as records in the rings of the Python loop and of the native server. The last line is JSON.
+A thousand mixed requests with extremes in every field: through Python's `submit`, over HTTP, and as
+records in the rings of the Python loop and of the native server. The last line is JSON.
 
     python -m tests.long.poison --count 1000 --seed 0
 """

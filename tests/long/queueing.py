@@ -4,8 +4,8 @@
     python -m tests.long.queueing --quick    the same with few requests
 
 One request runs at a time (`max_num_seqs=1`), its service time is exponential (a prompt of
-geometric length at a fixed time per token, one token out), arrivals are Poisson, and nothing else
-costs time. So `fcfs` is an M/M/1 queue, whose waits Erlang's C formula gives, and `qllm2` without
+geometric length at a fixed time per token, one token out), arrivals are Poisson, and no other work
+takes time. So `fcfs` is an M/M/1 queue, whose waits Erlang's C formula gives, and `qllm2` without
 its bounds for BE is M/M/1 with preemption and resumption, as far as the time between two
 boundaries is short.
 
@@ -46,9 +46,9 @@ LAYERS, EXPERTS, TOP_K = 16, 64, 8
 TOKEN_S = 1e-4
 """Service time per prompt token."""
 ROOM = 100_000
-"""Tokens; no request needs as many."""
+"""Number of tokens that no request needs."""
 NO_WAIT_S = 1e-6
-"""Each op lasts at least one nanosecond, so waits below this are none."""
+"""Shortest wait that counts: each op lasts at least one nanosecond."""
 Floats = NDArray[np.float64]
 
 
@@ -56,7 +56,7 @@ Floats = NDArray[np.float64]
 
 
 def erlang_c(servers: int, offered: float) -> float:
-    """Probability that a request waits: M/M/c with `offered` = arrival rate * service time."""
+    """Return the probability of waiting in M/M/c; `offered` = arrival rate * service time."""
     if not 0 < offered < servers:
         raise ValueError(f"offered={offered!r} must lie between 0 and the {servers} servers")
     last = offered**servers / math.factorial(servers) / (1 - offered / servers)
@@ -64,13 +64,13 @@ def erlang_c(servers: int, offered: float) -> float:
 
 
 def wait_of_one_class(rate: float, service_s: float, servers: int = 1) -> float:
-    """Mean wait in an M/M/c queue, in seconds."""
+    """Return the mean wait in an M/M/c queue, in seconds."""
     offered = rate * service_s
     return erlang_c(servers, offered) * service_s / (servers - offered)
 
 
 def waits_of_two_classes(rates: tuple[float, float], service_s: float) -> tuple[float, float]:
-    """Mean waits (response - service) of M/M/1 preemptive resume, better class first, in seconds.
+    """Return mean waits (response - service) of M/M/1 preemptive resume, better class first, in s.
 
     T_k = S / (1 - load_<k) + R_k / ((1 - load_<k) (1 - load_<=k)), with R_k = sum over i <= k of
     rate_i E[S^2] / 2; the second moment of an exponential time is 2 S^2.
@@ -98,23 +98,23 @@ class Sample(NamedTuple):
 
     @classmethod
     def draw(cls, load: float, count: int, seed: int, be_share: float) -> "Sample":
-        """Poisson arrivals at a load, lengths and classes independent of them."""
+        """Return Poisson arrivals at a load; lengths and classes are independent of them."""
         rng = np.random.default_rng([seed, round(1000 * load), round(1000 * be_share)])
         gaps = rng.exponential(MEAN_TOKENS * TOKEN_S / load, count)
-        at_s = np.rint(np.cumsum(gaps) * 1e9) / 1e9  # what the clock can tell apart
+        at_s = np.rint(np.cumsum(gaps) * 1e9) / 1e9  # the resolution of the clock
         tokens = rng.geometric(1 / MEAN_TOKENS, count)
         return cls(at_s, tokens, rng.random(count) < be_share)
 
     @property
     def services_s(self) -> Floats:
-        """Service times."""
+        """Return the service times."""
         return self.tokens * TOKEN_S
 
     def waits(self) -> Floats:
-        """Responses minus services of one server; LS preempts BE, which resumes.
+        """Return responses minus services of one server; LS preempts BE, which resumes.
 
-        Work in front of an arrival follows Lindley's recursion. A BE request leaves when time has
-        passed the work in front of it, its own, and all LS work that arrives before it leaves.
+        The work before an arrival follows Lindley's recursion. A BE request leaves when the passed
+        time covers the work before it, its own, and all LS work that arrives until then.
         """
         ls, be, service = ~self.is_be, self.is_be, self.services_s
         waits = np.empty(len(self.at_s))
@@ -126,14 +126,14 @@ class Sample(NamedTuple):
 
 
 def _work_found(at_s: Floats, service_s: Floats) -> Floats:
-    """Work that each arrival finds: V_n = max(0, V_{n-1} + S_{n-1} - gap_n)."""
+    """Return the work that each arrival finds: V_n = max(0, V_{n-1} + S_{n-1} - gap_n)."""
     steps = np.concatenate([[0.0], service_s[:-1] - np.diff(at_s)])
     walk = np.cumsum(steps)
     return walk - np.minimum.accumulate(walk)
 
 
 def _when_done(level_s: Floats, sample: Sample, be: NDArray[np.bool_]) -> Floats:
-    """When the time that LS leaves has passed `level_s` after each BE arrival."""
+    """Return when the time left by LS has covered `level_s` after each BE arrival."""
     ls = ~sample.is_be
     jump_s, size_s = sample.at_s[ls], sample.services_s[ls]
     before_s = np.concatenate([[0.0], np.cumsum(size_s)])
@@ -148,7 +148,7 @@ def _when_done(level_s: Floats, sample: Sample, be: NDArray[np.bool_]) -> Floats
 
 
 def costs() -> CostFile:
-    """A machine on which a prompt token takes `TOKEN_S` and nothing else takes time."""
+    """Return a machine on which a prompt token takes `TOKEN_S` and other work takes no time."""
     names = (
         "op_ns embed_ns embed_token_ns attn_ns attn_token_ns attn_row_ns kv_token_ns pair_ns "
         "route_ns route_token_ns experts_ns expert_ns combine_ns combine_token_ns dense_ns "
@@ -179,11 +179,11 @@ POLICIES: dict[bool, tuple[str, dict[str, Any]]] = {
     False: ("fcfs", {}),
     True: ("qllm2", {"ride_frac": 0.0, "max_be_stall_ms": None}),
 }
-"""By whether there are two classes."""
+"""Policy and settings, by True if there are two classes."""
 
 
 class Served(NamedTuple):
-    """What the simulator made of a sample."""
+    """Result of a sample in the simulator."""
 
     waits_s: Floats
     decisions: int
@@ -191,7 +191,7 @@ class Served(NamedTuple):
 
 
 def served(sample: Sample) -> Served:
-    """Responses minus services of a sample in the simulator, in order of arrival."""
+    """Return responses minus services of a sample in the simulator, in order of arrival."""
     policy, settings = POLICIES[bool(sample.is_be.any())]
     requests = [
         RequestSpec(
@@ -215,34 +215,34 @@ def served(sample: Sample) -> Served:
 
 
 class Mean(NamedTuple):
-    """A mean wait beside theory."""
+    """A mean wait and its value in theory."""
 
     what: str
     theory_s: float
     simulated_s: float
     exact_s: float
-    """The recursion's, on the same sample."""
+    """Mean of the recursion on the same sample."""
     long_s: float
-    """The recursion's, on a long sample of its own."""
+    """Mean of the recursion on a long sample."""
 
     @property
     def error(self) -> float:
-        """Distance of the simulated mean from theory, as a part of it."""
+        """Return the relative error of the simulated mean against theory."""
         return self.simulated_s / self.theory_s - 1
 
     @property
     def controlled_error(self) -> float:
-        """The same with the recursion as control variate."""
+        """Return the same with the recursion as control variate."""
         return self.simulated_s / self.exact_s * self.long_s / self.theory_s - 1
 
 
 class Compared(NamedTuple):
-    """One load."""
+    """Comparison of one load."""
 
     means: list[Mean]
     apart_s: float
-    """How far a request's wait is from the recursion's, 99th percentile. Where BE ends within a
-    boundary of an LS arrival, only one of the two may see it preempted once more."""
+    """99th percentile of the difference to the recursion's wait. If BE ends within a boundary of an
+    LS arrival, only one of the two may see one more preemption."""
     waited: float
     """Part of the requests that waited; Erlang's C for one class."""
     cpu_s: float
@@ -252,11 +252,11 @@ def compare(load: float, count: int, seed: int, be_share: float, long: int) -> C
     """Simulate a load and compare it.
 
     Args:
-        load: Of the server, both classes together.
-        count: Requests to simulate.
-        seed: Of the sample; the long one has another.
-        be_share: Of requests that are BE; 0 is one class.
-        long: Requests of the sample that only the recursion runs.
+        load: Load of the server, both classes together.
+        count: Number of requests to simulate.
+        seed: Seed of the sample; the long one has another.
+        be_share: Part of the requests that is BE; 0 is one class.
+        long: Number of requests of the sample that only the recursion runs.
     """
     sample = Sample.draw(load, count, seed, be_share)
     found, exact = served(sample), sample.waits()
@@ -289,7 +289,7 @@ def compare(load: float, count: int, seed: int, be_share: float, long: int) -> C
 
 
 COUNTS = {0.3: 20_000, 0.6: 40_000, 0.8: 80_000}
-"""Requests per load. The mean of the highest has a standard error of about 4 % by itself."""
+"""Requests per load. The mean at the highest load has a standard error of about 4 %."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Which JSON schemas are taken, and are all whole answers valid: a table, then one JSON line.
+"""Accepted JSON schemas, and a check that all whole answers are valid: a table, then one JSON line.
 
 The schemas are those of the JSON Schema Test Suite (draft 2020-12), and objects of two of them, 500
-in all. `tiny` answers each that is not refused with seeded random tokens; what ends with `stop` is
-held against its schema by jsonschema-rs.
+in all. `tiny` answers each accepted one with seeded random tokens; jsonschema-rs checks the answers
+that end with `stop`.
 """
 
 import argparse
@@ -24,22 +24,22 @@ SUITE = Path(__file__).with_name("json_schema_suite.json")
 NUM_SCHEMAS = 500
 MAX_TOKENS = 120
 KEYS_OF_PLACES = ("$ref", "$id", "$anchor", "$dynamicRef", "$defs")
-"""A schema with one of these means something else inside another."""
+"""Keys with which a schema has another meaning inside another schema."""
 
 
 class Outcome(NamedTuple):
-    """What became of one schema."""
+    """Result of one schema."""
 
     schema: Any
     refused: str | None
     reason: FinishReason | None = None
     text: str = ""
     wrong: str | None = None
-    """Why a whole answer is not valid."""
+    """Reason why a whole answer is not valid."""
 
 
 def load_schemas() -> list[Any]:
-    """The suite's schemas, then pairs of them, always the same."""
+    """Return the suite's schemas, then pairs of them, always the same."""
     found: list[Any] = json.loads(SUITE.read_text())["schemas"]
     parts = [s for s in found if not any(key in json.dumps(s) for key in KEYS_OF_PLACES)]
     rng = random.Random(0)
@@ -57,7 +57,7 @@ def load_schemas() -> list[Any]:
 
 
 def ask(engine: QLLMEngine, schemas: Sequence[Any], seed: int = 0) -> list[Outcome]:
-    """Let an engine answer in these forms."""
+    """Let an engine answer with these schemas as grammars."""
     handles: list[Any] = []
     for schema in schemas:
         try:
@@ -85,7 +85,7 @@ def _outcome(schema: Any, handle: Any) -> Outcome:
 
 
 def main() -> None:
-    """Ask and print."""
+    """Ask and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemas", type=int, default=NUM_SCHEMAS)
     args = parser.parse_args()

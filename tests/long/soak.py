@@ -1,8 +1,8 @@
 """A server under more load than it can serve, from clients that misbehave; every answer is checked.
 
-`qllm serve` runs as its own process. First each prompt is asked alone, greedily: what comes back
-is what it must answer ever after (the engine is batch-invariant). Then the server's capacity is
-measured, and 1.2 times that is offered, LS and BE mixed: a calm run, then the soak, in which
+`qllm serve` runs as its own process. First each prompt runs alone, greedily: later answers must
+be the same (the engine is batch-invariant). Then the server's capacity is measured, and the clients
+offer 1.2 times that, LS and BE mixed: a calm run, then the soak, in which
 
 - clients hang up before, in the middle of, and at the end of an answer,
 - bodies are malformed,
@@ -11,7 +11,7 @@ measured, and 1.2 times that is offered, LS and BE mixed: a calm run, then the s
 
 An answer that was accepted (HTTP 200) must end exactly once, with exactly its tokens; a broken
 body must be a 4xx; at the end the engine must hold nothing. Any other outcome is a problem, and
-the exit code is 1. Reported beside: the slope of resident memory after the warm-up (the first
+the exit code is 1. The report also has the slope of resident memory after the warm-up (the first
 third), and the TTFT of LS against the calm run. The last line of stdout is one JSON document.
 
     python -m tests.long.soak [--minutes 30] [--model tiny] [--calm-seconds 60] [--seed 0]
@@ -44,26 +44,26 @@ LOAD = 1.2
 LS_SHARE = 0.3
 CALIBRATE_AT_ONCE = 16
 MAX_OPEN_BE = 96
-"""More open BE requests than this are not sent: the queue is long enough to be an overload, and
-stays short enough for LS not to be refused."""
+"""Most open BE requests: the queue is long enough for an overload, and short enough that LS is not
+refused."""
 KILL_EVERY_S = (4.0, 20.0)
 SETTLE_S = 60.0
 WAYS = {"stream": 50, "whole": 15, "leave": 15, "vanish": 8, "malformed": 12}
-"""What a client does, with weights."""
+"""Behaviours of a client, with weights."""
 SETTINGS = ("exactness=batch-invariant", "max_kv_tokens=32768", "max_num_seqs=16")
 
 
 @dataclass
 class Tally:
-    """What happened."""
+    """Counts, latencies and problems of a run."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
-    """TTFT of LS streams, from the sending."""
+    """TTFTs of LS streams in ms, counted from sending."""
 
     def problem(self, text: str) -> None:
-        """Something that must not happen."""
+        """Record an event that must not happen."""
         self.counts["problems"] += 1
         if len(self.problems) < 20:
             self.problems.append(text[:500])
@@ -71,7 +71,7 @@ class Tally:
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of server-sent events; comments of a stream that waits are none."""
+    """Yield the data of server-sent events, without comments of a waiting stream."""
     async for line in content:
         text = line.decode().strip()
         if text.startswith("data: "):
@@ -88,7 +88,7 @@ class Clients:
         self.num_open_be = 0
 
     async def one(self, way: str, case: Case, is_ls: bool, rng: random.Random) -> None:
-        """One client, whatever it does."""
+        """Run one client with the given behaviour."""
         self.tally.counts[f"sent_{way}"] += 1
         self.num_open_be += not is_ls
         try:
@@ -169,9 +169,9 @@ class Clients:
                 self.tally.problem(f"malformed {data!r:.60}: HTTP {answer.status}: {text}")
 
     async def run(self, rate: float, seconds: float, ways: dict[str, int], seed: int) -> None:
-        """Open loop: requests at `rate` per second for so long, then wait for their answers.
+        """Send requests at `rate` per second in an open loop, then wait for their answers.
 
-        The first come in each of the ways once, so that a short run has them all.
+        The first requests use each behaviour once, so that a short run has them all.
         """
         rng, first = random.Random(seed), iter(ways)
         tasks: set[asyncio.Task[None]] = set()
@@ -192,7 +192,7 @@ class Clients:
             self.tally.problem(f"{len(tasks)} requests never ended")
 
     async def capacity(self, seconds: float) -> float:
-        """Requests per second of clients that wait for their answers."""
+        """Return the requests per second of clients that wait for their answers."""
         deadline = time.monotonic() + seconds
 
         async def client(seed: int) -> None:
@@ -206,10 +206,9 @@ class Clients:
 
 
 class Attached:
-    """A second front end in a process of its own, killed and started again and again.
+    """A second front end in its own process, killed and started again and again.
 
-    A process that has imported everything forks each of them: what is measured is not Python's
-    start.
+    A process with all imports forks each of them, so that Python's start is not measured.
     """
 
     def __init__(self, socket: str, cases: Path, tally: Tally) -> None:
@@ -218,7 +217,7 @@ class Attached:
         self._tally = tally
 
     async def start(self) -> asyncio.subprocess.Process:
-        """Start the process that forks them, and wait until it can."""
+        """Start the process that forks them, and wait until it is ready."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, cwd=ROOT
@@ -228,7 +227,7 @@ class Attached:
         return process
 
     async def run(self, process: asyncio.subprocess.Process, seconds: float, seed: int) -> None:
-        """For so long."""
+        """Start and kill front ends for some seconds."""
         assert process.stdin is not None
         assert process.stdout is not None
         rng = random.Random(seed)
@@ -242,7 +241,7 @@ class Attached:
             await process.wait()
 
     async def _life(self, said: asyncio.StreamReader, life_s: float, deadline: float) -> None:
-        """From the fork to the kill."""
+        """Follow one front end from the fork to the kill."""
         pid = json.loads(await said.readline())["pid"]
         last = json.loads(await said.readline())  # it has its first answers
         end = min(deadline, time.monotonic() + life_s)
@@ -264,7 +263,7 @@ class Attached:
 
 
 def fork_attached(socket: str, cases: Sequence[Case]) -> None:
-    """Fork a front end for every line (a seed) of stdin; say when it was born and is gone."""
+    """Fork a front end for every line (a seed) of stdin; report its birth and its end."""
     from qllm import QLLMEngine  # noqa: F401 - once, for all of them
 
     print("ready", flush=True)
@@ -278,7 +277,7 @@ def fork_attached(socket: str, cases: Sequence[Case]) -> None:
 
 
 def be_attached(socket: str, cases: Sequence[Case], seed: int) -> None:
-    """Ask, cancel some, check, tell; until killed."""
+    """Ask, cancel some requests, check, and report, until killed."""
     from qllm import QLLMEngine, SamplingParams
 
     rng = random.Random(seed)
@@ -308,7 +307,7 @@ def be_attached(socket: str, cases: Sequence[Case], seed: int) -> None:
 
 
 class Memory:
-    """Resident memory over time."""
+    """Samples of resident memory over time."""
 
     def __init__(self, server: Serve) -> None:
         self._server = server
@@ -321,7 +320,7 @@ class Memory:
             await asyncio.sleep(1.0)
 
     def report(self) -> dict[str, Any]:
-        """Per process: the last value, and the slope after the first third of the samples."""
+        """Return per process the last value, and the slope after the first third of the samples."""
         found: dict[str, Any] = {}
         rest = self.samples[len(self.samples) // 3 :]
         for name in ("front_end", "engine"):
@@ -334,7 +333,7 @@ class Memory:
 
 
 async def samples_of(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The server's metrics, summed over labels."""
+    """Return the server's metrics, summed over labels."""
     async with session.get(f"{url}/metrics") as answer:
         text = await answer.text()
     found: defaultdict[str, float] = defaultdict(float)
@@ -346,7 +345,7 @@ async def samples_of(session: aiohttp.ClientSession, url: str) -> dict[str, floa
 
 
 async def settled(session: aiohttp.ClientSession, url: str, tally: Tally) -> dict[str, float]:
-    """Wait until the engine holds nothing; what is left is a problem."""
+    """Wait until the engine holds nothing; anything left is a problem."""
     deadline = time.monotonic() + SETTLE_S
     names = ("num_requests_running", "num_requests_waiting", "num_requests_parked",
              "kv_cache_usage_perc")  # fmt: skip
@@ -362,7 +361,7 @@ async def settled(session: aiohttp.ClientSession, url: str, tally: Tally) -> dic
 
 
 async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str, Any]:
-    """All of it; the report."""
+    """Run the calm run and the soak; return the report."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -420,7 +419,7 @@ async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, help="instead of --minutes")
@@ -437,7 +436,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run it, or be the attached front end."""
+    """Run the soak, or the attached front end."""
     args = parse_args()
     if args.attach:
         cases = [Case(*values) for values in json.loads(args.cases.read_text())]

@@ -28,7 +28,7 @@ from tests.support.startup import WRONG, Case
 
 
 def wrong_of(case: Case, model: Any, checked: Counter[str], num: int) -> dict[str, bool]:
-    """Whether each of so many wrong copies was refused; the parts that were checked least."""
+    """Return True or False for each wrong copy that was refused; least checked parts first."""
     refused: dict[str, bool] = {}
     for name in sorted(WRONG, key=lambda name: checked[name]):
         runner = startup.wrong_runner(name, case, model) if len(refused) < num else None
@@ -38,7 +38,7 @@ def wrong_of(case: Case, model: Any, checked: Counter[str], num: int) -> dict[st
 
 
 def measure(first: int, num_cases: int, num_wrong: int) -> dict[str, Any]:
-    """Run the cases; counts, and every case that went another way."""
+    """Run the cases; return counts, and every case with an unexpected result."""
     warnings.filterwarnings("ignore")
     kinds: Counter[str] = Counter()
     checked: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def measure(first: int, num_cases: int, num_wrong: int) -> dict[str, Any]:
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of counts from those of several processes."""
+    """Return one row of counts from those of several processes."""
     rows = parts[0]
     for part in parts[1:]:
         rows = {name: rows[name] + part[name] for name in rows}
@@ -85,7 +85,7 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the counts, a JSON document last."""
+    """Print the counts, and a JSON document last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)

@@ -1,7 +1,7 @@
 """The simulator against the real engine: LS TTFT p50 and BE tokens/s under several policies.
 
 One run calibrates, serves the same load live and on the virtual clock, and prints a table and
-one JSON line. A prediction further off than 20 % is named. Run it on an idle machine:
+one JSON line. The output names each prediction with an error above 20 %. Run it on an idle machine:
 
     python -m tests.long.validate_sim --out bench/results/validate_sim.json \\
         --figure validate_sim.png
@@ -38,19 +38,19 @@ MODEL = "300m"
 LS_PROMPT, LS_OUTPUT = (64, 128), (4, 12)
 BE_PROMPT, BE_OUTPUT = (128, 768), (16, 96)
 LS_LOAD = 0.35
-"""LS rate over what the machine could complete of it alone."""
+"""LS rate over the machine's capacity for LS alone."""
 DEPTH = 12
-"""BE requests that are unfinished at any time: more than seats."""
+"""Number of unfinished BE requests at any time: more than seats."""
 SETTINGS = {"max_num_seqs": 8, "max_step_tokens": 512}
 BOUND = 0.2
 NUMBERS = {"ls_ttft_p50": "LS TTFT p50, ms", "be_per_s": "BE tokens/s"}
-"""What is compared."""
+"""Numbers that are compared."""
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Offered:
-    """LS requests at their times, and BE jobs of which `DEPTH` are always there."""
+    """LS requests at their times, and BE jobs, `DEPTH` of them always unfinished."""
 
     seconds: float
     ls_at_s: list[float]
@@ -58,13 +58,13 @@ class Offered:
     be: list[Job]
 
     def specs(self) -> list[RequestSpec]:
-        """The LS requests by their lengths."""
+        """Return the LS requests by their lengths."""
         return [
             _spec(job, Priority.LS, at_s) for at_s, job in zip(self.ls_at_s, self.ls, strict=True)
         ]
 
     def jobs(self) -> Iterator[RequestSpec]:
-        """The BE jobs by their lengths, in the order in which they are submitted."""
+        """Yield the BE jobs by their lengths, in order of submission."""
         return (_spec(job, Priority.BE, 0.0) for job in self.be)
 
 
@@ -78,11 +78,11 @@ def _spec(job: Job, priority: Priority, at_s: float) -> RequestSpec:
 
 
 def offer(seed: int, seconds: float, rate: float) -> Offered:
-    """Poisson LS arrivals and more BE jobs than can be done."""
+    """Return Poisson LS arrivals and more BE jobs than the machine can complete."""
     rng = np.random.default_rng([seed, 3])
     times: list[float] = []
     at = float(rng.exponential(1 / rate))
-    while at < 0.9 * seconds:  # who comes last can be answered in the window
+    while at < 0.9 * seconds:  # the last ones can be answered in the window
         times.append(at)
         at += float(rng.exponential(1 / rate))
     ls = [
@@ -113,7 +113,7 @@ def live(model: Path, policy: str, load: Offered, threads: int) -> Sent:
             engine.submit(job.token_ids, "LS", job.max_tokens, sampling=GREEDY)
         _wait(flood, start + load.seconds)
         end_ns = engine.now_ns()
-    engine.trace.events[:] = [e for e in engine.trace if e.at_ns >= start_ns]  # the warm-up
+    engine.trace.events[:] = [e for e in engine.trace if e.at_ns >= start_ns]  # without the warm-up
     return Sent(
         trace=engine.trace,
         start_ns=start_ns,
@@ -142,7 +142,7 @@ def predict(costs: CostFile, policy: str, load: Offered) -> Sent:
 
 
 def compared(measured: Outcome, predicted: Outcome) -> dict[str, dict[str, float | None]]:
-    """Both numbers and the relative error of the prediction."""
+    """Return both numbers and the relative error of the prediction."""
     out: dict[str, dict[str, float | None]] = {}
     for name in NUMBERS:
         real, sim = getattr(measured, name), getattr(predicted, name)
@@ -152,7 +152,7 @@ def compared(measured: Outcome, predicted: Outcome) -> dict[str, dict[str, float
 
 
 def further_off(found: dict[str, dict[str, dict[str, float | None]]]) -> list[str]:
-    """Predictions that miss the bound, in words."""
+    """Return the predictions that miss the bound, in words."""
     out = []
     for policy, numbers in found.items():
         for name, n in numbers.items():
@@ -165,7 +165,7 @@ def further_off(found: dict[str, dict[str, dict[str, float | None]]]) -> list[st
 
 
 def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> None:
-    """Predicted over measured, with the band of 20 %."""
+    """Draw predicted over measured, with the band of 20 %."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -187,7 +187,7 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
         for i, (x, y, policy) in enumerate(points):
             ax.plot(x, y, "o", color="#d1495b")
             place: dict[str, Any] = {"xytext": (6, -3)}
-            if i % 2 == 0:  # neighbours do not cover each other
+            if i % 2 == 0:  # labels of neighbours do not overlap
                 place = {"xytext": (0, 7), "ha": "center"}
             ax.annotate(policy, (x, y), textcoords="offset points", fontsize=9, **place)
         ax.set(
@@ -207,7 +207,7 @@ def draw(found: dict[str, dict[str, dict[str, float | None]]], path: str) -> Non
 
 
 def show(found: dict[str, dict[str, dict[str, float | None]]]) -> None:
-    """The table."""
+    """Print the table."""
     print(f"{'policy':<20}{'number':<20}{'measured':>12}{'predicted':>12}{'error':>9}")
     for policy, numbers in found.items():
         for name, n in numbers.items():
@@ -217,7 +217,7 @@ def show(found: dict[str, dict[str, dict[str, float | None]]]) -> None:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--seconds", type=float, default=45.0, help="of every live run")

@@ -1,4 +1,4 @@
-"""What `soak.py` asks, and how it checks an answer."""
+"""Prompts of `soak.py`, and the check of their answers."""
 
 import json
 import random
@@ -15,14 +15,14 @@ MALFORMED: tuple[bytes, ...] = (
 
 
 class Case(NamedTuple):
-    """A prompt and what it must answer."""
+    """A prompt and its only right answer."""
 
     prompt: str
     max_tokens: int
     text: str = ""
 
     def body(self, is_ls: bool, stream: bool) -> dict[str, Any]:
-        """Body of the request: greedy, exactly `max_tokens`."""
+        """Return the body of the request: greedy, exactly `max_tokens`."""
         return {
             "prompt": self.prompt,
             "max_tokens": self.max_tokens,
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 def make_cases(seed: int) -> list[Case]:
-    """Prompts that differ in their first words and in length."""
+    """Return prompts that differ in their first words and in length."""
     rng = random.Random(seed)
     words = ("def", "class", "return", "import", "for", "while", "value", "index", "list", "map")
     return [
@@ -48,7 +48,7 @@ def make_cases(seed: int) -> list[Case]:
 
 
 class StreamCheck:
-    """Reads one stream: the tokens are the case's, the end comes once, nothing comes after it."""
+    """A check of one stream: its tokens are the case's, and its end comes once and last."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -59,7 +59,7 @@ class StreamCheck:
         self.wrong: list[str] = []
 
     def take(self, data: str) -> None:
-        """One event."""
+        """Check one event."""
         if self.is_done:
             self.wrong.append(f"{data!r:.100} after [DONE]")
         if data == "[DONE]":
@@ -80,7 +80,7 @@ class StreamCheck:
             self.wrong.append(f"{self.text!r} is no beginning of {self.case.text!r}")
 
     def whole(self) -> list[str]:
-        """What is wrong with a stream that was read to its end."""
+        """Return the faults of a stream that was read to its end."""
         tokens = (self.usage or {}).get("completion_tokens")
         checks = {
             f"ends {self.ends}": self.ends == ["length"],

@@ -1,8 +1,8 @@
 """A tiny random model of every causal language model that transformers knows.
 
-A config is made from its class: the sizes below are set where the class has them, in nested text
-configs too. The window and the chunk of attention are shorter than the prompts that families are
-compared with, so a part that a driver leaves out shows in the tokens.
+A config is made from its class: each size below is set if the class has it, in nested text configs
+too. The window and the chunk of attention are shorter than the prompts of the comparisons, so the
+tokens show a part that a driver leaves out.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCAB = 128
 EMBED_STD = 1.5
-"""Smaller ones give greedy answers that repeat one token, which prove little."""
+"""Standard deviation of embeddings. Smaller ones give greedy answers that repeat one token, which
+prove little."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "vocab_size_per_layer_input": VOCAB,
@@ -72,14 +73,16 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
 }
-"""Set where a config class has the name. All differ from what the classes have by default.
+"""Sizes, set if a config class has the name. All differ from the defaults of the classes. An
+indexer sums positive scores of its heads. With few heads many sums are 0, and the choice of equal
+ones depends on the number of keys of a call. Published models have 64 heads, and rarely equal sums.
 
 An indexer sums positive scores of its heads; with few heads many sums are 0, and which of equal
 ones are taken depends on how many keys a call sees. Published ones have 64 heads, and equal sums
 hardly ever.
 """
 MLA_SIZES = {"num_key_value_heads": 4}
-"""For families with latents: every head has its own expanded keys."""
+"""Sizes of families with latents: every head has its own expanded keys."""
 MIXED = ["linear_attention", "full_attention"] * 2
 GEMMA4 = {
     "hidden_size_per_layer_input": 0,
@@ -136,24 +139,24 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": QWEN4,
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What single families need beside SIZES, by model type."""
+"""Sizes of single families in addition to SIZES, by model type."""
 NOT_MADE = {
     "blt": "its three byte-level parts have no common sizes; a model takes a minute to make",
 }
-"""Families that are not tried, and why."""
+"""Families that are not tried, with the reason."""
 
 
 class CannotMakeError(Exception):
-    """No tiny model of this family is made automatically."""
+    """A family whose tiny model cannot be made automatically."""
 
 
 def model_types() -> list[str]:
-    """Every model type with a causal language model in the installed transformers."""
+    """Return every model type with a causal language model in the installed transformers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def _takes(default: Any, name: str) -> bool:
-    """Whether a config can be made with a value of its own under this name."""
+    """Return True if a config accepts a value under this name."""
     described = getattr(type(default), name, None)
     if isinstance(described, property) and described.fset is None:
         return False
@@ -164,7 +167,7 @@ def _takes(default: Any, name: str) -> bool:
 
 
 def tiny_config(config_class: type[Any], own: dict[str, Any] | None = None) -> Any:
-    """A config with the sizes above where its class has them."""
+    """Return a config with the sizes above, if its class has them."""
     default = config_class()
     wanted = {**SIZES, **(MLA_SIZES if _takes(default, "kv_lora_rank") else {}), **(own or {})}
     given = {name: value for name, value in wanted.items() if _takes(default, name)}
@@ -177,10 +180,10 @@ def tiny_config(config_class: type[Any], own: dict[str, Any] | None = None) -> A
 
 
 def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """A seeded random model in fp32 and evaluation mode; norms, biases and sinks are random too.
+    """Return a seeded random model in fp32 and evaluation mode; norms, biases and sinks are random.
 
     Raises:
-        CannotMakeError: Its class does not take the sizes; says what it raised.
+        CannotMakeError: The class refuses the sizes; the message has its error.
     """
     if model_type in NOT_MADE:
         raise CannotMakeError(NOT_MADE[model_type])
@@ -202,7 +205,7 @@ def tiny_model(model_type: str, seed: int = 0) -> Any:
                     torch.randn_like(p) * (EMBED_STD if "embed" in name else p.shape[-1] ** -0.5)
                 )
         for name, table in model.named_buffers():
-            if name.endswith("tid2eid"):  # experts by token id, which a checkpoint brings
+            if name.endswith("tid2eid"):  # experts by token id, from a checkpoint
                 num = int(model.config.n_routed_experts)
                 rows = [torch.randperm(num)[: table.shape[1]] for _ in table]
                 table.copy_(torch.stack(rows))
