@@ -112,6 +112,14 @@ class Timeline:
     It has many methods because each kind of event has one.
 
     Entries are lists that JSON keeps; the first item names the kind:
+
+    - `run`, start, end, track, first layer, end layer, passes, most rows, tokens
+    - `held`, start, end, track, layer, preempted: a parked pass that continued or ended
+    - `preempted`, at, latency, track, layer, number of requests, their first names, class and
+      name of the request that ran instead
+    - `arrived`, at, class, name, prompt tokens; `first`, at, class, name, TTFT
+    - `ended`, at, class, name, reason
+    - `evicted`, `swapped out`, `swapped in`: at, class, name, tokens
     """
 
     seq: int = 0
@@ -278,7 +286,7 @@ class Timeline:
             found.is_parked, found.since_ns = False, at_ns
 
     def _ran_instead(self, request_ids: Iterable[RequestId]) -> None:
-        """Name the first request of a pass as the one that the last preemption made room for."""
+        """Record the best request of a pass as the one that the last preemption made room for."""
         if self._preempted is not None:
             known = [k for i in request_ids if (k := self._known.get(i))]
             if known:
