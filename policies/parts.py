@@ -108,7 +108,7 @@ def rotate(
 
     Args:
         view: State of the engine, with `Cap.KV_SWAP`, and no parked frame.
-        order: Requests, all of them, best first.
+        order: All requests, best first.
         min_stay_ns: Least time that KV stays in its place.
         max_tokens: Most prefill tokens, if less than the engine allows per step.
     """

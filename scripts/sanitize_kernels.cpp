@@ -296,7 +296,7 @@ Results everything(const Kernels& k) {
   return results;
 }
 
-// Two callers at once, threads that come and go meanwhile, many small rounds.
+// Two callers at once while threads start and end, in many small rounds.
 int pool() {
   std::atomic<int64_t> done{0};
   auto caller = [&](int threads) {
@@ -346,7 +346,7 @@ int packing() {
 }
 
 // Blocks of the head, the last one narrower, whole and then while another thread asks it to stop:
-// it goes on from the task after the last one that is done.
+// it continues with the task after the last finished one.
 int polled_head() {
   const int64_t width = 70, wide = 640, num = 5, rows = 3;
   std::vector<Packed> weights;

@@ -1,4 +1,4 @@
-// A turn of the device's loop on the host, counted by callgrind. See turn_cost.py.
+// An iteration of the device's loop on the host, counted by callgrind. See turn_cost.py.
 #include <valgrind/callgrind.h>
 
 #include "loop.h"
@@ -9,7 +9,7 @@ namespace {
 
 const Share kAlone = {0, 1};
 
-// What the threads of a block share, done by one.
+// The work that the threads of a block share, done by one.
 void share(Loop& loop) {
   Sender(loop.v).send(kAlone);
   if (loop.now->fill) loop.turns.stages.clear(kAlone);
@@ -24,7 +24,7 @@ extern "C" void rank(i64 arrival_ns, i64 priority, i64, i64, i64, i64, i64, i64*
   out[1] = arrival_ns;
 }
 
-// Take a turn. Count the part of one thread, what a block shares, both, or nothing.
+// Run an iteration. Count the part of one thread, the shared part, both, or nothing.
 extern "C" i32 take_turn(const i64* blocks, i64 now_ns, i32 counts_serial, i32 counts_shared) {
   if (counts_serial) CALLGRIND_TOGGLE_COLLECT;
   Loop loop((ServerState*)blocks[0], (State*)blocks[1], (RankFunction)blocks[2], (Lanes*)blocks[3]);
@@ -43,5 +43,5 @@ extern "C" i32 take_turn(const i64* blocks, i64 now_ns, i32 counts_serial, i32 c
   return branch;
 }
 
-// Write what was counted since the last report, under a name.
+// Write the counts since the last report, under a name.
 extern "C" void report(const char* name) { CALLGRIND_DUMP_STATS_AT(name); }

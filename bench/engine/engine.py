@@ -98,7 +98,7 @@ def load_of_trace(path: str, seed: int) -> Load:
 
 
 def row_exact(table: Table, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure rows 1 to 3."""
+    """Measure tokens against solo runs and `generate` (rows 1 to 3)."""
     dtypes = ("bfloat16", "float32")
     count = 12 if not args.quick else 6
     found = exactness_row(lambda d: load_model(folder, d), folder, count, args.seeds[0], dtypes)
@@ -137,7 +137,7 @@ def row_exact(table: Table, folder: Path, args: argparse.Namespace) -> dict[str,
 
 
 def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure rows 4 and 5."""
+    """Measure LS next to a BE flood under each policy (rows 4 and 5)."""
     count = 24 if args.quick else 64
     capacity = float(
         np.median([ls_capacity(model, count, s) for s in (1, 2, 3)[: 1 + 2 * (not args.quick)]])
@@ -282,7 +282,7 @@ def _mixed_ratios(table: Table, windows: dict[str, list[Window]]) -> dict[str, A
 
 
 def row_latency(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure row 6."""
+    """Measure the time from an LS arrival until BE is parked (row 6)."""
     found = latency_row(model, args.seconds * (0.5 if args.quick else 2), args.seeds[0])
     bound = found["max_segment_ms"] + 1
     p99 = found["p99_ms"]
@@ -302,7 +302,7 @@ def row_latency(table: Table, model: Any, args: argparse.Namespace) -> dict[str,
 
 
 def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure row 7."""
+    """Measure the time added per preemption (row 7)."""
     found = added_row(model, 4 if args.quick else 4 * args.rounds, args.seeds[0])
     added = found["added_ms"]
     table.add("BE time added per preemption, ms", added.text(), "<= 1", added.value <= 1)
@@ -315,7 +315,7 @@ def row_added(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
 
 
 def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure row 8."""
+    """Measure the cost of boundaries and cuts without a preemption (row 8)."""
     found = boundary_row(model, 3 if args.quick else 8 * args.rounds, args.seeds[0])
     for name, limit in (("expert", 2.0), ("layer", 1.0), ("step", None)):
         both = found[name]["both"]
@@ -329,7 +329,7 @@ def row_boundary(table: Table, model: Any, args: argparse.Namespace) -> dict[str
 
 
 def row_peer(table: Table, model: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure row 9."""
+    """Measure throughput against continuous batching of transformers (row 9)."""
     found = peer_row(model, folder, 1 if args.quick else max(3, args.rounds // 2), args.seeds[0])
     for name, entry in found.items():
         table.add(
@@ -347,7 +347,7 @@ def row_peer(table: Table, model: Any, folder: Path, args: argparse.Namespace) -
 
 
 def row_decode(table: Table, model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure row 10."""
+    """Measure a decode step against reading memory (row 10)."""
     found = decode_row(model, 3 if args.quick else args.rounds, args.seeds[0])
     ratio = found["ratio_cpu"]
     table.add(
