@@ -97,11 +97,11 @@ class EngineConfig:
     """Format of expert weights. "auto": as in the checkpoint. Others round a bf16 checkpoint to the
     nearest value at load: "int8" with a scale per output channel (weight-only, as vLLM's
     "experts_int8"), "int8-g64" per group of 64 inputs, "int4" with a scale and offset per group of
-    64, "mxfp4" with a power of two per group of 32 (docs/weights.md)."""
+    64, "mxfp4" with a power of two per group of 32 (docs/guides/quantised-weights.md)."""
     activations: str = "bf16"
     """Rows that products with quantised weights read. "bf16": rows as they are. "int8": rows
     rounded to 8 bits with a scale per group of inputs, where weights are integers of 4 or 8 bits.
-    It is faster and changes bits; a row still depends on no other row (docs/weights.md)."""
+    It is faster and changes bits; a row still depends on no other row (docs/guides/quantised-weights.md)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; then `submit` raises QueueFullError."""
     default_max_tokens: int | None = None
@@ -121,23 +121,23 @@ class EngineConfig:
     """Loop that takes requests out of the rings, decides, and publishes tokens. "host": the engine
     loop in Python. "conditional": the device without a CPU, as one graph that loops and switches
     over captured stages. It needs a `RankPolicy` and an engine in a process of its own;
-    docs/serving.md lists what it does not serve."""
+    docs/guides/serve.md lists what it does not serve."""
     prefix_cache: str | bool = "auto"
     """Cache KV of finished pages, and copy it into requests with the same first tokens. "auto": if
     no bit changes (our CPU kernels in every layer). True: refused where bits change. "approximate":
-    also where a hit may change last bits, with loop="host". False: off (docs/kv.md)."""
+    also where a hit may change last bits, with loop="host". False: off (docs/design/kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`."""
     prefix_states_gib: float = 2.0
-    """Most GiB of states in the prefix cache, for models whose layers have states (docs/kv.md)."""
+    """Most GiB of states in the prefix cache, for models whose layers have states (docs/design/kv.md)."""
     swap_kv_tokens: int = 0
     """Most tokens of swapped-out KV, in addition to `max_kv_tokens`: requests that lost blocks
-    continue where they stopped. 0: they are computed again (docs/kv.md)."""
+    continue where they stopped. 0: they are computed again (docs/design/kv.md)."""
     keep_ls_s: float = 600.0
     """Seconds for which KV that LS requests used is safe from BE work."""
     kv_dir: str | PurePath | None = None
     """Folder for a file of cached KV, which the next engine finds, also after a crash. One engine
-    uses it at a time. None: KV is cached in RAM only (docs/kv.md)."""
+    uses it at a time. None: KV is cached in RAM only (docs/design/kv.md)."""
     kv_dir_gib: float = 8.0
     """Size of that file in GiB, which is allocated at the start."""
     kv_dir_reset: bool = False
@@ -151,7 +151,7 @@ class EngineConfig:
     handover_gib: float = 0.0
     """Most GiB of KV on its way to other engines, and as many on its way from them. With it,
     migrated requests continue where they stopped. 0: they are computed again
-    (docs/handover.md)."""
+    (docs/design/handover.md)."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False

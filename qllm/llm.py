@@ -200,7 +200,7 @@ class QLLMEngine:
     ) -> Self:
         """Return a front end of an engine on another host; it tokenises here, without weights.
 
-        Several addresses, separated by commas, are a fleet: see docs/fleet.md.
+        Several addresses, separated by commas, are a fleet: see docs/guides/several-engines.md.
 
         Its requests end when it is closed, this process ends, or the connection fails. `call`,
         `checkpoint`, `restore` and `trace` work only on the engine's own host.
@@ -293,7 +293,7 @@ class QLLMEngine:
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.
             timeout_s: Seconds after which the request ends with `timeout`.
             request_id: Name of the request in results and traces.
-            cache_salt: Salt of cached KV: only requests with one salt share it (docs/kv.md).
+            cache_salt: Salt of cached KV: only requests with one salt share it (docs/design/kv.md).
             cache_owner: Owner of cached KV: only requests of one owner share it, and `delete_kv`
                 deletes it.
             cache_ttl_s: Seconds for which its cached KV is not displaced, for later turns.

@@ -97,7 +97,7 @@ def pickled_policy(policy: Any) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"policy {policy!r} cannot be pickled ({told(error)}), so it cannot reach the engine's "
-            "process; pass run_in='thread', or give it a name (see docs/policies.md)"
+            "process; pass run_in='thread', or give it a name (see docs/guides/policies.md)"
         ) from error
 
 

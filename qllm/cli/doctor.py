@@ -159,7 +159,7 @@ def _fingerprints(model: str, trust_remote_code: bool) -> None:
             typer.echo(f"{part.source}: {part.known.how}")
     typer.echo(
         f"transformers {transformers.__version__}. A part is known by what it computes: its source "
-        "is one that was tested, or its forward was tried (docs/families.md)."
+        "is one that was tested, or its forward was tried (docs/guides/families.md)."
     )
 
 

@@ -76,7 +76,8 @@ def serve(
         bool, typer.Option("--trust-remote-code", help="Run code of the checkpoint.")
     ] = False,
     ray: Annotated[
-        bool, typer.Option("--ray", help="One engine per replica of Ray Serve: `qllm docs ray`.")
+        bool,
+        typer.Option("--ray", help="One engine per replica of Ray Serve: `qllm docs guides/ray`."),
     ] = False,
     setting: Annotated[
         list[str] | None,
@@ -92,7 +93,7 @@ def serve(
     """Serve a model over HTTP, as OpenAI does; SIGTERM drains.
 
     Settings come from the file, then QLLM_* variables, then flags; the later wins. `qllm docs
-    serving` explains them.
+    guides/serve` explains them.
     """
     try:
         from qllm.server.config import ENGINE_ROLES, load_config

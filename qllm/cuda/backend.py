@@ -50,7 +50,7 @@ AHEAD = 2
 EXPERT_RANGES = 4
 """Number of ranges of an EXPERTS op, in a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
-"""Layers per stage of programs that may stop. Predicted, not measured: docs/gpu-status.md."""
+"""Layers per stage of programs that may stop. Predicted, not measured: docs/design/gpu.md."""
 AHEAD_MS = 1.6
 """Milliseconds per step for copies of KV ahead of a swap-out."""
 NOTHING = SamplingParams(temperature=0)

@@ -87,7 +87,7 @@ def load(
     """Load a model and its tokenizer.
 
     In bf16, quantised weights of experts stay quantised, and on a CPU those of linear modules too.
-    All others are expanded, which a log line reports (docs/weights.md).
+    All others are expanded, which a log line reports (docs/guides/quantised-weights.md).
 
     Args:
         name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
@@ -177,7 +177,7 @@ def _loaded(
     if parts := changed(model):
         _log.warning(
             "model %r: parts of transformers %s compute something else than qllm knows: %s; their "
-            "own modules run instead, more slowly (docs/families.md)",
+            "own modules run instead, more slowly (docs/guides/families.md)",
             name,
             transformers.__version__,
             "; ".join(f"{part.source} ({part.known.how})" for part in parts),

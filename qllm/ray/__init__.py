@@ -1,4 +1,6 @@
-"""Many engines on a Ray cluster, or on a laptop: `serve run qllm.ray:app model=tiny` (docs/ray.md).
+"""Many engines on a Ray cluster, or on a laptop: `serve run qllm.ray:app model=tiny`.
+
+The guide is docs/guides/ray.md.
 
     client    all engines as one, for the server's own application and for batch jobs
     calls     questions to replicas

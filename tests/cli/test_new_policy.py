@@ -1,4 +1,4 @@
-"""A policy package of one's own: what `qllm new-policy` writes, and docs/policies.md followed."""
+"""A policy package of one's own: what `qllm new-policy` writes, and docs/guides/policies.md followed."""
 
 import os
 import re
@@ -159,7 +159,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow  # without pip: test_a_plan_policy_is_found_and_serves
 def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
-    found = list(blocks(ROOT / "docs" / "policies.md"))
+    found = list(blocks(ROOT / "docs" / "guides" / "policies.md"))
     assert {language for language, _ in found} == {"bash", "python"}
     lines = [
         text if language == "bash" else f"python - <<'END'\n{text}END\n" for language, text in found

@@ -1,4 +1,4 @@
-"""The support matrix of docs/families.md, from bench/results/families.json.
+"""The support matrix of docs/guides/families.md, from bench/results/families.json.
 
 python -m tests.long.matrix            prints it
 python -m tests.long.matrix --write    puts it into the page

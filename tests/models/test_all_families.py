@@ -15,7 +15,7 @@ from tests.support.all_families import MOE
 from tests.support.families import FAMILIES, make_model
 from tests.support.files import ROOT
 
-PAGE = (ROOT / "docs" / "families.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "families.md").read_text()
 RESULTS = ROOT / "bench" / "results" / "families.json"
 DENSE = [
     "apertus",

@@ -79,7 +79,7 @@ def test_the_wheel_needs_no_compiler_and_serves(clean: Path, tmp_path: Path) -> 
     script = str(clean / "bin" / "qllm")
     prompt = ["run", "tiny", "What does json.dumps do?", "--max-tokens", "4", "--threads", "1"]
     assert "4 out" in run([script, *prompt], env=env, cwd=tmp_path)
-    assert "## Routes" in run([script, "docs", "serving"], env=env, cwd=tmp_path)
+    assert "## Routes" in run([script, "docs", "guides/serve"], env=env, cwd=tmp_path)
     assert '"panels"' in run([script, "docs", "grafana.json"], env=env, cwd=tmp_path)
 
 
@@ -88,7 +88,8 @@ def test_the_wheel_is_of_the_limited_api_and_small(wheel: Path) -> None:
     sizes = {info.filename: info.file_size for info in zipfile.ZipFile(wheel).infolist()}
     assert sizes["qllm/kernels/cpu/_native.abi3.so"] < MAX_KERNEL_BYTES
     for name in ("qllm/kernels/cpu/_native.abi3.so", "qllm/device/_scheduler.abi3.so",
-                 "qllm/docs/serving.md", "qllm/docs/alerts.yaml", "qllm/server/page/static/ui.html",
+                 "qllm/docs/guides/serve.md", "qllm/docs/alerts.yaml",
+                 "qllm/server/page/static/ui.html",
                  "qllm/models/tiny/config.json", "qllm_policies/qllm2.py"):  # fmt: skip
         assert name in sizes, name
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.files import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("", "qllm", "qllm/device", "qllm/kernels/cpu", "tests", "docs", "bench")
 """Where a path of a page may begin."""
 
@@ -19,7 +19,7 @@ def paths(text: str) -> list[str]:
     return [*named, *linked]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_files_that_exist(page: Path) -> None:
     missing = [
         name

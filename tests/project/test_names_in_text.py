@@ -27,7 +27,11 @@ from qllm.server.config import ServerConfig
 from tests.support.files import ROOT, python_files
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
+)
 OTHERS = {
     "--no-deps", "--no-binary", "--target", "--inplace", "--no-isolation", "--yes", "--merge",
     "--name",

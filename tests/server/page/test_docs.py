@@ -5,7 +5,7 @@ from qllm.server.config import ServerConfig
 from qllm.server.metrics import Metrics
 from tests.support.serving import Serving
 
-TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "guides" / "serve.md").read_text()
 
 
 def table(heading: str) -> list[list[str]]:
