@@ -1,4 +1,4 @@
-"""A policy package of one's own: what `qllm new-policy` writes, and docs/guides/policies.md followed."""
+"""A policy package of one's own: what `qllm new-policy` writes, and its guide followed."""
 
 import os
 import re

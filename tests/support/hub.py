@@ -1,9 +1,9 @@
 """Checkpoints of the aliases as they are published: configs, names, dtypes and shapes of tensors.
 
 The configs are files in `tests/models/hub`; `docs/reference/aliases.md` says where each was found.
-Names, dtypes and shapes are written here as functions of a config, by hand and not by transformers, so that
-transformers' own renaming is tested too. `PUBLISHED` has what an index or the headers of the
-original say of them: how many tensors, and how many bytes.
+Names, dtypes and shapes are written here as functions of a config, by hand and not by
+transformers, so that transformers' own renaming is tested too. `PUBLISHED` has what an index or the
+headers of the original say of them: how many tensors, and how many bytes.
 """
 
 import json
