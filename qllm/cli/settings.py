@@ -113,7 +113,7 @@ def rows(settings: type[Any]) -> list[tuple[str, str, str]]:
 
     The meaning is the string below the field.
     """
-    said = _meanings(settings)
+    said = meanings(settings)
     found = getattr(settings, "model_fields", None)  # a pydantic model; else a dataclass
     if found is None:
         found = {field.name: field for field in fields(settings)}
@@ -127,7 +127,8 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def _meanings(settings: type[Any]) -> dict[str, str]:
+def meanings(settings: type[Any]) -> dict[str, str]:
+    """Return the string below each field of a class, by the name of the field."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}

@@ -96,7 +96,7 @@ def _operation(route: str, operation: dict[str, Any], parts: dict[str, Any], mod
     rows = "".join(
         f"<tr><td><code>{escape(name)}</code></td><td>{escape(kind)}</td><td>{escape(said)}</td>"
         "</tr>"
-        for name, kind, said in _fields(operation, parts)
+        for name, kind, said in fields_of(operation, parts)
     )
     table = (
         f"<table><thead><tr><th>field</th><th>type</th><th></th></tr></thead><tbody>{rows}</tbody>"
@@ -113,7 +113,7 @@ def _operation(route: str, operation: dict[str, Any], parts: dict[str, Any], mod
     )
 
 
-def _fields(operation: dict[str, Any], parts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def fields_of(operation: dict[str, Any], parts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield name, type and meaning of each parameter and each field of the body."""
     for found in operation.get("parameters", ()):
         yield found["name"], _kind(found.get("schema", {})), f"in the {found['in']}"
