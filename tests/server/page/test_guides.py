@@ -1,0 +1,161 @@
+"""Every guide begins with a block that can be run, and every block of a guide is run or parsed."""
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+
+from qllm.cli import app
+from tests.support.files import ROOT
+from tests.support.serving import Serving
+
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = [ROOT / "docs" / "quickstart.md", *GUIDES]
+FIRST_LINES = 15
+ADDRESS = "http://127.0.0.1:8000"
+"""The server of the guides. The shared one answers in its place."""
+RUN_ELSEWHERE = {"policies.md": "tests/cli/test_new_policy.py"}
+"""Guides whose Python is run by another test, in an environment of its own."""
+CLIENTS = ("anthropic", "langchain_openai", "ray")
+"""Packages of other environments: `tests/outside` has tests with each of them."""
+WORDS = ("cd", "docker", "kubectl", "make", "pip", "python", "serve")
+"""Commands of others. The files and targets that they name must exist."""
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+class Block(NamedTuple):
+    """A fenced block of a page: its place, language and text."""
+
+    place: str
+    language: str
+    text: str
+
+
+def blocks(page: Path, language: str) -> Iterator[Block]:
+    """Yield the blocks of a page in one language."""
+    source = page.read_text()
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", source, re.M | re.S):
+        if match[1] == language:
+            line = source[: match.start()].count("\n") + 1
+            yield Block(f"{page.name}:{line}", match[1], match[2])
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a block of bash, without variables set before it."""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            del words[0]
+        if words:
+            yield words
+
+
+def joined(text: str) -> str:
+    """Return a block with the lines of a quoted text joined, so that a line is a command."""
+    return re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("\n", " "), text)
+
+
+PYTHON = [block for page in PAGES for block in blocks(page, "python")]
+BASH = [block for page in PAGES for block in blocks(page, "bash")]
+
+
+def of_clients(block: Block) -> bool:
+    return any(re.search(rf"^(from|import) {name}\b", block.text, re.M) for name in CLIENTS)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_a_guide_begins_with_a_block_that_can_be_run(page: Path) -> None:
+    first = "\n".join(page.read_text().splitlines()[:FIRST_LINES])
+    assert re.search(r"^```(python|bash)$", first, re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_guide_says_how_to_see_that_it_works(page: Path) -> None:
+    assert "ee that" in page.read_text().split("\n## ")[0] or page.name == "quickstart.md"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_page_of_users_fits_100_columns(page: Path) -> None:
+    if page.parent.name not in ("guides", "reference") and page.name != "quickstart.md":
+        return
+    assert [line for line in page.read_text().splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
+def test_the_python_of_a_guide_runs(
+    block: Block,
+    served: Serving,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = block.place.partition(":")[0]
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            for name in named:
+                assert str(name).partition(".")[0] in CLIENTS or importlib.util.find_spec(str(name))
+    if of_clients(block) or page in RUN_ELSEWHERE:
+        return
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text.replace(ADDRESS, served.url), block.place, "exec"), {})  # noqa: S102
+
+
+@pytest.mark.parametrize("block", BASH, ids=lambda block: block.place)
+def test_the_commands_of_a_guide_are_those_there_are(block: Block) -> None:
+    for words in commands(joined(block.text)):
+        check(words)
+
+
+def check(words: list[str]) -> None:
+    """Raise if a command, an option, a target or a file of a command is not there."""
+    command, *rest = words
+    if command == "qllm":
+        rest = rest[: rest.index(">")] if ">" in rest else rest
+        with COMMANDS[rest[0]].make_context(rest[0], rest[1:]):
+            return
+    assert command in (*WORDS, "curl", "openssl"), command
+    if command == "make":
+        assert rest[0] in TARGETS
+    for name in rest:
+        if re.match(r"(deploy|locks|scripts)/", name):
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in BASH if "curl" in block.text],
+    ids=lambda block: block.place,
+)
+def test_the_requests_of_a_guide_are_answered(block: Block, served: Serving) -> None:
+    script = "".join(
+        f"{line}\n"
+        for line in re.sub(r"\\\n", " ", joined(block.text)).splitlines()
+        if line.startswith("curl")
+    )
+    asked = script.replace("curl -s", "curl -sS --fail-with-body").replace(ADDRESS, served.url)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", asked],
+        env={**os.environ, "NO_PROXY": "*"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+
+
+def test_a_command_that_is_gone_is_seen() -> None:
+    for text in ("qllm serve tiny --gone 1", "make gone", "docker build -f deploy/gone", "gone x"):
+        (words,) = commands(text)
+        with pytest.raises((AssertionError, typer.Exit, Exception)):
+            check(words)
