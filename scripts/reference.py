@@ -1,7 +1,8 @@
-"""Write the pages of docs/reference that are made of the code: `python -m scripts.reference --write`.
+"""Write the pages of docs/reference that are made of the code.
 
 Settings and fields are described by the strings below them, routes by their docstrings, metrics by
-their help, and errors by the calls that make them. Without `--write` the pages are printed.
+their help, and errors by the calls that make them. `python -m scripts.reference` prints
+them, `--write` writes them.
 """
 
 import argparse
@@ -77,7 +78,9 @@ def settings() -> str:
     head = ("setting", "default", "meaning")
 
     def listed(which: type[Any]) -> list[str]:
-        return table(head, [(f"`{name}`", _default(value), text) for name, value, text in rows(which)])
+        return table(
+            head, [(f"`{name}`", _default(value), text) for name, value, text in rows(which)]
+        )
 
     parts = [
         ("Server: `--NAME VALUE`, `QLLM_NAME`, or `NAME` in the file", listed(ServerConfig)),

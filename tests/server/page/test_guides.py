@@ -26,7 +26,7 @@ RUN_ELSEWHERE = {"policies.md": "tests/cli/test_new_policy.py"}
 """Guides whose Python is run by another test, in an environment of its own."""
 CLIENTS = ("anthropic", "langchain_openai", "ray")
 """Packages of other environments: `tests/outside` has tests with each of them."""
-WORDS = ("cd", "docker", "kubectl", "make", "pip", "python", "serve")
+WORDS = ("cd", "export", "docker", "kubectl", "make", "pip", "python", "serve")
 """Commands of others. The files and targets that they name must exist."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -68,8 +68,17 @@ PYTHON = [block for page in PAGES for block in blocks(page, "python")]
 BASH = [block for page in PAGES for block in blocks(page, "bash")]
 
 
+def imported(block: Block) -> Iterator[str]:
+    """Yield the modules that a block imports."""
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
 def of_clients(block: Block) -> bool:
-    return any(re.search(rf"^(from|import) {name}\b", block.text, re.M) for name in CLIENTS)
+    return any(name.partition(".")[0] in CLIENTS for name in imported(block))
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
@@ -79,14 +88,16 @@ def test_a_guide_begins_with_a_block_that_can_be_run(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_guide_says_how_to_see_that_it_works(page: Path) -> None:
-    assert "ee that" in page.read_text().split("\n## ")[0] or page.name == "quickstart.md"
+def test_a_page_says_how_to_see_that_it_works(page: Path) -> None:
+    assert "See that" in page.read_text()
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *sorted((ROOT / "docs" / "reference").glob("*.md"))],
+    ids=lambda page: page.name,
+)
 def test_a_page_of_users_fits_100_columns(page: Path) -> None:
-    if page.parent.name not in ("guides", "reference") and page.name != "quickstart.md":
-        return
     assert [line for line in page.read_text().splitlines() if len(line) > 100] == []
 
 
@@ -98,16 +109,12 @@ def test_the_python_of_a_guide_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page = block.place.partition(":")[0]
-    tree = ast.parse(block.text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            named = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-            for name in named:
-                assert str(name).partition(".")[0] in CLIENTS or importlib.util.find_spec(str(name))
+    for name in imported(block):
+        assert name.partition(".")[0] in CLIENTS or importlib.util.find_spec(name), name
     if of_clients(block) or page in RUN_ELSEWHERE:
         return
     monkeypatch.chdir(tmp_path)
-    exec(compile(block.text.replace(ADDRESS, served.url), block.place, "exec"), {})  # noqa: S102
+    exec(compile(block.text.replace(ADDRESS, served.url), block.place, "exec"), {})
 
 
 @pytest.mark.parametrize("block", BASH, ids=lambda block: block.place)
@@ -157,5 +164,5 @@ def test_the_requests_of_a_guide_are_answered(block: Block, served: Serving) -> 
 def test_a_command_that_is_gone_is_seen() -> None:
     for text in ("qllm serve tiny --gone 1", "make gone", "docker build -f deploy/gone", "gone x"):
         (words,) = commands(text)
-        with pytest.raises((AssertionError, typer.Exit, Exception)):
+        with pytest.raises(Exception, match="gone"):
             check(words)
