@@ -16,7 +16,7 @@ SHOWN = (".md", ".json", ".yaml")
 @clean
 def docs(
     page: Annotated[
-        str | None, typer.Argument(help="Which one; all are listed without it.")
+        str | None, typer.Argument(help="Its name, as guides/serving; all are listed without it.")
     ] = None,
 ) -> None:
     """Print a page of the documentation, a Grafana dashboard or its alerts."""
@@ -24,26 +24,28 @@ def docs(
     if page is None:
         print_table(("page", ""), ((name, _title(path)) for name, path in sorted(pages.items())))
         return
-    found = pages.get(page.removesuffix(".md").removeprefix("docs/"))
-    if found is None:
-        raise ConfigError(f"there is no page {page!r:.80}; use one of {', '.join(sorted(pages))}")
-    typer.echo(found.read_text(encoding="utf-8"), nl=False)
+    name = page.removesuffix(".md").removeprefix("docs/")
+    named = [name] if name in pages else [full for full in pages if full.endswith(f"/{name}")]
+    if len(named) != 1:
+        problem = f"{page!r:.80} is several pages" if named else f"there is no page {page!r:.80}"
+        raise ConfigError(f"{problem}; use one of {', '.join(sorted(named or pages))}")
+    typer.echo(pages[named[0]].read_text(encoding="utf-8"), nl=False)
 
 
 def find_pages() -> dict[str, Path]:
-    """Return the files by name, without the suffix of Markdown.
+    """Return the files by their path in `docs/`, without the suffix `.md`.
 
     A wheel has them in the package, a checkout next to it.
 
     Raises:
-        ConfigError: Neither place has them.
+        ConfigError: The files are in neither place.
     """
     package = Path(str(files("qllm")))
     for folder in (package / "docs", package.parent / "docs"):
-        if (folder / "serving.md").is_file():
+        if (folder / "architecture.md").is_file():
             return {
-                path.name.removesuffix(".md"): path
-                for path in folder.iterdir()
+                path.relative_to(folder).as_posix().removesuffix(".md"): path
+                for path in folder.rglob("*")
                 if path.suffix in SHOWN
             }
     raise ConfigError(f"the pages are missing from {package}: install qllm again")

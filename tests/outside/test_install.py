@@ -79,7 +79,8 @@ def test_the_wheel_needs_no_compiler_and_serves(clean: Path, tmp_path: Path) -> 
     script = str(clean / "bin" / "qllm")
     prompt = ["run", "tiny", "What does json.dumps do?", "--max-tokens", "4", "--threads", "1"]
     assert "4 out" in run([script, *prompt], env=env, cwd=tmp_path)
-    assert "## Routes" in run([script, "docs", "guides/serve"], env=env, cwd=tmp_path)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert run([script, "docs", "architecture"], env=env, cwd=tmp_path) == page
     assert '"panels"' in run([script, "docs", "grafana.json"], env=env, cwd=tmp_path)
 
 
@@ -88,10 +89,11 @@ def test_the_wheel_is_of_the_limited_api_and_small(wheel: Path) -> None:
     sizes = {info.filename: info.file_size for info in zipfile.ZipFile(wheel).infolist()}
     assert sizes["qllm/kernels/cpu/_native.abi3.so"] < MAX_KERNEL_BYTES
     for name in ("qllm/kernels/cpu/_native.abi3.so", "qllm/device/_scheduler.abi3.so",
-                 "qllm/docs/guides/serve.md", "qllm/docs/alerts.yaml",
-                 "qllm/server/page/static/ui.html",
-                 "qllm/models/tiny/config.json", "qllm_policies/qllm2.py"):  # fmt: skip
+                 "qllm/server/page/static/ui.html", "qllm/models/tiny/config.json",
+                 "qllm_policies/qllm2.py"):  # fmt: skip
         assert name in sizes, name
+    pages = [p for p in (ROOT / "docs").rglob("*") if p.suffix in (".md", ".json", ".yaml")]
+    assert {f"qllm/{page.relative_to(ROOT)}" for page in pages} - sizes.keys() == set()
 
 
 def test_the_extensions_are_stripped() -> None:
@@ -138,7 +140,7 @@ def test_locks_are_of_the_constraints() -> None:
 
 def test_no_text_tells_to_install_a_name_that_does_not_exist() -> None:
     """The distribution is on no index, and `qllm` there is another project."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "qllm").rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "qllm").rglob("*.py")]
     wrong = re.compile(r"pip install [^`\n]*\bqllm\b|install qllm-runtime|install '?qllm-runtime")
     found = [(page.name, line) for page in pages for line in page.read_text().splitlines()
              if wrong.search(line)]  # fmt: skip

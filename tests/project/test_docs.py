@@ -12,28 +12,28 @@ FOLDERS = ("", "qllm", "qllm/device", "qllm/kernels/cpu", "tests", "docs", "benc
 """Where a path of a page may begin."""
 
 
-def paths(text: str) -> list[str]:
-    """Files that a text names: with a slash, or what a link goes to."""
-    named = re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|inc|cu|md|json))`", text)
-    linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
-    return [*named, *linked]
+def named(text: str) -> list[str]:
+    """Return the files that a text names in backticks, with a slash."""
+    return re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|cpp|h|inc|cu|md|json))`", text)
+
+
+def linked(text: str) -> list[str]:
+    """Return the files that the links of a text go to."""
+    return re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_files_that_exist(page: Path) -> None:
-    missing = [
-        name
-        for name in paths(page.read_text())
-        if not any((place / name).exists() for place in (page.parent, *map(ROOT.joinpath, FOLDERS)))
-    ]
+    text, places = page.read_text(), [page.parent, *map(ROOT.joinpath, FOLDERS)]
+    missing = [name for name in named(text) if not any((p / name).exists() for p in places)]
     assert missing == []
+    assert [name for name in linked(text) if not (page.parent / name).exists()] == []
 
 
 def test_a_file_that_is_gone_is_seen() -> None:
-    assert paths("see `qllm/gone.py` and [this](docs/gone.md#there)") == [
-        "qllm/gone.py",
-        "docs/gone.md",
-    ]
+    text = "see `qllm/gone.py` and [this](docs/gone.md#there)"
+    assert named(text) == ["qllm/gone.py"]
+    assert linked(text) == ["docs/gone.md"]
 
 
 def test_the_readme_fits_100_columns() -> None:

@@ -30,7 +30,7 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 )
 OTHERS = {
     "--no-deps", "--no-binary", "--target", "--inplace", "--no-isolation", "--yes", "--merge",
