@@ -85,7 +85,7 @@ ENGINE_NOTES = """
   Hugging Face's own submodules (`kernels="reference"`) a step takes 22-25 ms here.
 - **Cuts** cost prefill throughput, as the rows on cuts say; `max_segment_ms=float("inf")` removes
   them. These rows are of a tree that cut all ops by rows. Since 2026-11-28 ops stop inside where
-  our kernels run every layer (LOG.md), and the rows were not measured again.
+  our kernels run every layer (docs/log), and the rows were not measured again.
 - **Time added per preemption** is parking, resuming, and what the BE program finds cold afterwards:
   an LS prefill reads nearly all experts, so nothing of BE's stays in the caches. The LS request's
   own admission, decision and end are beside it.
