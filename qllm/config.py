@@ -101,7 +101,8 @@ class EngineConfig:
     activations: str = "bf16"
     """Rows that products with quantised weights read. "bf16": rows as they are. "int8": rows
     rounded to 8 bits with a scale per group of inputs, where weights are integers of 4 or 8 bits.
-    It is faster and changes bits; a row still depends on no other row (docs/guides/quantised-weights.md)."""
+    It is faster and changes bits; a row still depends on no other row
+    (docs/guides/quantised-weights.md)."""
     max_waiting: int = 1024
     """Most requests that wait for their first step; then `submit` raises QueueFullError."""
     default_max_tokens: int | None = None
@@ -129,7 +130,8 @@ class EngineConfig:
     prefix_cache_tokens: int = 16384
     """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`."""
     prefix_states_gib: float = 2.0
-    """Most GiB of states in the prefix cache, for models whose layers have states (docs/design/kv.md)."""
+    """Most GiB of states in the prefix cache, for models whose layers have states
+    (docs/design/kv.md)."""
     swap_kv_tokens: int = 0
     """Most tokens of swapped-out KV, in addition to `max_kv_tokens`: requests that lost blocks
     continue where they stopped. 0: they are computed again (docs/design/kv.md)."""

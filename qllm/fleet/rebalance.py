@@ -1,10 +1,10 @@
 """Choice of the stalled BE request that migrates to another engine: a pure rule and its inputs.
 
 LS work has priority, so a BE request may stall for long at an engine that LS keeps busy, while
-another engine has room. Where both can migrate KV (docs/design/handover.md), the request migrates. The
-future is unknown. A request that has stalled for as long as a migration takes is expected to stall
-for as long again. So a migration then loses at most half of what knowing the future would have
-saved.
+another engine has room. Where both can migrate KV (docs/design/handover.md), the request migrates.
+The future is unknown. A request that has stalled for as long as a migration takes is expected to
+stall for as long again. So a migration then loses at most half of what knowing the future would
+have saved.
 """
 
 from collections import deque

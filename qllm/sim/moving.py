@@ -14,7 +14,7 @@ from qllm.sim.run import SimulatedEngine, blank
 from qllm.types import NS_PER_S, FinishReason, Priority, RequestId
 
 MOVE_TOKEN_S = 1.2e-4
-"""Seconds to move the KV of one token to another engine: 0.5 s for 4,064 were measured (docs/log/2026-11.md)."""
+"""Seconds to move the KV of one token to another engine: 0.5 s for 4,064 were measured."""
 
 
 class Arriving:
