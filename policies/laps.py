@@ -32,7 +32,7 @@ class Kind(enum.Enum):
 
 @dataclass(kw_only=True)
 class Laps:
-    """A policy that gathers short prompts for a time window, and cuts long ones into chunks."""
+    """Short prompts wait together for a time window, and long ones are cut into chunks."""
 
     needs = Cap.NONE
 

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 @dataclass(kw_only=True)
 class Mlfq:
-    """A skip-join feedback queue: short and new requests before long and old ones."""
+    """Skip-join feedback queue: short and new requests before long and old ones."""
 
     needs = Cap.NONE
 
