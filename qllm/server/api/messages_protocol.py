@@ -13,7 +13,7 @@ from qllm.server.http.fields import Asked, Body, Items, LeftOut, Open, SentBack,
 from qllm.types import Priority
 
 CacheControl = dict[str, Any] | None
-"""Accepted without effect: the prefix cache always caches what it can."""
+"""Field without effect: the prefix cache always caches as much as it can."""
 
 
 class TextPart(SentBack):

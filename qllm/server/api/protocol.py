@@ -46,7 +46,7 @@ class StreamOptions(Open):
     continuous_usage_stats: bool = False
     """Usage in every chunk (vLLM)."""
     include_obfuscation: bool | None = None
-    """Accepted without effect: nothing is padded here."""
+    """Field without effect: nothing is padded here."""
 
 
 def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:

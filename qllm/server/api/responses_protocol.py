@@ -67,7 +67,7 @@ class Reasoning(Open):
     max_tokens: int | None = Field(None, ge=0)
     """Most tokens of reasoning (OpenRouter's name)."""
     summary: str | None = None
-    """Accepted without effect: reasoning is shown unchanged."""
+    """Field without effect: reasoning is shown unchanged."""
     generate_summary: str | None = None
 
 
@@ -75,7 +75,7 @@ class ResponseStreamOptions(Open):
     """The settings of a stream."""
 
     include_obfuscation: bool | None = None
-    """Accepted without effect: nothing is padded here."""
+    """Field without effect: nothing is padded here."""
 
 
 class ResponsesRequest(Asked):

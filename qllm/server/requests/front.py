@@ -57,7 +57,7 @@ class Front:
         self.answers: set[Answer] = set()
         """Open answers, whose clients still wait."""
         self.draining = asyncio.Event()
-        """Set when the server is about to end and accepts no new request."""
+        """Event, set when the server is about to end and accepts no new request."""
         self.leaving = False
         """True if the server will drain soon: /ready reports it, and requests are still served."""
         self._ids: set[tuple[str, str]] = set()
