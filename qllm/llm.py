@@ -366,8 +366,8 @@ class QLLMEngine:
             prompt: Beginning of the prompt: text, token ids, or a list of messages. Pieces
                 extend the content of the last message.
             request_id: Name of the request in results and traces.
-            cache_salt: As for `submit`.
-            cache_owner: As for `submit`.
+            cache_salt: Salt as for `submit`.
+            cache_owner: Owner as for `submit`.
             template: Keywords of `qllm.frontend.prompts.render_chat` for a chat, such as `tools`.
 
         Raises:

@@ -1,10 +1,10 @@
-"""Turn token ids into text while they arrive, and stop at the request's stop strings.
+"""Text of token ids while they arrive, up to the request's stop strings.
 
-What was handed out is never taken back. So two things wait: characters whose bytes are not all
-there (a decoder shows U+FFFD for them), and text that may turn out to begin a stop string.
+Delivered text is never taken back. So two things wait: incomplete characters, which a decoder shows
+as U+FFFD, and text that may begin a stop string.
 
-A special token has no text here. Where one matters, because it is a tag of the answer or part of a
-stop string, a *mark* stands for it: half of a surrogate pair, which no decoded text contains.
+A special token has no text here. Where one matters, as a tag of the answer or a part of a stop
+string, a *mark* stands for it: half of a surrogate pair, which no decoded text contains.
 """
 
 import re
@@ -20,7 +20,7 @@ INCOMPLETE = "\ufffd"
 MAX_WINDOW = 64
 """Tokens decoded together at most; only broken text ever needs more than a handful."""
 CONTEXT = 16
-"""Tokens kept when a full window is cut."""
+"""Number of tokens that remain when a full window is cut."""
 MAX_PENDING_CHARS = 3
 """U+FFFDs that the next token may still turn into one character (byte fallback: 3 bytes of 4)."""
 
@@ -31,7 +31,7 @@ STOP_MARKS = 0xDC00
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is needed here."""
+    """The part of a transformers tokenizer that this module needs."""
 
     def decode(
         self,
@@ -45,12 +45,12 @@ class Tokenizer(Protocol):
 
 
 def decoded(tokenizer: Tokenizer, token_ids: Sequence[int], *, special: bool = True) -> str:
-    """The text of ids that are all there; spaces stay as they are.
+    """Return the text of complete ids, with unchanged spaces.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         token_ids: The ids.
-        special: Whether special tokens are part of the text.
+        special: True if special tokens are part of the text.
     """
     text = tokenizer.decode(
         list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
@@ -61,7 +61,7 @@ def decoded(tokenizer: Tokenizer, token_ids: Sequence[int], *, special: bool = T
 
 
 def _byte_characters() -> dict[str, int]:
-    """The bytes by the characters that byte-level tokens write for them, as GPT-2 has it."""
+    """Return GPT-2's map from the characters of byte-level tokens to bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(x): x for x in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -69,16 +69,16 @@ def _byte_characters() -> dict[str, int]:
 
 BYTES = _byte_characters()
 FALLBACK = re.compile("<0x([0-9A-F]{2})>")
-"""A token that is one byte, where a vocabulary falls back to bytes."""
+"""Pattern of a token that is one byte, in a vocabulary that falls back to bytes."""
 
 
 def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
-    """The UTF-8 of a token, also of one that is only a part of a character.
+    """Return the UTF-8 of a token, even if it is only a part of a character.
 
     Args:
-        tokenizer: Byte-level, or with byte fallback (`<0xE2>`); of others `text` is all there is.
+        tokenizer: Tokenizer, byte-level or with byte fallback (`<0xE2>`); for others `text` counts.
         token_id: The token.
-        text: What it is decoded to alone.
+        text: Decoded text of the token alone.
     """
     if INCOMPLETE in text:
         token = tokenizer.convert_ids_to_tokens(token_id)
@@ -92,7 +92,7 @@ def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:
-    """The text of a token inside a text: with its space, which some decoders strip in front."""
+    """Return the text of a token inside a text, with the leading space that some decoders strip."""
     alone = decoded(tokenizer, [token_id])
     twice = decoded(tokenizer, [token_id, token_id])
     is_whole = INCOMPLETE not in alone and twice.startswith(alone)
@@ -102,13 +102,13 @@ def token_text(tokenizer: Any, token_id: int) -> str:
 def token_texts(
     tokenizer: Any, token_ids: Sequence[int], *, special: bool, is_whole: bool
 ) -> list[str]:
-    """What each token adds to the text of all.
+    """Return the text that each token adds.
 
     Args:
-        tokenizer: Of the model.
-        token_ids: All of them.
-        special: Whether special tokens are part of the text.
-        is_whole: Whether no token follows: the last one adds a character that is not whole too.
+        tokenizer: Tokenizer of the model.
+        token_ids: All ids.
+        special: True if special tokens are part of the text.
+        is_whole: True if no token follows: the last one adds its incomplete character too.
     """
     text_of = Detokenizer(tokenizer, special=special)
     found = [text_of.push([token_id])[0] for token_id in token_ids]
@@ -122,15 +122,15 @@ def token_texts(
 
 
 def certain_text(tokenizer: Any, token_ids: Sequence[int], *, special: bool) -> tuple[str, int]:
-    """The text of ids that stays whatever follows: a character that is not whole may change.
+    """Return the text of ids that later ids cannot change; an incomplete character may change.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         token_ids: The ids.
-        special: Whether special tokens are part of the text.
+        special: True if special tokens are part of the text.
 
     Returns:
-        The text, and how many of the last ids hold the character that is not whole.
+        The text, and the number of last ids that hold the incomplete character.
     """
     text = decoded(tokenizer, token_ids, special=special)
     num = _num_open(tokenizer, token_ids) if text.endswith(INCOMPLETE) else 0
@@ -172,20 +172,20 @@ class Reading(Protocol):
 
     @property
     def marks(self) -> Mapping[int, str]:
-        """Tokens that are tags, and the mark that the text has for each."""
+        """Tokens that are tags, with the mark of each in the text."""
         ...
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the answer reasons now."""
+        """True while the answer is reasoning."""
         ...
 
     def split(self, text: str, token_id: int) -> Iterable[tuple[str, bool]]:
-        """Cut what a token added into parts.
+        """Split the text of a token into parts.
 
         Returns:
-            Parts of the text, and whether each is reasoning. What only the next tokens decide comes
-            with them.
+            Parts of the text, each with True if it is reasoning. Undecided text comes with later
+                tokens.
         """
         ...
 
@@ -195,33 +195,33 @@ class Reading(Protocol):
 
 
 MakeReading = Callable[[Any, Sequence[int]], Reading]
-"""Makes that of an answer, from the tokenizer and the ids of its prompt."""
+"""Function that makes the reading of an answer, from the tokenizer and the ids of its prompt."""
 
 
 class Detokenizer:
-    """The text of one request, token by token. Special tokens are left out, if not asked for.
+    """The text of one request, token by token, without special tokens unless requested.
 
-    Every piece is decoded behind the piece before it, because a decoder may treat the start of a
-    text in another way (sentencepiece strips a space there):
+    Every piece is decoded after the piece before it, because a decoder may treat the start of a
+    text differently (sentencepiece strips a space there):
 
         ids    [ context | pending ]      text   [ sent | new ]
 
     The window begins with the end of the prompt, and the pieces join to what `tokenizer.decode` has
     more for all ids than for those of the prompt (`certain_text`), with two exceptions. Spaces are
-    not cleaned up, which would change what was already handed out. And a byte-fallback decoder that
-    meets bytes which are no UTF-8 breaks the good characters around them too; those handed out stay
+    not cleaned up, which would change delivered text. And a byte-fallback decoder that
+    meets bytes which are no UTF-8 breaks the good characters around them too; delivered ones stay
     good.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: Tokenizer of the model.
         stop: Stop strings. The text of a special token in them stands for that token too.
-        keep_stop: Whether the stop string is part of the text.
-        min_tokens: Tokens in which nothing ends the answer.
+        keep_stop: True if the stop string is part of the text.
+        min_tokens: Number of first tokens in which nothing ends the answer.
         stop_ids: Tokens that end the answer where it does not reason.
-        prompt: What the answer follows. A character that begins in it is part of the answer.
-        special: Whether special tokens are part of the text.
+        prompt: Ids before the answer. A character that begins in them is part of the answer.
+        special: True if special tokens are part of the text.
         ends: Tokens with which the engine ends the answer: special ones have no text.
-        reading: Makes what knows the tags of the answer, with the first token; None knows none.
+        reading: Function that makes the reading of the answer's tags; None for no tags.
     """
 
     def __init__(
@@ -245,29 +245,29 @@ class Detokenizer:
         self._make_reading = reading
         self._reading: Reading | None = None
         self._texts = _special_in(tokenizer, stop)
-        """The texts of tokens that have a mark."""
+        """Texts of the tokens that have a mark."""
         self._marks = {id_: chr(STOP_MARKS + n) for n, id_ in enumerate(self._texts)}
-        """The marks of tokens that have one."""
+        """Marks of the tokens that have one."""
         self._hidden = {
             ord(mark): self._texts[id_] if special else None for id_, mark in self._marks.items()
         }
-        """What the text has for marks that are not part of it."""
+        """Replacements in the text for marks that are not part of it."""
         self._stop = {s: s for s in stop}
-        """What is looked for, and the stop string that it stands for."""
+        """Searched strings, each with its stop string."""
         self._prompt, self._special = prompt, special
         self._silent = {i for i in ends if special and _is_special(tokenizer, i)}
         self.added = ""
-        """What the last token adds to the text, certain or held back."""
+        """Text that the last token adds, certain or held back."""
         self._ids: list[int] = []
         self._num_context = 0
-        """Leading ids of the window whose text was read."""
+        """Leading ids of the window whose text is delivered."""
         self._num_sent = 0
         """Leading characters of the window's text that were read."""
         self._held = ""
         """Read, but may begin a stop string."""
         self._has_begun = self._stopped = False
         self.stop_string: str | None = None
-        """The one that ended the answer."""
+        """The stop string that ended the answer."""
 
     @classmethod
     def of(
@@ -278,7 +278,7 @@ class Detokenizer:
         eos_token_ids: Iterable[int] = (),
         reading: MakeReading | None = None,
     ) -> "Detokenizer | None":
-        """Make that of a request; None without a tokenizer."""
+        """Return the detokenizer of a request; None without a tokenizer."""
         if tokenizer is None:
             return None
         return cls(
@@ -295,11 +295,11 @@ class Detokenizer:
 
     @property
     def can_stop(self) -> bool:
-        """Whether the answer may end here, before the engine knows."""
+        """True if a stop can end the answer here, before the engine knows."""
         return bool(self._stop or self._stop_ids)
 
     def _begin(self) -> None:
-        """Make what the first token needs."""
+        """Set up the state for the first token."""
         self._has_begun = True
         self._follow()
         if self._make_reading is not None:
@@ -316,7 +316,7 @@ class Detokenizer:
             self._stop[marked] = stop
 
     def _follow(self) -> None:
-        """Let the window begin with the end of the prompt; with all of it if that has no text."""
+        """Begin the window with the end of the prompt; with all of it if that has no text."""
         for num in (CONTEXT, len(self._prompt)):
             ids = list(self._prompt[-num:])
             while ids and _is_inside(self._tokenizer, ids[0]):
@@ -346,7 +346,7 @@ class Detokenizer:
         return text.translate(self._hidden), self._stopped
 
     def _take(self, token_id: int) -> str:
-        """Return what is certain with one more token, and look for what ends the answer."""
+        """Add one token; return the text that is certain, and look for a stop."""
         is_free = self._num_free > 0
         self._num_free -= is_free
         is_end = token_id in self._stop_ids and not is_free
@@ -361,9 +361,9 @@ class Detokenizer:
         return text + self._end() if is_end else text
 
     def _passed(self, part: str, is_free: bool) -> str:
-        """Return the text that is certain after a part of it; a free part does not end the answer.
+        """Return the text that is certain after a part; a free part does not end the answer.
 
-        A stop string does not begin before such a part and end behind it.
+        A stop string does not begin before a free part and end after it.
         """
         if self._stopped:
             return ""
@@ -373,7 +373,7 @@ class Detokenizer:
         return held + part
 
     def _end(self) -> str:
-        """End the answer here; return what was held back."""
+        """End the answer here; return the held-back text."""
         held, self._held, self._stopped = self._held, "", True
         return held
 
@@ -394,7 +394,7 @@ class Detokenizer:
         return text.translate(self._hidden)
 
     def _unread(self) -> str:
-        """The text that waits for more bytes of a character."""
+        """Return the text that waits for more bytes of a character."""
         if self._num_context == len(self._ids):  # nothing came since
             return ""
         return self._decode(self._ids)[self._num_sent :]
@@ -403,7 +403,7 @@ class Detokenizer:
         return decoded(self._tokenizer, ids, special=self._special)
 
     def break_off(self) -> str:
-        """Return the text that waits for more bytes of a character: they do not come any more."""
+        """Return the text of an incomplete character, because no more bytes arrive."""
         before = self._unread()
         del self._ids[self._num_context :]
         self._num_sent = len(self._decode(self._ids))
@@ -443,7 +443,7 @@ class Detokenizer:
         return new
 
     def _release(self, new: str) -> str:
-        """Return what cannot be part of a stop string; cut at the stop string that ends first."""
+        """Return text that cannot belong to a stop string; cut at the one that ends first."""
         if not self._stop:
             return new
         text = self._held + new
@@ -459,12 +459,12 @@ class Detokenizer:
 
 
 def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
-    """The tokens that a tokenizer never splits (`content`, `special`), by id."""
+    """Return the tokens that a tokenizer never splits (`content`, `special`), by id."""
     return getattr(tokenizer, "added_tokens_decoder", {})
 
 
 def _special_in(tokenizer: Any, stop: Sequence[str]) -> dict[int, str]:
-    """The special tokens whose text is in a stop string, the longest first."""
+    """Return the special tokens whose text is in a stop string, the longest first."""
     added = added_tokens(tokenizer) if stop else {}
     found = {
         i: x.content for i, x in added.items() if x.special and any(x.content in s for s in stop)

@@ -1,13 +1,13 @@
-"""Tokens of a prompt that grows, without tokenising all of its text with every piece.
+"""Tokens of a streaming prompt, without tokenising the whole text for every piece.
 
     text      [ ............... looked at .......... | new ]
     tokens    [ ... as they were ... | context | held ]
                                   |--- tokenised again, with what is new ----|
 
-What comes out again as it was, the context, says that the tokens before it stay. If it does not
-come out so, the whole text is tokenised, and not again before an eighth more of it has come. The
+The context is tokenised again. If its tokens are unchanged, the tokens before it stay. If they
+differ, the whole text is tokenised, and not again before an eighth more of it has arrived. The
 last tokens are held: more text may change them. All this is a guess that saves time. `finish`
-tokenises the whole text, and what it says counts.
+tokenises the whole text, and its result counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ CONTEXT, AGREE, HELD = 48, 8, 8
 """Tokens that are tokenised again, of which so many, the last, have to come out the same; and
 tokens at the end that more text may change."""
 MOST_AT_ONCE = 16_384
-"""Characters that are tokenised in one call, which keeps the interpreter's lock for a part of its
-time."""
+"""Largest number of characters in one tokeniser call, which holds the interpreter's lock for a part
+of its time."""
 SET_ASIDE = 4096
 """Characters that are not tokenised again are set aside so many at a time."""
 
@@ -33,28 +33,28 @@ Finish = Callable[[str], Sequence[int]]
 
 
 class IncrementalTokens(Protocol):
-    """A prompt that is not whole yet."""
+    """The tokens of a prompt that is not whole yet."""
 
     token_ids: list[int]
-    """Those of all that came so far, as far as it was looked at."""
+    """Tokens of the text that was tokenised so far."""
     num_same: int
     """Tokens, of the first, that have not changed since this was last set."""
 
     @property
     def num_bytes(self) -> int:
-        """What came, as UTF-8, or 4 per token id."""
+        """Size of what arrived: UTF-8 bytes, or 4 per token id."""
         ...
 
     @property
     def num_sure(self) -> int:
-        """Tokens, of the first, that more is not expected to change."""
+        """Number of first tokens that later pieces are not expected to change."""
         ...
 
     def num_bytes_before(self, from_token: Any) -> int:
-        """What the first tokens come to, in bytes as `num_bytes`.
+        """Return the size of the first tokens, in bytes as for `num_bytes`.
 
         Raises:
-            InvalidRequestError: It is no number of tokens that a change may keep.
+            InvalidRequestError: A change may not keep this number of tokens.
         """
         ...
 
@@ -71,20 +71,20 @@ class IncrementalTokens(Protocol):
         ...
 
     def finish(self) -> list[int]:
-        """The tokens of the whole prompt."""
+        """Return the tokens of the whole prompt."""
         ...
 
 
 def check_from(value: Any, num_tokens: int, least: int = 0) -> int:
-    """The number of tokens that a change keeps.
+    """Return the number of tokens that a change keeps.
 
     Args:
-        value: What the caller says.
-        num_tokens: Of the prompt so far.
-        least: Tokens at the beginning that nobody may change.
+        value: Number from the caller.
+        num_tokens: Length of the prompt so far.
+        least: Number of first tokens that may not change.
 
     Raises:
-        InvalidRequestError: It is no integer in [least, num_tokens].
+        InvalidRequestError: The value is no integer in [least, num_tokens].
     """
     if not is_int(value) or not least <= value <= num_tokens:
         raise InvalidRequestError(
@@ -144,7 +144,7 @@ class IncrementalIds:
 class _Tokens(NamedTuple):
     ids: list[int]
     starts: list[int] | None
-    """The character at which each begins; None if the tokenizer does not say."""
+    """Character at which each token begins; None if the tokenizer does not report it."""
 
 
 class IncrementalText:
@@ -152,8 +152,8 @@ class IncrementalText:
 
     Args:
         tokenizer: A transformers tokenizer.
-        finish: Tokenises the whole text.
-        head: What the chat template puts before the text; None if there is no template.
+        finish: Function that tokenises the whole text.
+        head: Text that the chat template puts before; None without a template.
     """
 
     def __init__(self, tokenizer: Any, finish: Finish, head: str | None = None) -> None:
@@ -164,14 +164,14 @@ class IncrementalText:
         self._num_aside = 0
         self._tail = self._head
         self._new: list[str] = []
-        """Text behind `_tail` that was not looked at."""
+        """Text after `_tail` that was not tokenised yet."""
         self._num_new, self._num_wanted = 0, LEAST_CHARS
         """Its characters, and how many there are before it is looked at."""
         self.token_ids: list[int] = []
         self._starts: list[int] | None = []
         self.num_same = self._num_bytes = 0
         self.num_whole = 0
-        """How often the whole text was tokenised, because the context came out differently."""
+        """Number of times that the whole text was tokenised because the context differed."""
         self._whole()
 
     @property
@@ -192,7 +192,7 @@ class IncrementalText:
         self._add(piece)
 
     def _add(self, piece: str) -> None:
-        """Take a piece, and look at what is enough to be looked at."""
+        """Add a piece, and tokenise once there is enough text."""
         for at in range(0, len(piece), MOST_AT_ONCE):
             part = piece[at : at + MOST_AT_ONCE]
             self._new.append(part)
@@ -218,7 +218,7 @@ class IncrementalText:
         self._look()
 
     def _kept(self, from_token: Any) -> tuple[int, str]:
-        """How many tokens a change keeps, and the text that is before what it changes."""
+        """Return the number of tokens that a change keeps, and the text before the change."""
         self.look()
         keep = check_from(from_token, len(self.token_ids))
         if self._starts is None and keep:
@@ -273,7 +273,7 @@ class IncrementalText:
                 self._num_aside, self._tail = self._num_aside + num, self._tail[num:]
 
     def _follow(self, keep: int, at: int) -> bool:
-        """Tokenise from a character on; whether the tokens before `keep` came out as they were."""
+        """Tokenise from a character on; return True if the tokens before `keep` are unchanged."""
         starts = self._starts
         assert starts is not None
         while at < self._num_aside:  # there are fewer tokens now than when it was set aside
@@ -305,10 +305,10 @@ class IncrementalText:
 
 
 def _num_bytes(piece: Any) -> int:
-    """The bytes of a piece of text.
+    """Return the size of a text in bytes.
 
     Raises:
-        InvalidRequestError: It is no text.
+        InvalidRequestError: The value is no text.
     """
     if not isinstance(piece, str):
         raise InvalidRequestError(
@@ -319,7 +319,7 @@ def _num_bytes(piece: Any) -> int:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of the first items are the same in both."""
+    """Return the length of the common prefix."""
     least = min(len(a), len(b))
     if a[:least] == b[:least]:
         return least

@@ -1,8 +1,8 @@
-"""The engine loop in a process of its own: the front end's side.
+"""The front end's side of an engine loop in its own process.
 
-Tokenising, detokenising and stop strings stay in the caller's process, away from the engine's
-core. Requests, cancels and tokens go through shared memory; start-up, statistics, trace and
-checkpoints through a connection, whose end also tells that the other side is gone.
+Tokenising, detokenising and stop strings stay in the caller's process, away from the engine's core.
+Requests, cancels and tokens go through shared memory. Start-up, statistics, trace and checkpoints
+go through a connection, whose end also shows that the other side has ended.
 """
 
 import itertools
@@ -37,14 +37,14 @@ from qllm.models.tokenizer import import_tokenizers
 from qllm.record.trace import Trace
 from qllm.types import NS_PER_S
 
-_BOOT = (  # torch and transformers make a million objects, none of them garbage
+_BOOT = (  # torch and transformers make a million objects, all of them in use
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[1]); "
     "from qllm.engine.process import main; gc.freeze(); gc.enable(); main(int(sys.argv[2]))"
 )
 
 
 WATCH_S = 1.0
-"""The receiver looks at the engine's heartbeat this often, whatever arrives."""
+"""Largest number of seconds between two checks of the engine's heartbeat."""
 MOST_RESTORED = 1 << 20
 """Request ids that a restore may take before it fails; they are not given again."""
 SILENT = "the engine is silent"
@@ -53,10 +53,10 @@ NAP_S = 0.0002
 
 
 class Watchdog:
-    """Notices an engine that has work and does not come round.
+    """A check for an engine that has work and makes no progress.
 
-    Only time in which somebody watched counts: of the time between two looks at most twice
-    `WATCH_S`, so that a machine that was suspended finds its engine alive.
+    Only watched time counts: of the time between two checks at most twice `WATCH_S`. So after a
+    suspension of the machine the engine still counts as alive.
     """
 
     def __init__(self, limit_s: float, now_ns: int) -> None:
@@ -84,17 +84,15 @@ def start_process(fd: int) -> "subprocess.Popen[bytes]":
 class ProcessClient(RingClient):
     """An engine in another process of this machine, reached over a connection.
 
-    Large because every question of `Client` is asked over the connection here.
-
     Args:
-        connection: To the engine's process, which has been told to start.
-        process: The engine's process if it is ours; closing ends it then.
+        connection: Connection to the engine's process, which already has its start message.
+        process: The engine's process if this one started it; closing ends it then.
         listen: Path of the socket at which the engine takes further front ends.
-        may_be_silent: Whether answers are waited for without end. Else the engine counts as gone
-            once one takes longer than `LIVENESS_S`.
+        may_be_silent: True to wait for answers without a limit. Else an answer that takes longer
+            than `LIVENESS_S` means that the engine has ended.
 
     Raises:
-        QllmError: What kept the engine from starting, as its process raised it.
+        QllmError: The error that stopped the start, as the engine's process raised it.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class ProcessClient(RingClient):
         self._may_be_silent = may_be_silent
         self._watchdog: Watchdog | None = None
         self._verdict: str | None = None
-        """Why we killed it."""
+        """The reason why this process killed the engine."""
         try:
             self.hello = self._receive_hello()
             control, block, engine, ours = self._receive_memory()
@@ -134,7 +132,7 @@ class ProcessClient(RingClient):
 
         Raises:
             ConfigError: The system has no memfd and eventfd, or the policy cannot be pickled.
-            QllmError: What kept the engine from starting.
+            QllmError: The error that stopped the start.
         """
         if not available():
             raise ConfigError("run_in='process' needs Linux; pass run_in='thread'")
@@ -142,7 +140,7 @@ class ProcessClient(RingClient):
         with theirs:
             process = start_process(theirs.fileno())
         connection = Connection(ours.detach())
-        with suppress(BrokenPipeError):  # it is gone already: receiving says how
+        with suppress(BrokenPipeError):  # it has ended already: receiving gets the reason
             connection.send(start)
         # while the engine's process imports torch
         import_tokenizers(start.model, start.load["trust_remote_code"])
@@ -153,12 +151,12 @@ class ProcessClient(RingClient):
         """Become a further front end of an engine that listens at `path`.
 
         Args:
-            path: Of its socket.
-            may_be_silent: See the class; an engine that still loads its model is silent.
+            path: Path of its socket.
+            may_be_silent: Flag as for the class; an engine that still loads its model is silent.
 
         Raises:
-            ConfigError: Nobody listens there.
-            EngineClosedError: It is gone before it has met us, or silent.
+            ConfigError: No engine listens there.
+            EngineClosedError: It ended before the handshake, or is silent.
         """
         link = socket.socket(socket.AF_UNIX)
         try:
@@ -196,7 +194,7 @@ class ProcessClient(RingClient):
     # -- the receiver's thread
 
     def _receive(self) -> None:
-        """Take tokens until the engine is gone, then end what is left."""
+        """Take tokens until the engine ends, then end the remaining requests."""
         poll = select.poll()
         poll.register(self._front_end.doorbell.fd, select.POLLIN)
         poll.register(self._connection.fileno(), 0)  # hang-up alone: answers are others' to read
@@ -235,7 +233,7 @@ class ProcessClient(RingClient):
             process.kill()
 
     def _hang_up(self) -> None:
-        """The engine sees that we are gone, and the receiver that nothing more comes."""
+        """Shut down the socket, so that the engine and the receiver thread both see its end."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
 
@@ -266,7 +264,7 @@ class ProcessClient(RingClient):
         self._front_end.hold()
 
     def release(self) -> None:
-        with suppress(OSError):  # it was closed meanwhile: nobody is there to wake
+        with suppress(OSError):  # the client was closed meanwhile: no thread is there to wake
             self._front_end.release()
 
     def _put(self, entry: SavedRequest, submission: Submission) -> None:
@@ -296,7 +294,7 @@ class ProcessClient(RingClient):
 
     @property
     def trace(self) -> Trace:
-        """The events so far: those that are new are fetched from the engine."""
+        """Return the events so far; fetch new ones from the engine."""
         if self.hello.config.record and self._over is None:
             with suppress(EngineClosedError), self._ask_lock:
                 self._trace.events += self._ask_locked("events", len(self._trace.events))
@@ -324,7 +322,9 @@ class ProcessClient(RingClient):
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
         with self.admission_lock:  # the receiver waits with tokens of requests it does not know
             first = self.new_number()
-            self._numbers = itertools.count(first + MOST_RESTORED)  # if it fails, nobody has them
+            self._numbers = itertools.count(
+                first + MOST_RESTORED
+            )  # if it fails, no request has them
             restored: list[Restored] = self._ask("restore", os.path.abspath(path), first)
             self._numbers = itertools.count(first + max(1, len(restored)))
             handles = []
@@ -348,7 +348,7 @@ class ProcessClient(RingClient):
 
     def _close(self) -> None:
         until = time.monotonic() + CLOSE_S
-        # `restore` keeps it until it is answered
+        # `restore` holds it until the answer arrives
         has_lock = self.admission_lock.acquire(timeout=CLOSE_S)
         try:
             if self._closing or threading.current_thread() is self._receiver:
@@ -364,7 +364,7 @@ class ProcessClient(RingClient):
         self._hang_up()
         self._receiver.join()
         if self._process is not None:
-            self._how_it_went()  # nothing is left of it
+            self._how_it_went()  # nothing remains of it
         self._connection.close()
         self._front_end.close()
         self._unregister()
@@ -373,7 +373,7 @@ class ProcessClient(RingClient):
                 os.unlink(self._listen)
 
     def _end_engine(self, until: float) -> None:
-        """Tell the engine to end; one that does not, or leaves a question open, is killed."""
+        """Tell the engine to end; kill it if it does not end or leaves a question open."""
         assert self._process is not None
         self._front_end.stop()
         if self._ask_lock.acquire(timeout=max(0.0, until - time.monotonic())):

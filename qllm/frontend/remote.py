@@ -1,6 +1,6 @@
-"""An engine on another host: this process tokenises and detokenises, and holds no weights.
+"""A front end of an engine on another host. It tokenises and detokenises, and holds no weights.
 
-Requests and tokens go through rings over NIXL, what is rare through a TCP connection.
+Requests and tokens go through rings over NIXL, rare messages through a TCP connection.
 """
 
 import os
@@ -31,15 +31,15 @@ from qllm.plan import ModelShape
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
-"""The engine is asked for its time this often, and so shows that it lives."""
+"""Seconds between two requests for the engine's time, which also show that it lives."""
 IDLE_S = 0.05
-"""No doorbell rings from another host: without open requests we look this often, and else as often
-as the front end says (`nap_s`)."""
+"""Seconds between two looks at the rings without open requests; else `nap_s` of the front end. No
+doorbell rings from another host."""
 FIRST_ECHOES = 8
 
 
 class Echo(NamedTuple):
-    """The engine's time, asked for and answered; nanoseconds."""
+    """A question for the engine's time and its answer, in nanoseconds."""
 
     round_trip_ns: int
     offset_ns: int
@@ -47,10 +47,10 @@ class Echo(NamedTuple):
 
 
 class Clock:
-    """Engine time as another host sees it.
+    """The engine's clock, estimated on another host.
 
-    Of the last echoes the one that came back soonest counts: it is off by at most half of its
-    round trip. New ones replace old ones, so clocks that drift apart are followed.
+    Of the latest echoes the one with the shortest round trip counts: its error is at most half of
+    that. New echoes replace old ones, so the estimate follows clocks that drift.
     """
 
     MOST = 16
@@ -60,7 +60,7 @@ class Clock:
         self._offset_ns = 0
 
     def add(self, sent_ns: int, engine_ns: int, received_ns: int) -> None:
-        """Take an echo: our clock when it was asked for and came back, the engine's between."""
+        """Add an echo: our clock at the question and at the answer, and the engine's in between."""
         middle = (sent_ns + received_ns) // 2
         self._echoes.append(Echo(received_ns - sent_ns, engine_ns - middle))
         self._offset_ns = min(self._echoes).offset_ns
@@ -71,12 +71,12 @@ class Clock:
 
     @property
     def error_ns(self) -> int:
-        """By how much `now_ns` may be wrong."""
+        """Return the largest error of `now_ns`."""
         return min(self._echoes).round_trip_ns // 2
 
 
 class RemoteHello(NamedTuple):
-    """What the engine says of itself."""
+    """The engine's description of itself."""
 
     info: ModelInfo
     config: EngineConfig
@@ -85,7 +85,7 @@ class RemoteHello(NamedTuple):
 
     @classmethod
     def from_json(cls, message: dict[str, Any]) -> "RemoteHello":
-        """Read what `EngineCard.to_json` wrote."""
+        """Return the hello that `EngineCard.to_json` wrote."""
         info = dict(message["info"])
         shape = ModelShape(**{**info["shape"], "is_moe": tuple(info["shape"]["is_moe"])})
         eos, drivers = frozenset(info["eos_token_ids"]), tuple(info["drivers"])
@@ -97,13 +97,11 @@ class RemoteHello(NamedTuple):
 class RemoteClient(FarClient, RingClient):
     """A front end of an engine on another host.
 
-    It has many methods because each answers one of `Client`, most in a line or two.
-
     Args:
-        address: Of the engine, for messages.
-        wire: To the engine, after the handshake.
-        hello: What it said.
-        front_end: Our copy of the rings, and its link to the engine's.
+        address: Address of the engine, for messages.
+        wire: Connection to the engine, after the handshake.
+        hello: Description that the engine sent.
+        front_end: Our copy of the rings, with its link to the engine's.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class RemoteClient(FarClient, RingClient):
         self.hello, self.info = hello, hello.info
         self.clock = Clock()
         self._far: dict[str, Any] = {"draining": False, "error": None, "costs_ns": None}
-        """What the engine said last."""
+        """Latest report of the engine."""
         self._ask_lock = threading.Lock()
         self._drains = False
         self._ended = threading.Event()
@@ -131,11 +129,11 @@ class RemoteClient(FarClient, RingClient):
 
     @classmethod
     def connect(cls, address: str, profile: str, secret_file: Path | None) -> "RemoteClient":
-        """Meet an engine.
+        """Connect to an engine.
 
         Raises:
             ConfigError: The address needs a secret, NIXL is missing, or the profiles differ.
-            EngineClosedError: Nobody answers there, or who answers is not the engine.
+            EngineClosedError: Nothing answers there, or another program than the engine does.
         """
         where = parse_address(address)
         secret = read_secret(secret_file, where)
@@ -180,7 +178,7 @@ class RemoteClient(FarClient, RingClient):
     # -- the receiver's thread
 
     def _receive(self) -> None:
-        """Take tokens until the engine is gone, then end what is left."""
+        """Take tokens until the engine ends, then end the remaining requests."""
         poll = select.poll()
         poll.register(self._bell.fd, select.POLLIN)
         poll.register(self._wire.fileno(), select.POLLRDHUP)
@@ -195,7 +193,7 @@ class RemoteClient(FarClient, RingClient):
                 why = "its connection has ended"
             try:
                 self._take()
-            except Exception as error:  # noqa: BLE001 - a broken link or ring, and what it holds
+            except Exception as error:  # noqa: BLE001 - a broken link or ring, with its reason
                 why = str(error)
         self._ended.set()
         self._wire.hang_up()
@@ -203,7 +201,7 @@ class RemoteClient(FarClient, RingClient):
         self._front_end.close()
 
     def _beats(self) -> None:
-        """Ask for the engine's time again and again; a silent one is gone."""
+        """Ask for the engine's time repeatedly; a silent engine counts as ended."""
         while not self._ended.wait(BEAT_S):
             try:
                 self._beat()

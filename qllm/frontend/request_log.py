@@ -1,12 +1,12 @@
-"""What a front end keeps of open requests, so that they outlive their engine.
+"""A store of a front end's open requests, so that they outlive their engine.
 
     engine dies -> `take` -> waits -> `go_on` -> `QLLMEngine.replay` of the new engine
                                |
                                `-> timeout, cancelled, or `error` without a further engine
 
-A replayed request is its prompt and the output that the front end has, as after an eviction: what
-was delivered is computed again and not sampled again, so no token comes twice. Times are on
-CLOCK_MONOTONIC while a request is here, since every engine has a clock of its own.
+A replayed request is its prompt and the output that the front end has, as after an eviction. The
+engine recomputes delivered tokens and does not sample them again, so no token comes twice. Times
+are on CLOCK_MONOTONIC while a request is here, because every engine has its own clock.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from qllm.types import FinishReason, RequestId, RequestStatus
 
 
 class RequestLog:
-    """Requests whose engine has died. They wait here for the next one. Callable from any thread.
+    """Requests that wait for another engine after theirs has died. Callable from any thread.
 
-    They are replayed by class and arrival, each when the one before has got a token or ended: when
-    an engine dies again, the request that was to show itself ends in `error`, and no other. It has
-    many methods because a request may leave an engine, wait and go on in many ways, under one lock.
+    They are replayed by class and arrival. Each starts when the one before has got a token or
+    ended. If the engine dies again, only the request on trial ends in `error`.
 
     Args:
-        max_replays: Most times that one request is carried over; 0 keeps none.
-        on_replay: Called for each that was replayed.
-        max_trials: A request ends in `error` when so many engines died while it was to show itself.
+        max_replays: Largest number of replays of one request; 0 disables them.
+        on_replay: Function called for each replayed request.
+        max_trials: Number of engines that may die during a request's trial before it ends in
+            `error`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RequestLog:
         self.on_replay = on_replay
         self._lock = threading.RLock()
         self._waiting: dict[RequestId, SavedRequest] = {}
-        """In the order in which they go on."""
+        """Waiting requests, in the order of replay."""
         self._numbers = itertools.count()
         self._replay: Callable[[SavedRequest], None] | None = None
         """Submits one to the engine that is there; None while there is none."""
@@ -55,19 +55,19 @@ class RequestLog:
             handle.log = self
 
     def handles(self) -> list[Handle]:
-        """Those that wait here."""
+        """Return handles of the requests that wait here."""
         with self._lock:
             return [entry.handle for entry in self._waiting.values()]
 
     def disown(self, error: str) -> None:
-        """Called in a child of `os.fork`: what waits here is the parent's."""
+        """Drop the waiting requests in a child of `os.fork`: they belong to the parent."""
         self._lock = threading.RLock()  # another thread of the parent may have held it
         for entry in self._waiting.values():
             entry.handle.disown(error)
         self._waiting.clear()
 
     def holds(self, handle: Handle) -> bool:
-        """Whether its request waits here."""
+        """Return True if the handle's request waits here."""
         with self._lock:
             entry = self._waiting.get(handle.number)
             return entry is not None and entry.handle is handle
@@ -75,13 +75,14 @@ class RequestLog:
     # -- an engine has died
 
     def take(self, entry: SavedRequest, engine_ns: int, why: str, *, had_it: bool = True) -> None:
-        """Keep a request of an engine that is gone, or end it.
+        """Store a request whose engine has ended, or end it.
 
         Args:
             entry: The request.
-            engine_ns: What that engine's clock would say now.
-            why: It is gone.
-            had_it: Whether the engine may have died of this request; else it never had it.
+            engine_ns: Present time on that engine's clock.
+            why: Reason why the engine ended.
+            had_it: True if the request may have killed the engine; False if the engine never had
+                it.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         with entry.handle.prompt_lock, self._lock:
@@ -99,11 +100,11 @@ class RequestLog:
                 self._move_here(number, entry)
         if end is not None:
             entry.finish(number, end)
-        elif entry.handle.finish_reason is not None:  # cancelled before it was moved
+        elif entry.handle.finish_reason is not None:  # cancelled before it was migrated
             self.cancel(number)
 
     def _move_here(self, number: RequestId, entry: SavedRequest) -> None:
-        """Updates need no place here: the handle knows what it asked, and tells the next engine."""
+        """Connect the handle to this log; it sends updates to the next engine itself."""
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
     def _hopeless(self, entry: SavedRequest, why: str, had_it: bool) -> End | None:
@@ -120,12 +121,12 @@ class RequestLog:
     def move_on(
         self, entry: SavedRequest, engine_ns: int, back: Callable[[SavedRequest], None]
     ) -> None:
-        """Let a request go on at another engine, at once: nothing is wrong with it.
+        """Continue a healthy request at another engine, at once.
 
         Args:
             entry: The request.
-            engine_ns: What the clock says of the engine that it leaves.
-            back: Submits it there again, if there is no other.
+            engine_ns: Present time on the clock of the engine that it leaves.
+            back: Function that submits it to that engine again, if there is no other one.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         entry.has_moved = True
@@ -143,7 +144,7 @@ class RequestLog:
         except QllmError as error:
             if self.max_replays and isinstance(error, EngineClosedError | QueueFullError):
                 entry.num_replays += 1
-                self._put_back(number, entry)  # waits as one whose engine has died
+                self._put_back(number, entry)  # it waits like one whose engine has died
                 return
             end = FinishReason.ERROR, str(error)
         entry.finish(number, end)
@@ -151,7 +152,7 @@ class RequestLog:
     # -- a new one
 
     def go_on(self, replay: Callable[[SavedRequest], None]) -> None:
-        """Replay what waits, with `QLLMEngine.replay` of the new engine."""
+        """Replay waiting requests with `QLLMEngine.replay` of the new engine."""
         with self._lock:
             self._replay = replay
             ranked = sorted(self._waiting.items(), key=lambda item: item[1].rank)
@@ -159,7 +160,7 @@ class RequestLog:
         self._next()
 
     def heard_of(self, entry: SavedRequest) -> None:
-        """A request that was replayed has a token, or has ended."""
+        """Record that a replayed request has a token, or has ended."""
         if self._trial is entry:
             with self._lock:
                 self._trial = None
@@ -178,7 +179,7 @@ class RequestLog:
             return next(iter(self._waiting.values()), None)
 
     def _try(self, entry: SavedRequest) -> bool:
-        """Replay the first that waits; whether to go on with the next."""
+        """Replay the first waiting request; return True if the next one may follow."""
         with self._lock:
             if self._first() is not entry:
                 return True
@@ -212,7 +213,7 @@ class RequestLog:
     # -- while they wait
 
     def look(self) -> None:
-        """End what is past its deadline, and try again what found no room. Call it regularly."""
+        """End requests past their deadline, and retry those without room. Call it often."""
         now = time.monotonic_ns()
         with self._lock:
             late = [n for n, entry in self._waiting.items() if entry.is_late(now)]
@@ -221,7 +222,7 @@ class RequestLog:
         self._next()
 
     def revise(self, number: RequestId, item: Revision) -> None:
-        """A piece of a prompt came while no engine has the request."""
+        """Store a piece of a prompt that arrives while no engine has the request."""
         with self._lock:
             entry = self._waiting.get(number)
             if entry is not None:
@@ -232,7 +233,7 @@ class RequestLog:
         self._end(number, FinishReason.CANCELLED, None)
 
     def end_all(self, why: str) -> None:
-        """There is no further engine: what waits ends in `error`, and what is taken from now on."""
+        """End all waiting and later requests in `error`: there is no further engine."""
         with self._lock:
             self._over = why
             waiting = list(self._waiting)

@@ -1,4 +1,4 @@
-"""The base of clients that reach their engine through rings, wherever it is."""
+"""The base of clients that reach their engine through rings, on this host or another."""
 
 import itertools
 import time
@@ -22,29 +22,27 @@ from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, FinishReason, Priority, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0
-"""An engine that is told to end and has not after this is killed or left."""
+"""Seconds after which a closing engine is killed or left."""
 
 
 class RingClient(Client):
     """The front end of an engine elsewhere: handles here, rings between.
 
-    It has many methods because each answers one of `Client`, most in a line or two.
-
     A subclass makes `_front_end`, calls `_take` on its receiver thread and `_end_all` when the
-    engine is gone, and implements `_ask`.
+    engine has ended, and implements `_ask`.
     """
 
     meets_at = ""
-    """Where other engines meet the engine, if they can."""
+    """Address at which other engines reach the engine; empty if there is none."""
     hello: Any
-    """What the engine said of itself: `info`, `config`, `trace_meta`, `model`."""
+    """The engine's description: `info`, `config`, `trace_meta`, `model`."""
 
     def __init__(self, front_end: FrontEndPort) -> None:
         super().__init__()
         self._front_end = front_end
         self._closing = False
         self._over: str | None = None
-        """Why nothing more comes from the engine."""
+        """The reason why nothing more arrives from the engine."""
         self.number_from(itertools.count())
         self._open: dict[RequestId, SavedRequest] = {}
 
@@ -107,10 +105,10 @@ class RingClient(Client):
             log.heard_of(entry)
 
     def _left(self, number: RequestId) -> None:
-        """An engine that ends has ended a request: `_end_all` follows when its connection ends."""
+        """Ignore a request that an ending engine ended: `_end_all` follows."""
 
     def _is_of_the_engine(self, end: End, entry: SavedRequest) -> bool:
-        """Whether a request ended because the engine does: nobody here cancelled it."""
+        """Return True if a request ended because the engine ends, and no caller cancelled it."""
         if end.error is not None:
             return end.error.startswith(CRASHED)
         is_cancelled = end.reason is FinishReason.CANCELLED
@@ -118,7 +116,7 @@ class RingClient(Client):
         return is_cancelled and not ended_here and not self._closing
 
     def _moved(self, entry: SavedRequest, ticket: str) -> None:
-        """The engine handed a request over: it goes on at the next, or here without its KV."""
+        """Continue a migrated request at the next engine, or here without its KV."""
         log = entry.handle.log or RequestLog(0, lambda: None)
         entry.source = Source(self.meets_at, ticket) if self.meets_at and ticket else None
         log.move_on(entry, self.now_ns(), self.replay)
@@ -133,7 +131,7 @@ class RingClient(Client):
         self._closing, self._over = True, self._whose()
 
     def _end_all(self, why: str) -> None:
-        """The engine is gone: what is left waits for another one, or ends."""
+        """Store or end the remaining requests of an engine that has ended."""
         with self.admission_lock:
             self._over = why
         end = (FinishReason.CANCELLED, None) if self._closing else (FinishReason.ERROR, why)
@@ -153,25 +151,25 @@ class RingClient(Client):
 
     @abstractmethod
     def costs_ns(self) -> Sequence[float] | None:
-        """What a token of a prompt, a decode step of one row, and a token of a full one take.
+        """Return the costs of a prompt token, a one-row decode step, and a token of a full step.
 
-        In nanoseconds; None if it is unknown.
+        In nanoseconds; None if unknown.
 
         Raises:
-            EngineClosedError: It is gone.
+            EngineClosedError: The engine has ended.
         """
 
     @property
     @abstractmethod
     def draining(self) -> bool:
-        """Whether new requests are refused."""
+        """True if the engine refuses new requests."""
 
     @abstractmethod
     def _ask(self, op: str, *args: Any) -> Any:
         """Ask the engine's process.
 
         Raises:
-            EngineClosedError: It is gone.
+            EngineClosedError: The engine has ended.
         """
 
     def _raise_if_closed(self) -> None:
@@ -191,7 +189,7 @@ class RingClient(Client):
         with self.admission_lock:
             number = self.new_number()
         self._announce(number, entry.source)
-        with entry.handle.prompt_lock, self.admission_lock:  # no piece of it comes meanwhile
+        with entry.handle.prompt_lock, self.admission_lock:  # no piece of it arrives meanwhile
             self.raise_if_closed()
             by_ns = self.now_ns() - time.monotonic_ns()
             entry.shift(by_ns)
@@ -203,22 +201,22 @@ class RingClient(Client):
                 entry.shift(-by_ns)
                 raise
             entry.source = None
-        if entry.handle.finish_reason is not None:  # cancelled before it was moved
+        if entry.handle.finish_reason is not None:  # cancelled before it was migrated
             self.cancel(number)
 
     def _announce(self, number: RequestId, source: Source | None) -> None:
-        """Tell the engine where the KV is of a request that comes; else it is computed."""
+        """Tell the engine the place of a migrating request's KV; else it is recomputed."""
         if source is not None and source.address != self.meets_at:
             with suppress(ConfigError):  # it takes none
                 self._ask("expect", number, *source)
 
     @property
     def hands_over(self) -> bool:
-        """Whether requests can leave the engine, and come to it, with their KV."""
+        """True if requests can migrate from the engine and to it, with their KV."""
         return bool(self.config.handover_gib and self.meets_at)
 
     def standing(self) -> Iterator[tuple[SavedRequest, float]]:
-        """Open BE requests that are to make progress, and seconds since each last did here."""
+        """Return open BE requests that are not paused, and seconds since their progress."""
         now_ns = self.now_ns()
         for entry in list(self._open.values()):
             waits_for_us = entry.is_paused or entry.is_open or entry.ended is not None
@@ -227,23 +225,23 @@ class RingClient(Client):
                 yield entry, (now_ns - last_ns) / NS_PER_S
 
     def give_away(self, request_id: RequestId) -> bool:
-        """Have the engine end a request that goes on at another; whether it does.
+        """Ask the engine to release a request for another one; return True if it does.
 
-        It does not if the engine does not know it, or waits for more of its prompt.
+        It does not if it does not know the request, or if the prompt is still streaming.
 
         Raises:
-            ConfigError: It hands nothing over.
-            EngineClosedError: It is gone.
+            ConfigError: The engine cannot migrate requests.
+            EngineClosedError: The engine has ended.
         """
         return self._ask("give", request_id) is not None
 
     def _hand_over(self, entry: SavedRequest, number: RequestId, asked: RequestedState) -> None:
-        """Give the handle of a request that was put just now, or take the request back.
+        """Migrate a request that was submitted just now, or take it back.
 
         Args:
             entry: The request.
-            number: Of the request here.
-            asked: What it was put with.
+            number: Id of the request here.
+            asked: State that it was submitted with.
         """
         handle = entry.handle
         try:
@@ -310,7 +308,7 @@ class RingClient(Client):
         return [self._unseen(i) if status is None else RequestStatus(status) for i, status in pairs]
 
     def _unseen(self, request_id: RequestId) -> RequestStatus:
-        """A request that the engine does not hold is not seen yet, or its end is on the way."""
+        """Return the state of a request that the engine does not hold: new, or about to end."""
         entry = self._open.get(request_id)
         is_new = entry is not None and not entry.token_ns
         return RequestStatus.WAITING if is_new else RequestStatus.FINISHED

@@ -1,4 +1,4 @@
-"""An open request as a front end keeps it: its handle, and what it takes to submit it again."""
+"""Open requests as a front end stores them: a handle, and the data to submit it again."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ End = tuple[FinishReason, str | None]
 
 
 class SavedRequest:
-    """An open request: its handle, and what it takes to submit it again.
+    """An open request: its handle, and the data to submit it again.
 
     Args:
-        handle: Who waits; it has the output so far.
-        arrival_ns: Of the request.
+        handle: Handle of the caller; it has the output so far.
+        arrival_ns: Arrival time of the request.
         priority: Its class.
-        submission: As it was sent first; None if it came out of a checkpoint.
+        submission: Submission as first sent; None if it came from a checkpoint.
     """
 
     def __init__(
@@ -32,20 +32,19 @@ class SavedRequest:
         """Set once its text ended it, before the engine knew."""
         self.num_replays = self.num_trials = 0
         self.has_moved = False
-        """Its engine handed it over."""
+        """True after its engine has migrated it."""
         self.source: Source | None = None
-        """Where its KV waits then, for the engine that takes it."""
+        """The place of its KV then, for the next engine."""
         self.sent_priority = priority
         """Its class when it was put: pieces of its prompt go the same way."""
         self.num_had = self.num_cached = 0
-        """Tokens that it had when it was put to the engine that has it; and of its prompt, those
-        that the first engine found kept, if that could say so. What a later one finds is its own.
-        """
+        """Tokens that it had when its present engine got it; and prompt tokens that the first
+        engine found cached, if reported. A later engine's cache hits are not included."""
         self.put_ns = arrival_ns
-        """When it was put to the engine that has it, on the clock of that."""
+        """Time of its submission to its present engine, on that engine's clock."""
 
     def revise(self, item: Revision) -> None:
-        """Its prompt goes on in another way, and so does what is submitted again."""
+        """Apply a change of its prompt, also to the data to submit it again."""
         if (before := self.submission) is not None:
             ids = (*before.token_ids[: item.keep], *item.rest.token_ids)
             self.submission = replace(
@@ -59,7 +58,7 @@ class SavedRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether more of its prompt may come."""
+        """True while its prompt is streaming."""
         return self.submission is not None and self.submission.is_open
 
     @property
@@ -69,17 +68,17 @@ class SavedRequest:
 
     @property
     def priority(self) -> int:
-        """Its class now."""
+        """Its present class."""
         asked = self.handle.asked.priority
         return self.unknown.priority if asked is None else asked
 
     @property
     def is_paused(self) -> bool:
-        """Whether it is to stand still."""
+        """True if it is to be paused."""
         return bool(self.handle.asked.paused)
 
     def shift(self, by_ns: int) -> None:
-        """Move its times to another clock."""
+        """Convert its times to another clock."""
         self.unknown = replace(self.unknown, arrival_ns=self.unknown.arrival_ns + by_ns)
         self.token_ns[:] = [at_ns + by_ns for at_ns in self.token_ns]
         if (item := self.submission) is not None:
@@ -88,7 +87,7 @@ class SavedRequest:
             self.submission = replace(item, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
 
     def rest(self, number: RequestId) -> Submission:
-        """What is left to do, as a request of its own."""
+        """Return the remaining work as a request."""
         assert self.submission is not None
         done = self.handle.token_ids
         token_ids = (*self.submission.token_ids, *done)
@@ -101,12 +100,12 @@ class SavedRequest:
         )
 
     def is_late(self, now_ns: int) -> bool:
-        """Whether its deadline has passed."""
+        """Return True if its deadline has passed."""
         deadline_ns = None if self.submission is None else self.submission.deadline_ns
         return deadline_ns is not None and deadline_ns <= now_ns
 
     def end(self) -> End | None:
-        """How it ended, if it did before its engine could say so."""
+        """Return its end, if it ended before its engine could report one."""
         item, done = self.submission, self.handle.token_ids
         if self.ended is not None or item is None:
             return self.ended
@@ -117,7 +116,7 @@ class SavedRequest:
         return (FinishReason.LENGTH, None) if len(done) >= item.max_tokens else None
 
     def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
-        """Tell who waits, with what the engine said of it if it could."""
+        """Finish the handle, with the engine's report if there is one."""
         known = known or replace(self.unknown, priority=self.priority)
         if self.num_replays or self.has_moved:  # the engine that planned it first took that along
             known = replace(known, queue_ms=None)

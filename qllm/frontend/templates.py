@@ -1,8 +1,8 @@
-"""What a chat template makes of messages, found by rendering some that stand for them.
+"""Behaviour of chat templates, found by rendering sample messages.
 
-A template is a program of the checkpoint. Some leave a message out whose role they do not know, and
-say nothing; some add the arguments of a call to a text, which fails with an object. Each is asked
-once per form of a conversation.
+A template is a program of the checkpoint. Some silently leave out a message whose role they do not
+know. Some add the arguments of a call to a text, which fails with an object. Each template is tried
+once per shape of a conversation.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from qllm.errors import InvalidRequestError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Those of OpenAI's API. A template may know more: it names them."""
+"""Roles of OpenAI's API. A template may know more: it names them."""
 _KEY, _VALUE = "q7x", "x7q"
 _CALL_ID = "abcdefghi"  # Mistral's templates take ids of nine characters only
 _TOOL = {
@@ -26,14 +26,14 @@ _TOOL = {
 }
 
 Shape = tuple[str, bool, tuple[str, ...]]
-"""A message's role, whether it has content that must be shown, its other fields."""
+"""A message's role, True if it has content that must be shown, and its other fields."""
 
 
 def suited(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """The messages as the template takes them.
+    """Return the messages as the template takes them.
 
-    Instructions of role `developer` become those of `system` where the template does not know that
-    role. Arguments of calls become text where it cannot show objects.
+    Role `developer` becomes `system` where the template does not know it. Arguments of calls become
+    text where the template cannot show objects.
 
     Raises:
         InvalidRequestError: A role is unknown.
@@ -69,10 +69,10 @@ def check_all_shown(
     variables: Mapping[str, Any],
     **how: bool,
 ) -> None:
-    """Return if the template shows the content of every message; beside calls it need not.
+    """Raise unless the template shows the content of every message; next to calls it need not.
 
     Raises:
-        InvalidRequestError: It leaves one out; says which.
+        InvalidRequestError: The template leaves one out; the message names it.
     """
     shape = tuple(
         (
@@ -84,7 +84,7 @@ def check_all_shown(
     )
     try:
         given = json.dumps(variables)
-    except (TypeError, ValueError):  # objects of the caller's: nothing can be told
+    except (TypeError, ValueError):  # the caller's own objects: unknown
         return
     where = _left_out(tokenizer, str(tokenizer.chat_template), shape, has_tools, given, **how)
     if where is not None:
@@ -112,7 +112,7 @@ def _call(arguments: Any) -> dict[str, Any]:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> str | None:
-    """The text of messages; None if the template refuses them."""
+    """Return the text of messages; None if the template refuses them."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
     except Exception:  # noqa: BLE001 - whatever a template raises
@@ -152,9 +152,9 @@ def _left_out(
     variables: str,
     **how: bool,
 ) -> int | None:
-    """The first message whose content a template leaves out; None if there is none.
+    """Return the first message whose content a template leaves out; None if there is none.
 
-    What it refuses by itself is not looked at: the messages themselves are refused then.
+    Samples that the template refuses are skipped: it refuses the messages themselves then.
     """
     as_text = _adds_arguments(tokenizer, template)
     arguments: Any = json.dumps({_KEY: _VALUE}) if as_text else {_KEY: _VALUE}

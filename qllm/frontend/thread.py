@@ -70,7 +70,7 @@ class ThreadClient(Client):
         try:
             freeze_garbage()
             self._thread.start()
-            self._register()  # torch aborts when a thread of it outlives the interpreter
+            self._register()  # torch aborts when a thread of its own outlives the interpreter
         except BaseException:
             self._close()
             raise
@@ -104,7 +104,7 @@ class ThreadClient(Client):
     # -- sink of the loop
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """Called by the loop."""
+        """Take a token. The loop calls this."""
         return self.handles[sampled.request_id].on_token(sampled)
 
     def on_finish(
@@ -114,7 +114,7 @@ class ThreadClient(Client):
         error: str | None,
         metrics: RequestMetrics | None,
     ) -> None:
-        """Called by the loop."""
+        """Take the end of a request. The loop calls this."""
         self.handles.pop(request_id).on_finish(reason, error, metrics)
 
     # -- as a client
@@ -240,5 +240,5 @@ class ThreadClient(Client):
 
 
 _SERVED: dict[int, ThreadClient] = {}
-"""The client that serves a model, by the id of its decoder; changed by single operations, without
-a lock."""
+"""Client that serves a model, by the id of its decoder; changed by single operations, without a
+lock."""

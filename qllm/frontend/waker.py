@@ -1,4 +1,4 @@
-"""From other threads onto an event loop."""
+"""Calls from other threads onto an event loop."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 
 class Waker:
-    """Calls functions on one event loop; many of one moment wake it once."""
+    """A queue of calls for one event loop; calls at one moment wake it once."""
 
     _all: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Waker"]] = WeakKeyDictionary()
 
@@ -20,22 +20,22 @@ class Waker:
 
     @classmethod
     def here(cls) -> "Waker":
-        """That of the running event loop."""
+        """Return the waker of the running event loop."""
         loop = asyncio.get_running_loop()
         if (found := cls._all.get(loop)) is None:
             found = cls._all[loop] = cls(loop)
         return found
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call it on the loop, soon, in order; never if the loop is closed. From any thread."""
-        self._due.append(function)  # before the look: who clears the mark then finds it
+        """Call a function on the loop, in order; never if it is closed. From any thread."""
+        self._due.append(function)  # before the check: `_call_all` clears the mark first
         if self._will_wake or (loop := self._loop()) is None:
             return
         self._will_wake = True
-        with suppress(RuntimeError):  # the event loop was closed: nobody waits
+        with suppress(RuntimeError):  # the event loop was closed: no task waits
             loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self) -> None:
         self._will_wake = False
-        for _ in range(len(self._due)):  # what comes meanwhile wakes the loop again
+        for _ in range(len(self._due)):  # later calls wake the loop again
             self._due.popleft()()
