@@ -1,7 +1,7 @@
-"""How requests get in and tokens get out: the `Ingress` protocol and its transports.
+"""Transport of requests in and tokens out: the `Ingress` protocol and its implementations.
 
-`inproc` is a queue between threads; `shm` are rings in memory that processes of one machine
-share. What a ring's records look like is said once, in `layout`.
+`inproc` is a queue between threads; `shm` are rings in memory that processes of one machine share.
+`layout` defines the records of a ring.
 """
 
 from qllm.ingress.inproc import InprocIngress, StopWord

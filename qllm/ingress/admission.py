@@ -1,9 +1,8 @@
-"""What the engine takes of a request, whoever wrote it: the last check before the scheduler.
+"""The engine's check of a request from any front end: the last one before the scheduler.
 
-`submit` refuses all of this when it is called. A record in a ring may come from a front end of
-another release, or from one that is broken; what it asks must not reach policies, which compute
-with it.
-The native server checks the same (`qllm/device/csrc/claim.h`).
+`submit` refuses all of this too. But a record in a ring may come from a front end of another
+release, or from a broken one. Its values must not reach policies, which compute with them. The
+native server checks the same (`qllm/device/csrc/claim.h`).
 """
 
 from qllm.ingress.protocol import Submission
@@ -12,7 +11,7 @@ from qllm.types import MAX_CLOCK_NS, MAX_TIME_MS, PRIORITY_LIMIT, Slo
 
 
 def wrong_number(priority: int, arrival_ns: int, deadline_ns: int | None, slo: Slo) -> str | None:
-    """Say which number of a request no front end of ours writes; None if all are well."""
+    """Return the name of a number that our front ends never write; None if all are valid."""
     for name, time_ns in (("arrival_ns", arrival_ns), ("deadline_ns", deadline_ns)):
         if time_ns is not None and abs(time_ns) >= MAX_CLOCK_NS:
             return f"{name}={time_ns} must be within {MAX_CLOCK_NS} of the engine's start"
@@ -25,11 +24,11 @@ def wrong_number(priority: int, arrival_ns: int, deadline_ns: int | None, slo: S
 
 
 def refusal(item: Submission, shape: ModelShape, max_kv_tokens: int) -> str | None:
-    """Say why an engine cannot serve a request; None if it can.
+    """Return the reason why an engine cannot serve a request; None if it can.
 
     Args:
         item: The request.
-        shape: Of its model.
+        shape: Shape of its model.
         max_kv_tokens: Tokens of KV that may exist at once.
     """
     if item.wrong is not None:

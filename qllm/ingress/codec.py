@@ -65,7 +65,7 @@ def _optional(value: float) -> float | None:
 
 
 class _Arrays:
-    """Reads the arrays behind the fixed fields, one after the other."""
+    """A reader of the arrays after the fixed fields, one after the other."""
 
     def __init__(self, body: bytes, offset: int) -> None:
         self._body, self._at = body, offset
@@ -83,7 +83,7 @@ class _Arrays:
 
 
 def encode_submission(item: Submission) -> tuple[int, bytes]:
-    """The flags and the body of a request."""
+    """Return the flags and the body of a request."""
     sampling, name = item.sampling, _utf8(item.name)
     stops = [_utf8(stop) for stop in sampling.stop]
     flags = layout.IGNORE_EOS * sampling.ignore_eos | layout.IS_OPEN * item.is_open
@@ -138,7 +138,7 @@ def _array(values: Sequence[float], dtype: str) -> bytes:
 
 
 def _has_limits(sampling: SamplingParams) -> bool:
-    """Whether a setting that few requests have, one of `_LIMITS`, is not as by default."""
+    """Return True if one of `_LIMITS`, which few requests set, is not at its default."""
     of_text = sampling.include_stop_str_in_output or not sampling.skip_special_tokens
     return sampling.limits_tokens or of_text
 
@@ -154,10 +154,10 @@ def _encode_limits(sampling: SamplingParams) -> bytes:
 
 
 def _decode_limits(body: bytes, at: int) -> dict[str, Any]:
-    """What forbids tokens, as keywords of SamplingParams.
+    """Return the settings that forbid tokens, as keywords of SamplingParams.
 
     Raises:
-        ValueError: It is no JSON, or not all there.
+        ValueError: The bytes are no JSON, or incomplete.
     """
     if len(body) < at + _LENGTH.size:
         raise ValueError("the limits of a request lie behind its record")
@@ -174,13 +174,13 @@ _NONE = SamplingParams(seed=0)
 
 
 def decode_submission(record: Record) -> Submission:
-    """The inverse of `encode_submission`.
+    """Decode the result of `encode_submission`.
 
     Returns:
-        The request; its `wrong` says which of its values no front end of ours writes.
+        The request; its `wrong` names a value that our front ends never write.
 
     Raises:
-        ValueError: The record is shorter than it says.
+        ValueError: The record is shorter than its lengths require.
     """
     values = dict(zip(_FIELDS, _REQUEST.unpack_from(record.body), strict=True))
     num_cache = layout.CACHE_BYTES if record.flags & layout.HAS_CACHE else 0
@@ -239,10 +239,10 @@ def decode_submission(record: Record) -> Submission:
 
 
 def _check_length(values: Mapping[str, int], num_bytes: int) -> int:
-    """The bytes up to the end of a request's arrays, which lie inside its record.
+    """Return the number of bytes up to the end of a request's arrays, inside its record.
 
     Raises:
-        ValueError: They do not.
+        ValueError: The arrays exceed the record.
     """
     eights = values["num_stop_ids"] + values["num_stop_token_ids"] + values["num_logit_bias"]
     fours = values["num_logit_bias"] + values["num_prompt"] + values["num_output"]
@@ -254,34 +254,34 @@ def _check_length(values: Mapping[str, int], num_bytes: int) -> int:
 
 
 def encode_revision(item: Revision) -> tuple[int, bytes]:
-    """The flags and the body of a revision."""
+    """Return the flags and the body of a revision."""
     flags, body = encode_submission(item.rest)
     return flags, _REVISE.pack(item.keep, 0) + body
 
 
 def decode_revision(record: Record) -> Revision:
-    """The inverse of `encode_revision`.
+    """Decode the result of `encode_revision`.
 
     Raises:
-        ValueError: The record is shorter than it says.
+        ValueError: The record is shorter than its lengths require.
     """
     keep, _ = _REVISE.unpack_from(record.body)
     return Revision(keep, decode_submission(record._replace(body=record.body[_REVISE.size :])))
 
 
 def encode_cancel(item: Cancel) -> bytes:
-    """The body of a cancel record."""
+    """Return the body of a cancel record."""
     return _CANCEL.pack(item.request_id, _REASONS.index(item.reason), 0)
 
 
 def decode_cancel(record: Record) -> Cancel:
-    """The inverse of `encode_cancel`."""
+    """Decode the result of `encode_cancel`."""
     request_id, reason, _ = _CANCEL.unpack_from(record.body)
     return Cancel(request_id, _REASONS[reason])
 
 
 def encode_update(item: Update) -> bytes:
-    """The body of an update record."""
+    """Return the body of an update record."""
     what = layout.SETS_PRIORITY * (item.priority is not None)
     if item.paused is not None:
         what |= layout.PAUSES if item.paused else layout.RESUMES
@@ -289,10 +289,10 @@ def encode_update(item: Update) -> bytes:
 
 
 def decode_update(record: Record) -> Update:
-    """The inverse of `encode_update`.
+    """Decode the result of `encode_update`.
 
     Raises:
-        ValueError: It asks for what no front end of ours asks for.
+        ValueError: The record holds a value our front ends never write.
     """
     request_id, priority, what = _UPDATE.unpack_from(record.body)
     turns = what & ~layout.SETS_PRIORITY
@@ -303,7 +303,7 @@ def decode_update(record: Record) -> Update:
 
 
 def encode_token(sampled: Sampled, at_ns: int) -> tuple[int, bytes]:
-    """The flags and the body of a token."""
+    """Return the flags and the body of a token."""
     logprobs = sampled.logprobs
     if logprobs is None:
         return 0, _TOKEN.pack(sampled.request_id, at_ns, 0.0, sampled.token_id, 0)
@@ -314,7 +314,7 @@ def encode_token(sampled: Sampled, at_ns: int) -> tuple[int, bytes]:
 
 
 def decode_token(record: Record) -> tuple[Sampled, int]:
-    """The inverse of `encode_token`."""
+    """Decode the result of `encode_token`."""
     request_id, at_ns, chosen, token_id, num_top = _TOKEN.unpack_from(record.body)
     if not record.flags & layout.HAS_LOGPROBS:
         return Sampled(request_id, token_id), at_ns
@@ -334,7 +334,7 @@ class PromptPart(NamedTuple):
 
 
 def encode_prompt(request_id: RequestId, whole: PromptLogprobs) -> Iterator[bytes]:
-    """The bodies of the records for the log-probabilities of a prompt; at least one."""
+    """Return the bodies of the records for the log-probabilities of a prompt; at least one."""
     most = max(1, PART_BYTES // (4 + 8 * whole.num_top))
     for first in range(0, max(1, len(whole.chosen)), most):
         part = whole.part(first, first + most)
@@ -343,7 +343,7 @@ def encode_prompt(request_id: RequestId, whole: PromptLogprobs) -> Iterator[byte
 
 
 def decode_prompt(record: Record) -> PromptPart:
-    """The inverse of one body of `encode_prompt`."""
+    """Decode one body of `encode_prompt`."""
     request_id, first, num_tokens, num_top, _ = _PROMPT.unpack_from(record.body)
     arrays = _Arrays(record.body, _PROMPT.size)
     chosen, top = arrays.take("<f4", num_tokens), arrays.take("<f4", num_tokens * num_top)
@@ -353,7 +353,7 @@ def decode_prompt(record: Record) -> PromptPart:
 
 
 class End(NamedTuple):
-    """How a request ended, as the engine says it."""
+    """The end of a request, as the engine reports it."""
 
     request_id: RequestId
     reason: FinishReason
@@ -363,7 +363,7 @@ class End(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
-    """The part of RequestMetrics that the times of the tokens do not tell."""
+    """The part of RequestMetrics that cannot be computed from the times of the tokens."""
 
     arrival_ns: int
     queue_ms: float | None
@@ -384,7 +384,7 @@ class EngineMetrics:
 
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
-        """What the front end knows of a request whose engine is gone, and zeros for the rest."""
+        """Return metrics of a request whose engine has ended: the known values, else zeros."""
         return cls(
             **_UNKNOWN,
             arrival_ns=arrival_ns,
@@ -395,7 +395,7 @@ class EngineMetrics:
     def complete(
         self, request_id: RequestId, name: str, reason: FinishReason, token_ns: Sequence[int]
     ) -> RequestMetrics:
-        """Add what the tokens tell that reached the front end."""
+        """Add the values that follow from the tokens that reached the front end."""
         known = {name: getattr(self, name) for name in self.__slots__}
         whole_ns = self.arrival_ns + round((self.open_ms or 0) * NS_PER_MS)
         times = token_latencies(whole_ns, token_ns)
@@ -421,7 +421,7 @@ def encode_finish(
     error: str | None,
     metrics: "RequestMetrics | EngineMetrics | None",
 ) -> tuple[int, bytes]:
-    """The flags and the body of a finish."""
+    """Return the flags and the body of a finish."""
     text = b"" if error is None else _utf8(error)[:MAX_TEXT_BYTES]
     flags = layout.HAS_ERROR * (error is not None)
     values: tuple[Any, ...] = (0, 0.0, 0.0, 0.0, _REASONS.index(reason), *[0] * 8)
@@ -453,7 +453,7 @@ def encode_finish(
 
 
 def decode_finish(record: Record) -> End:
-    """The inverse of `encode_finish`."""
+    """Decode the result of `encode_finish`."""
     request_id, *values, num_error_bytes = _FINISH.unpack_from(record.body)
     arrival_ns, queue_ms, parked_ms, max_stall_ms, reason, priority, *counts = values
     error = None

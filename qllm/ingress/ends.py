@@ -1,8 +1,8 @@
-"""Which ends of rings this machine takes.
+"""Ends of rings for this machine.
 
 x86-64 makes the stores of one core visible in program order, so Python's plain loads and stores
-will do. Elsewhere a number that says "it is there" may be seen before what it announces: there
-the ends are those in C++, and every word of shared memory is loaded with acquire and stored with
+suffice. Elsewhere a sequence number may become visible before the data that it announces. There the
+ends are those in C++, and every word of shared memory is loaded with acquire and stored with
 release.
 """
 
@@ -34,10 +34,10 @@ PYTHON_ENDS = Ends(RingReader, RingWriter, lambda raw: raw)
 
 
 def native_ends() -> Ends:
-    """The ends in C++.
+    """Return the ends in C++.
 
     Raises:
-        ConfigError: They were not built.
+        ConfigError: The ends were not built.
     """
     native = load_native()
     reader, writer = partial(NativeRingReader, native), partial(NativeRingWriter, native)
@@ -46,9 +46,9 @@ def native_ends() -> Ends:
 
 @cache
 def ring_ends() -> Ends:
-    """The ends for this machine.
+    """Return the ends for this machine.
 
     Raises:
-        ConfigError: It needs those in C++, and they were not built.
+        ConfigError: The machine needs the ends in C++, and they were not built.
     """
     return PYTHON_ENDS if platform.machine() in IN_ORDER else native_ends()

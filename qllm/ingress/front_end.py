@@ -1,4 +1,4 @@
-"""The transport between processes of one machine: a front end's end of its rings."""
+"""A front end's end of the rings between processes of one machine."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -39,10 +39,10 @@ MAX_OPEN = 32_767
 """Requests that one front end may have open. Its cancel ring has two places for each (a stop
 string, then the caller), so that a cancel always finds one."""
 UPDATE_BYTES = 1024 * record_bytes(16)
-"""An update needs a cancel ring with no more in it than this: it takes no cancel's place."""
+"""Largest fill of the cancel ring at which it takes an update, so that room for cancels remains."""
 CANCEL_BYTES = 2 * (MAX_OPEN + 1) * record_bytes(16) + UPDATE_BYTES
 SPARE_BYTES = 64 << 10
-"""Room for a request's name and strings beside its largest prompt and bias."""
+"""Room for a request's name and strings, in addition to its largest prompt and bias."""
 
 
 def ring_bytes(max_prompt: int, vocab_size: int) -> tuple[int, int, int, int]:
@@ -60,17 +60,17 @@ class TokenAt(NamedTuple):
 
 
 Heard = TokenAt | PromptPart | End
-"""What comes out of a token ring."""
+"""A record that comes out of a token ring."""
 
 
 class FrontEndPort(ABC):
-    """Puts requests and cancels, takes tokens: over rings, or over what another system has.
+    """A port that sends requests and cancels, and takes tokens: over rings or another transport.
 
-    `receive` is called by one thread, all else by any.
+    One thread calls `receive`; any thread calls the rest.
     """
 
     number: int
-    """The front end's, from which the numbers of its requests begin."""
+    """The front end's number, with which the ids of its requests begin."""
 
     @abstractmethod
     def submit(self, item: Submission) -> None:
@@ -83,11 +83,11 @@ class FrontEndPort(ABC):
 
     @abstractmethod
     def revise(self, item: Revision) -> None:
-        """Put a revision behind its request.
+        """Write a revision after its request.
 
         Raises:
-            QueueFullError: There is no room now.
-            InvalidRequestError: It would never fit.
+            QueueFullError: The ring has no room now.
+            InvalidRequestError: The revision would never fit.
         """
 
     @abstractmethod
@@ -96,24 +96,24 @@ class FrontEndPort(ABC):
 
     @abstractmethod
     def update(self, item: Update) -> None:
-        """Put another class for a request, a pause, or its end.
+        """Write a new class for a request, a pause, or its end.
 
         Raises:
-            QueueFullError: The engine has not looked for a thousand of them.
+            QueueFullError: The engine has not read a thousand earlier ones.
         """
 
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Requests not taken yet, and those taken that hold no KV."""
+        """Number of requests not taken yet, and of taken ones that hold no KV."""
 
     @abstractmethod
     def ring_use(self) -> dict[str, float]:
-        """How full the ways in are by class, 0 to 1: what the engine has not taken yet."""
+        """Return the fill of the request rings by class, 0 to 1, untaken bytes only."""
 
     @abstractmethod
     def receive(self) -> Iterator[Heard]:
-        """Take what has come."""
+        """Take the records that have arrived."""
 
 
 class FrontEndRings(FrontEndPort):
@@ -133,7 +133,7 @@ class FrontEndRings(FrontEndPort):
 
     @abstractmethod
     def _ring(self) -> None:
-        """Tell the engine that there is something new. The caller holds the lock."""
+        """Wake the engine for new records. The caller holds the lock."""
 
     def submit(self, item: Submission) -> None:
         """Put a request into the ring of its class.
@@ -163,23 +163,23 @@ class FrontEndRings(FrontEndPort):
                 self._ring()
 
     def hold(self) -> None:
-        """Put requests without telling the engine, until `release`: it wakes once for all."""
+        """Delay the wake-up of the engine until `release`: it wakes once for all requests."""
         with self._lock:
             self._is_held = True
 
     def release(self) -> None:
-        """Tell the engine of what was put since `hold`, if anything was, and of what comes."""
+        """Wake the engine for requests written since `hold`, and for later ones."""
         with self._lock:
             has_news, self._is_held, self._has_news = self._has_news, False, False
             if has_news:
                 self._ring()
 
     def revise(self, item: Revision) -> None:
-        """Put a revision into the ring of its request, which is that of its class.
+        """Write a revision into the ring of its request, which is that of its class.
 
         Raises:
             QueueFullError: The ring has no room now.
-            InvalidRequestError: It would never fit.
+            InvalidRequestError: The revision would never fit.
         """
         flags, body = encode_revision(item)
         ring = self.ls if item.rest.priority < Priority.BE else self.be
@@ -203,10 +203,10 @@ class FrontEndRings(FrontEndPort):
             self._ring()
 
     def update(self, item: Update) -> None:
-        """Put another class for a request, a pause, or its end.
+        """Write a new class for a request, a pause, or its end.
 
         Raises:
-            QueueFullError: The engine has not looked for a thousand of them.
+            QueueFullError: The engine has not read a thousand earlier ones.
         """
         with self._lock:
             if self.cancels.num_used >= UPDATE_BYTES:
@@ -217,16 +217,16 @@ class FrontEndRings(FrontEndPort):
 
     @property
     def num_waiting(self) -> int:
-        """Requests not taken yet, and those taken that hold no KV."""
+        """Number of requests not taken yet, and of taken ones that hold no KV."""
         progress = self._words[FrontEndMemory.PROGRESS]
         return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
 
     def ring_use(self) -> dict[str, float]:
-        """How full the request rings are, 0 to 1: what the engine has not taken yet."""
+        """Return the fill of the request rings, 0 to 1: bytes that the engine has not taken."""
         return {"LS": self.ls.fill, "BE": self.be.fill}
 
     def receive(self) -> Iterator[Heard]:
-        """Take what is in the token ring."""
+        """Take the records of the token ring."""
         yield from self._records()
 
     def _records(self) -> Iterator[Heard]:
@@ -248,7 +248,7 @@ class FrontEnd(FrontEndRings):
         super().__init__(block)
         self.control = control
         self.doorbell = ours
-        """What the engine rings when it has written tokens."""
+        """The doorbell that the engine rings after writing tokens."""
         self._engine = engine
         self._num_rung = 0
 
@@ -259,7 +259,7 @@ class FrontEnd(FrontEndRings):
             self._ring()
 
     def _ring(self) -> None:
-        """A number that nobody wrote before, then the doorbell: a sleeping engine wakes."""
+        """Write a new number into the bell, then ring the doorbell to wake the engine."""
         self._num_rung += 1
         bell = (self.number + 1) << NUMBER_BITS | self._num_rung
         self.control.words[ControlMemory.BELL] = bell

@@ -11,7 +11,7 @@ from qllm.runner.protocol import Watch
 
 
 class StopWord:
-    """The word that an arrival lowers and a running program polls (`qllm.runner.protocol.Stop`)."""
+    """A word that an arrival lowers and a running program polls (`qllm.runner.protocol.Stop`)."""
 
     __slots__ = ("_changes", "_lock", "lowered_ns", "now_ns", "stop_at_ns", "word")
 
@@ -20,17 +20,17 @@ class StopWord:
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self.lowered_ns = 0
-        """When the word last went down."""
+        """Time at which the word last went down."""
         self._lock = threading.Lock()
         self._changes = array("q", (0,))
-        """How often the word went down, raised after it has."""
+        """Number of times that the word went down, increased after each."""
 
     def watch(self) -> Watch:
-        """What changes when the word goes down (`qllm.runner.protocol.Stop`)."""
+        """Return the number that changes when the word goes down (`qllm.runner.protocol.Stop`)."""
         return Watch(self._changes.buffer_info()[0], self._changes[0])
 
     def lower(self, priority: int) -> None:
-        """An arrival of this class: running programs of a worse class stop."""
+        """Lower the word for an arrival of this class: programs of worse classes stop."""
         with self._lock:
             if priority < self.word:
                 self.lowered_ns = self.now_ns()
@@ -38,7 +38,7 @@ class StopWord:
                 self._changes[0] += 1
 
     def reset(self) -> None:
-        """Called by the loop just before it drains, so that no arrival is missed."""
+        """Raise the word again. The loop calls this before it drains, to miss no arrival."""
         with self._lock:
             self.word = ANY_ARRIVAL
 
@@ -52,7 +52,7 @@ class InprocIngress:
         self._arrived = threading.Event()
 
     def put(self, item: Item) -> None:
-        """Hand over one item; returns at once."""
+        """Add one item; returns at once."""
         self._items.append(item)
         if isinstance(item, Submission):
             self.stop.lower(item.priority)

@@ -1,7 +1,7 @@
-"""The bytes that front ends and the engine share, said once: numpy dtypes, and C from them.
+"""Layout of the bytes that front ends and the engine share: numpy dtypes, and C from them.
 
-Every record starts with HEADER and ends with TRAILER; both hold its sequence number. Between
-them lie its fixed fields and then arrays whose lengths are among the fields. All numbers are
+Every record starts with HEADER and ends with TRAILER; both hold its sequence number. Between them
+lie its fixed fields and then arrays whose lengths are among the fields. All numbers are
 little-endian, every field lies at a multiple of its size.
 """
 
@@ -21,9 +21,9 @@ VERSION = 6
 LINE = 64
 """Bytes of a cache line: a record is a multiple, and no two writers share one."""
 NUMBER_BITS = 40
-"""A request id is (front end << NUMBER_BITS) | (count of that front end)."""
+"""Bits of a request id for the front end's count: (front end << NUMBER_BITS) | count."""
 RECORDS = Path(__file__).parent / "csrc" / "records.h"
-"""What `emit_records` returns, for the engine's ends in C++."""
+"""File with the result of `emit_records`, for the engine's ends in C++."""
 
 HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("flags", "<u2")])
 """`length` counts bytes from header to trailer, both included; a multiple of LINE."""
@@ -34,10 +34,10 @@ REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND, UPDATE_KIND = 1
 REVISE_KIND = 7
 
 HAS_DEADLINE, IGNORE_EOS, HAS_CACHE, HAS_LIMITS, IS_OPEN = 1, 2, 4, 8, 16
-"""Flags of a request. With HAS_CACHE, `cache_salt` (zeros if there is none) and the f8
-`cache_ttl_s` (NaN if there is none) come behind its arrays, CACHE_BYTES together. With HAS_LIMITS,
-u4 bytes and JSON come last: the fields of SamplingParams that have no place here. With IS_OPEN
-more of the prompt may come, in revisions."""
+"""Flags of a request. With HAS_CACHE, `cache_salt` (zeros if none) and the f8 `cache_ttl_s` (NaN if
+none) follow its arrays, CACHE_BYTES together. With HAS_LIMITS, u4 bytes and JSON come last: the
+fields of SamplingParams that have no place here. With IS_OPEN the prompt is streaming, and
+revisions may follow."""
 SALT_BYTES, CACHE_BYTES = 32, 40
 REQUEST: Dtype = np.dtype(
     [
@@ -76,9 +76,10 @@ engine left unfinished), u4 bytes per stop string, name, stop strings (UTF-8). T
 look for stop strings; they are for checkpoints."""
 
 REVISE: Dtype = np.dtype([("header", HEADER), ("keep", "<u4"), ("reserved", "<u4")])
-"""In the ring of its request, behind that: its prompt is its first `keep` tokens and then those of
-what follows, a request from its `request_id` on, flags included. With IS_OPEN more may come, and
-nothing but the tokens counts; without, the prompt is whole, and how it is sampled is said here."""
+"""A revision, in the ring of its request and after it. The prompt becomes its first `keep` tokens
+and then the tokens of a request that follows from `request_id` on, flags included. With IS_OPEN
+more revisions may follow, and only the tokens count. Without, the prompt is whole, and the sampling
+is that of this record."""
 
 CANCEL: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("reason", "<u4"), ("reserved", "<u4")]
@@ -90,7 +91,7 @@ SETS_PRIORITY, PAUSES, RESUMES = 1, 2, 4
 UPDATE: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("priority", "<i4"), ("what", "<u4")]
 )
-"""In the cancel ring, as long as a cancel: another class for a request, a pause, or its end."""
+"""An update, in the cancel ring and as long as a cancel: a new class, a pause, or its end."""
 
 HAS_LOGPROBS = 1
 """Flag of a token."""
@@ -121,8 +122,8 @@ the request's first token. After it: f4 of the tokens, f4 of the alternatives (`
 most likely first), u4 ids of the alternatives."""
 
 HAS_METRICS, HAS_ERROR, HAS_CACHED, HAS_PIECES = 1, 2, 4, 8
-"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens comes behind the error; with HAS_PIECES,
-f8 open_ms, u4 num_revisions and u4 revise_lost_tokens come last."""
+"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens follows the error; with HAS_PIECES, f8
+open_ms, u4 num_revisions and u4 revise_lost_tokens come last."""
 FINISH: Dtype = np.dtype(
     [
         ("header", HEADER),
@@ -143,7 +144,8 @@ FINISH: Dtype = np.dtype(
         ("num_error_bytes", "<u4"),
     ]
 )
-"""After it: the error (UTF-8). What follows from the times of tokens is not sent again."""
+"""The end of a request; the error follows in UTF-8. Values that follow from token times are
+omitted."""
 
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
@@ -172,10 +174,10 @@ CONTROL_MEMORY: Dtype = np.dtype(
         ("reserved4", "u1", (40,)),
     ]
 )
-"""One per engine. `zero_ns`: CLOCK_MONOTONIC at engine time 0. `bell`: written by whoever put
-something, each time with a number never used before, so that two at once still change it.
-`drain`, `stop`: written by front ends. The rest is the engine's; `stats_version` is odd while
-the statistics change. `error` says why the engine ended."""
+"""One per engine. `zero_ns`: CLOCK_MONOTONIC at engine time 0. `bell`: a new number from each front
+end that wrote something, unused before, so that two writes at once still change it. `drain`,
+`stop`: written by front ends. The engine writes the rest; `stats_version` is odd while the
+statistics change. `error` is the reason why the engine ended."""
 
 FRONT_END: Dtype = np.dtype(
     [
@@ -222,13 +224,13 @@ def body_struct(record: Dtype) -> struct.Struct:
 
 
 def offset(block: Dtype, name: str) -> int:
-    """Where a field starts, in bytes."""
+    """Return the offset of a field, in bytes."""
     assert block.fields is not None
     return int(block.fields[name][1])
 
 
 def cell(block: Dtype, name: str) -> int:
-    """The index of an 8-byte field in a view of 8-byte words."""
+    """Return the index of an 8-byte field in a view of 8-byte words."""
     assert block[name].itemsize == 8
     assert offset(block, name) % 8 == 0
     return offset(block, name) // 8

@@ -1,7 +1,6 @@
-"""Shared memory without a name: whoever holds the descriptor may map it.
+"""Shared memory without a name: every holder of the descriptor may map it.
 
-Nothing lies in /dev/shm, and when the last process that maps it is gone, however it went, so is
-the memory.
+Nothing lies in /dev/shm. The memory is freed when the last process that maps it ends, in any way.
 """
 
 import fcntl
@@ -32,7 +31,7 @@ _ERROR_AT = offset(CONTROL_MEMORY, "error")
 
 
 def available() -> bool:
-    """Whether this system has what an engine in another process needs: Linux has."""
+    """Return True if this system supports an engine in another process, as Linux does."""
     return hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(select, "poll")
 
 
@@ -41,7 +40,7 @@ class Memory(Protocol):
 
     @property
     def kind(self) -> str:
-        """As NIXL calls it: "DRAM" or "VRAM"."""
+        """NIXL's name of the memory's kind: "DRAM" or "VRAM"."""
         ...
 
     @property
@@ -58,7 +57,7 @@ class Memory(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what can be given back. Twice is once."""
+        """Free what can be freed. Idempotent."""
         ...
 
 
@@ -79,7 +78,7 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return len(self.bytes)
 
     def write(self, at: int, data: bytes) -> None:
@@ -95,7 +94,7 @@ class Segment:
         return cls(fd)
 
     def close_fd(self) -> None:
-        """Give the descriptor back; the mapping stays until the object is gone."""
+        """Close the descriptor; the mapping stays until the object is collected."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -115,7 +114,7 @@ def _check(segment: Segment, what: str) -> None:
 
 
 class EngineStats(NamedTuple):
-    """What the engine shows of itself after every decision."""
+    """Statistics that the engine publishes after every decision."""
 
     num_steps: int
     num_live: int
@@ -156,7 +155,7 @@ class ControlMemory:
 
     @property
     def pid(self) -> int:
-        """The engine's process."""
+        """Id of the engine's process."""
         return self.words[1] >> 32
 
     @property
@@ -175,7 +174,7 @@ class ControlMemory:
 
     @property
     def stop(self) -> bool:
-        """The engine ends at its next look."""
+        """Ask the engine to end at its next look."""
         return bool(self.words[self._STOP])
 
     @stop.setter
@@ -193,12 +192,12 @@ class ControlMemory:
 
     @property
     def num_live(self) -> int:
-        """Requests that the engine holds, by itself (`read_stats` is consistent)."""
+        """Number of requests that the engine holds, read alone (`read_stats` is consistent)."""
         return self.words[self._LIVE]
 
     @property
     def error(self) -> str | None:
-        """Why the engine ended by itself; None if it did not."""
+        """The reason why the engine ended by itself; None if it did not."""
         size = self.words[self._ERROR]
         if not size:
             return None
@@ -211,14 +210,14 @@ class ControlMemory:
         self.words[self._ERROR] = len(data)
 
     def write_stats(self, stats: EngineStats) -> None:
-        """Called by the engine's loop alone."""
+        """Publish statistics. Only the engine's loop calls this."""
         words = self.words
         words[self._VERSION] += 1
         words[self._STEPS], words[self._LIVE], words[self._WAITING] = stats
         words[self._VERSION] += 1
 
     def read_stats(self) -> EngineStats:
-        """A consistent copy."""
+        """Return a consistent copy."""
         words = self.words
         while True:
             version = words[self._VERSION]
@@ -228,11 +227,11 @@ class ControlMemory:
 
 
 RINGS = ("ls", "be", "cancel", "token")
-"""Rings of a front end, in the order in which they lie behind FRONT_END."""
+"""Rings of a front end, in the order in which they follow FRONT_END."""
 
 
 class FrontEndLayout(NamedTuple):
-    """Where the parts of a front end's block lie."""
+    """Offsets of the parts of a front end's block."""
 
     number: int
     capacities: tuple[int, ...]
@@ -256,19 +255,19 @@ class FrontEndLayout(NamedTuple):
 
     @property
     def header(self) -> bytes:
-        """How a fresh block begins; the rest is zeros."""
+        """Return the first bytes of a fresh block; the rest is zeros."""
         return struct.pack("<QQ4Q", MAGIC, VERSION | self.number << 32, *self.capacities)
 
 
 class FrontEndMemory:
-    """FRONT_END of `layout` and the four rings behind it."""
+    """FRONT_END of `layout` and the four rings after it."""
 
     PROGRESS = cell(FRONT_END, "progress")
     RINGS = RINGS
     _CAPACITY = 2
-    """The word at which `capacity` starts."""
+    """Index of the word at which `capacity` starts."""
     is_pulled = False
-    """The engine's host pushes what it writes."""
+    """False: the engine's host pushes what it writes."""
 
     def __init__(self, segment: Segment) -> None:
         _check(segment, "a front end's segment")

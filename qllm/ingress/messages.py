@@ -1,4 +1,4 @@
-"""What an engine and its front ends say to each other when they meet."""
+"""Messages between an engine and its front ends when they connect."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,16 +11,16 @@ from qllm.types import RequestId, Sampled, SamplingParams
 
 
 class Source(NamedTuple):
-    """Where the KV of a request waits that another engine has handed over."""
+    """The place of the KV of a request that another engine has migrated."""
 
     address: str
     """HOST:PORT at which that engine meets others."""
     ticket: str
-    """Names the KV there, and nobody guesses it."""
+    """Random, unguessable id of the KV on the source engine."""
 
 
 class ModelInfo(NamedTuple):
-    """What the front end knows of a model that may be loaded in another process."""
+    """A front end's knowledge of a model that another process may have loaded."""
 
     name: str
     shape: ModelShape
@@ -38,7 +38,7 @@ class ModelInfo(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The first message to the engine's process: what to load and how to serve it."""
+    """The first message to the engine's process: the model to load, and the settings."""
 
     model: str
     load: dict[str, Any]
@@ -53,9 +53,9 @@ class Start(NamedTuple):
     quiet: bool
     """No progress bars and warnings of the libraries below."""
     meeting: Meeting | None = None
-    """Where front ends of other hosts may meet the engine."""
+    """Address at which front ends of other hosts connect to the engine."""
     takes_digest: bool = False
-    """Whether the card says which weights and software it has."""
+    """True if the card contains digests of weights and software."""
 
 
 class Hello(NamedTuple):
@@ -69,7 +69,7 @@ class Hello(NamedTuple):
 
 
 class EngineCard(NamedTuple):
-    """The description of an engine that front ends of other hosts get; it survives JSON."""
+    """The description of an engine for front ends of other hosts; it can be sent as JSON."""
 
     info: ModelInfo
     config: EngineConfig
@@ -77,7 +77,7 @@ class EngineCard(NamedTuple):
     model: str
 
     def to_json(self) -> dict[str, Any]:
-        """As a message."""
+        """Return the card as a message."""
         info = self.info._asdict()
         info["shape"] = self.info.shape._asdict()
         info["eos_token_ids"] = sorted(self.info.eos_token_ids)

@@ -1,6 +1,7 @@
 """Ends of rings in C++: `qllm.ingress.ring` byte for byte, with acquire and release.
 
-For machines whose stores become visible in any order; from the source that a GPU compiles too.
+They are for machines whose stores become visible in any order. Their source is compiled for GPUs
+too.
 """
 
 import time
@@ -19,7 +20,7 @@ def load_native() -> Any:
     """Import the extension.
 
     Raises:
-        ConfigError: It was not built.
+        ConfigError: The extension was not built.
     """
     try:
         return import_module("qllm.ingress._ends")
@@ -32,7 +33,7 @@ def load_native() -> Any:
 
 
 class _NativeEnd:
-    """What both ends have.
+    """The common part of both ends.
 
     Args:
         native: The extension.
@@ -53,7 +54,7 @@ class NativeRingReader(_NativeEnd):
 
     @property
     def has_news(self) -> bool:
-        """Whether the next record, or its beginning, is there."""
+        """True if the next record, or its beginning, is there."""
         news: bool = self._native.has_news(self._address)
         return news
 
@@ -77,24 +78,24 @@ class NativeRingWriter(_NativeEnd):
 
     @property
     def head(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         return int(self._end["at"][0])
 
     @property
     def num_used(self) -> int:
-        """Bytes that the reader has not given back."""
+        """Number of bytes that the reader has not freed."""
         return self.head - int(self._native.load(int(self._end["tail"][0])))
 
     @property
     def fill(self) -> float:
-        """How full it is, 0 to 1."""
+        """Fill of the ring, 0 to 1."""
         return self.num_used / len(self._held[0])
 
     def write(self, kind: int, flags: int, body: bytes) -> bool:
-        """Write one record; False if there is no room for it now.
+        """Write one record; return False if there is no room for it now.
 
         Raises:
-            ValueError: It is larger than the ring.
+            ValueError: The record is larger than the ring.
         """
         done: int = self._native.write(self._address, kind, flags, body)
         if done < 0:

@@ -1,7 +1,7 @@
-"""What the engine loop takes, and what it asks of a transport.
+"""Items that the engine loop takes, and the interface of a transport.
 
-Many put, the engine loop takes. A put costs the loop nothing until it looks: a running program
-only compares the stop word with its threshold at each boundary.
+Many threads put items, and the engine loop takes them. A put costs the loop nothing until it looks:
+a running program only compares the stop word with its threshold at each boundary.
 """
 
 from collections.abc import Callable
@@ -33,48 +33,50 @@ class Submission:
     deadline_ns: int | None
     """`timeout_s` as engine time."""
     num_output_tokens: int = 0
-    """The last of `token_ids` are output: an engine that is gone had produced them. They count
-    towards `max_tokens`."""
+    """Number of last `token_ids` that are output of an engine that has ended. They count towards
+    `max_tokens`."""
     cache_salt: bytes = b""
-    """Digests of owner and salt, 16 bytes each, or nothing: whose prefixes it shares."""
+    """Digests of owner and salt, 16 bytes each, or nothing: the request shares prefixes with equal
+    ones."""
     cache_ttl_s: float | None = None
-    """How long its kept KV is not displaced after it used it."""
+    """Seconds for which its cached KV is not evicted after its last use."""
     is_open: bool = False
-    """More of its prompt may come, as `Revision`s: it samples nothing before one closes it."""
+    """True while its prompt is streaming: it samples nothing before a last `Revision`."""
     wrong: str | None = None
-    """Why it must end at once: its record held what no front end of ours writes."""
+    """The reason to end it at once: its record held a value that our front ends never write."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The first of `token_ids`."""
+        """Number of `token_ids` that are the prompt."""
         return len(self.token_ids) - self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """The prompt of an open request goes on in another way: more of it, a change, or its end.
+    """A change of a streaming prompt: more tokens, other tokens, or its end.
 
-    The first of each request names it and its class; how it is sampled, its limits and its targets
-    are those of the one that closes it.
+    The first one of a request has its name and class. The one that ends the prompt has its
+    sampling, limits and targets.
     """
 
     keep: int
-    """Tokens, of the first of what it had, that stay."""
+    """Number of first tokens of the old prompt that stay."""
     rest: Submission
-    """Its `token_ids` come behind those; it says whether more may come. Its arrival is now."""
+    """The following tokens (`token_ids`); its `is_open` states whether the prompt is still
+    streaming. Its arrival is now."""
 
     @property
     def request_id(self) -> RequestId:
-        """Whose prompt it is."""
+        """Id of the request."""
         return self.rest.request_id
 
     @property
     def arrival_ns(self) -> int:
-        """When it was put."""
+        """Time of its put."""
         return self.rest.arrival_ns
 
     def put_at(self, request_id: RequestId, now_ns: int) -> "Revision":
-        """The same for a request that is called so now, its times counted from now on."""
+        """Return the revision for another request id, with its times counted from now."""
         after_ns = self.rest.deadline_ns
         deadline_ns = None if after_ns is None else now_ns + after_ns
         rest = replace(self.rest, request_id=request_id, arrival_ns=now_ns, deadline_ns=deadline_ns)
@@ -82,12 +84,12 @@ class Revision:
 
     @property
     def word(self) -> int:
-        """What it lowers the stop word to: while more may come, classes behind its own stop."""
+        """Value to lower the stop word to; a streaming prompt stops only worse classes."""
         return self.rest.priority + self.rest.is_open
 
 
 class Cancel(NamedTuple):
-    """The front end no longer wants this request."""
+    """A front end's message that it no longer wants a request."""
 
     request_id: RequestId
     reason: FinishReason = FinishReason.CANCELLED
@@ -95,17 +97,17 @@ class Cancel(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The front end wants another class for this request, or pauses it, or lets it go on."""
+    """A front end's message with a new class for a request, a pause, or a resume."""
 
     request_id: RequestId
     priority: int | None = None
     """Its class from now on; None leaves it."""
     paused: bool | None = None
-    """Whether it stops or goes on; None leaves it."""
+    """True to pause, False to resume; None does not change it."""
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:
-    """Nobody waits for the answer."""
+    """Ignore the answer."""
 
 
 class Call(NamedTuple):
@@ -116,21 +118,21 @@ class Call(NamedTuple):
 
 
 LOOK = Call(lambda: None)
-"""Has the loop look at what has changed."""
+"""A call that only makes the loop look for changes."""
 
 
 Item = Submission | Revision | Cancel | Update | Call
 
 
 class ArrivalWord(Stop, Protocol):
-    """The stop word of a transport: what a running program polls, and since when it is down."""
+    """The stop word of a transport: a running program polls it."""
 
     lowered_ns: int
-    """When the word last went down, in engine time."""
+    """Time at which the word last went down, in engine time."""
 
 
 class Ingress(Protocol):
-    """What the engine loop takes requests from."""
+    """A source of requests for the engine loop."""
 
     @property
     def stop(self) -> ArrivalWord:

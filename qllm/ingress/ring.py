@@ -27,29 +27,29 @@ _HEAD, _TAIL = body_struct(HEADER), body_struct(TRAILER)
 _BEFORE_SEQ = TRAILER.itemsize - 8
 OVERHEAD = _HEAD.size + _TAIL.size
 BROKEN_AFTER_NS = 1_000_000_000
-"""A record that says it is whole, and whose checksum is wrong for longer, is no torn write."""
+"""Nanoseconds after which a complete record with a wrong checksum is no torn write."""
 
 
 class RingError(QllmError):
-    """A ring holds what no writer of ours leaves: its memory was overwritten."""
+    """An error: a ring holds bytes that our writers never leave, so its memory was overwritten."""
 
 
 class Record(NamedTuple):
-    """What one write carried."""
+    """The content of one write."""
 
     kind: int
     flags: int
     body: bytes
-    """Without header and trailer; zeros may follow what was written."""
+    """Bytes without header and trailer; zeros may follow the written ones."""
 
 
 def record_bytes(num_body_bytes: int) -> int:
-    """Bytes that a record takes in a ring."""
+    """Return the number of bytes that a record takes in a ring."""
     return -(-(num_body_bytes + OVERHEAD) // LINE) * LINE
 
 
 def encode(seq: int, kind: int, flags: int, body: bytes) -> bytes:
-    """The bytes of one record."""
+    """Return the bytes of one record."""
     length = record_bytes(len(body))
     padding = bytes(length - OVERHEAD - len(body))
     start = _HEAD.pack(seq, length, kind, flags) + body + padding
@@ -60,7 +60,7 @@ class RingWriter:
     """The writing end. One thread at a time.
 
     Args:
-        buffer: The ring's bytes, zero at first; a multiple of LINE of them.
+        buffer: The ring's bytes, zero at first; a multiple of LINE.
         tail: The reader's word.
     """
 
@@ -72,24 +72,24 @@ class RingWriter:
 
     @property
     def head(self) -> int:
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         return self._head
 
     @property
     def num_used(self) -> int:
-        """Bytes that the reader has not given back."""
+        """Number of bytes that the reader has not freed."""
         return int(self._head - self._tail[0])
 
     @property
     def fill(self) -> float:
-        """How full it is, 0 to 1."""
+        """Fill of the ring, 0 to 1."""
         return self.num_used / self._capacity
 
     def write(self, kind: int, flags: int, body: bytes) -> bool:
-        """Write one record; False if there is no room for it now.
+        """Write one record; return False if there is no room for it now.
 
         Raises:
-            ValueError: It is larger than the ring.
+            ValueError: The record is larger than the ring.
         """
         length = record_bytes(len(body))
         if length + LINE > self._capacity:
@@ -133,7 +133,7 @@ class RingReader:
 
     @property
     def has_news(self) -> bool:
-        """Whether the next record, or its beginning, is there."""
+        """True if the next record, or its beginning, is there."""
         return bool(self._words[self._at % self._capacity // 8] == self._seq + 1)
 
     def read(self) -> Record | None:

@@ -1,9 +1,9 @@
-"""The transport between processes of one machine: rings in shared memory, the engine's end.
+"""The engine's end of the transport between processes of one machine: rings in shared memory.
 
-Each front end has four rings of its own. A put is a record, then a new number in the `bell` word
-that all of them share, then the engine's doorbell (an eventfd), which matters only while the
-engine sleeps. A running program compares the bell with the number it saw last: one load. Only
-when that has changed does it look into the rings, and takes what is there.
+Each front end has its own four rings. A put writes a record, then a new number into the shared
+`bell` word, then rings the engine's doorbell (an eventfd), which matters only while the engine
+sleeps. A running program compares the bell with the number it saw last: one load. Only when that
+has changed does the engine look into the rings and take the records.
 """
 
 import os
@@ -44,13 +44,13 @@ from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 T = TypeVar("T", Submission, Revision, Cancel, Update)
 
 BEAT_NS = NS_PER_S
-"""An idle engine wakes this often to show that it lives."""
+"""Nanoseconds between two wake-ups of an idle engine, which show that it lives."""
 BACKLOG_NS = NS_PER_MS
-"""A sleeping engine looks this often whether a full token ring has room again."""
+"""Nanoseconds between two checks of a sleeping engine for room in a full token ring."""
 
 
 def front_end_of(request_id: RequestId) -> int:
-    """The number of the front end that a request came from."""
+    """Return the number of the front end that a request came from."""
     return request_id >> NUMBER_BITS
 
 
@@ -70,14 +70,14 @@ class Doorbell:
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Forget the rings so far; call it before looking at what they announced."""
+        """Clear earlier rings. Call it before looking at what they announced."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
             return
 
     def close(self) -> None:
-        """Give the descriptor back. Twice is once."""
+        """Close the descriptor. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
@@ -87,7 +87,7 @@ class Doorbell:
 
 
 class Announcer(Protocol):
-    """How a front end learns of something new in its token ring."""
+    """The way in which a front end learns of new records in its token ring."""
 
     def ring(self) -> None:
         """There is something new."""
@@ -112,17 +112,17 @@ class FrontEndPort:
         self._backlog: deque[tuple[int, int, bytes]] = deque()
         self._has_news = False
         self.num_taken = 0
-        """Requests handed to the loop."""
+        """Number of requests passed to the loop."""
         self.open: set[RequestId] = set()
-        """Requests read and not ended: no id is used twice at once."""
+        """Ids of requests read and not ended, so that no id is used twice at once."""
 
     def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
-        """Take what is in the rings: prompts in the order of their ring, cancels and updates.
+        """Take the records of the rings: prompts in the order of their ring, cancels and updates.
 
         Cancels and updates are read first: the request of one that is there is there too.
 
         Raises:
-            RingError: A ring is broken, or holds what no front end writes.
+            RingError: A ring is broken, or holds a record that our front ends never write.
         """
         cancels: list[Cancel | Update] = []
         prompts: list[Submission | Revision] = []
@@ -156,11 +156,11 @@ class FrontEndPort:
 
     @property
     def has_news(self) -> bool:
-        """Whether a ring has a further record, or the beginning of one."""
+        """True if a ring has a further record, or the beginning of one."""
         return self._cancels.has_news or any(ring.has_news for ring in self._requests)
 
     def show_progress(self, num_waiting: int) -> None:
-        """Tell the front end how many of its requests were taken, and how many wait."""
+        """Publish the numbers of the front end's taken and waiting requests."""
         self._words[FrontEndMemory.PROGRESS] = (self.num_taken & 0xFFFF_FFFF) << 32 | num_waiting
 
     def send(self, kind: int, flags: int, body: bytes) -> None:
@@ -180,7 +180,7 @@ class FrontEndPort:
         return bool(self._backlog)
 
     def close(self) -> None:
-        """The front end is gone."""
+        """Close the ends of a front end that has ended."""
         self._backlog.clear()
         self._doorbell.close()
 
@@ -188,8 +188,8 @@ class FrontEndPort:
 class ShmStop:
     """The stop word over shared memory.
 
-    `word` compares the bell with the number seen last (one load); see docs/rings.md for what
-    that costs beside a plain attribute.
+    `word` compares the bell with the number seen last (one load); docs/rings.md has its cost
+    compared with a plain attribute.
     """
 
     __slots__ = (
@@ -207,14 +207,14 @@ class ShmStop:
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self.lowered_ns = 0
-        """When what lowered the word last was put."""
+        """Put time of the item that lowered the word last."""
         self.seen = 0
         self.value = ANY_ARRIVAL
         self._bell, self._look = bell, look
         self._address = address_of(bell)
 
     def watch(self) -> Watch:
-        """The bell and the number seen last (`qllm.runner.protocol.Stop`)."""
+        """Return the bell and the number seen last (`qllm.runner.protocol.Stop`)."""
         return Watch(self._address, self.seen)
 
     @property
@@ -229,20 +229,22 @@ class ShmStop:
         self.value = value
 
     def lower(self, priority: int, at_ns: int) -> None:
-        """An arrival of this class, put at `at_ns`."""
+        """Lower the word for an arrival of this class, put at `at_ns`."""
         if priority < self.value:
             self.value, self.lowered_ns = priority, at_ns
 
 
 class ShmIngress:
-    """The engine's end. All but `put` is called by the loop's thread alone.
+    """The engine's end. The loop's thread calls all methods but `put`.
 
     Args:
         control: The engine's control block.
-        doorbell: What the loop sleeps on.
+        doorbell: Doorbell that the loop sleeps on.
         now_ns: The engine's clock.
-        close: Ends the loop; called on its thread, between two programs, after `control.stop`.
-        broken: Told the number of a front end that was detached for a broken ring, and why.
+        close: Function that ends the loop; called on its thread, between two programs, after
+            `control.stop`.
+        broken: Function that is called with the number of a front end detached for a broken ring,
+            and why.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class ShmIngress:
         self._closing = False
 
     def put(self, item: Item) -> None:
-        """Hand over an item of this process. Callable from any thread."""
+        """Put an item of this process. Callable from any thread."""
         with self._local_lock:
             self._local.append(item)
             self._num_local += 1
@@ -275,7 +277,7 @@ class ShmIngress:
         self.doorbell.ring()
 
     def drain(self) -> list[Item]:
-        """Take everything that has arrived, and send what the last step produced."""
+        """Take everything that has arrived, and send the results of the last step."""
         self.flush()
         self._num_steps += 1
         self.control.heartbeat_ns = self._now_ns()
@@ -290,7 +292,7 @@ class ShmIngress:
     def attach(self, port: FrontEndPort) -> None:
         """Serve one more front end."""
         self.ports[port.number] = port
-        self.stop.seen = -1  # an earlier look may have missed what it put before it was attached
+        self.stop.seen = -1  # an earlier look may have missed items put before it was attached
 
     def wait(self, timeout_ns: int | None) -> None:
         """Sleep until something arrives or the time has passed; at most `BEAT_NS`."""
@@ -302,14 +304,14 @@ class ShmIngress:
         self.doorbell.clear()
 
     def decided(self, num_live: int, num_waiting: int) -> None:
-        """Show the front ends what the engine holds now, and send what it has to say."""
+        """Publish the engine's load and flush pending tokens."""
         self.flush()
         self.control.write_stats(EngineStats(self._num_steps, num_live, num_waiting))
         for port in self.ports.values():
             port.show_progress(num_waiting)
 
     def detach(self, number: int) -> None:
-        """Forget a front end and what is in its rings."""
+        """Remove a front end and the records in its rings."""
         port = self.ports.pop(number, None)
         if port is not None:
             port.close()
@@ -320,12 +322,12 @@ class ShmIngress:
         ]
 
     def flush(self) -> bool:
-        """Send what the front ends have not got yet; whether some of it must wait."""
+        """Send pending tokens to the front ends; return True if some must wait."""
         backlogs = [port.flush() for port in self.ports.values()]
         return any(backlogs)
 
     def _look(self) -> None:
-        """Move what is in the rings to `_items`, and lower the word by it."""
+        """Take the records of the rings into `_items`, and lower the word for them."""
         self.stop.seen = self._bell[0]
         prompts: list[Submission | Revision] = []
         cancels: list[Cancel | Update] = []

@@ -1,7 +1,7 @@
 """C++ structs from numpy dtypes, and the one struct that two layouts share.
 
-The layouts of the rings (`qllm.ingress.layout`) and of the device (`qllm.device`) are defined
-apart, as numpy dtypes; what is here is all that both need.
+The layouts of the rings (`qllm.ingress.layout`) and of the device (`qllm.device`) are separate
+numpy dtypes. This module has only the parts that both need.
 """
 
 from collections.abc import Mapping
@@ -34,20 +34,20 @@ RING_END: Dtype = np.dtype(
     + [("wrong_since_ns", "<i8")]
     + [(name, "<u8") for name in ("checked", "known_tail", "held_at", "held_seq")]
 )
-"""What an end of a ring in C++ keeps; zero but for the first three fields at first. `bytes`:
+"""The state of a ring's end in C++; at first all but the first three fields are zero. `bytes`:
 address of the ring. `tail`: address of the reader's word. `capacity`: bytes, a multiple of a
 record's line. `at`: bytes written, or taken, by this end. `seq`: records written, or taken.
-`wrong_since_ns`: since when the next record has had a wrong checksum; 0 is that it has not.
-`checked`: number of the last record whose checksum was found right. Of a writer: `known_tail` is
-the reader's word as it was last read; `held_at` and `held_seq` are the place and number of the
-first record that the reader is not shown yet, 0 if it is shown all."""
+`wrong_since_ns`: time since when the next record has had a wrong checksum; 0 if it has not.
+`checked`: number of the last record whose checksum was found right. For a writer, `known_tail` is
+the reader's word as last read; `held_at` and `held_seq` are the place and number of the first
+record that the reader cannot see yet, 0 if it can see all."""
 
 
 def c_struct(name: str, dtype: Dtype, known: Mapping[Dtype, str]) -> list[str]:
-    """The lines of a struct, and of the assertion that it is as large as its dtype.
+    """Return the lines of a struct, and of the assertion that it is as large as its dtype.
 
     Args:
-        name: Of the struct.
+        name: Name of the struct.
         dtype: Its fields.
         known: Names of the structs that may be fields of it.
     """

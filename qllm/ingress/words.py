@@ -48,10 +48,10 @@ Words = memoryview | OrderedWords
 
 
 def raw_bytes(words: Words) -> memoryview:
-    """The memory of words, to take its address."""
+    """Return the memory of words, to take its address."""
     return words.raw if isinstance(words, OrderedWords) else words
 
 
 def address_of(words: Words) -> int:
-    """Where words, or the bytes of a view, lie; whoever asks keeps their memory."""
+    """Return the address of words, or of the bytes of a view. The caller keeps the memory alive."""
     return int(np.frombuffer(raw_bytes(words), "u1").ctypes.data)

@@ -1,13 +1,13 @@
-"""How an engine and a front end of another host meet: JSON over TCP, each side sure of the other.
+"""Connections between an engine and a front end of another host: authenticated JSON over TCP.
 
     engine      {"qllm": VERSION, "nonce": A}
     front end   {"nonce": B, "proof": HMAC(secret, "front end" A B)}
     engine      {"proof": HMAC(secret, "engine" A B)}
 
 After that every message carries a MAC under a key of this connection, with its direction and
-number, so nobody on the way can add, change, repeat or reorder one. They are not encrypted, nor
-are the rings: use a network that is yours. Messages are JSON, never pickle, which would let the
-other side run code here.
+number. So an attacker on the way cannot add, change, repeat or reorder one. Messages and rings are
+not encrypted: use a private network. Messages are JSON, never pickle, which would let the other
+side run code here.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 from qllm.errors import ConfigError, QllmError, naming
 
 VERSION = 4
-"""Version of these messages and of the layout of the rings behind them."""
+"""Version of these messages and of the layout of the rings that they set up."""
 HANDSHAKE_S = 10.0
-"""For all of the handshake."""
+"""Seconds for all of the handshake."""
 LIVENESS_S = 10.0
-"""A side that says nothing for so long is gone."""
+"""Seconds of silence after which the other side counts as ended."""
 LOOK_S = 1.0
-"""The time is counted in looks of so long, so that one in which this process stood still, as on a
-machine that was suspended, is one look."""
+"""Length in seconds of one look. Silence is counted in looks, so that a suspension of the machine
+counts as one look."""
 MAX_STRANGER_BYTES = 4096
 """Longest message before the other side has proved itself."""
 MAX_BYTES = 16 << 20
@@ -45,11 +45,11 @@ _MAC_BYTES = hashlib.sha256().digest_size
 
 
 class MeetingError(QllmError):
-    """The other side is gone, or is not what it should be."""
+    """An error: the other side has ended, or is not the expected one."""
 
 
 class Address(NamedTuple):
-    """Where an engine listens for front ends of other hosts."""
+    """The address at which an engine listens for front ends of other hosts."""
 
     host: str
     port: int
@@ -63,7 +63,7 @@ class Address(NamedTuple):
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach it."""
         try:
             found = socket.getaddrinfo(self.host, None)
         except OSError as error:
@@ -72,10 +72,10 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT` or `[IPV6]:PORT`.
+    """Parse `HOST:PORT` or `[IPV6]:PORT`.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -88,7 +88,7 @@ def parse_address(text: str) -> Address:
 
 
 def read_secret(file: Path | None, address: Address) -> bytes:
-    """The secret that both sides share; empty if nobody else can reach the address anyway.
+    """Return the secret that both sides share; empty if only this machine can reach the address.
 
     Raises:
         ConfigError: The address needs a secret and there is none, or it is short.
@@ -110,7 +110,7 @@ def read_secret(file: Path | None, address: Address) -> bytes:
 
 
 class Meeting(NamedTuple):
-    """What an engine must know to let front ends of other hosts in."""
+    """Settings with which an engine lets front ends of other hosts in."""
 
     address: Address
     profile: str
@@ -118,10 +118,10 @@ class Meeting(NamedTuple):
 
 
 def is_silent(fd: int) -> bool:
-    """Wait until something can be read; whether nothing could be for `LIVENESS_S`.
+    """Wait for data; return True if none came for `LIVENESS_S`.
 
     Args:
-        fd: Of a connection. One that has ended can be read.
+        fd: Descriptor of a connection. After its end it counts as readable.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -134,7 +134,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        with suppress(OSError):  # it has ended already: the first message says so
+        with suppress(OSError):  # it has ended already: the first message shows it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._handshake_ends = time.monotonic() + HANDSHAKE_S
         self._key: bytes | None = None
@@ -142,14 +142,14 @@ class Wire:
         self._counts = [0, 0]
 
     def fileno(self) -> int:
-        """The descriptor of the socket."""
+        """Return the descriptor of the socket."""
         return self._sock.fileno()
 
     def be_engine(self, secret: bytes) -> None:
-        """The engine's half of the handshake.
+        """Do the engine's half of the handshake.
 
         Raises:
-            MeetingError: The other side does not know the secret, or is gone.
+            MeetingError: The other side does not know the secret, or has ended.
         """
         ours = secrets.token_hex(32)
         self.send({"qllm": VERSION, "nonce": ours})
@@ -161,11 +161,11 @@ class Wire:
         self._begin(secret, nonces, b"engine", b"front end")
 
     def be_front_end(self, secret: bytes) -> None:
-        """The front end's half of the handshake.
+        """Do the front end's half of the handshake.
 
         Raises:
-            MeetingError: The other side is no engine of our version, does not know the secret,
-                or is gone.
+            MeetingError: The other side is no engine of our version, does not know the secret, or
+                has ended.
         """
         hello = self.receive()
         if hello.get("qllm") != VERSION:
@@ -195,7 +195,7 @@ class Wire:
         """Send one message.
 
         Raises:
-            MeetingError: The other side is gone.
+            MeetingError: The other side has ended.
         """
         data = json.dumps(message).encode()
         try:
@@ -207,7 +207,7 @@ class Wire:
         """Wait for a message.
 
         Raises:
-            MeetingError: The other side is gone or silent, or the message is not its own.
+            MeetingError: The other side has ended or is silent, or the message was forged.
         """
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
         limit = MAX_STRANGER_BYTES if self._key is None else MAX_BYTES
@@ -226,7 +226,7 @@ class Wire:
         return message
 
     def _mac(self, way: int, data: bytes) -> bytes:
-        """The code of the next message out (`way` 0) or in (1)."""
+        """Return the MAC of the next message out (`way` 0) or in (1)."""
         if self._key is None:
             return b""
         self._counts[way] += 1

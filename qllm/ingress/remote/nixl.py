@@ -9,10 +9,10 @@ shared memory, and pushes what it wrote to the same place in the other's copy:
 One WRITE per direction is under way at a time, because WRITEs may overtake each other and each
 also zeroes the word behind its records. Nothing else is assumed of their order: a record counts
 when it is whole (`qllm.ingress.ring`), so no notification is needed and none is sent. Where a
-device writes the token ring nobody pushes it: `qllm.ingress.remote.pull`.
+device writes the token ring, it is not pushed: `qllm.ingress.remote.pull`.
 
 NIXL's progress thread stays off (on two cores it took round trips from 25 us to 68 ms), so
-whoever polls drives progress. Over tcp that copies the data: the engine's core is in the path.
+polling drives progress. Over tcp that copies the data: the engine's core is in the path.
 """
 
 import itertools
@@ -37,14 +37,15 @@ from qllm.torchless import hide_torch
 from qllm.types import NS_PER_S
 
 NAP_NS = 200_000
-"""An engine with front ends over NIXL cannot sleep on a doorbell; idle, it looks this often."""
+"""Nanoseconds between two looks of an idle engine with front ends over NIXL, which have no
+doorbell."""
 
 
 class Profile(NamedTuple):
-    """What UCX may use."""
+    """The transports that UCX may use."""
 
     says: str
-    """What this means for the CPU."""
+    """Consequence for the CPU."""
     environment: dict[str, str]
 
 
@@ -65,18 +66,18 @@ PROFILES = {
 _STUCK: list["Link"] = []
 """With a transfer that could not be cancelled."""
 SETTLE_S = 0.1
-"""A link that is closed waits so long for a READ."""
+"""Seconds that a closing link waits for a READ."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 KINDS = ("DRAM", "VRAM")
 """Kinds of memory, as NIXL calls them."""
 
 
 class NixlError(QllmError):
-    """A transfer failed: the other side, or the way to it, is gone."""
+    """A failed transfer: the other side, or the way to it, has failed."""
 
 
 class Peer(NamedTuple):
-    """What the other side must know to write here; plain values, to be sent in any way."""
+    """The data that the other side needs to write here; plain values, easily sent."""
 
     metadata: bytes
     address: int
@@ -84,9 +85,9 @@ class Peer(NamedTuple):
     kind: str = "DRAM"
     """Kind of the memory that the block lies in, one of KINDS."""
     device: int = 0
-    """Number of the device whose memory that is."""
+    """Number of the device whose memory it is."""
     is_pulled: bool = False
-    """Whether nobody pushes what is written there: the other side has to fetch it."""
+    """True if the other side has to fetch what is written there, because it is not pushed."""
 
 
 def check_profile(profile: str) -> None:
@@ -115,13 +116,13 @@ class Link:
     """One NIXL agent and the block it offers.
 
     Args:
-        name: Unique among the agents that meet.
+        name: Name that is unique among the agents that meet.
         profile: "rdma", "shm" or "tcp". "rdma" refuses every emulation in software.
-        memory: What the other side may write and read.
-        is_pulled: See `Peer`.
+        memory: Memory that the other side may write and read.
+        is_pulled: Flag as in `Peer`.
 
     Raises:
-        ConfigError: See `check_profile`.
+        ConfigError: An error of `check_profile`.
         NixlError: The memory cannot be registered.
     """
 
@@ -144,23 +145,24 @@ class Link:
         self._remote: str | None = None
         self._numbers = itertools.count()
         self._under_way: dict[int, Any] = {}
-        """Transfers by number. Each keeps the agent, so nobody else holds one: the agent would end
-        with it, and NIXL crashed where that was on a thread that had not used it."""
+        """Transfers by number. Each references the agent, so only this link may hold one. Otherwise
+        the agent would end with the last transfer: NIXL crashed where that was on a thread that had
+        not used it."""
         self._reads: set[int] = set()
-        """The READs among them."""
+        """Numbers of the transfers that are READs."""
 
     @property
     def offer(self) -> Peer:
-        """What the other side needs."""
+        """Return the data that the other side needs."""
         place = self._place
         metadata = self._agent.get_agent_metadata()
         return Peer(metadata, self.address, place.kind, place.device, self._is_pulled)
 
     def connect(self, peer: Peer) -> None:
-        """Meet the other side.
+        """Connect to the other side.
 
         Raises:
-            NixlError: It cannot be reached.
+            NixlError: The other side cannot be reached.
         """
         with self._told("meeting the other side"):
             self._remote = self._agent.add_remote_agent(peer.metadata)
@@ -197,10 +199,10 @@ class Link:
         return number
 
     def is_done(self, number: int) -> bool:
-        """Whether a transfer has ended; it is released then.
+        """Return True if a transfer has ended; it is released then.
 
         Raises:
-            NixlError: It failed.
+            NixlError: The transfer failed.
         """
         with self._told("a transfer"):
             state = self._agent.check_xfer_state(self._under_way[number])
@@ -224,11 +226,12 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        """Give the memory back. Twice is once.
+        """Free the memory. Idempotent.
 
-        NIXL frees what a transfer uses together with the remote agent, so those under way are
-        cancelled first. One that cannot be keeps its link, and both stay until the process ends.
-        So does a READ that does not end soon: cancelled, it could land in memory given back.
+        NIXL frees a transfer's resources together with the remote agent, so transfers under way are
+        cancelled first. One that cannot be cancelled keeps its link, and both stay until the
+        process ends. So does a READ that does not end soon: cancelled, it could write into freed
+        memory.
         """
         if self._memory is None:
             return
@@ -256,10 +259,10 @@ class Link:
 
 
 class Mirror:
-    """Pushes what one side writes of a block to the other side's copy. One thread at a time.
+    """A copy of a block: pushes what one side writes to the other side. One thread at a time.
 
     Args:
-        link: Connected.
+        link: Connected link.
         block: Our copy.
         words: Names of our words.
     """
@@ -272,7 +275,8 @@ class Mirror:
         self._values = [0] * len(words)
         self._transfer: int | None = None
         self._failure: str | None = None
-        """No error, whose frames keep the link's agent."""
+        """The message of a failure. It is not the error, whose frames reference the link's
+        agent."""
 
     def add_ring(self, name: str, writer: Writer) -> None:
         """Push what this writer writes, too."""
@@ -281,7 +285,7 @@ class Mirror:
         self._pushed.append(0)
 
     def pump(self) -> bool:
-        """Push what is new if no push is under way; whether all has arrived.
+        """Push new bytes if no push is under way; return True if all have arrived.
 
         Raises:
             NixlError: A push failed, now or before.
@@ -310,7 +314,7 @@ class Mirror:
             start, end = self._pushed[i], writer.head
             if start == end:
                 continue
-            at, size = start % capacity, end - start + 8  # with the zero behind the last record
+            at, size = start % capacity, end - start + 8  # with the zero after the last record
             first = min(size, capacity - at)
             yield offset + at, first
             if first < size:
@@ -325,7 +329,7 @@ class Mirror:
                 yield 8 * index, 8
 
     def ring(self) -> None:
-        """Push what is new (`Announcer`). A failure is left to the next `pump`."""
+        """Push new bytes (`Announcer`). The next `pump` reports a failure."""
         with suppress(NixlError):
             self.pump()
 
@@ -337,7 +341,7 @@ class NixlFrontEnd(FrontEndRings):
     """A front end whose engine is at the other end of a link."""
 
     nap_s = NAP_NS / NS_PER_S
-    """How long to wait before the next `receive` while requests are open."""
+    """Seconds to wait before the next `receive` while requests are open."""
 
     def __init__(self, block: FrontEndMemory, link: Link) -> None:
         super().__init__(block)
@@ -352,7 +356,7 @@ class NixlFrontEnd(FrontEndRings):
             self._mirror.ring()
 
     def receive(self) -> Iterator[Heard]:
-        """Take what is in the token ring; call it again and again: it also drives the link."""
+        """Take the records of the token ring. Call it repeatedly: it also drives the link."""
         with self._lock:
             if not self._is_closed:
                 self._mirror.pump()
@@ -366,14 +370,14 @@ class NixlFrontEnd(FrontEndRings):
 
 
 class RemotePort(FrontEndPort):
-    """A port whose front end has another clock: no request arrives later than it is seen."""
+    """A port for a front end with another clock; no request arrives in the future."""
 
     def __init__(self, block: FrontEndMemory, mirror: Mirror, now_ns: Callable[[], int]) -> None:
         super().__init__(block, mirror)
         self._now_ns = now_ns
 
     def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
-        """Take what is in the rings (`FrontEndPort.take`)."""
+        """Take the records of the rings (`FrontEndPort.take`)."""
         prompts, cancels = super().take()
         now_ns = self._now_ns()
         return [self._by(item, now_ns) for item in prompts], cancels
@@ -393,14 +397,14 @@ LOOK_NS = 500_000
 
 
 class NixlStop(ShmStop):
-    """The stop word where front ends have no bell: the first word of every ring is looked at."""
+    """The stop word where front ends have no bell: it looks at the first word of every ring."""
 
     __slots__ = ("has_news",)
 
     has_news: Callable[[], bool]
 
     def watch(self) -> Watch:
-        """The bell, which front ends over links do not ring: these move while `word` is read."""
+        """Return the bell, which links do not ring: their words move while `word` is read."""
         return Watch(self._address, self.seen, look_ns=LOOK_NS)
 
     @property
@@ -416,10 +420,10 @@ class NixlStop(ShmStop):
 
 
 class NixlIngress(ShmIngress):
-    """The engine's end with front ends over links, beside those over shared memory.
+    """The engine's end with front ends over links, in addition to those over shared memory.
 
-    The arguments are those of `ShmIngress`. A poll drives every link and looks at the first word
-    of its rings, so it costs microseconds where UCX emulates.
+    The arguments are those of `ShmIngress`. A poll drives every link and looks at the first word of
+    its rings, so it costs microseconds where UCX emulates.
     """
 
     def __init__(
@@ -450,11 +454,11 @@ class NixlIngress(ShmIngress):
 
     def drain(self) -> list[Item]:
         items = super().drain()  # its `flush` drives the links first
-        self._pump()  # the places of what was taken
+        self._pump()  # the places of the taken records
         return items
 
     def wait(self, timeout_ns: int | None) -> None:
-        """Sleep in short naps: nobody rings a doorbell from afar."""
+        """Sleep in short naps: front ends on other hosts ring no doorbell."""
         if not self._mirrors:
             super().wait(timeout_ns)
             return
@@ -477,7 +481,7 @@ class NixlIngress(ShmIngress):
         return not self._pump() or backlog
 
     def _pump(self) -> bool:
-        """Push what is new over every link; whether all has arrived."""
+        """Push new bytes over every link; return True if all have arrived."""
         is_done = True
         for number, mirror in list(self._mirrors.items()):
             try:

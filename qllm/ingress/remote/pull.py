@@ -1,16 +1,17 @@
-"""A front end that fetches what a device wrote: nobody on the engine's host sends it a token.
+"""A front end that fetches what a device wrote: the engine's host sends it no token.
 
     front end   LS, BE and cancel rings, token tail   ── WRITE ──>   the engine's block
     front end   token ring, request tails, progress   <── READ ───   the engine's block
 
 The engine's block lies where a device writes it (`qllm.device.rings`). The front end reads at its
-own pace: the engine's words, and a bounded window of the token ring from its own place on. No
-word says how far that ring is written. Records prove themselves, and one READ is not of one
-moment: a record may be half there, and is read again then. The word behind a record may be older
-than the record; a record of an earlier lap is not taken for the next one, as its number is lower.
-Words of eight bytes are read whole.
+own pace: the engine's words, and a bounded window of the token ring from its own position. No word
+contains how far that ring is written. Records prove themselves. One READ is not of one moment, so a
+record may be incomplete; then it is read again. The word after a record may be older than the
+record. A record of an earlier lap has a lower number, so it is not taken for the next one. Words of
+eight bytes are read whole.
 
-With a card nobody else takes part. Where UCX emulates, the engine's host copies: `LinkDriver`.
+With a card only the two sides take part. Where UCX emulates, the engine's host copies:
+`LinkDriver`.
 """
 
 import threading
@@ -26,28 +27,30 @@ from qllm.ingress.ring import BROKEN_AFTER_NS, RingError
 from qllm.types import NS_PER_S
 
 MIN_WINDOW = 1 << 10
-"""Bytes of the token ring that one READ fetches, 16 tokens; twice as many after each READ that
-found its window full, at most the ring."""
+"""Bytes of the token ring that one READ fetches, 16 tokens; doubled after each READ that found its
+window full, up to the whole ring."""
 MIN_NAP_NS = 20_000
-"""Between two looks while tokens come; twice as long after each that found nothing, to NAP_NS."""
+"""Nanoseconds between two looks while tokens arrive; doubled after each empty look, up to
+NAP_NS."""
 WIRE_UP_NS = 10_000_000
-"""With a card the engine's host is needed only until both sides have met: it looks this often."""
+"""Nanoseconds between two looks of the engine's host with a card, which needs it only until both
+sides have connected."""
 _TAILS = ("ls_tail", "be_tail", "cancel_tail")
 _TOKEN_TAIL = cell(FRONT_END, "token_tail")
 _WORDS_AT = offset(FRONT_END, "ls_tail")
 _NUM_WORDS = len(_TAILS) + 1
 _LANDING = 2048
-"""Where the engine's words land in our block: behind the header, before the rings."""
+"""Offset of the engine's words in our block: after the header, before the rings."""
 assert cell(FRONT_END, "progress") == _WORDS_AT // 8 + len(_TAILS)
 
 
 class Puller:
-    """Fetches into our copy of a block what a device writes of its own. One thread at a time.
+    """A reader that fetches a device's block into our copy. One thread at a time.
 
     Args:
-        link: Connected.
+        link: Connected link.
         block: Our copy.
-        writers: Of the LS, BE and cancel rings.
+        writers: Writers of the LS, BE and cancel rings.
     """
 
     def __init__(self, link: Link, block: FrontEndMemory, writers: Sequence[Writer]) -> None:
@@ -61,14 +64,14 @@ class Puller:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a READ is: the ring must not be looked at."""
+        """True while a READ is under way: the ring must not be read."""
         return self._transfer is not None
 
     def pull(self) -> bool:
-        """Begin a READ if none is under way; whether one has ended.
+        """Begin a READ if none is under way; return True if one has ended.
 
         Raises:
-            NixlError: It failed.
+            NixlError: The READ failed.
             RingError: The engine's words make no sense.
         """
         self._link.drive()
@@ -111,10 +114,10 @@ class Puller:
             )
 
     def adapt(self, has_more: bool) -> bool:
-        """Choose the next window after what came was taken; whether anything came.
+        """Choose the next window after records were taken; return True if any came.
 
         Args:
-            has_more: The beginning of a further record is there.
+            has_more: True if the beginning of a further record is there.
         """
         num_taken = self._words[_TOKEN_TAIL] - self._start
         if has_more or num_taken == self.window:
@@ -134,12 +137,12 @@ class PullingFrontEnd(NixlFrontEnd):
 
     @property
     def nap_s(self) -> float:  # type: ignore[override]
-        """How long to wait before the next `receive` while requests are open."""
+        """Seconds to wait before the next `receive` while requests are open."""
         nap_ns = MIN_NAP_NS if self._puller.is_under_way else self._nap_ns
         return nap_ns / NS_PER_S
 
     def receive(self) -> Iterator[Heard]:
-        """Take what has come; call it again and again: it also drives the link and fetches."""
+        """Take records that have arrived. Call it repeatedly: it drives the link."""
         with self._lock:
             if self._is_closed:
                 return
@@ -154,14 +157,14 @@ class PullingFrontEnd(NixlFrontEnd):
 
 
 class LinkDriver:
-    """Lets UCX make progress for front ends that pull, on a thread of the engine's process.
+    """A thread of the engine's process that lets UCX make progress for front ends that pull.
 
     Where UCX emulates, that thread copies every record. With a card it is needed until both sides
-    have met; it posts nothing and touches no record.
+    have connected; it posts nothing and touches no record.
 
     Args:
-        profile: Of the links.
-        broken: Told the number of a front end whose link failed, and why.
+        profile: Profile of the links.
+        broken: Function that is called with the number of a front end whose link failed, and why.
     """
 
     def __init__(self, profile: str, broken: Callable[[int, str], None]) -> None:
@@ -180,7 +183,7 @@ class LinkDriver:
             self._links[number] = link
 
     def remove(self, number: int) -> None:
-        """Drive it no more, and close it; twice is once. From any thread."""
+        """Stop driving a link, and close it. Idempotent. From any thread."""
         with self._lock:
             link = self._links.pop(number, None)
             if link is not None:
