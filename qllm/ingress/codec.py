@@ -1,4 +1,4 @@
-"""Between values and the bodies of records. Nothing is pickled."""
+"""Conversion between values and the bodies of records, without pickle."""
 
 import json
 import math
@@ -43,9 +43,9 @@ _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _REASONS = tuple(FinishReason(reason) for reason in layout.REASONS)
 MAX_TEXT_BYTES = 16_384
-"""Most bytes of an error in a finish."""
+"""Largest size of an error in a finish, in bytes."""
 PART_BYTES = 32_768
-"""Log-probabilities of a prompt in one record take about so much: far below the size of a ring."""
+"""Approximate bytes of prompt log-probabilities in one record: far below the size of a ring."""
 
 
 def _utf8(text: str) -> bytes:
@@ -170,7 +170,7 @@ def _decode_limits(body: bytes, at: int) -> dict[str, Any]:
 
 
 _NONE = SamplingParams(seed=0)
-"""Stands for the settings of a request that are wrong."""
+"""Placeholder for invalid settings of a request."""
 
 
 def decode_submission(record: Record) -> Submission:

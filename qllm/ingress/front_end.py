@@ -117,7 +117,7 @@ class FrontEndPort(ABC):
 
 
 class FrontEndRings(FrontEndPort):
-    """Puts requests and cancels into rings, takes tokens."""
+    """A port that puts requests and cancels into rings, and takes tokens."""
 
     def __init__(self, block: FrontEndMemory) -> None:
         self.number = block.number

@@ -45,7 +45,7 @@ class Memory(Protocol):
 
     @property
     def device(self) -> int:
-        """Number of the device; 0 of the host."""
+        """Number of the device; 0 for the host."""
         ...
 
     @property
@@ -100,7 +100,7 @@ class Segment:
         self.fd = -1
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self.close_fd()
 
 
@@ -165,7 +165,7 @@ class ControlMemory:
 
     @property
     def draining(self) -> bool:
-        """Front ends take no new requests."""
+        """True if front ends take no new requests."""
         return bool(self.words[self._DRAIN])
 
     @draining.setter
@@ -183,7 +183,7 @@ class ControlMemory:
 
     @property
     def heartbeat_ns(self) -> int:
-        """Engine time at which the loop last looked at its rings; also idle, every second."""
+        """Engine time of the loop's last look at its rings; when idle, every second."""
         return self.words[self._BEAT]
 
     @heartbeat_ns.setter
@@ -239,7 +239,7 @@ class FrontEndLayout(NamedTuple):
 
     @classmethod
     def of(cls, number: int, capacities: Sequence[int]) -> Self:
-        """With capacities rounded up to pages."""
+        """Return the layout with capacities rounded up to pages."""
         return cls(number, tuple(-(-size // _PAGE) * _PAGE for size in capacities))
 
     @property
@@ -249,13 +249,13 @@ class FrontEndLayout(NamedTuple):
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Per ring its first byte."""
+        """Offset of each ring's first byte."""
         starts = (_PAGE + sum(self.capacities[:i]) for i in range(len(RINGS)))
         return dict(zip(RINGS, starts, strict=True))
 
     @property
     def header(self) -> bytes:
-        """Return the first bytes of a fresh block; the rest is zeros."""
+        """The first bytes of a fresh block; the rest is zeros."""
         return struct.pack("<QQ4Q", MAGIC, VERSION | self.number << 32, *self.capacities)
 
 
@@ -275,9 +275,9 @@ class FrontEndMemory:
         self.number = segment.words[1] >> 32
         self.capacities = tuple(segment.words[self._CAPACITY : self._CAPACITY + len(RINGS)])
         self.offsets = FrontEndLayout(self.number, self.capacities).offsets
-        """Per name where the ring starts in the segment."""
+        """Offset of each ring in the segment, by name."""
         self.rings: dict[str, tuple[memoryview, Words]] = {}
-        """Per name the bytes of the ring and the word of its reader."""
+        """Bytes of each ring and the word of its reader, by name."""
         for name, size in zip(RINGS, self.capacities, strict=True):
             at, tail = self.offsets[name], cell(FRONT_END, f"{name}_tail")
             self.rings[name] = segment.bytes[at : at + size], segment.words[tail : tail + 1]

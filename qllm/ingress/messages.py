@@ -14,7 +14,7 @@ class Source(NamedTuple):
     """The place of the KV of a request that another engine has migrated."""
 
     address: str
-    """HOST:PORT at which that engine meets others."""
+    """HOST:PORT at which other engines reach that engine."""
     ticket: str
     """Random, unguessable id of the KV on the source engine."""
 
@@ -32,9 +32,9 @@ class ModelInfo(NamedTuple):
     vocabulary: str | None
     """Digest of the tokenizer's vocabulary, if there is a tokenizer: front ends use the same."""
     weights: str = ""
-    """Digest of the weights, of an engine that other processes may meet."""
+    """Digest of the weights, for an engine that other processes may meet."""
     software: str = ""
-    """Releases and kernels that decide bits, of such an engine."""
+    """Releases and kernels that decide bits, for such an engine."""
 
 
 class Start(NamedTuple):
@@ -51,7 +51,7 @@ class Start(NamedTuple):
     listen: str | None
     """Path of a socket at which further front ends may attach."""
     quiet: bool
-    """No progress bars and warnings of the libraries below."""
+    """True to silence progress bars and warnings of the libraries."""
     meeting: Meeting | None = None
     """Address at which front ends of other hosts connect to the engine."""
     takes_digest: bool = False
@@ -101,6 +101,6 @@ class Restored:
     sampled: list[Sampled] = field(default_factory=list)
 
     def on_token(self, sampled: Sampled) -> bool:
-        """Take one of the tokens that it had already."""
+        """Store a token that the request had already."""
         self.sampled.append(sampled)
         return False

@@ -59,10 +59,10 @@ class NativeRingReader(_NativeEnd):
         return news
 
     def read(self) -> Record | None:
-        """Take the next record; None while there is none that is whole.
+        """Take the next record; return None while no complete one is there.
 
         Raises:
-            RingError: The next record is broken for good.
+            RingError: The next record is permanently broken.
         """
         found: Any = self._native.read(self._address, time.monotonic_ns())
         if found is False:

@@ -24,14 +24,14 @@ class Submission:
     priority: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    """With a seed: `submit` draws one where the caller gave none."""
+    """Sampling with a seed: `submit` draws one if the caller gave none."""
     stop_ids: frozenset[int]
     """Ids that end it: EOS (unless ignored) and `stop_token_ids`."""
     max_tokens: int
     slo: Slo
     arrival_ns: int
     deadline_ns: int | None
-    """`timeout_s` as engine time."""
+    """Engine time at which `timeout_s` has passed."""
     num_output_tokens: int = 0
     """Number of last `token_ids` that are output of an engine that has ended. They count towards
     `max_tokens`."""
@@ -93,7 +93,7 @@ class Cancel(NamedTuple):
 
     request_id: RequestId
     reason: FinishReason = FinishReason.CANCELLED
-    """STOP where the front end found a stop string, ERROR where its text failed."""
+    """STOP if the front end found a stop string, ERROR if its text failed."""
 
 
 class Update(NamedTuple):
@@ -101,7 +101,7 @@ class Update(NamedTuple):
 
     request_id: RequestId
     priority: int | None = None
-    """Its class from now on; None leaves it."""
+    """Its new class; None does not change it."""
     paused: bool | None = None
     """True to pause, False to resume; None does not change it."""
 

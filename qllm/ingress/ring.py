@@ -137,10 +137,10 @@ class RingReader:
         return bool(self._words[self._at % self._capacity // 8] == self._seq + 1)
 
     def read(self) -> Record | None:
-        """Take the next record; None while there is none that is whole.
+        """Take the next record; return None while no complete one is there.
 
         Raises:
-            RingError: The next record is broken for good.
+            RingError: The next record is permanently broken.
         """
         start, seq = self._at % self._capacity, self._seq + 1
         if self._words[start // 8] != seq:

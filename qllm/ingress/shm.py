@@ -90,11 +90,11 @@ class Announcer(Protocol):
     """The way in which a front end learns of new records in its token ring."""
 
     def ring(self) -> None:
-        """There is something new."""
+        """Wake the front end for new records."""
         ...
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Do nothing: no record follows."""
         ...
 
 
@@ -170,7 +170,7 @@ class FrontEndPort:
         self._has_news = True
 
     def flush(self) -> bool:
-        """Wake the front end if there is something new; whether a backlog remains."""
+        """Wake the front end for new records; return True if a backlog remains."""
         while self._backlog and self.tokens.write(*self._backlog[0]):
             self._backlog.popleft()
             self._has_news = True
@@ -358,7 +358,7 @@ class ShmIngress:
 
 
 class RingSink:
-    """Writes tokens and ends into the token ring of the front end they belong to."""
+    """A sink that writes tokens and ends into the token ring of their front end."""
 
     def __init__(self, ports: dict[int, FrontEndPort]) -> None:
         self._ports = ports

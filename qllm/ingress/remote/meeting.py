@@ -35,7 +35,7 @@ LOOK_S = 1.0
 """Length in seconds of one look. Silence is counted in looks, so that a suspension of the machine
 counts as one look."""
 MAX_STRANGER_BYTES = 4096
-"""Longest message before the other side has proved itself."""
+"""Largest size of a message, in bytes, before the other side has proved itself."""
 MAX_BYTES = 16 << 20
 MIN_SECRET_BYTES = 16
 SAME = "do both sides have the same secret_file?"
@@ -254,12 +254,12 @@ class Wire:
         return b"".join(parts)
 
     def hang_up(self) -> None:
-        """Both sides see the end; the descriptor stays ours. Callable from any thread."""
+        """Shut down the connection, so that both sides see its end. Callable from any thread."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self._sock.close()
 
 

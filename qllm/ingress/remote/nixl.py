@@ -64,7 +64,7 @@ PROFILES = {
     ),
 }
 _STUCK: list["Link"] = []
-"""With a transfer that could not be cancelled."""
+"""Links with a transfer that could not be cancelled."""
 SETTLE_S = 0.1
 """Seconds that a closing link waits for a READ."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -91,11 +91,11 @@ class Peer(NamedTuple):
 
 
 def check_profile(profile: str) -> None:
-    """Return if links of this profile can be made here.
+    """Raise unless links of this profile can be made here.
 
     Raises:
         ConfigError: NIXL is not installed, the profile is unknown, or it needs a card that is
-            not there.
+            missing.
     """
     if profile not in PROFILES:
         raise ConfigError(f"profile={profile!r} is unknown; use one of {', '.join(PROFILES)}")
@@ -169,16 +169,16 @@ class Link:
         self._peer = peer
 
     def drive(self) -> None:
-        """Let UCX make progress: where the target's CPU copies, it copies here."""
+        """Let UCX make progress: where it emulates, this copies data."""
         with self._told("driving the link"):
             self._agent.get_new_notifs()
 
     def post(self, ranges: Sequence[tuple[int, int]]) -> int:
-        """Begin to write ranges (offset, length) of our block to the other's; the transfer."""
+        """Begin to write ranges (offset, length) of our block; return the transfer."""
         return self._begin("WRITE", [(at, at, size) for at, size in ranges])
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> int:
-        """Begin to read ranges (our offset, the other's, length) of its block; the transfer."""
+        """Begin to read ranges (our offset, the other's, length); return the transfer."""
         return self._begin("READ", ranges)
 
     def _begin(self, what: str, ranges: Sequence[tuple[int, int, int]]) -> int:
@@ -217,7 +217,7 @@ class Link:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """NIXL's errors have no base of their own but Exception."""
+        """Convert NIXL's errors, which have no base of their own but Exception."""
         try:
             yield
         except Exception as error:
@@ -279,7 +279,7 @@ class Mirror:
         agent."""
 
     def add_ring(self, name: str, writer: Writer) -> None:
-        """Push what this writer writes, too."""
+        """Push the records of this writer, too."""
         capacity = len(self._block.rings[name][0])
         self._rings.append((writer, self._block.offsets[name], capacity))
         self._pushed.append(0)
@@ -334,7 +334,7 @@ class Mirror:
             self.pump()
 
     def close(self) -> None:
-        """Nothing is pushed any more."""
+        """Do nothing: no push follows."""
 
 
 class NixlFrontEnd(FrontEndRings):
@@ -363,7 +363,7 @@ class NixlFrontEnd(FrontEndRings):
         yield from super().receive()
 
     def close(self) -> None:
-        """Let go of the link. Nothing is sent or received any more."""
+        """Drop the link. Nothing is sent or received any more."""
         with self._lock:
             self._is_closed = True
             self._link.close()
@@ -393,7 +393,7 @@ class RemotePort(FrontEndPort):
 
 
 LOOK_NS = 500_000
-"""Time after which native code comes back to drive the links."""
+"""Nanoseconds after which native code returns so that Python drives the links."""
 
 
 class NixlStop(ShmStop):

@@ -60,7 +60,7 @@ class Puller:
         self._wrong_since_ns: int | None = None
         self._start = 0
         self.window = min(MIN_WINDOW, self._capacity)
-        """Bytes that the next READ fetches of the ring."""
+        """Number of bytes of the ring that the next READ fetches."""
 
     @property
     def is_under_way(self) -> bool:
@@ -92,7 +92,7 @@ class Puller:
         return [words, *((at, at, size) for at, size in parts if size)]
 
     def _take_words(self) -> None:
-        """Take a tail only if it is plausible: a wrong one would overwrite unread records."""
+        """Store a tail if it is plausible: a wrong one would overwrite unread records."""
         first, landed = _WORDS_AT // 8, _LANDING // 8
         wrong = False
         for i, writer in enumerate(self._writers):
