@@ -1,1 +1,1 @@
-"""Several engines behind one front end: routing, rebalancing, members that come and go."""
+"""Several engines behind one front end: routing, migration, engines that come and go."""

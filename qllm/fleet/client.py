@@ -450,7 +450,7 @@ class FleetClient(FarClient, ManyClient):
         return answers
 
     def drain(self) -> None:
-        """Take no new requests, at none of the engines; they have other front ends."""
+        """Take no new requests from this front end; the engines have other front ends."""
         self.raise_if_closed()
         self._drains = True
 
@@ -465,7 +465,7 @@ class FleetClient(FarClient, ManyClient):
             if self._ended.is_set():
                 return
             self._ended.set()
-        for thread in self._threads:  # one may be about to meet an engine that does not answer
+        for thread in self._threads:  # one may be connecting to an engine that does not answer
             if thread is not threading.current_thread():
                 thread.join(1)
         for handle in self.log.handles():

@@ -26,7 +26,7 @@ class Backoff:
     """Delays in seconds before the fleet connects again to an engine that has ended."""
 
     first_s: float = 1.0
-    """After it went for the first time; doubled each further time."""
+    """Delay after the first end in seconds; doubled each further time."""
     cap_s: float = 60.0
     """Upper limit of the doubled delay."""
     calm_s: float = 600.0
@@ -49,11 +49,11 @@ class Member:
     def __init__(self, name: str, meet: Callable[[], RingClient], backoff: Backoff) -> None:
         self.name, self._meet, self._backoff = name, meet, backoff
         self.client: RingClient | None = None
-        """While it is up."""
+        """The client while the engine is up."""
         self.why = "it was not met yet"
         """The reason why the engine is out."""
         self.num_met = 0
-        """Engines that were met there, one after the other."""
+        """Number of engines that were met at the address, one after the other."""
         self.keeps_file = True
         """True if KV in its file may outlive it; assumed until the first connection."""
         self._num_gone = 0
@@ -81,14 +81,14 @@ class Member:
         return client
 
     def is_up(self, client: RingClient) -> None:
-        """Note that it serves."""
+        """Record that the engine serves."""
         self.client, self.why = client, ""
         self.keeps_file = client.config.kv_dir is not None
         self.num_met += 1
         self._up_s = time.monotonic()
 
     def is_out(self, why: str) -> float:
-        """Note that it does not serve; seconds until it is tried again."""
+        """Record that the engine does not serve; return the seconds until the next attempt."""
         now_s = time.monotonic()
         if self.client is not None and now_s - self._up_s >= self._backoff.calm_s:
             self._num_gone = 0
@@ -124,7 +124,7 @@ class Card:
 
     @property
     def digest(self) -> str:
-        """Return a digest that equal cards share in all processes."""
+        """A digest that equal cards share in all processes."""
         text = json.dumps(self.parts, sort_keys=True, default=sorted)  # of sets
         return blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -28,11 +28,11 @@ class Standing(NamedTuple):
     key: Hashable
     engine: str
     still_s: float
-    """Since its last token there, or since it came."""
+    """Seconds since its last token there, or since its arrival."""
     num_tokens: int
-    """Its prompt and its answer so far."""
+    """Tokens of its prompt and of its answer so far."""
     is_begun: bool
-    """It has a first token."""
+    """True if it has a first token."""
     num_moves: int
     """Number of its migrations by this rule."""
 

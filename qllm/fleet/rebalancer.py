@@ -21,7 +21,7 @@ _log = logging.getLogger("qllm.fleet")
 
 @dataclass(slots=True)
 class _Move:
-    """One request on its way."""
+    """One migration under way."""
 
     handle: Handle
     target: str
@@ -45,7 +45,7 @@ class Rebalancer:
         self._members, self._routing, self._after_s = members, routing, after_s
         self.costs = MoveCosts()
         self.num_moved = Counter[str]()
-        """Requests that were asked to leave each engine."""
+        """Number of requests that each engine was ordered to migrate."""
         self._lock = threading.Lock()
         self._move: _Move | None = None
         self._times: WeakKeyDictionary[Handle, int] = WeakKeyDictionary()
@@ -114,7 +114,7 @@ class Rebalancer:
             return move.target
 
     def heard_of(self, handle: Handle) -> None:
-        """Take in that a request has a token, or has ended."""
+        """Record that a request has a token, or has ended."""
         move = self._move
         if move is None or move.handle is not handle or not move.has_left:
             return

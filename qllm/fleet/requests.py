@@ -25,9 +25,9 @@ class FleetLog(RequestLog):
         super().__init__(max_replays, lambda: None, max_trials)
         self._router = router
         self.num_taken = Counter[str]()
-        """Requests that outlived each engine, or ended with it."""
+        """Number of requests that each engine had open when it ended."""
         self.replay: Callable[[SavedRequest], None] | None = None
-        """Submits one to the engine of the route."""
+        """Function that submits a request to the engine of the route."""
         self.heard: Callable[[Handle], None] = lambda _: None
         """Function that is called for each token and end."""
 

@@ -36,7 +36,7 @@ from qllm.types import Priority
 UNKNOWN = RouteCosts()
 """Costs of an engine that has not reported any."""
 PERIOD_S = 1.0
-"""At most one engine changes its pool in this time."""
+"""Seconds between two changes of pool."""
 Entry = tuple[Any, ...]
 _log = logging.getLogger("qllm.router")
 
@@ -53,7 +53,7 @@ class CachedPrefixes(OrderedDict[int, None]):
         self.capacity = capacity
 
     def add(self, pages: Sequence[int]) -> None:
-        """Note that a prompt with these pages went there; the first outlive those after them."""
+        """Record that a prompt with these pages went there; the first pages stay longest."""
         for page in reversed(pages):
             self[page] = None
             self.move_to_end(page)
@@ -94,7 +94,7 @@ class Router:
         self.engines: list[EngineView] = []
         """Engines that are up, in order of arrival."""
         self.num_errors = 0
-        """Choices that the route did not make."""
+        """Number of choices that the route failed to make."""
         self._record = record or (lambda _: None)
         self._uses_pages, self._uses_pools = route not in WITHOUT_PAGES, route not in WITHOUT_POOLS
         self._taking: dict[bool, list[EngineView]] = {False: [], True: []}
@@ -150,7 +150,7 @@ class Router:
         self._sort()
 
     def cost(self, name: str, costs: RouteCosts) -> None:
-        """Note how fast an engine is now."""
+        """Record an engine's speed."""
         self._record(("cost", name, costs))
         for engine in self.engines:
             if engine.name == name:
@@ -166,18 +166,18 @@ class Router:
         *,
         is_begun: bool = False,
     ) -> RequestView:
-        """Look at a request as the route will see it; pages are named if the route uses them."""
+        """Return the route's view of a request; it names pages if the route uses them."""
         pages = page_names(token_ids, salt) if self._uses_pages else ()
         return RequestView(priority, len(token_ids), max_tokens, pages=pages, is_begun=is_begun)
 
     def choose(
         self, request: RequestView, now_s: float, without: Sequence[str] = ()
     ) -> EngineView | None:
-        """Choose an engine; None if there is none.
+        """Choose an engine; return None if there is none.
 
         Args:
-            request: From `view`.
-            now_s: Time, for pools.
+            request: View from `view`.
+            now_s: Time in seconds, for pools.
             without: Names of engines that take no requests now.
         """
         engines = self._taking[request.is_begun]
@@ -238,7 +238,7 @@ class Router:
         engine.refresh()
 
     def heard(self, key: Hashable, num_tokens: int, priority: int) -> None:
-        """Note how many tokens a request has, of all engines that had it, and its class now."""
+        """Record a request's class and its number of tokens from all its engines."""
         sent = self._open.get(key)
         if sent is None:
             return
@@ -253,7 +253,7 @@ class Router:
         sent.engine.refresh()
 
     def left(self, key: Hashable) -> str | None:
-        """Note that a request is no longer at its engine; the name of that."""
+        """Record that a request has left its engine; return the engine's name."""
         sent = self._open.pop(key, None)
         if sent is None:
             return None

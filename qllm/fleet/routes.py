@@ -25,7 +25,7 @@ from qllm.types import Priority
 Role = Literal["both", "prefill", "decode"]
 
 PAGE_TOKENS = 128
-"""Tokens of a page by which routes know a prompt's beginning."""
+"""Tokens of a page, the unit in which routes compare beginnings of prompts."""
 MAX_PAGES = 32
 """Number of compared pages of a prompt; later pages do not affect the choice."""
 SAMPLE = 4
@@ -57,14 +57,14 @@ class RequestView:
     """Its class, as `qllm.types.Priority`: smaller is sooner."""
     num_prompt_tokens: int
     max_tokens: int
-    """Most tokens of its answer."""
+    """Largest number of tokens of its answer."""
     is_short: bool = True
     """True if its prompt is at most as long as the fleet's boundary."""
     pages: tuple[int, ...] = ()
     """Names of the first whole pages of its prompt (`page_names`); empty if the route needs
     none."""
     is_begun: bool = False
-    """Another engine has given it its first tokens."""
+    """True if another engine produced its first tokens."""
 
     @property
     def is_ls(self) -> bool:
@@ -77,9 +77,9 @@ class Backlog:
     """Work that an engine has left for one class, LS or BE."""
 
     num: int = 0
-    """Open requests."""
+    """Number of open requests."""
     num_waiting: int = 0
-    """Open requests without a first token."""
+    """Number of open requests without a first token."""
     prompt_tokens: int = 0
     """Known number of their prompt tokens that are not computed."""
     output_tokens: int = 0
@@ -97,20 +97,20 @@ class EngineView:
     """True if it is in the pool for short prompts."""
     costs: RouteCosts = RouteCosts()
     seats: int = 64
-    """Most requests in one step."""
+    """Largest number of requests in one step."""
     ls: Backlog = field(default_factory=Backlog)
     be: Backlog = field(default_factory=Backlog)
     kept: Container[int] = frozenset()
     """Names of pages whose KV it probably caches: pages of its latest prompts."""
     num_sent: int = 0
-    """Requests that it ever got."""
+    """Number of requests that it ever got."""
     hands_over: bool = False
     """True if requests can migrate from it and to it with their KV."""
     ls_start_s: float = 0.0
     """Estimated seconds until an LS request that arrives now would be computed; see `refresh`."""
     busy_s: float = 0.0
-    """Estimated seconds of work of all classes that it has: the less, the more it has to spare for
-    BE; see `refresh`."""
+    """Estimated seconds of its work of all classes: an engine with less has more room for BE; see
+    `refresh`."""
 
     def __post_init__(self) -> None:
         """Estimate at once."""
@@ -233,7 +233,7 @@ ROUTES: dict[str, Route] = {
 FALLBACK: Route = least
 """Route that is used where a plug-in's route raised, or returned no engine."""
 WITHOUT_PAGES = frozenset({by_class, by_length, least, round_robin})
-"""Routes that do not look at the pages of a prompt, which are not named for them."""
+"""Routes that do not look at the pages of a prompt. For them, pages get no names."""
 WITHOUT_POOLS = frozenset({by_class, by_prefix, least, round_robin})
 """Routes that do not look at pools or at `is_short`."""
 

@@ -102,8 +102,8 @@ def _add(found: dict[str, Any], path: Path, count: float) -> None:
 def merged(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the statistics of engines (`QLLMEngine.stats`), name by name.
 
-    Numbers are added, but of names in MOST the largest counts. Lists are joined. Of texts, and of
-    values that differ in kind, the first counts; None counts only where there is nothing else. The
+    Numbers are added, except names in MOST, where the largest counts. Lists are joined. Of texts,
+    and of values of different kinds, the first counts. None counts only if all values are None. The
     `pid` of several engines is "several".
     """
     found: dict[str, Any] = {}

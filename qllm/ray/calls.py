@@ -43,10 +43,12 @@ class LoopThread:
 
 
 class Calls:
-    """Questions to replicas. Not from the loop that hears tokens: callers may hold its locks.
+    """Questions to replicas.
+
+    The loop that receives tokens must not ask: callers may hold its locks.
 
     Args:
-        engines: Handle of their deployment.
+        engines: Handle of the deployment.
     """
 
     def __init__(self, engines: Any) -> None:
@@ -83,7 +85,7 @@ class Calls:
             raise EngineClosedError(f"no replica answers: {error}") from error
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._thread.close()
 
 

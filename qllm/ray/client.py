@@ -35,7 +35,7 @@ from qllm.ray.wire import Ask, Local, Lost, Placed, Refused, Seen
 from qllm.types import FinishReason, RequestId, RequestStatus
 
 LOOK_S = 0.2
-"""Between two looks at deadlines of requests that wait for a replica."""
+"""Seconds between two checks of deadlines of requests that wait for a replica."""
 BEAT_S = 3.0
 """Seconds between two signs of life to the replicas."""
 FIRST_S = 600.0
@@ -78,7 +78,7 @@ class Streams(FrontEndPort):
     def __init__(self, engines: Any) -> None:
         self._engines = engines
         self._client = os.urandom(6).hex()
-        """Replicas have other front ends too."""
+        """Random id of this front end; replicas have others too."""
         self._streams: dict[RequestId, Stream] = {}
         self._heard: deque[Heard] = deque()
         self._unheard: set[RequestId] = set()
@@ -89,7 +89,7 @@ class Streams(FrontEndPort):
         self._loop = self._thread.loop
 
     def start(self, owner: "RayClient") -> None:
-        """Begin to hear, for a client."""
+        """Start to receive, for a client."""
         self.owner = owner
         self._loop.call_soon_threadsafe(self._look)
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._beats()))
@@ -109,7 +109,7 @@ class Streams(FrontEndPort):
         self._loop.call_later(LOOK_S, self._look)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop receiving."""
         self._thread.close()
 
     # -- what goes out
@@ -202,7 +202,7 @@ class Streams(FrontEndPort):
             yield self._heard.popleft()
 
     async def _run(self, stream: Stream) -> None:
-        """Hear one request to its end, on one replica."""
+        """Receive the stream of one request, on one replica, to its end."""
         number = stream.item.request_id
         answers, is_over = None, False
         lost: Lost | Refused | None = None
@@ -210,7 +210,7 @@ class Streams(FrontEndPort):
             answers = self._ask(stream)
             async with asyncio.timeout(self._left_s(stream.item)) as limit:
                 async for batch in answers:
-                    limit.reschedule(None)  # from here the engine minds the deadline
+                    limit.reschedule(None)  # from here the engine applies the deadline
                     if (lost := self._take(stream, batch)) is not None:
                         break
                 else:
@@ -283,7 +283,7 @@ class Streams(FrontEndPort):
                 self._heard.append(decode_prompt(record))
             else:
                 end = decode_finish(record)
-                if end.metrics is not None:  # the clock there is another one
+                if end.metrics is not None:  # that replica has another clock
                     known = replace(end.metrics, arrival_ns=stream.item.arrival_ns)
                     end = end._replace(metrics=known)
                 self._heard.append(end)
@@ -332,7 +332,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         self.log = RequestLog(max_replays, lambda: None, MAX_TRIALS)
         self.log.go_on(self.replay)
         self.taken = Counter[str]()
-        """Requests that each replica had when it went."""
+        """Number of requests that each replica had when it ended."""
         self._drains = False
         streams.start(self)
         self._register()
@@ -451,7 +451,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         return "an engine on this machine; these are replicas of Ray"
 
     def drain(self) -> None:
-        """Only here: the engines have other front ends."""
+        """Stop taking requests here only: the engines have other front ends."""
         self.raise_if_closed()
         self._drains = True
 

@@ -25,7 +25,7 @@ from qllm.torchless import forgo_torch
 ENGINES, HTTP = "engines", "http"
 """Names of the two deployments."""
 APP = "qllm"
-"""Name of the application where none is given."""
+"""Default name of the application."""
 LOGGING = {"enable_access_log": False}
 """Logging of Ray Serve: off, because the server has its own access log."""
 
@@ -34,8 +34,8 @@ class HttpFrontEnd:
     """HTTP in front of the engines: the server's own application over a `RayClient`.
 
     Args:
-        config: Settings.
-        engines: Handle of their deployment.
+        config: Settings of the server.
+        engines: Handle of the engines' deployment.
     """
 
     def __init__(self, config: ServerConfig, engines: Any) -> None:
@@ -43,7 +43,7 @@ class HttpFrontEnd:
         self._config, self._engines = config, engines
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Meet the engines, once the first is there."""
+        """Connect to the engines, once the first is there."""
         self._engine = over(self._engines, self._config)
         return create_app(self._engine, self._config)
 
@@ -98,7 +98,7 @@ def build(config: ServerConfig) -> Any:
 
 
 def engine_options(config: ServerConfig, settings: RaySettings) -> dict[str, Any]:
-    """Options of the engines' deployment."""
+    """Return options of the engines' deployment."""
     cpus = settings.cpus if settings.cpus is not None else config.threads or 1
     gpus = settings.gpus if settings.gpus is not None else float(config.device != "cpu")
     found: dict[str, Any] = {

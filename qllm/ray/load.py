@@ -32,11 +32,11 @@ class _Open:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Return its contribution to a `Backlog`."""
+        """Its contribution to a `Backlog`."""
         return 1, int(self.waits), self.num_prompt * self.waits, self.num_output
 
     def late(self, now_ns: int) -> float:
-        """TTFT over target if its first token comes now; 0 if it is not LS, or has no target."""
+        """Return TTFT over target if its first token comes now; 0 without a target or LS."""
         if self.priority >= Priority.BE or self.ttft_ms is None:
             return 0.0
         return (now_ns - self.arrival_ns) / NS_PER_MS / self.ttft_ms
@@ -122,9 +122,9 @@ class ReplicaLoad:
                 self._add(key, item, -1)
 
     def lateness(self, now_ns: int) -> float:
-        """TTFT over target of LS requests, the 90th percentile of the window; 0 without any.
+        """Return the 90th percentile of TTFT over target of LS in the window, else 0.
 
-        One that waits counts with the time it has waited, once that is over its target.
+        A waiting request counts with the time it has waited, once that exceeds its target.
         """
         with self._lock:
             while self._firsts and self._firsts[0][0] < now_ns - self._window_ns:

@@ -143,7 +143,7 @@ class EngineReplica:
         self._relays: dict[str, Relay] = {}
         self._drain_s = config.drain_s
         self._silent: dict[str, int] = {}
-        """Seconds since each front end was heard of."""
+        """Seconds since each front end's last sign of life."""
         self._watch: asyncio.Task[None] | None = None
         hello = self._client.hello
         card = EngineCard(hello.info, hello.config, hello.trace_meta, config.model)
@@ -245,7 +245,7 @@ class EngineReplica:
             relay.cancel()  # nothing if it has ended
 
     def beat(self, front_end: str) -> None:
-        """Hear that a front end lives."""
+        """Record a front end's sign of life."""
         self._silent[front_end] = 0
 
     async def _leave_the_dead(self) -> None:

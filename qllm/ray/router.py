@@ -26,7 +26,7 @@ _log = logging.getLogger("qllm.ray.router")
 
 
 class EngineRouter(RequestRouter):
-    """Ray Serve's router with a route of ours."""
+    """Ray Serve's router with one of our routes."""
 
     def initialize_state(self, route: str = "class") -> None:
         """Set the route. Ray Serve calls this once, with the deployment's `request_router_kwargs`.
@@ -69,7 +69,7 @@ class EngineRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas for one call: the one to take, or none yet."""
+        """Rank the replicas for one call: the chosen one, or none yet."""
         if pending_request is None:
             return [candidate_replicas]
         for arg in pending_request.args:
@@ -166,7 +166,7 @@ def _replace(
 
 
 def _refuse_others(seen: Seen, known: dict[str, Any]) -> None:
-    """Note why replicas are passed over that are not equal to the front end's engine."""
+    """Record why the router skips replicas that differ from the front end's engine."""
     if (ours := seen.card) is None:
         return
     for name, metadata in known.items():

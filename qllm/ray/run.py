@@ -20,7 +20,7 @@ STORE_BYTES = 128 << 20
 """Size of the object store where a cluster is started here: requests and tokens are small."""
 
 LOOK_S = 0.2
-"""Between two looks at whether an application has drained."""
+"""Seconds between two checks of an application that drains."""
 START_TRIES = 3
 """Number of tries: a node of Ray fails after 30 s, a fixed limit; the next try finds its files
 cached."""
@@ -67,11 +67,7 @@ def drain() -> None:
 
 
 def start() -> bool:
-    """Join the cluster that RAY_ADDRESS or this machine names, else start one in this process.
-
-    Returns:
-        Whether it was started here.
-    """
+    """True if this process started it."""
     if ray.is_initialized():
         return False
     try:

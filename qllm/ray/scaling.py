@@ -14,7 +14,7 @@ yet."""
 DOWN_BELOW = 0.5
 """Part of the LS target below which a replica may be removed."""
 MOST_AT_ONCE = 2.0
-"""At most so many times the replicas of now."""
+"""Largest factor by which the number of replicas grows at once."""
 
 
 def wanted(

@@ -1,4 +1,4 @@
-"""Settings of an application on Ray: those of a server, and its table `ray`."""
+"""Settings of an application on Ray: a server's settings and its table `ray`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from qllm.spelling import read_all
 from qllm.types import Priority
 
 NOT_HERE = ("role", "listen", "engine_address", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-"""Settings of a server that Ray Serve's own proxy, or its handles, take the place of."""
+"""Settings of a server that Ray Serve's own proxy, or its handles, replace."""
 
 
 class RaySettings(BaseModel):
@@ -31,15 +31,15 @@ class RaySettings(BaseModel):
     gpus: float | None = Field(None, ge=0)
     """GPUs per replica; by default 1 for a GPU device, else 0."""
     resources: dict[str, float] = {}
-    """Further ones that a node must have, by name."""
+    """Further resources that a node must have, by name."""
     per_node: int | None = Field(None, ge=1)
-    """Most replicas on one node; None leaves it to their resources."""
+    """Largest number of replicas on one node; None leaves it to their resources."""
     ls_ttft_ms: float | None = Field(None, gt=0)
-    """Target for first tokens of LS: over it there are to be more replicas. By default `ls_slo`."""
+    """Target for first tokens of LS, above which replicas are added. By default `ls_slo`."""
     be_tokens: int | None = Field(None, ge=1)
-    """BE tokens to be computed per replica, over which there are to be more; None never."""
+    """BE tokens to be computed per replica, above which replicas are added; None disables this."""
     window_s: float = Field(30.0, gt=0)
-    """Over which both are looked at."""
+    """Seconds over which both are measured."""
     up_after_s: float = Field(10.0, ge=0)
     """Seconds for which more replicas must be needed before they are started."""
     down_after_s: float = Field(300.0, ge=0)

@@ -24,7 +24,7 @@ class Seen:
     card: Card | None = None
     """Card of the engine that the front end serves; the router skips replicas with another one."""
     identity: str | None = None
-    """Its digest."""
+    """Digest of the card."""
     router: Router | None = None
     load_s: float = 1.0
     """Seconds that the newest replica took to load its engine."""
@@ -33,7 +33,7 @@ class Seen:
         return Seen, ()
 
     def look(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note which replicas there are; called on the router's thread."""
+        """Record the present replicas; called on the router's thread."""
         self.refused = {name: why for name, why in self.refused.items() if name in replicas}
         for name in replicas.keys() - (self.replicas or {}).keys():
             self.load_s = replicas[name].get("load_s", self.load_s)
@@ -70,7 +70,7 @@ class Ask:
     key: str
     """Its id at replicas; a new one each time it is sent."""
     identity: str
-    """`Card.digest` of the engine that the front end speaks for."""
+    """`Card.digest` of the engine that the front end serves."""
     flags: int
     body: bytes
     """A request's record. Its times count from now: arrival in the past, deadline in the future."""
@@ -98,8 +98,8 @@ class Refused(NamedTuple):
 
     why: str
     is_final: bool
-    """It takes none of this front end any more: its engine has ended, or is another one."""
+    """True if it takes none of this front end any more: its engine has ended, or differs."""
 
 
 Said = Placed | Lost | Refused | tuple[int, int, bytes]
-"""Or a record: kind, flags, body."""
+"""A message, or a record: kind, flags, body."""
