@@ -637,7 +637,7 @@ class QLLMEngine:
 
     @property
     def drivers(self) -> tuple[str, ...]:
-        """Per layer: "fast", "hooked", "dense" or "around" (see `Driver`)."""
+        """Kind of driver per layer: "fast", "hooked", "dense" or "around" (see `Driver`)."""
         return self._client.info.drivers
 
     @property

@@ -20,7 +20,7 @@ FIT = "fit"
 """A value of `max_tokens`: as many tokens as there is room for."""
 DEFAULT_MAX_TOKENS = 256
 MOST_SALT_BYTES = 256
-"""Most bytes of a `cache_salt`."""
+"""Largest size of a `cache_salt` in bytes."""
 
 
 def check_room(num_waiting: int, max_waiting: int) -> None:
@@ -164,10 +164,10 @@ def salt_digest(salt: str, owner: str = "") -> bytes:
 
 
 def kv_tag(salt: str | None, owner: str) -> bytes:
-    """Return the tag of the cached KV of one salt of an owner (32 bytes), or of all (16 bytes).
+    """Return the tag of cached KV: of one salt of an owner (32 bytes), or of all salts (16 bytes).
 
     Raises:
-        InvalidRequestError: One is no text, or longer than 256 bytes.
+        InvalidRequestError: The salt or the owner is no text, or longer than 256 bytes.
     """
     tag = text_digest("cache_owner", owner)
     return tag if salt is None else tag + text_digest("cache_salt", salt)

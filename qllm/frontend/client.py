@@ -28,10 +28,7 @@ MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], 
 
 
 class Client(ABC):
-    """Runs or reaches one engine. Every method may be called from any thread.
-
-    It has many methods because callers must not see where the engine runs.
-    """
+    """A client that runs or reaches one engine. Every method may be called from any thread."""
 
     info: ModelInfo
     can_hold = False
@@ -39,11 +36,11 @@ class Client(ABC):
 
     def __init__(self) -> None:
         self.admission_lock = threading.RLock()
-        """Held while a request enters, so that none enters a client that has ended."""
+        """Lock for new requests, so that none enters a client that has ended."""
         self.handles: dict[RequestId, Handle] = {}
         """Open requests by id."""
         self.is_leaving = False
-        """It is being closed, or will be: no engine is left to ask for anything."""
+        """True if it is closed or about to be: no engine is left to ask."""
         self._numbers: Iterator[int] = itertools.count()
         self._pid = os.getpid()
 
@@ -54,7 +51,7 @@ class Client(ABC):
         _OPEN.add(self)
 
     def _unregister(self) -> None:
-        """Nothing is left to close."""
+        """Do nothing at exit: the client is closed."""
         _OPEN.discard(self)
 
     def close(self) -> None:
@@ -207,7 +204,7 @@ class Client(ABC):
 
     @abstractmethod
     def checkpoint(self, path: str | os.PathLike[str]) -> int:
-        """Write every unfinished request to a file; return how many."""
+        """Write every unfinished request to a file; return their number."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
@@ -267,7 +264,7 @@ class ManyClient(Client):
     """A client of several engines; requests of one that has ended continue at another."""
 
     log: RequestLog
-    """Requests between two engines."""
+    """Requests that wait between two engines."""
 
     def now_ns(self) -> int:
         """Return the local clock that is used for all engines, in nanoseconds."""
@@ -281,12 +278,12 @@ class ManyClient(Client):
     @property
     @abstractmethod
     def back_in_s(self) -> int:
-        """While no engine serves: seconds until one may, at least 1."""
+        """Seconds until an engine may serve again, at least 1."""
 
     @property
     @abstractmethod
     def num_route_errors(self) -> int:
-        """Choices that the route did not make."""
+        """Number of choices that the route failed to make."""
 
     @abstractmethod
     def engines(self) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from qllm.types import SamplingParams
 
 INCOMPLETE = "\ufffd"
 MAX_WINDOW = 64
-"""Tokens decoded together at most; only broken text ever needs more than a handful."""
+"""Largest number of tokens decoded together; only broken text needs more than a handful."""
 CONTEXT = 16
 """Number of tokens that remain when a full window is cut."""
 MAX_PENDING_CHARS = 3
@@ -27,7 +27,7 @@ MAX_PENDING_CHARS = 3
 
 NO_TOKEN = -1
 STOP_MARKS = 0xDC00
-"""First mark of the special tokens of stop strings; a `Reading` has those from 0xD800 on."""
+"""First mark of special tokens in stop strings; a `Reading` has the marks from 0xD800 on."""
 
 
 class Tokenizer(Protocol):
@@ -156,19 +156,19 @@ def _num_open(tokenizer: Any, token_ids: Sequence[int]) -> int:
 
 
 def _is_special(tokenizer: Any, token_id: int) -> bool:
-    """Return whether a token has no text where special tokens are left out."""
+    """Return True if a token has no text where special tokens are left out."""
     token = added_tokens(tokenizer).get(token_id)
     return token is not None and token.special
 
 
 def _is_inside(tokenizer: Any, token_id: int) -> bool:
-    """Return whether a token begins inside a character."""
+    """Return True if a token begins inside a character."""
     alone = decoded(tokenizer, [token_id])
     return alone.startswith(INCOMPLETE) and bytes_of(tokenizer, token_id, alone)[0] & 0xC0 == 0x80
 
 
 class Reading(Protocol):
-    """Knows the tags of an answer, and so where it reasons: nothing ends it there."""
+    """A detector of an answer's tags, so of its reasoning: nothing ends the answer there."""
 
     @property
     def marks(self) -> Mapping[int, str]:
@@ -240,7 +240,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._keep_stop = keep_stop
         self._num_free = min_tokens
-        """Tokens to come in which nothing ends the answer."""
+        """Number of coming tokens in which nothing ends the answer."""
         self._stop_ids = stop_ids
         self._make_reading = reading
         self._reading: Reading | None = None
@@ -262,7 +262,7 @@ class Detokenizer:
         self._num_context = 0
         """Leading ids of the window whose text is delivered."""
         self._num_sent = 0
-        """Leading characters of the window's text that were read."""
+        """Leading characters of the window's text that are delivered."""
         self._held = ""
         """Read, but may begin a stop string."""
         self._has_begun = self._stopped = False
@@ -333,8 +333,8 @@ class Detokenizer:
         """Take further ids.
 
         Returns:
-            The text that is now certain, and whether the answer has ended: a stop string is there,
-            or a stop id. The text before the stop string is complete then; further ids are ignored.
+            The text that is now certain, and True if the answer has ended by a stop string or a
+                stop id. The text before the stop string is complete then; further ids are ignored.
         """
         if not self._has_begun:
             self._begin()

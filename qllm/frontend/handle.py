@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """The text and data that one or more new tokens add to the answer."""
 
     text: str
-    """May be empty: a token can be part of a character, or of a stop string."""
+    """Text; may be empty, because a token can be part of a character or of a stop string."""
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
     """One entry per token if requested, else empty."""
@@ -50,7 +50,7 @@ class Result:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Output, the id that ended it included."""
+    """Output ids, including the id that ended it."""
     text: str
     finish_reason: FinishReason
     logprobs: tuple[Logprobs, ...] | None
@@ -86,7 +86,7 @@ class RequestKeeper(Protocol):
         ...
 
     def heard_of(self, entry: Any) -> None:
-        """Note that a request has a token, or has ended."""
+        """Record that a request has a token, or has ended."""
         ...
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
@@ -98,7 +98,7 @@ class Handle:
     """One submitted request. Safe to use from any thread.
 
     Iterating yields `Piece`s as they come; `async for` and `await` do the same on an event loop
-    (`await handle` gives the `Result`). It has many methods because each way to read has its own.
+    (`await handle` gives the `Result`).
     """
 
     def __init__(
@@ -122,8 +122,7 @@ class Handle:
         self._cancel, self._status = cancel, status
         self._update, self._revise = update, revise
         self.prompt_lock = threading.RLock()
-        """Held while its prompt changes, and while another engine takes the request over. Taken
-        before any other lock."""
+        """Lock for changes of its prompt and for its migration. Taken before any other lock."""
         self.asked = RequestedState()
         """The state that all calls of `update` together asked for."""
         self.log: RequestKeeper | None = None
@@ -135,7 +134,7 @@ class Handle:
         self._prompt: PromptLogprobs | None = None
         self._pieces: list[Piece] = []
         self._num_read = 0
-        """Tokens that are in `_pieces`."""
+        """Number of tokens that are in `_pieces`."""
         self._reason: FinishReason | None = None
         self._error: str | None = None
         self._metrics: RequestMetrics | None = None
@@ -148,7 +147,7 @@ class Handle:
     # -- called by the engine
 
     def on_token(self, sampled: Sampled) -> bool:
-        """Take one token; True if a stop string has ended the answer."""
+        """Take one token; return True if a stop string has ended the answer."""
         with self._changed:
             if self._reason is not None:
                 return False
@@ -262,7 +261,7 @@ class Handle:
             listener()
 
     def _read(self) -> bool:
-        """Turn new tokens into a piece; True if a stop string has ended the answer."""
+        """Turn new tokens into a piece; return True if a stop string has ended the answer."""
         new = self._sampled[self._num_read :]
         if not new:
             return False
@@ -291,7 +290,7 @@ class Handle:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Output so far."""
+        """Output ids so far."""
         with self._changed:
             return tuple(s.token_id for s in self._sampled)
 

@@ -18,18 +18,18 @@ from qllm.frontend.checks import is_int
 from qllm.models.tokenizer import ids_of, num_doubled
 
 LEAST_CHARS = 64
-"""New text is collected up to this before it is tokenised."""
+"""Number of characters of new text that are collected before tokenising."""
 CONTEXT, AGREE, HELD = 48, 8, 8
-"""Tokens that are tokenised again, of which so many, the last, have to come out the same; and
-tokens at the end that more text may change."""
+"""Number of last tokens that are tokenised again and must be unchanged; also the number of tokens
+at the end that more text may change."""
 MOST_AT_ONCE = 16_384
 """Largest number of characters in one tokeniser call, which holds the interpreter's lock for a part
 of its time."""
 SET_ASIDE = 4096
-"""Characters that are not tokenised again are set aside so many at a time."""
+"""Number of characters that are set aside together once they are no longer tokenised again."""
 
 Finish = Callable[[str], Sequence[int]]
-"""Tokens of a prompt from all of its text."""
+"""Function from the whole text of a prompt to its tokens."""
 
 
 class IncrementalTokens(Protocol):
@@ -38,7 +38,7 @@ class IncrementalTokens(Protocol):
     token_ids: list[int]
     """Tokens of the text that was tokenised so far."""
     num_same: int
-    """Tokens, of the first, that have not changed since this was last set."""
+    """Number of first tokens that have not changed since this was last set."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,15 +59,15 @@ class IncrementalTokens(Protocol):
         ...
 
     def append(self, piece: Any) -> None:
-        """Add a piece at the end."""
+        """Append a piece."""
         ...
 
     def replace(self, from_token: Any, piece: Any) -> None:
-        """Let a piece follow the first tokens, in place of all that did."""
+        """Replace everything after the first tokens with a piece."""
         ...
 
     def look(self) -> None:
-        """Look at all that came; nothing if there is nothing new."""
+        """Tokenise new input. Does nothing if there is none."""
         ...
 
     def finish(self) -> list[int]:
@@ -122,7 +122,7 @@ class IncrementalIds:
         self.num_same = min(self.num_same, keep)
 
     def look(self) -> None:
-        """Nothing was held."""
+        """Do nothing: ids are never held."""
 
     def finish(self) -> list[int]:
         return self.token_ids
@@ -166,7 +166,7 @@ class IncrementalText:
         self._new: list[str] = []
         """Text after `_tail` that was not tokenised yet."""
         self._num_new, self._num_wanted = 0, LEAST_CHARS
-        """Its characters, and how many there are before it is looked at."""
+        """Number of its characters, and the number at which it is tokenised."""
         self.token_ids: list[int] = []
         self._starts: list[int] | None = []
         self.num_same = self._num_bytes = 0
@@ -184,7 +184,7 @@ class IncrementalText:
 
     @property
     def text(self) -> str:
-        """All that came."""
+        """All text so far."""
         return "".join((*self._aside, self._tail, *self._new))[len(self._head) :]
 
     def append(self, piece: Any) -> None:
@@ -264,7 +264,7 @@ class IncrementalText:
         self._num_wanted = max(LEAST_CHARS, len(text) // 8)
 
     def _set_aside(self) -> None:
-        """Have text that is not tokenised again joined no more."""
+        """Set aside text that is not tokenised again, so that it is not joined again."""
         base = len(self.token_ids) - HELD - CONTEXT
         if self._starts is not None and base > 0:
             num = self._starts[base] - self._num_aside

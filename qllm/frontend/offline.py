@@ -83,7 +83,7 @@ def render_chats(
 def class_and_sampling(
     priority: str | int | Priority | SamplingParams, sampling: SamplingParams | None, usual: str
 ) -> tuple[str | int | Priority, SamplingParams | None]:
-    """Read the second argument: a class, or, as in vLLM, how tokens are chosen."""
+    """Return class and sampling; as in vLLM, SamplingParams may stand in the place of the class."""
     if not isinstance(priority, SamplingParams):
         return priority, sampling
     if sampling is not None:

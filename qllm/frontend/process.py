@@ -46,10 +46,10 @@ _BOOT = (  # torch and transformers make a million objects, all of them in use
 WATCH_S = 1.0
 """Largest number of seconds between two checks of the engine's heartbeat."""
 MOST_RESTORED = 1 << 20
-"""Request ids that a restore may take before it fails; they are not given again."""
+"""Largest number of request ids that a restore may take; they are not reused after a failure."""
 SILENT = "the engine is silent"
 NAP_S = 0.0002
-"""Between two looks into the token ring of a device, which rings no doorbell."""
+"""Seconds between two looks into the token ring of a device, which rings no doorbell."""
 
 
 class Watchdog:
@@ -65,7 +65,7 @@ class Watchdog:
         self._beat_ns = self._still_ns = 0
 
     def is_stuck(self, beat_ns: int, has_work: bool, now_ns: int) -> bool:
-        """Take one look: the engine's heartbeat, whether it has work, and the time."""
+        """Check the engine's heartbeat once, with its work and the time."""
         passed_ns = min(now_ns - self._looked_ns, int(2 * WATCH_S * NS_PER_S))
         self._looked_ns = now_ns
         if beat_ns == self._beat_ns and has_work:
@@ -197,7 +197,7 @@ class ProcessClient(RingClient):
         """Take tokens until the engine ends, then end the remaining requests."""
         poll = select.poll()
         poll.register(self._front_end.doorbell.fd, select.POLLIN)
-        poll.register(self._connection.fileno(), 0)  # hang-up alone: answers are others' to read
+        poll.register(self._connection.fileno(), 0)  # only the hang-up: other threads read answers
         pidfd = None if self._process is None else os.pidfd_open(self._process.pid)
         if pidfd is not None:
             poll.register(pidfd, select.POLLIN)
@@ -270,7 +270,7 @@ class ProcessClient(RingClient):
     def _put(self, entry: SavedRequest, submission: Submission) -> None:
         super()._put(entry, submission)
         if self.hello.config.on_device:
-            self._front_end.doorbell.ring()  # our receiver's: from now on it looks by itself
+            self._front_end.doorbell.ring()  # our receiver: from now on it looks by itself
 
     @property
     def config(self) -> EngineConfig:
@@ -398,7 +398,7 @@ class ProcessClient(RingClient):
             self._connection.send((op, args))
             if not self._may_be_silent and is_silent(self._connection.fileno()):
                 self._verdict = f"{SILENT}: it stands still, or is overloaded"
-                self._hang_up()  # an answer that comes late would be taken for the next one
+                self._hang_up()  # a late answer would be taken for the next one
             if not self._connection.poll(timeout_s):
                 raise TimeoutError
             kind, value = self._connection.recv()

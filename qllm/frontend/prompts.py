@@ -142,11 +142,7 @@ def asked_sampling(
 def to_sampling(
     sampling: SamplingParams, stop: str | Sequence[str] | None = None
 ) -> SamplingParams:
-    """Complete how a request is sampled: further stop strings, and a seed if there is none.
-
-    Raises:
-        InvalidRequestError: `stop` is of another type, or no text.
-    """
+    """Add the stop strings, and a seed if there is none."""
     if stop is not None:
         if not isinstance(stop, str | Sequence):
             raise InvalidRequestError(f"stop={shown(stop)} must be a string or a list of them")
@@ -258,7 +254,7 @@ def ids_that_fit(
 
 
 def _encoded(tokenizer: Any, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
-    """Encode a text, if so many tokens can hold it."""
+    """Encode a text, if `most_tokens` tokens can hold it."""
     if most_tokens is not None and len(text) >= LONG_TEXT:
         most = most_tokens * longest_token(tokenizer)
         if 0 < most < len(text):

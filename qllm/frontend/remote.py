@@ -43,7 +43,7 @@ class Echo(NamedTuple):
 
     round_trip_ns: int
     offset_ns: int
-    """Engine time minus our clock, if both ways took the same time."""
+    """Engine time minus our clock, if both directions took the same time."""
 
 
 class Clock:
@@ -66,12 +66,12 @@ class Clock:
         self._offset_ns = min(self._echoes).offset_ns
 
     def now_ns(self) -> int:
-        """Engine time now."""
+        """Return the engine time now."""
         return time.monotonic_ns() + self._offset_ns
 
     @property
     def error_ns(self) -> int:
-        """Return the largest error of `now_ns`."""
+        """The largest error of `now_ns`, in nanoseconds."""
         return min(self._echoes).round_trip_ns // 2
 
 
@@ -251,7 +251,7 @@ class RemoteClient(FarClient, RingClient):
             self._wire.send({"op": op, "args": list(args)})
             answer = self._wire.receive()
         except MeetingError as error:
-            self._wire.hang_up()  # an answer that comes late would be taken for the next one
+            self._wire.hang_up()  # a late answer would be taken for the next one
             raise EngineClosedError(f"the engine at {self._address} is gone: {error}") from error
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
@@ -268,7 +268,7 @@ class RemoteClient(FarClient, RingClient):
         return f"the engine's own host; this front end meets it at {self._address}"
 
     def drain(self) -> None:
-        """Only here: the engine has other front ends."""
+        """Stop taking requests here only: the engine has other front ends."""
         self.raise_if_closed()
         self._drains = True
 

@@ -44,13 +44,13 @@ class RequestLog:
         """Waiting requests, in the order of replay."""
         self._numbers = itertools.count()
         self._replay: Callable[[SavedRequest], None] | None = None
-        """Submits one to the engine that is there; None while there is none."""
+        """Function that submits a request to the present engine; None while there is none."""
         self._trial: SavedRequest | None = None
-        """Replayed, and not heard of since."""
+        """Request that was replayed and has no token yet."""
         self._over: str | None = None
 
     def keep(self, handle: Handle) -> None:
-        """Carry its request over if its engine dies from now on."""
+        """Replay the handle's request if its engine dies from now on."""
         if self.max_replays:
             handle.log = self
 
@@ -168,7 +168,7 @@ class RequestLog:
 
     def _next(self) -> None:
         while (entry := self._first()) is not None:
-            with entry.handle.prompt_lock:  # it changes hands between two pieces of its prompt
+            with entry.handle.prompt_lock:  # it migrates between two pieces of its prompt
                 if not self._try(entry):
                     return
 
@@ -229,7 +229,7 @@ class RequestLog:
                 entry.revise(item.put_at(number, time.monotonic_ns()))
 
     def cancel(self, number: RequestId) -> None:
-        """End a request that its caller gave up."""
+        """End a request that its caller has cancelled."""
         self._end(number, FinishReason.CANCELLED, None)
 
     def end_all(self, why: str) -> None:

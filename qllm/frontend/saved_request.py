@@ -29,14 +29,14 @@ class SavedRequest:
         self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
         self.token_ns: list[int] = []
         self.ended: End | None = None
-        """Set once its text ended it, before the engine knew."""
+        """End that its text caused before the engine knew; None before that."""
         self.num_replays = self.num_trials = 0
         self.has_moved = False
         """True after its engine has migrated it."""
         self.source: Source | None = None
         """The place of its KV then, for the next engine."""
         self.sent_priority = priority
-        """Its class when it was put: pieces of its prompt go the same way."""
+        """Its class at submission: pieces of its prompt go into the ring of that class."""
         self.num_had = self.num_cached = 0
         """Tokens that it had when its present engine got it; and prompt tokens that the first
         engine found cached, if reported. A later engine's cache hits are not included."""
@@ -63,7 +63,7 @@ class SavedRequest:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smallest first."""
+        """Sort key: the smallest is replayed first."""
         return self.priority, self.unknown.arrival_ns
 
     @property

@@ -96,7 +96,7 @@ class StreamingPrompt:
 
     def __init__(self, handle: Handle, engine: PromptEngine, priority: int, salt: bytes) -> None:
         self.handle = handle
-        """The answer; it has no token before `send`."""
+        """The handle of the answer; it has no token before `send`."""
         self._engine, self._priority, self._salt = engine, priority, salt
         self._tokens: IncrementalTokens | None = None
         self._told: list[int] = []
@@ -250,7 +250,7 @@ class StreamingPrompt:
             try:
                 self.handle.revise(Revision(keep, self._rest(tuple(new))))
             except QueueFullError:
-                pass  # it goes with the next piece
+                pass  # the next piece sends these tokens too
             else:
                 told[keep:] = new
                 tokens.num_same = len(tokens.token_ids)

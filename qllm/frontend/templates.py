@@ -96,7 +96,7 @@ def check_all_shown(
 
 
 def _names(template: str, role: str) -> bool:
-    """Return whether a template has this literal."""
+    """Return True if a template has this literal."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 
@@ -121,11 +121,11 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> str
 
 @lru_cache(maxsize=16)
 def _adds_arguments(tokenizer: Any, template: str) -> bool:
-    """Return whether a template takes arguments as text alone: objects fail, or look like Python.
+    """Return True if a template takes arguments only as text: objects fail, or look like Python.
 
     Args:
-        tokenizer: With the template.
-        template: Its text, since a tokenizer may be given another.
+        tokenizer: Tokenizer with the template.
+        template: Text of the template, because a tokenizer may get another one.
     """
 
     def shows(arguments: Any) -> str | None:
@@ -173,5 +173,5 @@ def _left_out(
 
 
 def _mark(index: int) -> str:
-    """Content that no template speaks of: private characters, of which a part may be shown."""
+    """Return content that no template mentions: private characters."""
     return chr(0xE000 + index % 6000) * 8

@@ -23,7 +23,7 @@ from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, Sampling
 
 
 class ThreadClient(Client):
-    """Runs a loop on a thread of its own. A model object has one such client at a time.
+    """A client that runs the loop on its own thread. A model object has one such client at a time.
 
     It has many methods because it is a client and the sink of the loop.
 
@@ -48,7 +48,7 @@ class ThreadClient(Client):
         self._closed = self._draining = False
         self._crash: BaseException | None = None
         self._ending = threading.RLock()
-        """Held while the loop is ended and the model given back, which happens once."""
+        """Lock of the end of the loop and the release of the model, which happen once."""
         self._model_key = id(base_model(loaded.model))
         self._take_model()
         try:
@@ -229,7 +229,7 @@ class ThreadClient(Client):
                 self._thread.join()
                 gc.unfreeze()
             self._closed = True
-            if _SERVED.get(self._model_key) is self:  # afterwards it may be another's
+            if _SERVED.get(self._model_key) is self:  # afterwards another client may have it
                 self.runner.close()
                 self._unregister()
                 del _SERVED[self._model_key]
