@@ -572,16 +572,13 @@ class QLLMEngine:
         self._client.reset_prefix_cache()
 
     def delete_kv(self, cache_salt: str | None = None, cache_owner: str = "") -> int:
-        """Delete cached KV of one salt, or all of an owner, in RAM and in the file.
+        """Delete cached KV of one salt, or all of an owner, and return the number of pages.
 
-        Their requests in flight continue, but none of their KV is cached any more.
+        RAM and file are cleared. Requests in flight continue, but their KV is not cached any more.
 
         Args:
             cache_salt: Salt as for `submit`; None deletes every salt of the owner.
             cache_owner: Owner as for `submit`.
-
-        Returns:
-            The number of deleted pages.
 
         Raises:
             InvalidRequestError: The salt or the owner is no text, or longer than 256 bytes.

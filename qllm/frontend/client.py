@@ -51,7 +51,7 @@ class Client(ABC):
         _OPEN.add(self)
 
     def _unregister(self) -> None:
-        """Do nothing at exit: the client is closed."""
+        """Remove the client from those that are closed at exit."""
         _OPEN.discard(self)
 
     def close(self) -> None:

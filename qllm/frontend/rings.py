@@ -216,7 +216,7 @@ class RingClient(Client):
         return bool(self.config.handover_gib and self.meets_at)
 
     def standing(self) -> Iterator[tuple[SavedRequest, float]]:
-        """Return open BE requests that are not paused, and seconds since their progress."""
+        """Yield open BE requests that are not paused, and the seconds since their progress."""
         now_ns = self.now_ns()
         for entry in list(self._open.values()):
             waits_for_us = entry.is_paused or entry.is_open or entry.ended is not None
@@ -236,7 +236,7 @@ class RingClient(Client):
         return self._ask("give", request_id) is not None
 
     def _hand_over(self, entry: SavedRequest, number: RequestId, asked: RequestedState) -> None:
-        """Migrate a request that was submitted just now, or take it back.
+        """Connect the handle to a request that was submitted just now, or withdraw the request.
 
         Args:
             entry: The request.

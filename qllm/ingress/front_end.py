@@ -109,7 +109,7 @@ class FrontEndPort(ABC):
 
     @abstractmethod
     def ring_use(self) -> dict[str, float]:
-        """Return the fill of the request rings by class, 0 to 1, untaken bytes only."""
+        """Return the part of each request ring, by class, that waits for the engine: 0 to 1."""
 
     @abstractmethod
     def receive(self) -> Iterator[Heard]:
@@ -222,7 +222,7 @@ class FrontEndRings(FrontEndPort):
         return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
 
     def ring_use(self) -> dict[str, float]:
-        """Return the fill of the request rings, 0 to 1: bytes that the engine has not taken."""
+        """Return the part of each request ring that waits for the engine: 0 to 1."""
         return {"LS": self.ls.fill, "BE": self.be.fill}
 
     def receive(self) -> Iterator[Heard]:

@@ -119,7 +119,7 @@ class FrontEndPort:
     def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
         """Take the records of the rings: prompts in the order of their ring, cancels and updates.
 
-        Cancels and updates are read first: the request of one that is there is there too.
+        Cancels and updates are read first, so the rings have their requests too.
 
         Raises:
             RingError: A ring is broken, or holds a record that our front ends never write.
