@@ -22,12 +22,13 @@ DRIVERS = {"fast": "fast", "hooked": "hooks", "dense": "whole layers", "around":
 def _row(name: str, found: dict[str, Any]) -> str:
     if found["result"] != "equal":
         reason = found["reason"].split("cannot be driven: ")[-1].split(". Report")[0]
-        said = " ".join(reason.split()).replace("|", "/")[:160]
-        return f"| `{name}` | {found['result']} | {said} | | |"
+        said = " ".join(reason.split()).replace("|", "/")
+        start = f"| `{name}` | {found['result']} | "
+        return f"{start}{said[: MOST - len(start) - len(' | | |')].rstrip()} | | |"
     drivers = ", ".join(DRIVERS[driver] for driver in found["drivers"])
     native = ", ".join(found["native"]) or "none"
     return (
-        f"| `{name}` | {drivers} | {found['grain']} | {native} | {', '.join(found['exactness'])} |"
+        f"| `{name}` | {drivers} | {found['grain']} | {native} | {LEVELS[found['exactness'][-1]]} |"
     )
 
 

@@ -132,7 +132,7 @@ def check(words: list[str]) -> None:
             return
     assert command in (*WORDS, "curl", "openssl"), command
     if command == "make":
-        assert rest[0] in TARGETS
+        assert rest[0] in TARGETS, rest[0]
     for name in rest:
         if re.match(r"(deploy|locks|scripts)/", name):
             assert (ROOT / name).exists(), name
