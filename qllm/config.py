@@ -126,20 +126,20 @@ class EngineConfig:
     prefix_cache: str | bool = "auto"
     """Cache KV of finished pages, and copy it into requests with the same first tokens. "auto": if
     no bit changes (our CPU kernels in every layer). True: refused where bits change. "approximate":
-    also where a hit may change last bits, with loop="host". False: off (docs/design/kv.md)."""
+    also where a hit may change last bits, with loop="host". False: off (docs/guides/reuse-kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`."""
     prefix_states_gib: float = 2.0
     """Most GiB of states in the prefix cache, for models whose layers have states
-    (docs/design/kv.md)."""
+    (docs/guides/reuse-kv.md)."""
     swap_kv_tokens: int = 0
     """Most tokens of swapped-out KV, in addition to `max_kv_tokens`: requests that lost blocks
-    continue where they stopped. 0: they are computed again (docs/design/kv.md)."""
+    continue where they stopped. 0: they are computed again (docs/guides/reuse-kv.md)."""
     keep_ls_s: float = 600.0
     """Seconds for which KV that LS requests used is safe from BE work."""
     kv_dir: str | PurePath | None = None
     """Folder for a file of cached KV, which the next engine finds, also after a crash. One engine
-    uses it at a time. None: KV is cached in RAM only (docs/design/kv.md)."""
+    uses it at a time. None: KV is cached in RAM only (docs/guides/reuse-kv.md)."""
     kv_dir_gib: float = 8.0
     """Size of that file in GiB, which is allocated at the start."""
     kv_dir_reset: bool = False

@@ -13,8 +13,11 @@ from bench.common import RESULTS
 from tests.long.families import has_experts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGE = ROOT / "docs" / "families.md"
+PAGE = ROOT / "docs" / "guides" / "families.md"
 FILE = RESULTS / "families.json"
+LEVELS = {"order": "L1", "batch-invariant": "L2"}
+MOST = 100
+"""Characters of a row."""
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
 DRIVERS = {"fast": "fast", "hooked": "hooks", "dense": "whole layers", "around": "as called"}
 
