@@ -7,12 +7,14 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer
 
+from qllm import QLLMEngine
 from qllm.cli import app
 from tests.support.files import ROOT
 from tests.support.serving import Serving
@@ -104,15 +106,23 @@ def test_a_page_of_users_fits_100_columns(page: Path) -> None:
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
 def test_the_python_of_a_guide_runs(
     block: Block,
+    engine: QLLMEngine,
     served: Serving,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """An engine with settings is made; without any, the shared one is lent in its place."""
     page = block.place.partition(":")[0]
     for name in imported(block):
         assert name.partition(".")[0] in CLIENTS or importlib.util.find_spec(name), name
     if of_clients(block) or page in RUN_ELSEWHERE:
         return
+    make = QLLMEngine.from_pretrained
+    monkeypatch.setattr(
+        QLLMEngine,
+        "from_pretrained",
+        lambda model, **settings: make(model, **settings) if settings else nullcontext(engine),
+    )
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text.replace(ADDRESS, served.url), block.place, "exec"), {})
 
