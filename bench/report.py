@@ -1,51 +1,61 @@
-"""Write docs/benchmarks.md and its figures from the committed results: one command.
+"""Write the pages and figures of docs/results from the committed results: one command.
 
     python -m bench.report
 
-Every number of the page is read from `bench/results/`: JSON documents that the benchmarks wrote, or
-printed as their last line. Rows that miss their target are marked, and listed first.
+Every number of the pages is read from `bench/results/`: the JSON documents that the benchmarks
+wrote there, or printed as their last line. Rows that miss their target are marked, and listed at
+the end of the index.
 """
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from bench.papers.rows import markdown
-from bench.policies.fronts import ALONE, points_of
-from bench.policies.pareto import draw
 from bench.report_fleet import fleet_lines
+from bench.report_gpu import gpu_part
+from bench.report_index import headlines
 from bench.report_kv import KV_NOTES, kv_lines
+from bench.report_layout import fold
 from bench.report_lines import (
+    IMAGES,
+    ROOT,
     WITHOUT_ZEN,
     Line,
     at_most,
     beside_mask_lines,
     capacity_lines,
+    cell,
     floor_lines,
+    machine_of,
+    mark,
+    number,
     on_ray_lines,
     over_http_lines,
     rate_lines,
+    table,
     ttft_lines,
 )
+from bench.report_policies import draw_policies, policies_part
 from bench.report_streams import streams_lines
 from tests.long.validate_sim import BOUND, NUMBERS
 from tests.long.validate_sim import draw as draw_predictions
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
-FIGURE = ROOT / "docs" / "images" / "policies.png"
-SIM_FIGURE = ROOT / "docs" / "images" / "validate_sim.png"
+PAGES = ROOT / "docs" / "results"
+SIM_FIGURE = IMAGES / "validate_sim.png"
 
-HEAD = """# Benchmarks
+HEAD = """# Results
 
-Made by `python -m bench.report` from the files in [bench/results](../bench/results). Every ratio
-comes from runs that alternate in one call. Intervals are 95 % bootstrap intervals. Open loop,
-fixed output lengths, greedy; a request that was not served in its window counts as a TTFT of at
-least its wait.
+Made by `make bench-report` from the files in [bench/results](../../bench/results). A topic has a
+page each. Every ratio comes from runs that alternate in one call. Intervals are 95 % bootstrap
+intervals. Open loop, fixed output lengths, greedy; a request that was not served in its window
+counts as a TTFT of at least its wait.
+"""
+
+COMMANDS = """
+## Measure it
 
 ```
 make bench-policies    every policy on one engine and in the simulator, about half an hour
@@ -55,7 +65,7 @@ make bench-kernels     the CPU kernels against what the machine can do
 make bench-engine      the engine by itself
 make bench-shapes      two layers each of eight published shapes, and the machine's floors
 make bench-papers      what the papers claim, about an hour
-make bench-report      this page and its figure
+make bench-report      these pages and their figures
 qllm bench 300m --workload S2 --policy qllm2,chunked-priority:step_tokens=256/512
 qllm bench --url http://127.0.0.1:8000 --model NAME --trace azure.csv --scale be_share=0.8
 ```
@@ -90,50 +100,8 @@ ENGINE_NOTES = """
   an LS prefill reads nearly all experts, so nothing of BE's stays in the caches. The LS request's
   own admission, decision and end are beside it.
 - Random weights: routing and token streams say little about a trained model; times carry over.
-- Nothing here ran on a GPU.
+- None of these rows ran on a GPU.
 """
-
-POLICY_NOTES = """
-- **Workloads** are those of `qllm/workloads/generators.py`, scaled to the capacity measured in
-  the same call: S2 is chat over an endless batch of long documents, S3 code completion over very
-  long summaries, S7 more LS than the machine can serve. LS lengths are an eighth of the traces',
-  or this machine would see two LS requests per window.
-- **At equal BE**: the rival is the best of a sweep of `chunked-priority` at our BE tokens/s,
-  measured within 3 % or interpolated between two of its settings (in the logarithm of the
-  latency). Where the rival gives BE more, or cannot give it as much, the line says so and has no
-  target.
-- **Expert bytes** count each expert once per layer of a program, under forced routing; in co-run
-  the reads of the decodes are in it, whichever policy caused more of them.
-- **Simulated** rows are not measurements: a cost model of a machine that this one is not.
-"""
-
-
-def _mark(ok: bool | None) -> str:
-    return {True: "reached", False: "**missed**", None: ""}[ok]
-
-
-def _cell(text: str) -> str:
-    return text.strip().replace("|", "\\|")
-
-
-def _table(lines: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the lines of a result: quantity, measured value, target, and a mark."""
-    out = ["", "| what | measured | target | |", "|---|---|---|---|"]
-    for what, found, target, ok in lines:
-        out.append(f"| {_cell(what)} | {_cell(found)} | {_cell(target)} | {_mark(ok)} |")
-    return out
-
-
-def _machine(document: dict[str, Any]) -> str:
-    about = document.get("machine") or _machine_of_rows(document)
-    names = ("cpu", "cores", "memory", "python", "torch", "transformers", "commit")
-    return "; ".join(f"{name} {about.get(name)}" for name in names)
-
-
-def _machine_of_rows(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the machine of rows that were measured one by one, and all their commits."""
-    machines = [row["machine"] for row in document.get("rows", document).values()]
-    return machines[0] | {"commit": ", ".join(sorted({m["commit"] for m in machines}))}
 
 
 def engine_part(document: dict[str, Any]) -> list[str]:
@@ -144,7 +112,7 @@ def engine_part(document: dict[str, Any]) -> list[str]:
         "",
         "## The engine",
         "",
-        f"- {_machine(document)}",
+        f"- {machine_of(document)}",
         f"- Qwen3-MoE, {model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
         f"{model['num_experts']} experts top-{model['num_experts_per_tok']}, {config['weights']}",
         f"- threads {config['threads']}, seeds {config['seeds']}, windows of "
@@ -152,135 +120,7 @@ def engine_part(document: dict[str, Any]) -> list[str]:
     ]
     if document.get("note"):
         lines.append(f"- {document['note']}")
-    return [*lines, *_table(document["table"]), *ENGINE_NOTES.splitlines()]
-
-
-TITLES = {
-    "S2": "S2: chat over a batch",
-    "S3": "S3: code completion over very long prompts",
-    "S7": "S7: an LS flood",
-    "S5": "S5: BE holds every seat",
-    "S6": "S6: BE fills the KV pool",
-    "decode": "Decode beside a long prefill",
-    "equals": "A stream beside prompts of its class",
-    "loads": "Expert bytes per request",
-    "sim": "Every policy, simulated",
-}
-
-
-def policies_part(document: dict[str, Any]) -> list[str]:
-    """Return the rows of `bench/policies/ablation.py`, and its figure."""
-    config = document["config"]
-    lines = [
-        "",
-        "## Policies",
-        "",
-        f"- {_machine(document)}",
-        f"- {config['model']}; threads {config['threads']}; engine {json.dumps(config['engine'])}",
-    ]
-    points = {TITLES[n]: p for n, p in points_of(document).items() if n != "S7" and p}
-    if points:
-        commits = {
-            row["commit"] for name, row in document["rows"].items() if TITLES[name] in points
-        }
-        draw(points, FIGURE, f"live on CPU, commit {', '.join(sorted(commits))}; lower right wins")
-        lines += ["", f"![LS TTFT p99 against BE tokens/s](images/{FIGURE.name})"]
-    lines += POLICY_NOTES.splitlines()
-    for name, title in TITLES.items():
-        row = document["rows"].get(name)
-        if row is None:
-            continue
-        quick = ", quick" if row["quick"] else ""
-        lines += [
-            "",
-            f"### {title}",
-            "",
-            f"{row['at']}, commit {row['commit']}{quick}, seeds {row['seeds']}",
-        ]
-        if name in ("S2", "S3", "S7") and "result" in row:
-            lines += _front(row["result"])
-            lines += _table([line for line in row["lines"] if not line[0].startswith(f"  {name}")])
-        elif name == "sim" and "result" in row:
-            lines += _simulated(row["result"])
-        else:
-            lines += _table(row["lines"])
-    return lines
-
-
-FRONT = (
-    ("LS TTFT p50 / p99 ms", ("ls_ttft_p50_ms", "ls_ttft_p99_ms")),
-    ("LS TBT p99 ms", ("ls_tbt_p99_ms",)),
-    ("LS SLO", ("ls_slo_attainment",)),
-    ("LS slowdown p50", ("ls_slowdown_p50",)),
-    ("BE in + out /s", ("be_prefill_per_s", "be_output_per_s")),
-    ("of BE alone", ("be_harvest",)),
-    ("BE TTFT p50 ms", ("be_ttft_p50_ms",)),
-    ("BE stall ms", ("be_max_stall_ms",)),
-    ("preempt p99 ms", ("preempt_latency_p99_ms",)),
-    ("inversions", ("class_inversions",)),
-)
-
-
-def _number(entry: dict[str, Any], key: str) -> str:
-    value = entry.get(key)
-    if isinstance(value, dict):
-        value = value["value"]
-    if value is None:
-        return "-"
-    if key in ("ls_slo_attainment", "be_harvest"):
-        return f"{value:.0%}"
-    if key == "class_inversions":
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) < 10 else f"{value:,.0f}"
-
-
-def _rates(rates: dict[str, float]) -> str:
-    return ", ".join(f"{name} {rate:.2f}/s" for name, rate in rates.items())
-
-
-def _front(result: dict[str, Any]) -> list[str]:
-    mixed = [e["offered_per_s"] for name, e in result["settings"].items() if _is_mixed(name, e)]
-    offered = f"; offered {_rates(mixed[0])}, mean of the seeds" if mixed else ""
-    lines = ["", f"Nominal {_rates(result['nominal_per_s'])}{offered}.", ""]
-    lines += ["| setting | " + " | ".join(title for title, _ in FRONT) + " |"]
-    lines += ["|---|" + "---|" * len(FRONT)]
-    for label, entry in result["settings"].items():
-        if "policy" not in entry:
-            lines.append(f"| {label} | failed: {_cell('; '.join(entry['errors']))} |")
-            continue
-        cells = [" / ".join(_number(entry, key) for key in keys) for _, keys in FRONT]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _is_mixed(name: str, entry: dict[str, Any]) -> bool:
-    return name not in ALONE and "offered_per_s" in entry
-
-
-SIM = (
-    ("LS TTFT p50 ms", "ls_ttft_p50_ms"),
-    ("p99", "ls_ttft_p99_ms"),
-    ("LS TBT p99 ms", "ls_tbt_p99_ms"),
-    ("LS SLO", "ls_slo_attainment"),
-    ("BE in /s", "be_prefill_per_s"),
-    ("BE out /s", "be_output_per_s"),
-    ("BE stall ms", "be_max_stall_ms"),
-)
-
-
-def _simulated(result: dict[str, Any]) -> list[str]:
-    config = json.dumps(result["config"])
-    lines = ["", f"{result['model']} on {result['hardware']} ({result['note']}); engine {config}."]
-    for title, entry in result["workloads"].items():
-        lines += ["", f"**{title}**: nominal {_rates(entry['nominal_per_s'])}", ""]
-        lines += ["| setting | " + " | ".join(title for title, _ in SIM) + " |"]
-        lines += ["|---|" + "---|" * len(SIM)]
-        for name, found in entry["settings"].items():
-            if len(found) == 1:
-                lines.append(f"| {name} | failed: {_cell('; '.join(found['errors']))} |")
-                continue
-            lines.append(f"| {name} | " + " | ".join(_number(found, key) for _, key in SIM) + " |")
-    return lines
+    return [*lines, *table(document["table"]), *ENGINE_NOTES.splitlines()]
 
 
 def peers_part(document: dict[str, Any]) -> list[str]:
@@ -290,7 +130,7 @@ def peers_part(document: dict[str, Any]) -> list[str]:
         "",
         "## Other servers",
         "",
-        f"- {_machine(document)}; {document['at']}",
+        f"- {machine_of(document)}; {document['at']}",
         f"- {config['model']}; threads {config['threads']}; seeds {config['seeds']}; windows of "
         f"{config['seconds']} s after {config['warmup']} s; LS {config['ls_rate']}/s of 64-128 "
         f"tokens and 32 out, {config['be_burst']} BE jobs and {config['be_rate']}/s of 1,024-2,048 "
@@ -298,30 +138,31 @@ def peers_part(document: dict[str, Any]) -> list[str]:
     ]
     if not any("platform" in runs[0] for runs in document["runs"].values() if runs):
         lines.append(f"- {WITHOUT_ZEN}")
-    return [*lines, *_table(document["lines"])]
+    return [*lines, *table(document["lines"])]
 
 
 def papers_part(document: dict[str, Any]) -> list[str]:
     """Return the table of `bench/papers/papers.py`."""
     config = document["config"]
-    about = f"{_machine(document)}; live: {config['model']}, engine {json.dumps(config['engine'])}"
+    about = (
+        f"{machine_of(document)}; live: {config['model']}, engine {json.dumps(config['engine'])}"
+    )
     return ["", "## What the papers claim", "", f"- {about}", "", *markdown(document)]
 
 
 def simulator_part(document: dict[str, Any]) -> list[str]:
     """Return the comparison of `tests/long/validate_sim.py`, and its figure."""
     config, policies = document["config"], document["policies"]
-    draw_predictions(policies, str(SIM_FIGURE))
     lines = [
         "",
         "## The simulator against the engine",
         "",
-        f"- {_machine(document)}",
+        f"- {machine_of(document)}",
         f"- {config['model']}, one load of {config['seconds']:.0f} s per policy, seed "
         f"{config['seed']}, {config['ls_requests']} LS requests, {config['be_depth']} BE jobs "
         "always there; predicted from a calibration of the same machine",
         "",
-        f"![Predicted against measured](images/{SIM_FIGURE.name})",
+        f"![Predicted against measured](../images/{SIM_FIGURE.name})",
         "",
         "| policy | number | measured | predicted | error | |",
         "|---|---|---|---|---|---|",
@@ -331,8 +172,8 @@ def simulator_part(document: dict[str, Any]) -> list[str]:
             error, ok = "-", None
             if n["error"] is not None:
                 error, ok = f"{n['error']:+.0%}", abs(n["error"]) <= BOUND
-            found = f"{_number(n, 'measured')} | {_number(n, 'predicted')} | {error}"
-            lines.append(f"| {policy} | {NUMBERS[name]} | {found} | {_mark(ok)} |")
+            found = f"{number(n, 'measured')} | {number(n, 'predicted')} | {error}"
+            lines.append(f"| {policy} | {NUMBERS[name]} | {found} | {mark(ok)} |")
     return lines
 
 
@@ -402,7 +243,7 @@ def soak_lines(document: dict[str, Any]) -> list[Line]:
 
 
 DECISION_US, CORE_US, DIFFERENTIAL_TRACES, SOAK_RATIO = 300.0, 5.0, 10_000, 1.5
-"""Targets of the project that the result does not contain."""
+"""Targets of the project, where a result does not contain them."""
 
 SMALL = {
     "over_http.json": ("HTTP and the rings", over_http_lines),
@@ -410,36 +251,43 @@ SMALL = {
     "ttft.json": ("What HTTP adds to a step of 10 ms", ttft_lines),
     "floor.json": ("What HTTP adds where nothing is served", floor_lines),
     "on_ray.json": ("A replica of Ray killed under load", on_ray_lines),
-    "beside_mask.json": ("Beside a row with a mask", beside_mask_lines),
+    "beside_mask.json": ("Next to a row with a mask", beside_mask_lines),
     "soak.json": ("A long overload", soak_lines),
-    "worst_bodies.json": ("Beside the worst bodies of others", itemgetter("lines")),
+    "worst_bodies.json": ("Next to the worst bodies of others", itemgetter("lines")),
     "decide.json": ("A decision", decide_lines),
     "decide-native.json": ("A decision in C++", decide_lines),
     "differential.json": ("Two schedulers, the same decisions", differential_lines),
     "sim_speed.json": ("The simulator's speed", sim_speed_lines),
-    "kv.json": ("KV that outlives its row", kv_lines),
+    "kv.json": ("Cached KV", kv_lines),
     "fleet.json": ("Several engines behind one front end", fleet_lines),
-    "streams.json": ("Prompts that come in pieces", streams_lines),
-    "capacity-cpu.json": ("At capacity, beside vLLM", capacity_lines),
+    "streams.json": ("Prompts in pieces", streams_lines),
+    "capacity-cpu.json": ("At capacity, next to vLLM", capacity_lines),
     "cpu_kernels.json": ("The CPU kernels", itemgetter("lines")),
     "delta_net.json": ("Gated DeltaNet", itemgetter("lines")),
     "hybrid.json": ("Qwen3-Next's shape", itemgetter("lines")),
     "queueing.json": ("The simulator against queueing theory", itemgetter("lines")),
+    "sampling-cpu.json": ("Sampling on the CPU", itemgetter("lines")),
+    "transformers_experts.json": (
+        "Our experts in a plain model of transformers",
+        itemgetter("lines"),
+    ),
     "weights.json": ("Experts in 4 bits", itemgetter("lines")),
     "real_size.json": ("30B parameters in 4 bits", itemgetter("lines")),
-    "four_bits.json": ("In 4 bits, beside llama.cpp", itemgetter("lines")),
+    "four_bits.json": ("In 4 bits, next to llama.cpp", itemgetter("lines")),
+    "four_bits_2048.json": ("A prompt of 2,048 tokens in 4 bits", itemgetter("lines")),
+    "four_bits_openvino.json": ("In 4 bits, next to OpenVINO", itemgetter("lines")),
     "shapes-cpu.json": ("Shapes of published models", itemgetter("lines")),
     "perplexity_talk.json": ("Perplexity of `talk` per format", itemgetter("lines")),
     "perplexity.json": ("Perplexity of `tiny` per format of its experts", perplexity_lines),
 }
-"""Results of one table: title, and a function that returns its lines."""
+"""Results of one table: title, and the lines of it."""
 NOTES = {"kv.json": KV_NOTES}
 
 
 def small_part(name: str, document: dict[str, Any]) -> list[str]:
-    """Return one table under a title, and its notes."""
+    """Return one table under a title, and the notes on it."""
     title, lines_of = SMALL[name]
-    lines = ["", f"## {title}", "", f"- {_machine(document)}", *_table(lines_of(document))]
+    lines = ["", f"## {title}", "", f"- {machine_of(document)}", *table(lines_of(document))]
     return [*lines, *NOTES.get(name, "").splitlines()]
 
 
@@ -449,38 +297,101 @@ PARTS = {
     "papers.json": papers_part,
     "validate_sim.json": simulator_part,
     "engine-cpu.json": engine_part,
+    "gpu-h100.json": gpu_part,
     **{name: partial(small_part, name) for name in SMALL},
 }
 
+TOPICS = {
+    "policies": ("Policies", ("policies-cpu.json",)),
+    "engine": (
+        "The engine and its decisions",
+        ("engine-cpu.json", "decide.json", "decide-native.json", "differential.json", "soak.json"),
+    ),
+    "serving": (
+        "Serving, and other servers",
+        ("peers-cpu.json", "capacity-cpu.json", "over_http.json", "rate.json", "ttft.json",
+         "floor.json", "beside_mask.json", "worst_bodies.json"),
+    ),
+    "kernels": (
+        "CPU kernels",
+        ("cpu_kernels.json", "delta_net.json", "sampling-cpu.json", "transformers_experts.json"),
+    ),
+    "models": (
+        "Models and weights",
+        ("shapes-cpu.json", "hybrid.json", "weights.json", "real_size.json", "four_bits.json",
+         "four_bits_2048.json", "four_bits_openvino.json", "perplexity_talk.json",
+         "perplexity.json"),
+    ),
+    "kv": ("KV between requests", ("kv.json",)),
+    "streams": ("Streaming prompts", ("streams.json",)),
+    "fleet": ("Several engines", ("fleet.json", "on_ray.json")),
+    "gpu": ("On a GPU", ("gpu-h100.json",)),
+    "simulator": ("The simulator", ("validate_sim.json", "queueing.json", "sim_speed.json")),
+    "papers": ("Numbers of the papers", ("papers.json",)),
+}  # fmt: skip
+"""The pages: name, title, and the results on each."""
 
-def page(documents: dict[str, dict[str, Any]]) -> str:
-    """Return the page of the existing results, missed targets first."""
-    losing = [(name, line) for name, doc in documents.items() for line in doc.get("losing", ())]
-    losing += [
-        (name, f"{what.strip()}: {found} (target {target})")
+
+def draw_figures(documents: dict[str, dict[str, Any]]) -> None:
+    """Draw the figures of the pages into docs/images."""
+    if document := documents.get("policies-cpu.json"):
+        draw_policies(document)
+    if document := documents.get("validate_sim.json"):
+        draw_predictions(document["policies"], str(SIM_FIGURE))
+
+
+def losing(documents: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the file and the text of each row that misses its target."""
+    found = [(name, line) for name, doc in documents.items() for line in doc.get("losing", ())]
+    return found + [
+        (name, f"{what.strip()}: {measured} (target {target})")
         for name, (_, lines_of) in SMALL.items()
         if name in documents and "losing" not in documents[name]
-        for what, found, target, ok in lines_of(documents[name])
+        for what, measured, target, ok in lines_of(documents[name])
         if ok is False
     ]
-    lines = [HEAD]
-    if losing:
-        lines += ["## What misses its target", ""]
-        lines += [f"- {_cell(line)} ({name})" for name, line in losing]
-    for name, document in documents.items():
-        lines += PARTS[name](document)
-    return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> None:
-    """Write the page."""
-    found = {
+def index(documents: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the index: ten numbers, the pages, and the rows that miss their target."""
+    lines = [HEAD, *headlines(documents)]
+    lines += ["", "## Pages", ""]
+    for topic, (title, names) in TOPICS.items():
+        if any(name in documents for name in names):
+            lines.append(f"- [{title}]({topic}.md)")
+    lines += [COMMANDS, "## What misses its target", ""]
+    return [*lines, *(f"- {cell(line)} ({name})" for name, line in losing(documents))]
+
+
+def pages(documents: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the text of each page by its name."""
+    found = {"index": index(documents)}
+    for topic, (title, names) in TOPICS.items():
+        parts = [
+            line for name in names if name in documents for line in PARTS[name](documents[name])
+        ]
+        if parts:
+            found[topic] = [f"# {title}", "", "[All results](index.md)", *parts]
+    return {name: "\n".join(fold(lines)).rstrip() + "\n" for name, lines in found.items()}
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """Return the committed results that the pages show."""
+    return {
         name: json.loads((RESULTS / name).read_text())
         for name in PARTS
         if (RESULTS / name).exists()
     }
-    PAGE.write_text(page(found))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+def main() -> None:
+    """Write the pages and draw their figures."""
+    documents = read()
+    PAGES.mkdir(exist_ok=True)
+    for name, text in pages(documents).items():
+        (PAGES / f"{name}.md").write_text(text)
+    draw_figures(documents)
+    print(f"wrote {PAGES.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

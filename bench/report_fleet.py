@@ -46,7 +46,7 @@ def _pools(row: Row) -> list[Line]:
 
 
 def _over(what: str, found: float | None, most: float) -> Line:
-    """Return the line of a ratio; None if the base is zero."""
+    """Return a row of a ratio; None if there was nothing to lower."""
     if found is None:
         return what, "none missed by either", "", None
     return at_most(what, found, most, 2)
@@ -71,7 +71,7 @@ def _prefix(row: Row) -> list[Line]:
 
 
 def _rebalance(row: Row) -> list[Line]:
-    """Return ratios over never moving."""
+    """Return the ratios over never moving a request."""
     lines: list[Line] = []
     for name, case in row.items():
         lines += _moves(f"two simulated engines, LS {name}", case) if isinstance(case, dict) else []

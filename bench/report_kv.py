@@ -1,4 +1,4 @@
-"""Rows of the results page about KV that outlives its request (`bench/kv`)."""
+"""Rows of the results page about cached KV (`bench/kv`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ KV_NOTES = """
 
 - **Why swap stays below 1.5 where LS takes 0.2 of the time.** Swap can win no more than
   recomputing loses, which is what LS makes it compute again. The KV (640 tokens) holds one BE
-  request of 640 or one chat of 300, so the two never share a step, and whoever serves LS first
+  request of 640 or one chat of 300, so the two never share a step. A policy that serves LS first
   needs the time of the BE work without LS plus that of the chats without BE. Swap needs just that
   (the last line of the row: 1 but for noise) and computes nothing twice, so nothing is left to
   win. The ratio grows with how often LS takes the KV, and passes 1.5 at 0.3 and 0.4.
@@ -152,7 +152,7 @@ _KINDS: dict[str, Callable[[Row], list[Line]]] = {
 
 
 def kv_lines(document: dict[str, Row]) -> list[Line]:
-    """Return the lines of `bench/kv`: every measured row, in the order of its documentation."""
+    """Return the lines of `bench/kv`: each measured row, in the order of its documentation."""
     wrong = [name for name, row in document.items() if not row["same_tokens"]]
     found = "all" if not wrong else f"not in {', '.join(wrong)}"
     rows = f"in {len(document)} rows: the same tokens in every arm of every row"

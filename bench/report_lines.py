@@ -1,9 +1,59 @@
-"""Rows of the results page with targets, and the rows about HTTP."""
+"""Rows of the results pages: their form, their targets, and those of HTTP."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+
 Line = tuple[str, str, str, bool | None]
-"""Quantity, measured value, target, and True if it is reached."""
+"""The row's name, the measured value, the target, and True if it is reached."""
+
+
+def mark(ok: bool | None) -> str:
+    """Return the last cell of a row: reached, missed, or nothing."""
+    return {True: "reached", False: "**missed**", None: ""}[ok]
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a table."""
+    return text.strip().replace("|", "\\|")
+
+
+def table(lines: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the lines of a result as a table: what, measured, target, reached."""
+    out = ["", "| what | measured | target | |", "|---|---|---|---|"]
+    for what, found, target, ok in lines:
+        out.append(f"| {cell(what)} | {cell(found)} | {cell(target)} | {mark(ok)} |")
+    return out
+
+
+def machine_of(document: dict[str, Any]) -> str:
+    """Return the machine, packages and commit of a result."""
+    about = document.get("machine") or _machine_of_rows(document)
+    names = ("cpu", "cores", "memory", "python", "torch", "transformers", "commit")
+    return "; ".join(f"{name} {about.get(name)}" for name in names)
+
+
+def _machine_of_rows(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the machine of rows that were measured one by one, and all their commits."""
+    machines = [row["machine"] for row in document.get("rows", document).values()]
+    return machines[0] | {"commit": ", ".join(sorted({m["commit"] for m in machines}))}
+
+
+def number(entry: dict[str, Any], key: str) -> str:
+    """Return a number of an entry as a cell."""
+    value = entry.get(key)
+    if isinstance(value, dict):
+        value = value["value"]
+    if value is None:
+        return "-"
+    if key in ("ls_slo_attainment", "be_harvest"):
+        return f"{value:.0%}"
+    if key == "class_inversions":
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) < 10 else f"{value:,.0f}"
 
 
 def at_most(what: str, found: float, target: float, digits: int = 1) -> Line:
@@ -16,11 +66,11 @@ WITHOUT_ZEN = (
     "at commit 0b86876 (2 threads, 300M, medians): ours over vLLM single stream 1.51, prefill of "
     "2,048 tokens 0.99, 48 LS 1.02, 16 BE 1.11; mixed trace, LS TTFT p99 16 and 23 times lower"
 )
-"""A note for results that do not name vLLM's platform."""
+"""A note on results that do not name vLLM's platform."""
 
 
 def capacity_lines(document: dict[str, Any]) -> list[Line]:
-    """Return the rows of `bench/serving/capacity.py`, and the platform of vLLM."""
+    """Return the rows of `bench/serving/capacity.py`, and how strong the rival was."""
     found = document.get("platforms")
     if found is None:
         return [*document["lines"], (WITHOUT_ZEN, "", "", None)]
@@ -54,7 +104,7 @@ def over_http_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def _http_overhead_lines(found: dict[str, Any], reach: dict[str, float]) -> list[Line]:
-    """Return the rows of one model: HTTP minus the Python API, and a kept-alive connection."""
+    """Return the rows of one model: HTTP minus the Python API, and the cost of a connection."""
     python = found["ttft_ms"]["python"]["p50"]
     model = f", TTFT {python:.1f} ms" if "model" in found else ""
     kinds = {
@@ -108,7 +158,7 @@ def ttft_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def floor_lines(document: dict[str, Any]) -> list[Line]:
-    """Return the rows of `floor.json`. The commit in the result has its bench."""
+    """Return the rows of `bench/serving/floor.py`."""
     step, cold = document["step_ms"], document["cold"]
     lines: list[Line] = [
         (f"a step of {step:g} ms over HTTP, server {name}: ms", f"{ms['p50']:.2f}", "", None)
@@ -120,7 +170,7 @@ def floor_lines(document: dict[str, Any]) -> list[Line]:
 
 
 def beside_mask_lines(document: dict[str, Any]) -> list[Line]:
-    """Return the rows of `beside_mask.json`. The commit in the result has its bench."""
+    """Return the rows of `bench/serving/beside_mask.py`."""
     lines: list[Line] = []
     for row in document["found"]:
         for form, over in row["over_none"].items():
