@@ -7,8 +7,8 @@ draws new experts, so that their weights come from memory.
     decode      one row: time in bf16 over time in 4 bits
     prefill     2,048 rows, routed evenly: the same
 
-Attention, router and head are not included: docs/kernels.md. The output is a table, then one JSON
-line.
+Attention, router and head are not included: docs/design/kernels.md. The output is a table,
+then one JSON line.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Scheduler, rings and loop in C++, one source for host and device (docs/device-scheduler.md)."""
+"""Scheduler, rings and loop in C++, one source for host and device (docs/design/device-loop.md)."""

@@ -2,7 +2,7 @@
 
 It takes requests out of rings and puts tokens into rings by address. Python decodes no record and
 makes no object per request; the host's runner reads a request's data from the block. The same
-source compiles for a GPU (docs/device-scheduler.md).
+source compiles for a GPU (docs/design/device-loop.md).
 """
 
 from collections.abc import Iterator, Mapping

@@ -11,7 +11,7 @@ LOGS = sorted((ROOT / "docs" / "log").glob("20*.md"))
 """Files of entries, which name the files of their day."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("", "qllm", "qllm/device", "qllm/kernels/cpu", "tests", "docs", "bench")
-"""Where a path of a page may begin."""
+"""Folders in which a path of a page may begin."""
 
 
 def named(text: str) -> list[str]:
@@ -30,6 +30,34 @@ def test_a_page_names_files_that_exist(page: Path) -> None:
     missing = [name for name in named(text) if not any((p / name).exists() for p in places)]
     assert missing == [] or page in LOGS
     assert [name for name in linked(text) if not (page.parent / name).exists()] == []
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names by which links reach the headings of a text, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def missing_anchors(page: Path, text: str) -> list[str]:
+    """Return the links of a page's text that name a heading which no page has."""
+    links = re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text)
+    pages = [(name, anchor, page.parent / name if name else page) for name, anchor in links]
+    return [
+        f"{name}#{anchor}"
+        for name, anchor, to in pages
+        if to.suffix == ".md" and anchor not in anchors(to.read_text())
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_names_a_heading_that_exists(page: Path) -> None:
+    assert missing_anchors(page, page.read_text()) == []
+
+
+def test_a_heading_that_is_gone_is_seen() -> None:
+    text = "[a](architecture.md#the-sweep), [b](architecture.md#gone), [c](#gone-too)"
+    page = ROOT / "docs" / "architecture.md"
+    assert missing_anchors(page, text) == ["architecture.md#gone", "#gone-too"]
 
 
 def test_a_file_that_is_gone_is_seen() -> None:

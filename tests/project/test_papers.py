@@ -22,7 +22,7 @@ def files(text: str) -> list[str]:
     return re.findall(r"`([\w.-]+/[\w./-]+)`", text)
 
 
-def tests(text: str) -> list[tuple[str, str]]:
+def named_tests(text: str) -> list[tuple[str, str]]:
     """Return the file and the name of each test that a text names."""
     return re.findall(r"`([\w./-]+\.py)`:\s+`(test_\w+)`", text)
 
@@ -32,7 +32,7 @@ def test_files_that_the_page_names_exist() -> None:
 
 
 def test_tests_that_the_page_names_exist() -> None:
-    named = tests(PAGE)
+    named = named_tests(PAGE)
     assert len(named) == len(re.findall(r"`test_\w+`", PAGE)) > 0
     missing = [t for file, t in named if f"def {t}(" not in (ROOT / file).read_text()]
     assert missing == []
@@ -40,7 +40,7 @@ def test_tests_that_the_page_names_exist() -> None:
 
 def test_a_name_that_is_gone_is_seen() -> None:
     assert files("`qllm/gone.py`, `a name`") == ["qllm/gone.py"]
-    assert tests("`tests/gone.py`:\n  `test_gone`") == [("tests/gone.py", "test_gone")]
+    assert named_tests("`tests/gone.py`:\n  `test_gone`") == [("tests/gone.py", "test_gone")]
 
 
 @pytest.mark.parametrize("paper", PAPERS)

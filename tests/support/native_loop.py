@@ -6,7 +6,7 @@
 
 What a GPU would do without the host, with a runner in the place of its stages. It decides nothing
 and has no other rules than `qllm.engine.loop.EngineLoop`; it keeps no trace, and serves what the
-native server serves (docs/device-scheduler.md).
+native server serves (docs/design/device-loop.md).
 """
 
 import select

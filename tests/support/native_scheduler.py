@@ -1,6 +1,6 @@
 """The native scheduler: `qllm.scheduler.scheduler.Scheduler` in C++ on one block of memory.
 
-The same source compiles for a GPU (docs/device-scheduler.md). Here it is the engine's scheduler
+The same source compiles for a GPU (docs/design/device-loop.md). Here it is the engine's scheduler
 on the host: it decides on integers, and this class keeps the `Request` objects of the engine up
 to date. Decisions are those of `Scheduler`, one by one.
 """
