@@ -126,7 +126,8 @@ class EngineConfig:
     prefix_cache: str | bool = "auto"
     """Cache KV of finished pages, and copy it into requests with the same first tokens. "auto": if
     no bit changes (our CPU kernels in every layer). True: refused where bits change. "approximate":
-    also where a hit may change last bits, with loop="host". False: off (docs/guides/reuse-kv.md)."""
+    also where a hit may change last bits, with loop="host". False: off
+    (docs/guides/reuse-kv.md)."""
     prefix_cache_tokens: int = 16384
     """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`."""
     prefix_states_gib: float = 2.0

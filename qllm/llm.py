@@ -293,7 +293,7 @@ class QLLMEngine:
             slo: Latency targets of this request; by default `ls_slo`, if it is LS.
             timeout_s: Seconds after which the request ends with `timeout`.
             request_id: Name of the request in results and traces.
-            cache_salt: Salt of cached KV: only requests with one salt share it (docs/guides/reuse-kv.md).
+            cache_salt: Salt of cached KV: only requests with one salt share it.
             cache_owner: Owner of cached KV: only requests of one owner share it, and `delete_kv`
                 deletes it.
             cache_ttl_s: Seconds for which its cached KV is not displaced, for later turns.
