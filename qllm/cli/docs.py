@@ -42,7 +42,7 @@ def find_pages() -> dict[str, Path]:
     """
     package = Path(str(files("qllm")))
     for folder in (package / "docs", package.parent / "docs"):
-        if (folder / "quickstart.md").is_file():
+        if (folder / "architecture.md").is_file():
             return {
                 path.relative_to(folder).as_posix().removesuffix(".md"): path
                 for path in folder.rglob("*")
