@@ -68,7 +68,7 @@ def _bounded(schema: Schema) -> Schema:
 
 
 def _limits(schema: Schema, names: tuple[str, ...]) -> list[float]:
-    """Return the limits of a schema at one end."""
+    """Return the numbers that a schema has under these keywords, such as `minimum`."""
     return [x for name in names if isinstance(x := schema.get(name), int | float)]
 
 

@@ -49,7 +49,7 @@ class WithSettings(TyperCommand):
 
 
 FLAGS = "qllm.server.flags"
-"""Key of a context for the server's settings that are no parameters of the command."""
+"""Key in a context's `meta` of the server's settings that were given as flags."""
 NO_FLAGS = ("model", "engine", "policy_settings", "objectives", "api_keys", "engine_address", "ray")
 """Settings that the command takes in another form."""
 

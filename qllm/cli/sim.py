@@ -296,7 +296,7 @@ def plan(
 
 
 def _names(presets: str | None) -> list[str | None]:
-    """Return the presets of a list with commas; one None if a cost file is given instead."""
+    """Split a comma-separated list of presets; return [None] without one (costs from a file)."""
     if presets is None:
         return [None]
     return [name.strip() for name in presets.split(",") if name.strip()] or [presets]

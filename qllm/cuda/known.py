@@ -66,7 +66,7 @@ class KnownLayer(FastDriver):
 
     @property
     def chooses(self) -> bool:
-        """True if a kernel computes experts and weights from the router's logits."""
+        """True if a kernel chooses experts and their routing weights from the router's logits."""
         return self._known_router is not None
 
     def enter(self) -> None:

@@ -110,10 +110,10 @@ class Block(Records):
             raise InvariantError("the free and the held KV blocks are not all of them, once each")
 
     def check_order(self, slots: Mapping[RequestId, int]) -> None:
-        """Check that every live request is in exactly one list of the order, the right one.
+        """Check that every live request is once in the right list, and that lists are sorted.
 
         Raises:
-            InvariantError: A request is not.
+            InvariantError: A request is missing, twice or in a wrong list, or a list is not sorted.
         """
         requests = self.array("requests")
         found: list[int] = []

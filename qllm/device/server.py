@@ -44,7 +44,7 @@ class RingAt(NamedTuple):
 
     address: int
     tail: int
-    """Address of its reader's position."""
+    """Address at which the ring's reader writes its position."""
     num_bytes: int
 
 

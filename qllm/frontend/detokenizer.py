@@ -245,9 +245,9 @@ class Detokenizer:
         self._make_reading = reading
         self._reading: Reading | None = None
         self._texts = _special_in(tokenizer, stop)
-        """Texts of the tokens that have a mark."""
+        """Texts of the special tokens in stop strings, by id."""
         self._marks = {id_: chr(STOP_MARKS + n) for n, id_ in enumerate(self._texts)}
-        """Marks of the tokens that have one."""
+        """Marks of these tokens, by id: characters that replace them in the text."""
         self._hidden = {
             ord(mark): self._texts[id_] if special else None for id_, mark in self._marks.items()
         }

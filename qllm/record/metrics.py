@@ -56,7 +56,7 @@ class RequestMetrics:
     itl_ms: tuple[float, ...]
     """Every gap between consecutive tokens."""
     e2e_ms: float | None
-    """Last token minus arrival, or minus the last piece, as for `ttft_ms`."""
+    """Last token minus arrival; minus the last piece if the prompt streams."""
     preemptions: int
     """Times that the frame was stopped for another request. Ends of slices are not counted."""
     parked_ms: float

@@ -77,7 +77,7 @@ class CutCosts:
     read_ns: float
     """Time to read the weights of an attention."""
     attn_ns: float
-    """Time limit of a segment after it has read these weights."""
+    """Part of `segment_ns` that is left after `read_ns`; at least a quarter of it."""
     project_ns: float
     """Time of one token through the projections of an attention."""
     query_key_ns: float

@@ -26,7 +26,8 @@ LEAST_PART = 4
 LEAST_TURN_NS = 5 * NS_PER_MS
 """Shortest turn of prompts, unless the next boundary is sooner."""
 MARGIN_PART = 8
-"""Divisor of the gap: the result is left free, as slices end late and steps may be slow."""
+"""Divisor of the gap: a stream is due earlier by the result, as slices may end late and steps may
+be slow."""
 WORTH_NS = NS_PER_MS
 """Shortest turn that is worth a switch."""
 

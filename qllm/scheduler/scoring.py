@@ -1,8 +1,9 @@
-"""Turns of scored prompts, those whose log-probabilities are requested, with other rows.
+"""Prompts whose log-probabilities are requested take turns with the other rows of a plan.
 
-Scoring a prompt takes a row over the vocabulary per token, and a program returns its tokens at its
-end, so other requests in it would wait for all of these rows. Therefore the row that completes such
-a prompt runs alone, in slices where the grain allows it, in turns with the other rows of its plan.
+Such a prompt is scored: each of its tokens needs logits over the whole vocabulary. A program
+returns all tokens at its end, so other requests in it would wait for this work. Therefore the row
+that completes a scored prompt runs alone, in slices where the grain allows it. The other rows run
+after each of its turns.
 
     planned     decodes A B, prompt S       S (parked), A B         S, A B          A B
     runs        A B                         S, one slice            A B             ...

@@ -45,8 +45,8 @@ class ServerConfig(BaseModel):
     """Rule that chooses the engine of a fleet for a request: class, length, prefix, least,
     round-robin, or your own function as module:function (docs/guides/several-engines.md)."""
     rebalance_s: float = Field(5.0, ge=0)
-    """Seconds without progress after which a BE request at an engine of a fleet migrates to one
-    with room, if both have `handover_gib`; 0 disables (docs/guides/several-engines.md)."""
+    """Seconds without progress after which a BE request migrates to another engine of the fleet
+    that has room. Both need `handover_gib`. 0 disables (docs/guides/several-engines.md)."""
     profile: Literal["tcp", "shm", "rdma"] = "tcp"
     """Transport of the rings between two hosts; the same on both sides."""
     secret_file: Path | None = None

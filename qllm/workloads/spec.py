@@ -12,9 +12,9 @@ class PieceSpec(NamedTuple):
     after_s: float
     """Seconds from the request's arrival to the piece."""
     keep: int
-    """Number of first tokens that do not change; all of them if the piece is appended."""
+    """Number of tokens at the prompt's start that the piece keeps; all if it is appended."""
     num_tokens: int
-    """Number of the piece's own tokens, which follow those."""
+    """Number of the piece's own tokens, which follow the kept ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,14 @@ shared memory, and pushes what it wrote to the same place in the other's copy:
     front end   LS, BE and cancel rings, token tail   ── WRITE ──>   engine
     engine      token ring, request tails, progress   ── WRITE ──>   front end
 
-One WRITE per direction is under way at a time, because WRITEs may overtake each other and each
-also zeroes the word behind its records. Nothing else is assumed of their order: a record counts
-when it is whole (`qllm.ingress.ring`), so no notification is needed and none is sent. Where a
-device writes the token ring, it is not pushed: `qllm.ingress.remote.pull`.
+At most one WRITE per direction is under way. WRITEs may overtake each other, and each also zeroes
+the word behind its records, so a late one could destroy a newer record. Nothing else is assumed of
+their order. A record counts when it is whole (`qllm.ingress.ring`), so no notification is sent.
+If a device writes the token ring, the front end fetches it instead (`qllm.ingress.remote.pull`).
 
-NIXL's progress thread stays off (on two cores it took round trips from 25 us to 68 ms), so
-polling drives progress. Over tcp that copies the data: the engine's core is in the path.
+NIXL's progress thread stays off: on two cores it lengthened round trips from 25 us to 68 ms.
+Polling makes the progress instead. Over tcp, polling also copies the data, so the engine's core
+takes part.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Kernels for bf16 on the CPU, over torch tensors.
 
     Matrix      a weight in panels; `linear` reads it at the memory's speed for a few rows
-    Experts     (`experts`) gate/up, its gate and down of ranges of expert units
+    Experts     (`experts`) gate and up, their activation, and down, for ranges of expert units
     norms, attention, routers
                 modules of their own: the ops before the experts of a layer
 

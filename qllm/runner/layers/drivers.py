@@ -40,7 +40,8 @@ class Routed(NamedTuple):
     ids_TK: Tensor
     weights_TK: Tensor
     kept: dict[str, RouterExtras] | None = None
-    """Tensors that the driver keeps for `combine`, by name; "shared" in the fast driver."""
+    """Tensors by name that `combine` needs. The fast driver has only "shared", the output of the
+    shared experts."""
 
 
 class LayerDriver(Protocol):

@@ -25,7 +25,8 @@ from qllm.runner.layers.rows import PLAIN, RowRule
 Linear = Callable[[Tensor], Tensor]
 
 HEAD_BLOCK = 2048
-"""Ids per vocabulary block; a multiple of 64 keeps the bits of the whole product."""
+"""Token ids per block of the output head. It is a multiple of 64, so that the blocks' logits have
+the bits of one product over the whole vocabulary."""
 
 
 class Linears:

@@ -423,19 +423,19 @@ def attend_some(
     begun: Begun | None,
     costs: CutCosts,
 ) -> tuple[Tensor | None, Begun | None, int]:
-    """Run `driver.attend`; with kernels, over as many keys as a segment allows.
+    """Run `driver.attend`: with kernels, over as many keys as a segment allows; else over all.
 
     Args:
         driver: Driver of the layer.
         x_TD: Input of the layer: see `LayerDriver.attend`.
         rope: Position embeddings: see `LayerDriver.attend`.
         step: Spans of the op: see `LayerDriver.attend`.
-        pos: First key not read, if the previous call returned a `Begun`; else ignored.
+        pos: First key that the previous call did not read; ignored if `begun` is None.
         begun: State that the previous call returned; None starts the op.
         costs: Costs of the model.
 
     Returns:
-        `mid`, or the state to continue from and the next `pos`.
+        `mid` if the op is done; else None, the state to continue from and the next `pos`.
     """
     if isinstance(driver, NativeDriver):
         pos = 0 if begun is None else pos

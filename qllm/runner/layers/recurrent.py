@@ -21,7 +21,8 @@ from qllm.runner.states import NewState
 _TRIED = 5
 """Tokens per call when the code tests that calls continue from each other."""
 _CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype; a missing state makes far more."""
+"""Largest relative difference that counts as rounding, in any dtype. A call that ignores the state
+differs by far more."""
 
 
 def over_spans(

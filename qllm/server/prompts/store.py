@@ -44,7 +44,7 @@ class Opened:
     is_streamed: bool = False
     """True if its pieces are lines of one body, which has its own time limit. It is not listed."""
     has_seat: bool = True
-    """True until its answer has the seat; before that, the prompt's end releases it."""
+    """True if the prompt holds the seat, which its end releases; False once its answer holds it."""
     is_sending: bool = False
     num_changing: int = 0
     """Pieces that have arrived but are not in the prompt yet."""
