@@ -6,11 +6,11 @@ A `Matcher` is a function of the tokens of the answer so far. It consumes new to
 again when it gets fewer or other tokens. So the tokens alone decide the state of a request that was
 evicted, restored from a checkpoint or replayed by another engine, and no state has to be saved.
 
-The cost of a grammar is bounded by llguidance's own counters. Where these do not suffice, a process
-with limited CPU time tries it first (`qllm/grammar_check.py`). Building a grammar releases the
-interpreter's lock. Sorting a vocabulary does not, so an engine does it at its start.
+llguidance's own counters bound the cost of a grammar. Some grammars are slow all the same, so a
+process with limited CPU time tries a grammar first (`qllm/grammar_check.py`). Building a grammar
+releases the interpreter's lock. Sorting a vocabulary does not, so an engine sorts it at its start.
 
-The library is imported when it is needed: an engine without it refuses requests that need it.
+llguidance is imported when a request needs it. An engine without it refuses such requests.
 """
 
 from collections.abc import Callable, Sequence

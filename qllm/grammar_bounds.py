@@ -36,7 +36,7 @@ class Bounds:
     """Greatest lengths of the parts of a JSON answer where its schema sets none."""
 
     text: int = 65_536
-    """Most characters of a string; an escape is one."""
+    """Most characters of a string; an escape counts as one character."""
     items: int = 1_000
     """Most items of a list, and most members of an object whose schema defines further members."""
     others: int = 32

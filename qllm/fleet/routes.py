@@ -286,7 +286,7 @@ def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
 WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 0.1, 10.0, 1.0
 """Weights of `pressure`: per waiting prompt, per second of prompt work, per free share of seats."""
 HYSTERESIS = 1.0
-"""Smallest difference of pressures at which an engine changes its pool."""
+"""An engine changes its pool if the pressures of the two pools differ by more than this."""
 
 
 def pressure(engine: EngineView) -> float:

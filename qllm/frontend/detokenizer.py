@@ -206,11 +206,11 @@ class Detokenizer:
 
         ids    [ context | pending ]      text   [ sent | new ]
 
-    The window begins with the end of the prompt, and the pieces join to what `tokenizer.decode` has
-    more for all ids than for those of the prompt (`certain_text`), with two exceptions. Spaces are
-    not cleaned up, which would change delivered text. And a byte-fallback decoder that
-    meets bytes which are no UTF-8 breaks the good characters around them too; delivered ones stay
-    good.
+    The window begins with the end of the prompt. Joined, the pieces are the text that
+    `tokenizer.decode` gives for the prompt and the answer, without the text of the prompt alone
+    (`certain_text`). There are two exceptions. Spaces are not cleaned up, because that would change
+    delivered text. And if bytes are not valid UTF-8, a byte-fallback decoder also breaks the valid
+    characters around them, but characters that were delivered before stay as they are.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -78,7 +78,7 @@ class SavedRequest:
         return bool(self.handle.asked.paused)
 
     def shift(self, by_ns: int) -> None:
-        """Convert its times to another clock."""
+        """Add a difference to all its times, which converts them to another clock."""
         self.unknown = replace(self.unknown, arrival_ns=self.unknown.arrival_ns + by_ns)
         self.token_ns[:] = [at_ns + by_ns for at_ns in self.token_ns]
         if (item := self.submission) is not None:

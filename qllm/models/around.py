@@ -352,7 +352,7 @@ class Around:
 
 
 class Leave(nn.Module):
-    """`Around.leave` as a module, in the place of the last norm."""
+    """A module that calls `Around.leave`; it is used instead of a model's last norm."""
 
     def __init__(self, around: Around) -> None:
         super().__init__()

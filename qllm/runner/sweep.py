@@ -128,7 +128,7 @@ class Swept(NamedTuple):
     longest_ns: int
     """Longest nanoseconds between two of these polls of a thread."""
     longest_op: OpKind
-    """Op of that longest time."""
+    """Kind of the op in which `longest_ns` was measured."""
     expert_bytes: int
     """Bytes of weights of the experts that had a unit; 0 if the device counts them."""
 

@@ -256,8 +256,10 @@ def call_hook(
 def without(scheduler: "Scheduler", gone: Collection[RequestId], now_ns: int) -> "Scheduler":
     """Return a copy of a scheduler's state in which some requests have ended.
 
-    The copy has no suspects, because these are planned without asking the policy. A policy that
-    cannot be copied is used itself, and its hooks do not see the ends.
+    The policy is copied too, and the hook `on_finish` of the copy is called for each ended request.
+    If the policy cannot be copied, the original is used, and its hook is not called. The copy of
+    the scheduler has no suspects: the scheduler plans suspects without asking the policy, but a
+    trial must ask it.
     """
     ended = set(gone)
     policy, is_copy = scheduler.policy, True

@@ -24,8 +24,8 @@ def next_cut(view: View, groups: Groups, rows: Sequence[Row]) -> int:
 def advance(batch: Batch, groups: Groups, members: Sequence[RequestView]) -> None:
     """Add the next group of layers of a started cohort to a batch.
 
-    The cohort holds all the KV it needs and keeps the size it started with. Members that lag behind
-    because a seat was missing catch up first.
+    The cohort holds all the KV it needs and keeps the size it started with. If a step had too few
+    seats for all members, those that were left behind catch up first.
     """
     rows = [next_row(r, batch.view) for r in members]
     cut = next_cut(batch.view, groups, rows)

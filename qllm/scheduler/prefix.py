@@ -89,7 +89,7 @@ class Counts:
     hits: int = 0
     """Tokens that requests found and used."""
     evictions: int = 0
-    """Pages that other pages displaced."""
+    """Pages that were dropped to make room for other pages."""
     refused: int = 0
     """Pages that were not cached because the store was full."""
 

@@ -40,7 +40,7 @@ class Ranking:
         self.swapped: dict[RequestId, Ranked] = {}
         """Waiting requests whose KV is swapped out."""
         self.num_own_tiers = 0
-        """Requests whose tier differs from their priority."""
+        """Number of requests whose tier differs from their priority."""
         self._where: dict[RequestId, Ranked] = {}
         """Waiting requests by id."""
         self._unranked = list(requests)

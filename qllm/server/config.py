@@ -88,7 +88,7 @@ class ServerConfig(BaseModel):
     ssl_ca_certs: Path | None = None
     """Certificates of the authorities that check clients' certificates."""
     ssl_cert_reqs: Literal["none", "optional", "required"] = "none"
-    """Need for a client certificate."""
+    """Rule for client certificates: not requested, optional, or required."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server; none by default."""
     max_ls: int = Field(256, ge=1)

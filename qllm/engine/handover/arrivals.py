@@ -50,7 +50,7 @@ class HandedIngress(HoldingIngress[Coming]):
         """The hand-over that migrates requests to other engines.
 
         Raises:
-            ConfigError: This engine has none.
+            ConfigError: This engine has no hand-over (`handover_gib=0`).
         """
         if self.handover is None:
             raise ConfigError("this engine hands nothing over: handover_gib=0")

@@ -266,7 +266,7 @@ class HandOver:
         item: Submission,
         pages: Mapping[int, Any],
     ) -> Brought:
-        """Put the fetched KV into KV that will be the request's."""
+        """Copy the fetched KV into new KV, which the request takes over when it is admitted."""
         size, parts = self._terms.page_size, header.parts
         rest = {n: tensor(memory, part) for n, part in parts.items() if not n.startswith("page.")}
         kv = self._runner.backend.new_kv(item.num_prompt_tokens + item.max_tokens)

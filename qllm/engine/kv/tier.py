@@ -110,7 +110,10 @@ class Disk(Protocol):
         ...
 
     def be_gentle(self, gentle: bool) -> None:
-        """Set whether LS requests exist: then all except their loads gets only `GENTLE_SHARE`."""
+        """Set whether LS requests exist. While they do, other work gets only `GENTLE_SHARE`.
+
+        Loads for LS requests are never slowed down.
+        """
         ...
 
     def written(self) -> list[Written]:

@@ -179,10 +179,10 @@ def dense(x: Tensor) -> Tensor:
 
 
 class Blank:
-    """An allocator of uninitialised tensors [rows, width], which makes several at once.
+    """An allocator of uninitialised tensors [rows, width]. It makes several at once.
 
-    Making one takes more than a tenth of a millisecond when the weights of a step have evicted all
-    code from the caches.
+    The weights of a step may have evicted PyTorch's code from the CPU's caches. Then it takes more
+    than a tenth of a millisecond to make a tensor.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:

@@ -63,9 +63,11 @@ class Draw:
         return torch.randperm(size, generator=self._generator)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw a parameter. The rows of a matrix are one vector, shifted by one place per row.
+        """Draw a random parameter.
 
-        Vectors are near one, as norms are, so that a missing addition or multiplication is visible.
+        Each row of a matrix is a window of one long random vector, one place after the window of
+        the row above. A parameter with one dimension has values near 1, like the weight of a norm,
+        so that a missing addition or multiplication is visible.
         """
         if name == "A_log":  # most of a state is preserved
             return self.uniform(-4, 0, *shape)

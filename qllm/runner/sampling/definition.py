@@ -158,7 +158,7 @@ def adjusted(row: SampledRow, raw_V: Floats32) -> Floats64:
 
 
 def weight_bits(vocab_size: int) -> int:
-    """Return b: the likeliest token weighs 2^b, and the sum of all stays below 2^62."""
+    """Return b such that, with 2^b for the likeliest token, all weights sum to less than 2^62."""
     return min(44, 62 - vocab_size.bit_length())
 
 

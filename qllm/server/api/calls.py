@@ -23,7 +23,7 @@ from qllm.server.tools.tool_choice import Choice
 from qllm.types import THINK
 
 _LITERALS = {"true", "false", "null", "none"}
-"""Words in a call that are not strings in its arguments."""
+"""Literals of JSON and Python: words that a call may contain outside of strings."""
 
 
 class Reader(Reading, Protocol):

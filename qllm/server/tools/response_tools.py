@@ -208,10 +208,10 @@ ToolChoice = (
 
 
 class Names:
-    """The names under which the model sees tools.
+    """The names that the model knows tools by; they may differ from the request's names.
 
     Args:
-        named: Tools by these names.
+        named: Tools by the model's names.
     """
 
     def __init__(self, named: Mapping[str, Callee]) -> None:
