@@ -32,6 +32,8 @@ SITE = ROOT / "build" / "in-place"
 PREPARED = ROOT / "build" / "gpu"
 """Folder with the files that `bench.gpu.prepare` has compiled."""
 SCHEDULER = ROOT / "qllm" / "device" / "_scheduler.abi3.so"
+RINGS = ROOT / "qllm" / "ingress" / "csrc"
+"""Folder of the rings' headers, which its sources include."""
 MARK = "gpu-check-section "
 BEGAN = "GPU_CHECK_BEGAN"
 """Variable of the parts: start of the check, in seconds since the epoch. A server takes every name
@@ -107,7 +109,7 @@ class Build:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._found = "there already" if self._is_new() else ""
+        self._found = "there already" if self.is_new() else ""
         if self._found:
             return
         source, include = SCHEDULER.parent / "csrc" / "module.cpp", sysconfig.get_path("include")
@@ -124,9 +126,10 @@ class Build:
         except OSError as error:
             self._found = f"not built: {error}"
 
-    def _is_new(self) -> bool:
+    @staticmethod
+    def is_new() -> bool:
         """Return True if it exists and no source is newer."""
-        sources = (SCHEDULER.parent / "csrc").glob("*")
+        sources = (*(SCHEDULER.parent / "csrc").glob("*"), *RINGS.glob("*"))
         newest = max((file.stat().st_mtime for file in sources), default=0.0)
         return SCHEDULER.exists() and SCHEDULER.stat().st_mtime >= newest
 

@@ -188,7 +188,7 @@ class FrontEndPort:
 class ShmStop:
     """The stop word over shared memory.
 
-    `word` compares the bell with the number seen last (one load); docs/rings.md has its cost
+    `word` compares the bell with the number seen last (one load); docs/design/rings.md has its cost
     compared with a plain attribute.
     """
 

@@ -417,7 +417,7 @@ class _Shaper:
             return self.finish_plan(batch.rows)
         slice_ns = turns.slice_ns(newest_ns)
         has_scored = newest_ns > turns.oldest_ns and any(self.scores(frame) for frame in frames)
-        if slice_ns is not None and not has_scored:  # it has one turn (`qllm.scheduler.turns`)
+        if slice_ns is not None and not has_scored:  # it has one turn (`qllm.scheduler.scoring`)
             return self.tiers_plan([tier], slice_ns)[0]
         rows = loose if frames else self.batch([tier], cohorts=()).rows
         return self.resume(parked[0]) if parked else self.finish_plan(rows)

@@ -59,7 +59,7 @@ class ServerConfig(BaseModel):
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`."""
     ray: dict[str, Any] | None = None
-    """Table of settings to serve on Ray (docs/ray.md); it may be empty."""
+    """Table of settings to serve on Ray (docs/guides/ray.md); it may be empty."""
     dtype: str = "auto"
     device: str = "cpu"
     """Device: "cpu", or "cuda" where torch sees a GPU."""

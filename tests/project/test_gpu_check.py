@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +74,27 @@ def test_what_was_prepared_elsewhere_is_found_here(
     gpu_check.relocate()
     found = json.loads(note.read_text())["child_paths"]
     assert found == {"k.json": str(folder / "k.json")}
+
+
+def test_the_scheduler_is_built_again_for_a_change_of_each_of_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = gpu_check.SCHEDULER.parent / "csrc"
+    text = "".join(map(Path.read_text, own.glob("*.h")))
+    others = {(own / name).resolve().parent for name in re.findall(r'#include "(\.\./.*)"', text)}
+    assert others == {gpu_check.RINGS}
+    built, folders = tmp_path / "built.so", (tmp_path / "csrc", tmp_path / "rings")
+    monkeypatch.setattr(gpu_check, "SCHEDULER", built)
+    monkeypatch.setattr(gpu_check, "RINGS", folders[1])
+    for path in (*(folder / "a.h" for folder in folders), built):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (100, 100))
+    assert gpu_check.Build.is_new()
+    for folder in folders:
+        os.utime(folder / "a.h", (200, 200))
+        assert not gpu_check.Build.is_new()
+        os.utime(folder / "a.h", (100, 100))
 
 
 def run_part(code: str, budget_s: float, tmp_path: Path) -> dict[str, Any]:
