@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import openai
 import pytest
 import typer
 
@@ -124,7 +125,10 @@ def test_the_python_of_a_guide_runs(
         lambda model, **settings: make(model, **settings) if settings else nullcontext(engine),
     )
     monkeypatch.chdir(tmp_path)
-    exec(compile(block.text.replace(ADDRESS, served.url), block.place, "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(block.text.replace(ADDRESS, served.url), block.place, "exec"), names)
+    for client in [value for value in names.values() if isinstance(value, openai.OpenAI)]:
+        client.close()  # a guide leaves that to the end of its program
 
 
 @pytest.mark.parametrize("block", BASH, ids=lambda block: block.place)
