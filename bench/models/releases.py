@@ -62,6 +62,7 @@ def answer() -> None:
 
     prompts = [[(i * 7 + j * 13) % 240 + 8 for j in range(NUM_TOKENS)] for i in range(NUM_PROMPTS)]
     engine: Any = None
+    answers, sys.stdout = sys.stdout, sys.stderr  # an engine shows its progress on stdout
     for line in sys.stdin:
         if line.strip():
             if engine is not None:
@@ -71,7 +72,7 @@ def answer() -> None:
             )
         start = time.process_time()
         engine.generate(prompts, temperature=0, max_tokens=NUM_TOKENS)
-        print(json.dumps(time.process_time() - start), flush=True)
+        print(json.dumps(time.process_time() - start), file=answers, flush=True)
     if engine is not None:
         engine.close()
 
