@@ -22,7 +22,7 @@ from qllm.server.http.connection import Presence
 from qllm.server.http.errors import ApiError, logged
 from qllm.server.http.headers import header
 from qllm.server.http.lines import on_one_line
-from qllm.server.requests.ask import Ask
+from qllm.server.requests.ask import Ask, Sends, check_alone
 from qllm.server.requests.front import Front
 from qllm.server.requests.open_answer import Answer, Comment
 from qllm.types import FinishReason, Logprobs, Priority
@@ -438,6 +438,47 @@ def wanted_class(
 def owner_of(caller: str) -> str:
     """Return the owner of a caller's cached KV; callers do not share it."""
     return f"key {caller}"
+
+
+def ask_of(body: Generation, answer_id: str, timeout_s: float | None, **own: Any) -> Ask:
+    """Return the request to the engine: the fields that all bodies share, and the body's own.
+
+    Args:
+        body: The body of a chat or a completion.
+        answer_id: Name of the answer.
+        timeout_s: Seconds after which the request ends; None is without an end.
+        **own: Fields of `Ask` that only this kind of body has.
+    """
+    return Ask(
+        answer_id=answer_id,
+        n=body.n,
+        max_tokens=body.most_tokens(),
+        slo=None if body.slo is None else body.slo.slo(),
+        timeout_s=timeout_s,
+        truncate=body.truncate_prompt_tokens,
+        cache_salt=body.cache_salt or "",
+        cache_ttl_s=body.cache_ttl_s,
+        num_bytes=body.num_bytes,
+        **own,
+    )
+
+
+async def respond_to_prompt(
+    request: Request,
+    front: Front,
+    prompts: Sends,
+    renderer: Renderer,
+    body: Generation,
+    ask: Ask,
+    *,
+    is_chat: bool,
+) -> Response:
+    """Serve one HTTP request, with the streaming prompt that its body names, if it names one."""
+    if body.prompt_id is None:
+        return await respond(request, front, renderer, body, ask)
+    check_alone(body)
+    with prompts.sending(request.state.caller, body.prompt_id, is_chat=is_chat) as opened:
+        return await respond(request, front, renderer, body, replace(ask, opened=opened))
 
 
 async def respond(

@@ -1,16 +1,16 @@
 """The route `POST /v1/chat/completions`."""
 
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from qllm.frontend.handle import Piece
-from qllm.server.api.answers import Shown, Writer, respond
+from qllm.server.api import answers
+from qllm.server.api.answers import Shown, Writer, respond_to_prompt
 from qllm.server.api.calls import Reader, reader_of
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.http.errors import RESPONSES
-from qllm.server.requests.ask import Ask, Sends, check_alone
+from qllm.server.requests.ask import Ask, Sends
 from qllm.server.requests.front import Front
 from qllm.server.requests.open_answer import Answer
 from qllm.server.tools.deltas import merged
@@ -87,21 +87,15 @@ def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
 
 def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
     """Return the request to the engine."""
-    return Ask(
-        answer_id=answer_id,
+    return answers.ask_of(
+        body,
+        answer_id,
+        timeout_s,
         messages=body.messages,
         template=body.template_options(),
         reading=reader_of(body),
-        n=body.n,
-        sampling={**body.sampling(), "logprobs": body.num_logprobs()},
-        max_tokens=body.most_tokens(),
-        slo=None if body.slo is None else body.slo.slo(),
-        timeout_s=timeout_s,
         special=body.add_special_tokens,
-        truncate=body.truncate_prompt_tokens,
-        cache_salt=body.cache_salt or "",
-        cache_ttl_s=body.cache_ttl_s,
-        num_bytes=body.num_bytes,
+        sampling={**body.sampling(), "logprobs": body.num_logprobs()},
     )
 
 
@@ -115,11 +109,6 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
         front.check_model(body.model)
         writer = ChatWriter(front, body)
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
-        if body.prompt_id is None:
-            return await respond(request, front, writer, body, ask)
-        check_alone(body)
-        caller = request.state.caller
-        with prompts.sending(caller, body.prompt_id, is_chat=True) as opened:
-            return await respond(request, front, writer, body, replace(ask, opened=opened))
+        return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=True)
 
     return router

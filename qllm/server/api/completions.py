@@ -1,7 +1,6 @@
 """The route `POST /v1/completions`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,10 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from qllm.frontend.detokenizer import certain_text, decoded, token_texts
 from qllm.frontend.handle import Piece
-from qllm.server.api.answers import Writer, respond
+from qllm.server.api import answers
+from qllm.server.api.answers import Writer, respond_to_prompt
 from qllm.server.api.protocol import CompletionRequest
 from qllm.server.http.errors import RESPONSES
-from qllm.server.requests.ask import TO_FIT, Ask, Sends, check_alone
+from qllm.server.requests.ask import TO_FIT, Ask, Sends
 from qllm.server.requests.front import Front
 from qllm.types import FinishReason, Logprobs, PromptLogprobs
 
@@ -148,19 +148,13 @@ class CompletionWriter(Writer):
 
 def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> Ask:
     """Return the request to the engine."""
-    return Ask(
-        answer_id=answer_id,
+    return answers.ask_of(
+        body,
+        answer_id,
+        timeout_s,
         prompts=body.prompts(),
-        n=body.n,
-        sampling=body.sampling(),
-        max_tokens=body.most_tokens(),
-        slo=None if body.slo is None else body.slo.slo(),
-        timeout_s=timeout_s,
         special=body.add_special_tokens,
-        truncate=body.truncate_prompt_tokens,
-        cache_salt=body.cache_salt or "",
-        cache_ttl_s=body.cache_ttl_s,
-        num_bytes=body.num_bytes,
+        sampling=body.sampling(),
     )
 
 
@@ -174,11 +168,6 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
         front.check_model(body.model)
         writer = CompletionWriter(front, body)
         ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
-        if body.prompt_id is None:
-            return await respond(request, front, writer, body, ask)
-        check_alone(body)
-        caller = request.state.caller
-        with prompts.sending(caller, body.prompt_id, is_chat=False) as opened:
-            return await respond(request, front, writer, body, replace(ask, opened=opened))
+        return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=False)
 
     return router
