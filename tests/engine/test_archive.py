@@ -33,7 +33,7 @@ def test_a_bad_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def same(path: Path) -> bool:
-    """Whether a file gives what was written; False where it is refused."""
+    """Return True if the file has the written values, and False if it is refused."""
     try:
         meta, tensors = archive.read(path)
     except CheckpointError:

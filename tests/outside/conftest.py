@@ -1,4 +1,4 @@
-"""What tests of the page share: a server with a state folder, and a browser."""
+"""Fixtures of the page's tests: a server with a state folder, and a browser."""
 
 from collections.abc import Iterator
 from typing import Any

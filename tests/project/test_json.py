@@ -25,7 +25,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 def readers(path: Path) -> Iterator[tuple[int, set[str]]]:
-    """Where a file reads JSON and knows that it may be none: the line, and what it catches."""
+    """Yield each `try` of a file that reads JSON: its line, and the errors that it catches."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Try) and any({"loads", "json"} <= names(x) for x in node.body):
             yield node.lineno, {x for handler in node.handlers for x in names(handler)}

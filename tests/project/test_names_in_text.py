@@ -124,7 +124,7 @@ def test_what_a_text_names_exists(where: str) -> None:
 
 
 def metadata() -> list[str]:
-    """What an installation of this tree says that it requires: an older one may say less."""
+    """Return the requirements that an installation of this tree declares."""
     found = list(PROJECT["dependencies"])
     for extra, needs in EXTRAS.items():
         for need in map(Requirement, needs):

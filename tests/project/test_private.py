@@ -1,4 +1,4 @@
-"""What qllm writes of requests is for its owner alone, whatever umask and earlier files are."""
+"""Files with data of requests are private, whatever the umask and the mode of older files."""
 
 import ast
 import io
@@ -54,7 +54,7 @@ MODULES = ("shutil.", "sqlite3.connect", "torch.save", "np.save", "np.memmap")
 
 
 def makes_a_file(call: ast.Call) -> bool:
-    """Whether a call may make a file or a folder that is not private."""
+    """Return True if a call may make a file or a folder that is not private."""
     name = ast.unparse(call.func)
     given = [ast.unparse(value) for value in (*call.args, *(k.value for k in call.keywords))]
     if name.rpartition(".")[2] == "open":

@@ -28,7 +28,7 @@ OPEN: dict[str, Any] = {"max_be_stall_ms": None}
 
 
 class Found(NamedTuple):
-    """What became of a stream and of the prompts beside it; times in ms."""
+    """Times in ms of a stream, and of the prompts that ran next to it."""
 
     gaps: list[float]
     prompts_ms: float

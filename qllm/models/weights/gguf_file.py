@@ -101,7 +101,8 @@ def open_file(path: Path) -> GgufFile:
     """Open a file and check that it can be read.
 
     Raises:
-        ModelError: As `open_reader`; or its architecture or a type of its tensors is unsupported.
+        ModelError: `open_reader` refuses the file, or its architecture or a type of its tensors is
+            unsupported.
     """
     reader = open_reader(path)
     architecture = str(reader.fields["general.architecture"].contents())

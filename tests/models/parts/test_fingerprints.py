@@ -1,4 +1,4 @@
-"""What is known of the parts of a model, and what is said where a source has changed."""
+"""Tests of known parts of a model, and of the message for a source that has changed."""
 
 import logging
 from pathlib import Path

@@ -219,7 +219,7 @@ def test_each_architecture_is_tried() -> None:
 
 
 def _outcome(said: Metadata) -> tuple[str, dict[str, Any] | None]:
-    """Why metadata are refused, or the config that they make."""
+    """Return the config that the metadata make, or the message that refuses them."""
     try:
         return "", config_of(said).to_dict()
     except ModelError as error:

@@ -28,7 +28,7 @@ SPM_TYPES = [2, 3, 3] + [6] * 256 + [4]
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "llo", "hello", "▁hello"]
 SCORES = [0.0] * len(SPM) + [-float(i) for i in range(len(WORDS))]
 OF_GPT2 = {"gpt-2", "olmo", "starcoder", "refact", "smollm"}
-"""What splits as GPT-2 does; the last three take every digit by itself."""
+"""Values of `pre` that split as GPT-2 does. The last three split digits one by one."""
 TEXTS = [
     "hello hello  hello",
     " hello 12345 It's HelloWorld/\n\n x\t",
