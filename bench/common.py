@@ -248,30 +248,58 @@ def print_result(result: dict[str, Any], out: Path | None) -> None:
         write_result(out, json.dumps(result, indent=1))
 
 
+class Line(NamedTuple):
+    """A row of a result."""
+
+    name: str
+    """Quantity, and its unit where `value` has none."""
+    value: str
+    """Measured value, with an interval where there is one."""
+    target: str = ""
+    reached: bool | None = None
+    """True if the value reaches its target; None for a number without a target."""
+
+
+def at_most(name: str, value: float, target: float, digits: int = 1) -> Line:
+    """Return a row whose number reaches its target if it is not above it."""
+    return Line(name, f"{value:,.{digits}f}", f"<= {target:g}", value <= target)
+
+
+def at_least(name: str, value: float, target: float, digits: int = 2) -> Line:
+    """Return a row whose number reaches its target if it is not below it."""
+    return Line(name, f"{value:,.{digits}f}", f">= {target:g}", value >= target)
+
+
+def with_lines(result: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
+    """Return a result with its rows, and the texts of those that miss their target."""
+    losing = [
+        f"{line.name.strip()}: {line.value} (target {line.target})"
+        for line in lines
+        if line.reached is False
+    ]
+    return result | {"lines": [line._asdict() for line in lines], "losing": losing}
+
+
 class Table:
-    """Lines of a result: quantity, measured value, target, and True if reached."""
+    """The rows of a result, printed as they are added."""
 
     def __init__(self) -> None:
-        self.lines: list[tuple[str, str, str, bool | None]] = []
+        self.lines: list[Line] = []
 
-    def add(self, what: str, found: str, target: str = "", ok: bool | None = None) -> None:
-        """Add a line and print it; `ok` is None for a number without a target."""
-        self.lines.append((what, found, target, ok))
-        mark = {True: "ok", False: "MISSED", None: ""}[ok]
-        print(f"{what:<58} {found:<34} {target:<14} {mark}", flush=True)
+    def add(self, name: str, value: str, target: str = "", reached: bool | None = None) -> None:
+        """Add a row and print it; `reached` is None for a number without a target."""
+        self.lines.append(Line(name, value, target, reached))
+        mark = {True: "ok", False: "MISSED", None: ""}[reached]
+        print(f"{name:<58} {value:<34} {target:<14} {mark}", flush=True)
 
     @property
-    def losing(self) -> list[str]:
-        """Return the lines that missed their target."""
-        return [
-            f"{what}: {found} (target {target})"
-            for what, found, target, ok in self.lines
-            if ok is False
-        ]
+    def missed(self) -> bool:
+        """True if a row misses its target."""
+        return any(line.reached is False for line in self.lines)
 
     def finish(self, result: dict[str, Any], out: Path | None) -> None:
-        """Print a result with these lines as JSON, in the last line, and write it to a file."""
-        print_result(result | {"lines": self.lines, "losing": self.losing}, out)
+        """Print a result with these rows as JSON, in the last line, and write it to a file."""
+        print_result(with_lines(result, self.lines), out)
 
 
 def plain(value: Any) -> Any:

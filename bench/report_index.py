@@ -11,7 +11,7 @@ def _line(what: str, before: str = "") -> Callable[[Row], str]:
     """Return a reader of a result's line about one thing, without intervals, up to a separator."""
 
     def read(document: Row) -> str:
-        (found,) = (line[1] for line in document["lines"] if line[0].strip() == what)
+        (found,) = (x["value"] for x in document["lines"] if x["name"].strip() == what)
         value = re.sub(r" \[[^]]*\]", "", found)
         return value.partition(before)[0] if before else value
 

@@ -67,7 +67,7 @@ def policies_part(document: dict[str, Any]) -> list[str]:
         ]
         if name in ("S2", "S3", "S7") and "result" in row:
             lines += _front(row["result"])
-            lines += table([line for line in row["lines"] if not line[0].startswith(f"  {name}")])
+            lines += table([x for x in row["lines"] if not x["name"].startswith(f"  {name}")])
         elif name == "sim" and "result" in row:
             lines += _simulated(row["result"])
         else:

@@ -36,6 +36,7 @@ from bench.common import (
     MODEL,
     Estimate,
     Job,
+    Line,
     Table,
     busy_cores,
     estimate,
@@ -46,7 +47,6 @@ from bench.common import (
     plain,
     quantile,
     result_file,
-    write_result,
 )
 from bench.engine.exactness import exactness_row
 from bench.engine.mixed import (
@@ -257,8 +257,7 @@ def _mixed_ratios(table: Table, windows: dict[str, list[Window]]) -> dict[str, A
             key, what = f"ttft_{other}_over_qllm2", f"LS TTFT p99 {other} / qllm2"
             ratio(key, what, other, "qllm2", "ttft", 1.8, False)
             if other != "priority":
-                line = table.lines.pop()
-                table.lines.append((*line[:2], "", None))
+                table.lines.append(Line(*table.lines.pop()[:2]))
     if windows.get("priority") and windows.get("qllm2"):
         work = {
             n: [w.be_prefill_per_s + w.be_output_per_s for w in windows[n]]
@@ -458,13 +457,8 @@ def main() -> None:
             },
         },
         "rows": found,
-        "table": table.lines,
-        "losing": table.losing,
     }
-    line = json.dumps(plain(document), separators=(",", ":"))
-    print(line, flush=True)
-    if args.out:
-        write_result(args.out, line)
+    table.finish(plain(document), args.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.common import ROOT, machine, print_result, result_file
+from bench.common import ROOT, Line, machine, print_result, result_file, with_lines
 from qllm.models.loader import load
 from qllm.plan import Plan, Row
 from qllm.runner.cpu import cpu_runner
@@ -114,6 +114,17 @@ def score(texts: list[str], expert_weights: str | None) -> dict[str, Any]:
     }
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of a result."""
+    lines: list[Line] = []
+    for name, found in document["formats"].items():
+        text = f"{found['perplexity']:.3f} ({found['bits_per_byte']:.4f} bits per byte)"
+        what = "`model.forward`" if name == "reference" else f'`expert_weights="{name}"`'
+        size = found["expert_bytes"]
+        lines.append(Line(f"{what}" + (f", {size:,} bytes per expert" if size else ""), text))
+    return lines
+
+
 def main() -> None:
     """Score every format on the same text."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -131,10 +142,8 @@ def main() -> None:
         "documents": len(texts),
         "bytes": sum(len(text.encode()) for text in texts),
     }
-    print_result(
-        {"bench": "perplexity", "machine": machine(), "config": config, "formats": formats},
-        args.out,
-    )
+    document = {"bench": "perplexity", "machine": machine(), "config": config, "formats": formats}
+    print_result(with_lines(document, lines_of(document)), args.out)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.common import RESULTS, machine, result_file, write_result
+from bench.common import RESULTS, machine, result_file, with_lines, write_result
 from bench.kv.cache import chats_row, flood, no_hit_row, shared_row, sweep_row
 from bench.kv.file import mover_row, restart_row
 from bench.kv.handover import handover_row
+from bench.kv.lines import lines_of
 from bench.kv.parts import make_engine
 from bench.kv.swap import rota_burst, rota_row, swap_row
 from qllm.measure.random_moe import make_random_moe
@@ -102,7 +103,7 @@ def _merge(path: Path, rows: dict[str, Row]) -> None:
     """Merge rows into the results, each with its machine and commit."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found |= {name: {**row, "machine": machine()} for name, row in rows.items()}
-    write_result(path, json.dumps(found, indent=1, sort_keys=True))
+    write_result(path, json.dumps(with_lines(found, lines_of(found)), indent=1, sort_keys=True))
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def measure(run: Run, name: str) -> dict[str, Any]:
     about = machine()
     return {
         **entry,
-        "lines": table.lines,
+        "lines": [line._asdict() for line in table.lines],
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": about["commit"],
         "quick": run.quick,
@@ -291,10 +291,10 @@ def merge(path: Path, rows: dict[str, Any], config: dict[str, Any]) -> dict[str,
         if name in rows or name in document["rows"]
     }
     document["losing"] = [
-        f"{what}: {found} (target {target})"
+        f"{line['name']}: {line['value']} (target {line['target']})"
         for row in document["rows"].values()
-        for what, found, target, ok in row["lines"]
-        if ok is False
+        for line in row["lines"]
+        if line["reached"] is False
     ]
     document = plain(document)
     write_result(path, json.dumps(document, indent=1))

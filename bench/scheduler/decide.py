@@ -20,7 +20,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from bench.common import machine, print_result, result_file
+from bench.common import Line, at_most, machine, print_result, result_file, with_lines
 from qllm.plan import CutRule, ModelShape
 from qllm.plugins import installed_policies, load_policy
 from qllm.policy import RankPolicy
@@ -45,6 +45,8 @@ WARM_UP = 400
 
 YARDSTICK_EVERY = 20
 """Number of decisions between two measurements of the yardstick."""
+DECISION_US, CORE_US = 300.0, 5.0
+"""Targets of the p99: a decision with its program, and the decision in C++."""
 
 
 def yardstick_ns() -> int:
@@ -132,6 +134,23 @@ def row(name: str, layers: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of the results page: the slowest policy."""
+    args, rows = document["args"], document["rows"]
+    slowest = max(rows, key=lambda row: row["p99_us"])
+    what = f"decision and program, {args['scheduler']} scheduler, {args['live']} live requests"
+    policies = f"worst of {len({row['policy'] for row in rows})} policies ({slowest['policy']})"
+    lines = [at_most(f"{what}, p99 us, {policies}", slowest["p99_us"], DECISION_US, 0)]
+    cores = [row["core_p99_us"] for row in rows if row["core_p99_us"]]
+    if cores:
+        lines.append(at_most("  of it the decision in C++, p99 us", max(cores), CORE_US))
+    fixed = max(row["yardstick_p50_us"] for row in rows)
+    return [
+        *lines,
+        Line("  the machine: a fixed loop of 10 us on a quiet Zen 4", f"{fixed:.1f}"),
+    ]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,7 +179,8 @@ def main() -> None:
                 flush=True,
             )
     asked = {name: value for name, value in vars(args).items() if name != "out"}
-    print_result({"bench": "decide", "args": asked, "machine": machine(), "rows": rows}, args.out)
+    document = {"bench": "decide", "args": asked, "machine": machine(), "rows": rows}
+    print_result(with_lines(document, lines_of(document)), args.out)
 
 
 if __name__ == "__main__":

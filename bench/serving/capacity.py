@@ -16,7 +16,6 @@ The last line of stdout is one JSON document, also written to `bench/results/cap
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common import RESULTS, ROOT, Table, machine, paired, plain, result_file, write_result
+from bench.common import RESULTS, ROOT, Table, machine, paired, plain, result_file
 from bench.serving.servers import (
     PEERS,
     Place,
@@ -197,6 +196,10 @@ def main() -> None:
     found = measure(args)
     ratios = tabulate(table, found)
     config = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+    platforms = {name: _platform(name, args.cache) for name in args.peers}
+    for name, of in platforms.items():
+        if of:
+            table.add(f"{name}: vLLM's platform", of)
     document = plain(
         {
             "bench": "capacity",
@@ -209,14 +212,11 @@ def main() -> None:
                 "model": f"qllm.measure.random_moe {args.size}, seed 0, bfloat16",
             },
             "runs": found,
-            "platforms": {name: _platform(name, args.cache) for name in args.peers},
+            "platforms": platforms,
             "ratios": ratios,
-            "lines": table.lines,
-            "losing": table.losing,
         }
     )
-    write_result(args.out, json.dumps(document, indent=1))
-    print(json.dumps(document, separators=(",", ":")))
+    table.finish(document, args.out)
 
 
 def arguments() -> argparse.Namespace:

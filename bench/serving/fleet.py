@@ -32,7 +32,8 @@ from typing import Any
 
 import httpx
 
-from bench.common import machine, result_file, write_result
+from bench.common import machine, result_file, with_lines, write_result
+from bench.serving.fleet_lines import lines_of
 from bench.serving.qllm_serve import serving
 from bench.serving.rebalancing import bound, rebalance, simulated
 from qllm import QLLMEngine, SamplingParams, Slo
@@ -450,6 +451,7 @@ def main() -> int:
         document["rows"][name] = {**found, **took, "quick": args.quick, "machine": machine()}
         print(json.dumps({name: found}, indent=1), flush=True)
         if args.out is not None:
+            document = with_lines(document, lines_of(document))
             write_result(args.out, json.dumps(document, indent=1))
     print(json.dumps(document))
     return 0

@@ -25,7 +25,7 @@ import ray
 from ray import serve
 
 import qllm.ray
-from bench.common import SPECIAL, machine, result_file, write_result
+from bench.common import SPECIAL, Line, machine, print_result, result_file, with_lines
 from qllm import QLLMEngine
 from qllm.ray.run import start_here
 from qllm.record.summary import percentile
@@ -187,6 +187,25 @@ def summary(seen: list[Seen], expected: list[list[int]]) -> dict[str, Any]:
     }
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of a result."""
+    lines: list[Line] = []
+    asked = document["requests"]
+    for name, what in (("killed", "one of two replicas killed"), ("calm", "none killed")):
+        row = document[name]
+        whole = row["answered"] == row["equal"] == asked
+        found = f"{row['answered']} and {row['equal']} of {asked}"
+        lines.append(
+            Line(f"{what}: answered, with the tokens of an engine alone", found, "all", whole)
+        )
+        before, after = (row["ls_ttft_ms"][half]["p99"] for half in ("before", "after"))
+        halves = "before and after the kill" if name == "killed" else "in the same halves"
+        lines.append(Line(f"  LS TTFT p99 {halves}: ms", f"{before:.0f}, {after:.0f}"))
+    back_s = document["killed"]["two_replicas_again_s"]
+    lines.append(Line("  two replicas again after: s", f"{back_s:.0f}"))
+    return lines
+
+
 def main() -> None:
     """Run both and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,10 +242,7 @@ def main() -> None:
         "arrivals_s": over_s,
         **rows,
     }
-    text = json.dumps(found)
-    if args.out:
-        write_result(args.out, json.dumps(found, indent=1))
-    print(text)
+    print_result(with_lines(found, lines_of(found)), args.out)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,16 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from bench.common import ROOT, machine, percentiles, print_result, result_file
+from bench.common import (
+    ROOT,
+    Line,
+    at_most,
+    machine,
+    percentiles,
+    print_result,
+    result_file,
+    with_lines,
+)
 from bench.serving.qllm_serve import Serve, serving
 from bench.serving.servers import PEERS, InstallError, Place, free_port, installed
 from bench.serving.servers import serving as serving_peer
@@ -413,6 +422,57 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {**report, "reach": REACH, "holds": holds(report)}
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of a result."""
+    reach = document["reach"]
+    lines: list[Line] = []
+    for row in ("overhead", "small"):
+        if found := document.get(row):
+            lines += _http_overhead_lines(found, reach)
+    if "small" not in document:
+        missing = "not measured: 40 ms per answer would hide in the prefill of the model above"
+        lines.append(Line("the same with a TTFT below 10 ms, and answers not streamed", missing))
+    what = "LS TTFT p99, other work hogs the front end's core / quiet"
+    if found := document.get("interference"):
+        lines.append(at_most(what, found["p99_ratio"], reach["interference"], 2))
+        lines.append(Line("  quiet; hogged, ms", _quiet_hogged(found)))
+    if (found := document.get("vllm")) and "p99_ratio" in found:
+        same = f"  the same, vLLM's CPU build: {_quiet_hogged(found)} ms"
+        lines.append(Line(same, f"{found['p99_ratio']:.2f}"))
+    if found := document.get("streams"):
+        what = f"{found['open']:,} open streams, idle: cores"
+        lines.append(at_most(what, found["front_end_cores"], reach["idle_cores"], 3))
+    return lines
+
+
+def _http_overhead_lines(found: dict[str, Any], reach: dict[str, float]) -> list[Line]:
+    """Return the rows of one model: HTTP minus the Python API, and the cost of a connection."""
+    python = found["ttft_ms"]["python"]["p50"]
+    model = f", TTFT {python:.1f} ms" if "model" in found else ""
+    kinds = {
+        "TTFT over HTTP and the rings": found["http_ms"],
+        "an answer that is not streamed": found.get("http_whole_ms"),
+    }
+    lines = [
+        at_most(
+            f"{what} minus the Python API{model}, {name} ms",
+            ms["over_python"][name],
+            reach[f"overhead_{name}_ms"],
+        )
+        for what, ms in kinds.items()
+        if ms is not None
+        for name in ("p50", "p99")
+    ]
+    if kept := found.get("kept_alive_ms"):
+        what = f"GET /version, kept-alive minus fresh connection{model}, p50 ms"
+        lines.append(at_most(what, kept["p50"], reach["kept_alive_p50_ms"]))
+    return lines
+
+
+def _quiet_hogged(found: dict[str, Any]) -> str:
+    return "; ".join(f"{found['ttft_ms'][name]['p99']:.0f}" for name in ("quiet", "hogged"))
+
+
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -450,7 +510,8 @@ def main() -> int:
     if args.solo:
         be_solo(args.model, args.threads)
         return 0
-    print_result({"bench": "over_http", "machine": machine(), **run(args)}, args.out)
+    document = {"bench": "over_http", "machine": machine(), **run(args)}
+    print_result(with_lines(document, lines_of(document)), args.out)
     return 0
 
 

@@ -33,6 +33,7 @@ from bench.common import (
     plain,
     quantile,
     result_file,
+    with_lines,
     without_paths,
     write_result,
 )
@@ -367,11 +368,10 @@ def main() -> None:
                 "config": config,
                 "failed": failed,
                 "runs": briefs,
-                "lines": table.lines,
-                "losing": table.losing,
                 **more,
             }
         )
+        document = with_lines(document, table.lines)
         write_result(args.out, json.dumps(document, indent=1))
         return document
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from bench.common import ROOT, machine, print_result, result_file
+from bench.common import ROOT, Line, machine, print_result, result_file, with_lines
 from bench.serving.qllm_serve import Serve, serving
 
 BODY = {"prompt": "Hello, world", "max_tokens": 1, "temperature": 0, "ignore_eos": True}
@@ -118,6 +118,20 @@ def _over(costs: list[Cost], first: list[Cost]) -> dict[str, float]:
     }
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of the results page: the last tree over the first."""
+    first, *_, last = document["trees"]
+    over, cost = document["over_first"][last], document["trees"]
+    name, target = document.get("first", first), 2.0
+    what = f"requests/s of 1 token on {document['connections']} connections, over {name}"
+    ratio = over["requests_per_s"]
+    lines: list[Line] = [Line(what, f"{ratio:.2f}", f">= {target:g}", ratio >= target)]
+    for key, of in (("front_end_us", "front end"), ("engine_us", "engine")):
+        found = f"{cost[last][key]:.0f} instead of {cost[first][key]:.0f}"
+        lines.append(Line(f"  CPU time per request, {of}: us", found))
+    return lines
+
+
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -134,7 +148,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     """Run the bench."""
     args = parse_args()
-    print_result({"bench": "rate", "machine": machine(), **run(args)}, args.out)
+    document = {"bench": "rate", "machine": machine(), **run(args)}
+    print_result(with_lines(document, lines_of(document)), args.out)
     return 0
 
 

@@ -25,7 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import MODEL, SPECIAL, machine, model_folder, result_file, write_result
+from bench.common import (
+    MODEL,
+    SPECIAL,
+    machine,
+    model_folder,
+    print_result,
+    result_file,
+    with_lines,
+)
+from bench.serving.stream_lines import lines_of
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
 from qllm.record.metrics import RequestMetrics
@@ -321,11 +330,9 @@ def main() -> None:
         sign = ">=" if name in AT_LEAST else "<="
         print(f"{name:10} {ratio:.3f} ({sign} {reach}) {'ok' if found['reached'] else 'MISSED'}")
     document = {"quick": args.quick, "reach": REACH, "rows": rows}
-    if args.out is not None:
-        if args.out.exists():
-            document["rows"] = json.loads(args.out.read_text())["rows"] | rows
-        write_result(args.out, json.dumps(document, indent=1))
-    print(json.dumps(document))
+    if args.out is not None and args.out.exists():
+        document["rows"] = json.loads(args.out.read_text())["rows"] | rows
+    print_result(with_lines(document, lines_of(document)), args.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,14 @@ from multiprocessing.synchronize import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.common import busy_cores, machine, result_file, write_result
+from bench.common import (
+    Line,
+    busy_cores,
+    machine,
+    print_result,
+    result_file,
+    with_lines,
+)
 from bench.serving.qllm_serve import serving
 
 MORE_MS, MOST_MS = 20.0, 50.0
@@ -196,11 +203,11 @@ def row(url: str, name: str, client: Client, rounds: int, seconds: float) -> dic
     }
 
 
-def line(what: str, ms: dict[str, float]) -> tuple[str, str, str, bool]:
-    """Return a row of the results page."""
+def line(what: str, ms: dict[str, float]) -> Line:
+    """Return a row of the result."""
     more = ms["with"] - ms["without"]
     text = f"{more:+.1f} ({ms['with']:.1f}; {ms['without']:.1f} without)"
-    return f"{what}, ms", text, f"<= +{MORE_MS:g}", more <= MORE_MS
+    return Line(f"{what}, ms", text, f"<= +{MORE_MS:g}", more <= MORE_MS)
 
 
 def main() -> None:
@@ -229,11 +236,9 @@ def main() -> None:
     document = {
         "bench": "worst_bodies", "machine": machine(), "model": "tiny", "at_once": AT_ONCE,
         "rounds": args.rounds, "seconds": args.seconds, "busy_cores": round(busy, 2),
-        "reach": {"more_ms": MORE_MS, "idle_ms": MOST_MS}, "rows": rows, "lines": lines,
+        "reach": {"more_ms": MORE_MS, "idle_ms": MOST_MS}, "rows": rows,
     }  # fmt: skip
-    if args.out is not None:
-        write_result(args.out, json.dumps(document, indent=1))
-    print(json.dumps(document))
+    print_result(with_lines(document, lines), args.out)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ Poisson at 0.7 of the machine's capacity. The last line of stdout is one JSON do
 import argparse
 import random
 import time
+from typing import Any
 
-from bench.common import machine, print_result, result_file
+from bench.common import Line, at_most, machine, print_result, result_file, with_lines
 from qllm.config import engine_config
 from qllm.sim.presets import preset
 from qllm.sim.run import simulate
@@ -40,6 +41,13 @@ def offer(count: int, rate: float, seed: int) -> list[RequestSpec]:
     return out
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of a result."""
+    what = f"{document['config']['requests']:,} Azure-like requests through 48 layers, CPU s"
+    grains = document["grains"].items()
+    return [at_most(f"{what}, grain {name}", g["cpu_s"], g["limit_s"]) for name, g in grains]
+
+
 def main() -> None:
     """Simulate under every grain and report CPU seconds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -69,7 +77,7 @@ def main() -> None:
         print(grain, found[grain])
     config_line = {"requests": args.requests, "policy": args.policy, "seed": args.seed, **SETTINGS}
     document = {"bench": "sim_speed", "machine": machine(), "config": config_line, "grains": found}
-    print_result(document, args.out)
+    print_result(with_lines(document, lines_of(document)), args.out)
 
 
 if __name__ == "__main__":

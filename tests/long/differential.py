@@ -10,7 +10,6 @@ document; a difference ends the run with the trace's name.
 
 import argparse
 import importlib.util
-import json
 import random
 import sys
 import time
@@ -18,7 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from bench.common import Line, print_result, with_lines
+
 SHIPPED = "fcfs,ls-first,priority,qllm2,chunked,chunked-priority,edf,layered,priority-layered"
+TRACES = 10_000
+"""Target of the number of traces without a difference."""
 
 
 def use_extension(file: str, name: str = "qllm.device._scheduler") -> None:
@@ -34,6 +37,15 @@ def trace_of(number: int, names: list[str], seed: int) -> tuple[str, str]:
     """Return the policy and the seed of a trace."""
     name = "any" if number % 2 else names[number // 2 % len(names)]
     return name, f"{seed}-{name}-{number}"
+
+
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of a result."""
+    num, differences = sum(document["traces"].values()), document["differences"]
+    found = f"{num:,} traces, {document['agreed_on']['decisions']:,} decisions, {differences}"
+    ok = num >= TRACES and not differences
+    target = f"0 in >= {TRACES:,}"
+    return [Line("differences between the native scheduler and the Python one", found, target, ok)]
 
 
 def main() -> None:
@@ -76,7 +88,7 @@ def main() -> None:
         "events": num_events,
         "cpu_s": round(time.process_time() - begin, 1),
     }
-    print(json.dumps(document))
+    print_result(with_lines(document, lines_of(document)), None)
 
 
 if __name__ == "__main__":

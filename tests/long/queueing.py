@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.common import RESULTS, Table, machine, plain, print_result, result_file
+from bench.common import RESULTS, Table, machine, plain, result_file
 from qllm.config import EngineConfig
 from qllm.record.trace import Arrived, Finished
 from qllm.sim.costs import CostFile, FileShape
@@ -330,9 +330,8 @@ def main() -> None:
             )
     config = {"seed": args.seed, "long": args.long, "quick": args.quick, "mean_s": 0.01}
     document = plain({"bench": "queueing", "machine": machine(), "config": config})
-    document |= {"rows": rows, "lines": table.lines}
-    print_result(document, out)
-    sys.exit(bool(table.losing))
+    table.finish(document | {"rows": rows}, out)
+    sys.exit(table.missed)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from bench.common import ROOT, machine, percentiles
+from bench.common import ROOT, Line, at_most, machine, percentiles, print_result, with_lines
 from bench.serving.qllm_serve import Serve, serving
 from tests.support.soak_cases import MALFORMED, Case, StreamCheck, make_cases
 
@@ -262,6 +262,10 @@ class Attached:
             self._tally.problem(f"attached: {text}")
 
 
+TTFT_RATIO = 1.5
+"""Target of the TTFT of LS under overload, over the calm run's."""
+
+
 def fork_attached(socket: str, cases: Sequence[Case]) -> None:
     """Fork a front end for every line (a seed) of stdin; report its birth and its end."""
     from qllm import QLLMEngine  # noqa: F401 - once, for all of them
@@ -418,6 +422,27 @@ async def soak(args: argparse.Namespace, server: Serve, socket: str) -> dict[str
     }
 
 
+def lines_of(document: dict[str, Any]) -> list[Line]:
+    """Return the rows of a result."""
+    minutes, counts, memory = document["seconds"] / 60, document["counts"], document["memory"]
+    accepted = sum(counts.get(name, 0) for name in ("ended", "accepted_and_left", "sent_vanish"))
+    problems = len(document["problems"])
+    what = f"{minutes:.0f} minutes at {document['load']} of capacity, {accepted:,} requests"
+    lines: list[Line] = [
+        Line(f"{what}: lost, duplicated or wrong answers", f"{problems}", "0", not problems)
+    ]
+    lines.append(
+        at_most("  LS TTFT p99 / the calm run", document["ls_ttft_p99_ratio"], TTFT_RATIO, 2)
+    )
+    for name in ("front_end", "engine"):
+        slope = memory[f"{name}_rss_mb_per_minute"]
+        found = f"{slope:+.2f} MB a minute at {memory[f'{name}_rss_mb']:,.0f} MB"
+        lines.append(
+            Line(f"  resident memory of the {name.replace('_', ' ')} after warm-up", found)
+        )
+    return lines
+
+
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -447,7 +472,8 @@ def main() -> int:
         settings = [f"--set={text}" for text in (*SETTINGS, f"listen={socket}")]
         with serving(args.model, f"--threads={args.threads}", *settings) as server:
             report = asyncio.run(soak(args, server, socket))
-    print(json.dumps({"bench": "soak", "machine": machine(), **report}))
+    document = {"bench": "soak", "machine": machine(), **report}
+    print_result(with_lines(document, lines_of(document)), None)
     return 0 if report["ok"] else 1
 
 

@@ -156,7 +156,10 @@ def test_a_row_far_from_its_floor_falls_behind() -> None:
     table = Table()
     rows = [row("a", 1.2), row("b", 1.7), row("c", 1.9), row("d", 9.0, "int4"), row("d", 8.0)]
     shapes.add_behind(table, [*rows, row("e", 7.0, name="mixed")])
-    assert [line.partition(":")[0] for line in table.losing] == ["c bf16", "d bf16"]
+    assert [line.name.partition(":")[0] for line in table.lines if line.reached is False] == [
+        "c bf16",
+        "d bf16",
+    ]
     assert rows[2]["behind"] == "a"
 
 
@@ -171,10 +174,10 @@ def test_layers_are_left_out_for_memory() -> None:
     case = shapes.fitting("OLMoE", "bf16", args, table)
     assert case is not None
     assert case.num_layers == 1
-    assert "one layer" in table.lines[0][1]
+    assert "one layer" in table.lines[0].value
     args.memory = 2.0
     assert shapes.fitting("OLMoE", "bf16", args, table) is None
-    assert "left out" in table.lines[1][1]
+    assert "left out" in table.lines[1].value
 
 
 class Answers(Rival):
@@ -210,12 +213,12 @@ def test_one_that_fails_is_a_row_and_the_others_go_on(monkeypatch: pytest.Monkey
         "mixed",
     ]
     assert found[0]["theirs_over_ours"]["free"].value == 0.5
-    assert table.lines[0][3] is False  # the bound costs half
-    assert [line[0].rpartition(", ")[2] for line in table.lines[1:3]] == [
+    assert table.lines[0].reached is False  # the bound costs half
+    assert [line.name.rpartition(", ")[2] for line in table.lines[1:3]] == [
         "llama/ours",
         "plain/ours",
     ]
-    assert [line[3] for line in table.lines[1:3]] == [False, True]  # a library that is faster
+    assert [line.reached for line in table.lines[1:3]] == [False, True]  # a library that is faster
     assert found[3]["ttft_ms"] == {who: [500.0] * 2 for who in ("bound", "free", "plain", "llama")}
 
 

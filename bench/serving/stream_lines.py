@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bench.report_lines import Line, at_most
+from bench.common import Line, at_least, at_most
 
 Row = dict[str, Any]
 
@@ -13,7 +13,7 @@ def _ms(values: Row) -> str:
 
 def _low(row: Row, reach: float) -> list[Line]:
     what = "one prompt at a time, TTFT after the last piece, streamed / whole, medians"
-    return [at_most(what, row["ratio"], reach, 3), ("  ms", _ms(row["ttft_ms"]), "", None)]
+    return [at_most(what, row["ratio"], reach, 3), Line("  ms", _ms(row["ttft_ms"]))]
 
 
 def _high(row: Row, reach: float) -> list[Line]:
@@ -23,31 +23,27 @@ def _high(row: Row, reach: float) -> list[Line]:
         card, part = name.split()
         ms = f"{load['streamed']:,.0f}; {load['whole']:,.0f} ms, p99 {load['streamed_p99']:,.0f}; "
         found = f"{load['ratio']:.3f} ({ms}{load['whole_p99']:,.0f}; {load['evicted']} evictions)"
-        lines.append((f"  {card.upper()}, load {part}", found, "", None))
+        lines.append(Line(f"  {card.upper()}, load {part}", found))
     return lines
-
-
-def _at_least(what: str, found: float, reach: float) -> Line:
-    return what, f"{found:.3f}", f">= {reach:g}", found >= reach
 
 
 def _throughput(row: Row, reach: float) -> list[Line]:
     pairs = len(row["ratios"])
     what = f"prompts as fast as they can be sent, seconds whole / streamed, median of {pairs} pairs"
     span = f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
-    return [_at_least(what, row["ratio"], reach), ("  single pairs", span, "", None)]
+    return [at_least(what, row["ratio"], reach, 3), Line("  single pairs", span)]
 
 
 def _short(row: Row, reach: float) -> list[Line]:
     what = "KV short, simulated: mean TTFT, better of always and never moved / rule, worse link"
     means = [(name, _ms(link["mean_ttft_ms"])) for name, link in row["links"].items()]
-    rest: list[Line] = [(f"  {name}, ms", ms, "", None) for name, ms in means]
-    return [_at_least(what, row["ratio"], reach), *rest]
+    rest: list[Line] = [Line(f"  {name}, ms", ms) for name, ms in means]
+    return [at_least(what, row["ratio"], reach, 3), *rest]
 
 
 def _others(row: Row, reach: float) -> list[Line]:
     what = f"{row['chats']:,} LS chats beside S13, simulated: TTFT p99, streamed / whole"
-    return [at_most(what, row["ratio"], reach, 3), ("  ms", _ms(row["p99_ms"]), "", None)]
+    return [at_most(what, row["ratio"], reach, 3), Line("  ms", _ms(row["p99_ms"]))]
 
 
 def _append(row: Row, reach: float) -> list[Line]:
@@ -58,7 +54,7 @@ def _append(row: Row, reach: float) -> list[Line]:
     }
     what = "an append of 64 tokens at 8k of context / at 1k"
     lines: list[Line] = [at_most(what, row["ratio"], reach, 2)]
-    return lines + [(f"  {x}", f"{row[name]:.2f}", "", None) for x, name in rest.items()]
+    return lines + [Line(f"  {x}", f"{row[name]:.2f}") for x, name in rest.items()]
 
 
 ROWS = {
@@ -71,7 +67,10 @@ ROWS = {
 }
 
 
-def streams_lines(document: Row) -> list[Line]:
-    """Return the rows of `bench/serving/streams.py`."""
+def lines_of(document: Row) -> list[Line]:
+    """Return the rows of a result."""
     reach = document["reach"]
-    return [x for name, of in ROWS.items() for x in of(document["rows"][name], reach[name])]
+    rows = document["rows"]
+    return [
+        line for name, of in ROWS.items() if name in rows for line in of(rows[name], reach[name])
+    ]

@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from bench.report_lines import Line, at_most
+from bench.common import Line, at_least, at_most
 
 Row = dict[str, Any]
 
@@ -18,7 +18,7 @@ def _killed(row: Row) -> list[Line]:
     lost, changed = (sum(found[key] for found in rounds) for key in ("lost", "changed_tokens"))
     what = f"two engines, one killed under load, {len(rounds)} times, {num} requests, {moved} moved"
     found = f"{lost} lost, {changed} changed tokens"
-    return [(what, found, "0 lost, 0 changed", lost == changed == 0)]
+    return [Line(what, found, "0 lost, 0 changed", lost == changed == 0)]
 
 
 def _pools(row: Row) -> list[Line]:
@@ -35,20 +35,20 @@ def _pools(row: Row) -> list[Line]:
                     what + "missed targets / round robin", over["violations"], ROUND_ROBIN_MISSED
                 ),
                 _over(what + "missed targets / least loaded", least["violations"], LEAST_MISSED),
-                (what + "short p90 / least loaded", f"{least['short_p90_ms']:.2f}", "", None),
+                Line(what + "short p90 / least loaded", f"{least['short_p90_ms']:.2f}"),
             ]
         p90 = "; ".join(
             f"{name} {found['short_p90_ms']:.0f} ms, {100 * found['violations']:.1f} %"
             for name, found in routes.items()
         )
-        lines.append((f"  {load}: short p90 and missed targets", p90, "", None))
+        lines.append(Line(f"  {load}: short p90 and missed targets", p90))
     return lines
 
 
 def _over(what: str, found: float | None, most: float) -> Line:
     """Return a row of a ratio; None if there was nothing to lower."""
     if found is None:
-        return what, "none missed by either", "", None
+        return Line(what, "none missed by either")
     return at_most(what, found, most, 2)
 
 
@@ -62,10 +62,9 @@ def _prefix(row: Row) -> list[Line]:
             f"{name} {median(found[name]['hit_share'] for found in case['seeds']):.2f}"
             for name in ("round-robin", "prefix")
         ]
-        met = ratio >= PREFIX_HITS
         lines += [
-            (what + "found, `prefix` / `round-robin`", f"{ratio:.2f}", f">= {PREFIX_HITS:g}", met),
-            ("  shares; at most", f"{'; '.join(shares)}; {case['most']:.2f}", "", None),
+            at_least(what + "found, `prefix` / `round-robin`", ratio, PREFIX_HITS),
+            Line("  shares; at most", f"{'; '.join(shares)}; {case['most']:.2f}"),
         ]
     return lines
 
@@ -89,7 +88,7 @@ def _moves(what: str, case: Row) -> list[Line]:
             keys = ("be_mean_s", "be_last_s", "ls_ttft_p50_ms", "ls_ttft_p99_ms")
             ratios = ", ".join(f"{found[key]:.2f}" for key in keys)
             told = f"{what}, BE moved {after}: BE mean, BE last, LS TTFT p50, p99"
-            lines.append((told, f"{ratios}; {found['moved']} moved", "", None))
+            lines.append(Line(told, f"{ratios}; {found['moved']} moved"))
     return lines
 
 
@@ -108,12 +107,7 @@ def _scale(row: Row) -> list[Line]:
             f"{found['engines']:,} engines, {found['requests']:,} requests, {found['open']:,} open"
         )
         lines.append(
-            (
-                f"a router's CPU time per request, {what}: us",
-                f"{found['us_per_request']:.1f}",
-                "",
-                None,
-            )
+            Line(f"a router's CPU time per request, {what}: us", f"{found['us_per_request']:.1f}")
         )
     return lines
 
@@ -123,14 +117,14 @@ def _state(row: Row) -> list[Line]:
     for found in row["rows"]:
         what = f"state of a router, route `{found['route']}`, {found['engines']:,} engines, "
         what += f"{found['requests']:,} requests, {found['open']:,} open: bytes"
-        lines.append((what, f"{found['bytes']:,}", "", None))
+        lines.append(Line(what, f"{found['bytes']:,}"))
     return lines
 
 
 def _front_end(row: Row) -> list[Line]:
     what = "resident memory of a front end to two engines: MB"
     loaded = "loaded" if row["torch"] else "not loaded"
-    torch = ("  torch in it", loaded, "not loaded", not row["torch"])
+    torch = Line("  torch in it", loaded, "not loaded", not row["torch"])
     return [at_most(what, row["rss_mb"], FRONT_END_MB), torch]
 
 
@@ -147,7 +141,7 @@ ROWS = {
 }
 
 
-def fleet_lines(document: Row) -> list[Line]:
-    """Return the rows of `bench/serving/fleet.py`."""
+def lines_of(document: Row) -> list[Line]:
+    """Return the rows of a result."""
     rows = document["rows"]
     return [line for name, of in ROWS.items() if name in rows for line in of(rows[name])]
