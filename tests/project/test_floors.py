@@ -33,29 +33,20 @@ WEB = STDLIB | {
     *("fastapi", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 BASE = "errors types config plan policy"
-FLOORS = {
+VALUES = "errors types hints spelling floor plan policy plugins torchless"
+GRAMMARS = "grammar_schema grammar_check grammar_bounds grammar"
+LOOP = (
+    "engine.costs engine.delayed engine.effects engine.kv engine.limits engine.loop "
+    "engine.prompt_updates engine.protocol"
+)
+ROUTES = "fleet.rebalance fleet.router fleet.routes fleet.stats"
+GROUPS = {
     # values, and rules without a clock
-    "errors": Floor("", PURE),
-    "types": Floor("errors", PURE),
-    "hints": Floor("", PURE),
-    "spelling": Floor("errors", PURE),
-    "floor": Floor("errors types", PURE),
-    "private": Floor("", PURE | {"os"}),
+    VALUES: Floor(VALUES, PURE),
+    "private cores": Floor("errors", PURE | {"os"}),
+    "names logs": Floor("", STDLIB),
     "config": Floor("errors hints spelling types floor", PURE | {"pydantic"}),
-    "plan": Floor("errors types", PURE),
-    "policy": Floor("errors types plan", PURE),
-    "plugins": Floor("errors types policy spelling", PURE),
-    "cores": Floor("errors", PURE | {"os"}),
-    "names": Floor("", {"os", "random"}),
-    "logs": Floor("", STDLIB),
-    "torchless": Floor("", PURE),
-    "grammar_schema": Floor("", STDLIB),
-    "grammar_check": Floor("grammar_schema", STDLIB | {"llguidance"}),
-    "grammar_bounds": Floor("", STDLIB | {"numpy"}),
-    "grammar": Floor(
-        "errors grammar_bounds grammar_check grammar_schema types",
-        STDLIB | {"llguidance", "numpy"},
-    ),
+    GRAMMARS: Floor(f"errors types {GRAMMARS}", STDLIB | {"llguidance", "numpy"}),
     "scheduler": Floor("errors types floor plan policy", PURE),
     "record": Floor("errors types plan policy private scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
@@ -80,9 +71,9 @@ FLOORS = {
         f"{BASE} record runner.protocol ingress torchless", STDLIB | {"nixl", "numpy"}
     ),
     "device": Floor(f"{BASE} scheduler ingress", PURE | {"cuda", "numba", "numpy"}),
-    "device.cubins": Floor("errors ingress device", STDLIB | {"cuda"}),
-    "device.graph": Floor("errors device cuda", STDLIB | {"cuda", "numpy"}),
-    "device.graph_api": Floor("errors device cuda", STDLIB | {"cuda", "torch"}),
+    "device.cubins device.graph device.graph_api": Floor(
+        "errors ingress device cuda", STDLIB | {"cuda", "numpy", "torch"}
+    ),
     "device.launcher": Floor(f"{BASE} scheduler ingress device cuda", STDLIB | {"numpy", "torch"}),
     "device.ring_memory": Floor("errors", STDLIB | {"cuda", "numpy", "torch"}),
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
@@ -92,38 +83,22 @@ FLOORS = {
         "scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    "engine.kv": Floor(f"{BASE} engine.costs engine.delayed ingress scheduler", PURE),
+    LOOP: Floor(f"{BASE} {LOOP} ingress record runner.protocol scheduler", PURE),
     "engine.storage": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
         "scheduler",
         STDLIB | {"numpy", "torch", "xxhash"},
     ),
-    "engine.costs": Floor("policy scheduler.program", PURE),
-    "engine.limits": Floor(f"{BASE} scheduler", PURE),
-    "engine.protocol": Floor(f"{BASE} ingress record scheduler", PURE),
-    "engine.delayed": Floor("types ingress", PURE),
     "engine.handover": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv engine.loop engine.remote "
         "engine.storage ingress models record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch"},
     ),
-    "engine.effects": Floor(f"{BASE} engine.kv ingress record runner.protocol scheduler", PURE),
-    "engine.prompt_updates": Floor(
-        f"{BASE} engine.effects engine.kv engine.protocol ingress record runner.protocol scheduler",
-        PURE,
+    "frontend": Floor(
+        f"{BASE} names cores engine grammar ingress models record", STDLIB | {"rich"}
     ),
-    "engine.loop": Floor(
-        f"{BASE} engine.costs engine.effects engine.kv engine.protocol "
-        "engine.prompt_updates ingress record runner.protocol scheduler",
-        PURE,
-    ),
-    "frontend.offline": Floor("errors types frontend", STDLIB | {"rich"}),
-    "frontend": Floor(f"{BASE} names cores engine grammar ingress models record", STDLIB),
     "fleet": Floor(f"{BASE} frontend ingress", STDLIB),
-    "fleet.rebalance": Floor("fleet.routes", PURE),
-    "fleet.router": Floor("errors types fleet.routes", PURE | {"logging"}),
-    "fleet.routes": Floor("errors types", PURE),
-    "fleet.stats": Floor("fleet.routes", PURE),
+    ROUTES: Floor("errors types fleet.routes", PURE | {"logging"}),
     "transformers": Floor("errors kernels models runner", STDLIB | {"torch", "transformers"}),
     "llm": Floor(
         f"{BASE} cores engine fleet frontend grammar ingress models plugins record",
@@ -167,8 +142,7 @@ FLOORS = {
         f"__init__ {BASE} fleet frontend ingress llm logs record server spelling torchless",
         STDLIB | {"fastapi", "numpy", "pydantic", "ray"},
     ),
-    "ray.load": Floor("types fleet.routes", PURE | {"threading"}),
-    "ray.scaling": Floor("", PURE),
+    "ray.load ray.scaling": Floor("types fleet.routes", PURE | {"threading"}),
     "cli": Floor(
         f"__init__ {BASE} cores device.rank fleet.routes hints kernels llm logs measure models "
         "plugins ray record server sim spelling torchless upcycle "
@@ -177,6 +151,8 @@ FLOORS = {
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
 }
+"""Folders and modules, and what they may import; several of one kind have one floor."""
+FLOORS = {name: floor for names, floor in GROUPS.items() for name in names.split()}
 POLICIES = Floor(
     "policy plan types errors",
     frozenset({"collections", "dataclasses", "enum", "functools", "math", "typing"}),
