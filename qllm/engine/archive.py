@@ -1,8 +1,8 @@
 """Checkpoint files: tensors and a JSON document in one safetensors file, written atomically.
 
-Only the owner may read the file. A file is refused unless it is whole, ours, and of this version:
-its header has a checksum of its content. The runner defines the tensors; the engine defines
-everything else.
+Only the owner may read the file. `read` refuses a file that is damaged, foreign or of another
+version. The header has a checksum of the content, which shows damage. The runner defines the
+tensors; the engine defines everything else.
 """
 
 import json
@@ -25,7 +25,7 @@ VERSION = 2
 
 
 def write(path: str | Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint; the file appears whole or not at all.
+    """Write a checkpoint. The file appears whole or not at all.
 
     Raises:
         CheckpointError: `meta` is not JSON, or the file cannot be written.

@@ -49,7 +49,7 @@ from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch compute with `count` threads; None changes nothing."""
+    """Let torch compute with `count` threads. None keeps torch's own count."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -118,7 +118,7 @@ def refuse_rounding(model: Any, expert_weights: str) -> None:
 def spare_of(
     config: EngineConfig, why_inexact: str, streams: Callable[[], StreamApi], device: torch.device
 ) -> Spare | None:
-    """Return spare room for KV outside the pages of a device; None if no setting asks for it.
+    """Return spare room for KV outside the pages of a device; None if no setting needs it.
 
     Args:
         config: Settings.
@@ -166,7 +166,9 @@ def naming_family(model: Any, what: str) -> Iterator[None]:
 
 
 class LoadedRunner:
-    """Loader of a model's runner, which also describes the model to front ends. Any loop uses it.
+    """Loader of a model's runner, used by every kind of loop.
+
+    It also describes the model to front ends.
 
     Args:
         loaded: The model.
@@ -230,7 +232,7 @@ class LoadedRunner:
         """Return the statistics that every loop on the host has. Callable from any thread.
 
         Args:
-            loop: An `EngineLoop`; its thread keeps counting during the call.
+            loop: An `EngineLoop`. The loop's thread keeps counting during the call.
             decider: The scheduler; it has the running frame and the parked frames.
         """
         segments = self.runner.segments
@@ -254,7 +256,10 @@ class LoadedRunner:
         }
 
     def _frame(self, parked: Parked, state: str) -> dict[str, Any]:
-        """Return a frame for statistics. A running frame is shown where its last run began."""
+        """Return a frame for statistics.
+
+        A running frame has the position where its last run began.
+        """
         program, index = parked.program, parked.index
         held = self.runner.frames.get(program.frame_id)
         op = program.ops[min(index.op, len(program.ops) - 1)]
@@ -271,11 +276,11 @@ class LoadedRunner:
 
 
 def time_stats(config: EngineConfig, counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the seconds that each class had, the seconds that the BE floor gave, and the floor.
+    """Return the seconds of each class, the seconds given by the BE floor, and the floor itself.
 
     Args:
         config: Settings.
-        counts: `ls_ns`, `be_ns` and `paid_ns`, as `qllm.scheduler.be_share.Owed` has them.
+        counts: `ls_ns`, `be_ns` and `paid_ns`, as in `qllm.scheduler.be_share.Owed`.
     """
     return {
         "ls_s": counts["ls_ns"] / NS_PER_S,
@@ -369,7 +374,7 @@ class EngineCore(LoadedRunner):
         return self.run(self.loop.serve)
 
     def end_all(self, open_requests: Iterable[RequestId], crash: BaseException | None) -> None:
-        """End every request that is still open. Used when the loop will not run again."""
+        """End every request that is still open. Called when the loop will not run again."""
         reason = FinishReason.CANCELLED if crash is None else FinishReason.ERROR
         text = None if crash is None else crash_text(crash)
         open_ids = dict.fromkeys(open_requests)
@@ -422,7 +427,10 @@ class EngineCore(LoadedRunner):
         return self._watch.look(since, whole)
 
     def _state_stats(self) -> dict[str, int]:
-        """Return the bytes of layers that carry a state: zeros without them, except per token."""
+        """Return the bytes of layer states.
+
+        A model without such layers has only `bytes_per_token`.
+        """
         requests, charge = list(self.runner.requests.values()), self.runner.charge
         return {
             "bytes_per_request": charge.request_bytes,
@@ -452,7 +460,7 @@ class EngineCore(LoadedRunner):
         """Wait until deleted KV is erased from the file. Callable from other threads.
 
         Raises:
-            QllmError: The KV cannot be erased, or not in time.
+            QllmError: The KV cannot be erased, or was not erased in time.
         """
         self.kept.settle()
 
@@ -468,7 +476,10 @@ def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
 
 
 def _refuse_too_much_kv(config: EngineConfig, runner: TorchRunner) -> None:
-    """Refuse more KV than the machine has memory. Otherwise an error comes only at run time."""
+    """Refuse more KV than the machine has memory.
+
+    Without this check the error comes at run time.
+    """
     kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
     each, memory = kv_token_bytes(runner.parts, runner.model), memory_bytes()
     if (kept + config.swap_kv_tokens) * each > memory:

@@ -14,7 +14,7 @@ from qllm.scheduler.program import START, Program
 from qllm.types import FrameId, Grain, RequestId, SamplingParams
 
 PROMPT = 32
-"""Prompt tokens of each request that decodes here."""
+"""Tokens of the prompt of each measured request."""
 ROUNDS = 3
 GREEDY = SamplingParams(temperature=0, seed=0)
 
@@ -23,8 +23,9 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
     """Run a prefill and decodes of 1, 2, 4 ... requests, and fit a cost table to the times.
 
     Args:
-        runner: A runner without requests; it has none afterwards.
-        limits: Upper bounds of requests, tokens and blocks here.
+        runner: A runner without requests. The measured requests are removed from the runner at the
+            end.
+        limits: Upper bounds of requests, tokens and blocks of the measurement.
         now_ns: A clock. After `runner.run` returns, it must include the work of that run.
     """
     costs, stop = StepCosts(), StopWord(now_ns)  # never lowered here
@@ -61,7 +62,10 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
 
 
 def _blocks(sizes: list[int], prompt: int, shape: ModelShape, block_size: int) -> int:
-    """Return the KV blocks of all requests; the first take part in decodes of every size."""
+    """Return the KV blocks of all requests.
+
+    The first requests take part in decodes of every size.
+    """
     rounds = [ROUNDS * sum(size > i for size in sizes) for i in range(sizes[-1])]
     return sum(shape.blocks_for(prompt + tokens, block_size) for tokens in rounds)
 

@@ -1,8 +1,8 @@
 """Checkpoints: the unfinished requests of one engine, finished in another process.
 
-A snapshot lives in the runner, next to the KV it needs. A checkpoint has everything in one file:
-parked frames with their programs and activations, KV, sampling positions and counters.
-Both functions run on the engine's thread, between two programs.
+A snapshot lives in the runner, next to the KV that the snapshot needs. A checkpoint has everything
+in one file: parked frames with their programs and activations, KV, sampling positions and counters.
+`save` and `load` run on the engine's thread, between two programs.
 """
 
 import os
@@ -48,11 +48,11 @@ Adopt = Callable[[str, tuple[int, ...], SamplingParams, int], H]
 
 
 def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
-    """Write every unfinished request to `path`; the requests also continue here.
+    """Write every unfinished request to `path`. The requests also continue in this engine.
 
-    Requests that are held back (`HoldingIngress`) are written as not begun: the engine that
-    restores them rebuilds what each request needs. Streaming prompts are left out: only clients of
-    this engine can complete them.
+    Requests that are held back (`HoldingIngress`) are written as requests that have not begun. The
+    engine that restores them rebuilds each grammar and fetches each KV again. Streaming prompts are
+    left out, because only clients of this engine can complete the prompts.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -64,7 +64,7 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     for number, live in unfinished.items():
         state, meta = runner.export_request(number)
         told = {**_request_meta(live, loop.now_ns()), "runner": meta}
-        # KV that was found in the prefix cache but not copied yet is not saved
+        # KV found in the prefix cache and not copied yet is not saved
         told["counters"]["num_computed_tokens"] = meta["committed"]
         requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
@@ -251,7 +251,8 @@ def _load_request(
     adopt: Adopt[H],
     now_ns: int,
 ) -> H:
-    # the front end that had the earlier log-probabilities is gone: later ones would be misplaced
+    # the front end that had the earlier log-probabilities is gone, so later log-probabilities would
+    # be misplaced
     asked = trace.sampling_from_dict(meta["sampling"])
     sampling = replace(asked, logprobs=None)
     ids = tuple(meta["runner"]["token_ids"])

@@ -24,7 +24,7 @@ class StepCosts:
         self._prefill_token_ns = 0
         self._memory_ns = move_token_ns
         self._tiers_ns: list[int] = []
-        """Time to move a token, for each tier beyond main memory."""
+        """Nanoseconds to move a token to each tier beyond main memory."""
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
         """Learn from a program that ran from start to end without a stop."""
@@ -47,9 +47,9 @@ class StepCosts:
         return self.table()
 
     def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> None:
-        """Learn from KV moved to a tier beyond main memory, or back; nearer tiers are known.
+        """Learn the time of moving KV to a tier beyond main memory, or back.
 
-        The next table contains the result.
+        The tiers nearer than this one were learnt before. The next table contains the result.
         """
         seen, at = elapsed_ns // num_tokens, tier - Tier.MEMORY - 1
         if at == len(self._tiers_ns):

@@ -24,24 +24,24 @@ class Held(NamedTuple):
 
     submission: Submission
     updates: tuple[Update | Revision, ...]
-    """Updates that arrived since, in order."""
+    """Updates of the request that arrived during the delay, in order."""
 
 
 class HoldingIngress(ABC, Generic[W]):
     """A transport that delays requests until something they need is ready; others pass at once.
 
-    Updates of a delayed request follow it when it is released; a cancel releases it at once. The
-    revision that completes a prompt may be delayed too (`_hold_revision`): the loop then knows its
-    request already.
+    Updates of a delayed request are released after the request. A cancel releases the request at
+    once. The revision that completes a prompt may be delayed too (`_hold_revision`); the loop
+    already knows the request of such a revision.
 
     Args:
-        inner: The transport; it may delay requests too.
+        inner: The transport below; it may delay requests too.
     """
 
     def __init__(self, inner: Inbox) -> None:
         self._inner = inner
         self._held: dict[RequestId, tuple[Submission | Revision, W]] = {}
-        """Delayed items, and what each waits for."""
+        """Delayed items, each with the thing that the item waits for."""
         self._updates: dict[RequestId, list[Update | Revision]] = {}
 
     @abstractmethod
@@ -50,10 +50,10 @@ class HoldingIngress(ABC, Generic[W]):
 
     @abstractmethod
     def _hold(self, item: Submission) -> W | None:
-        """Start to make what a request needs; return None if it needs nothing."""
+        """Start to make the thing that a request needs; return None if there is none."""
 
     def _hold_revision(self, item: Revision) -> W | None:
-        """Start to make what a revision needs that completes a prompt; None if it needs nothing."""
+        """Start to make the thing that a completing revision needs; None if there is none."""
         return None
 
     @abstractmethod

@@ -44,7 +44,7 @@ class Effects:
         """Tokens whose KV was swapped in so far."""
 
     def apply(self, effect: Effect, reason: str = "dead") -> None:
-        """Apply one effect; `reason` is recorded for a dropped frame."""
+        """Apply one effect. `reason` is recorded if the effect drops a frame."""
         if isinstance(effect, Accept):
             self._accept(effect)
         elif isinstance(effect, SwapOut | SwapIn | EvictKv):
@@ -61,7 +61,7 @@ class Effects:
         self._emit(trace.planned(program, effect.from_frames, now))
 
     def _load(self, program: Program, tables: Sequence[Sequence[int]]) -> None:
-        """Load the KV that the prefix cache has for requests that were given their first blocks."""
+        """Load the KV that the prefix cache has for requests that got their first blocks."""
         if self._prefix is None:
             return
         for request_id, table in zip(program.request_ids, tables, strict=True):

@@ -99,7 +99,7 @@ class GpuEngine(ServedEngine):
                 self._context.broken(number, why)
 
     def _forget(self, number: int) -> None:
-        """Close the link of a front end at once; free its memory between two launches."""
+        """Close the link of a front end at once. Its memory is freed between two launches."""
         if self._links is not None:
             self._links.remove(number)
         if (block := self._far.pop(number, None)) is not None:
@@ -128,7 +128,7 @@ class GpuEngine(ServedEngine):
         assert home is not None
         rings: DeviceRings = self.on_loop(
             lambda: DeviceRings(number, capacities, home, self._device)
-        )  # between two launches: CUDA allocates memory only after the loop has ended
+        )  # between two launches: CUDA allocates memory only while no loop runs
         return rings
 
     def attach_over(self, block: DeviceRings, link: Link) -> None:

@@ -1,4 +1,4 @@
-"""Grammars, built on threads of their own: a request with a grammar arrives once it is built."""
+"""Grammars built on threads. A request with a grammar arrives once the grammar is built."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +18,7 @@ class GrammarIngress(HoldingIngress[Built]):
     Args:
         inner: The transport.
         vocabulary: The model's vocabulary.
-        built: Finished grammars by request; the sampler reads them when a request is added.
+        built: Finished grammars by request. The sampler reads a grammar when its request is added.
     """
 
     def __init__(
@@ -27,10 +27,11 @@ class GrammarIngress(HoldingIngress[Built]):
         super().__init__(inner)
         self._vocabulary, self._built = vocabulary, built
         self._builders: dict[bool, ThreadPoolExecutor] = {}
-        """Pools by "is latency-sensitive"; each is made at its first grammar."""
+        """Thread pools, one for LS requests (True) and one for BE (False), each made at first use.
+        """
 
     def close(self) -> None:
-        """Stop building, without waiting."""
+        """Stop building grammars, without waiting."""
         for builder in self._builders.values():
             builder.shutdown(wait=False, cancel_futures=True)
 

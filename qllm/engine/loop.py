@@ -1,4 +1,4 @@
-"""The engine loop: rings -> scheduler -> runner -> tokens. API, simulator and tests run it.
+"""The engine loop: rings -> scheduler -> runner -> tokens. API, simulator and tests run this loop.
 
 take what arrived -> decide -> effects -> run a program until its end or a boundary
      ^                                                              |
@@ -31,7 +31,7 @@ MAX_POLICY_ERRORS = 1000
 
 
 class Live(NamedTuple):
-    """A request as the engine loop keeps it: its submission and the scheduler's counters."""
+    """A request in the engine loop: its submission and the scheduler's counters."""
 
     submission: Submission
     request: Request
@@ -54,7 +54,8 @@ def request_of(item: Submission) -> Request:
 class EngineLoop:
     """A loop that runs requests to their end. Single-threaded: one thread calls `step` or `serve`.
 
-    Large because the state of live requests has one owner; effects, costs and prefixes are apart.
+    Large because the state of live requests has one owner. Effects, costs and prefixes have
+    modules of their own.
 
     Args:
         ingress: Source of submissions.
@@ -63,7 +64,7 @@ class EngineLoop:
         sink: Receiver of tokens.
         now_ns: The engine's clock.
         record: Receiver of every event, or None.
-        fallback: A policy used when the chosen policy breaks; None fails its requests.
+        fallback: A policy used after the chosen policy breaks. None fails the requests instead.
         prefix: The prefix cache, or None.
         decided: Callback after each decision: number of live requests, number of waiting ones.
         costs: Fit of run times; None makes a new one.
@@ -91,7 +92,9 @@ class EngineLoop:
         self.listeners: tuple[Callable[[trace.Event], object], ...] = (
             () if record is None else (record.append,)
         )
-        """Functions called with every event on the loop's thread; the tuple is replaced as a whole.
+        """Functions that the loop's thread calls with every event.
+
+        The tuple is replaced as a whole, never changed.
         """
         self.fallback = fallback
         self.decided = decided
@@ -112,7 +115,7 @@ class EngineLoop:
         self.closing = False
         self.preempt_latencies_ns: deque[int] = deque(maxlen=100_000)
         self.num_preemptions = 0
-        """Number of measured latencies, including those that the deque dropped."""
+        """Number of all preemptions, including those whose latencies the deque has dropped."""
         self.policy_errors: deque[str] = deque(maxlen=MAX_POLICY_ERRORS)
         self.longest_plan_ns = 0
 
@@ -256,13 +259,13 @@ class EngineLoop:
         return request
 
     def restored(self, item: Submission, request: Request, *, swapped: bool = False) -> None:
-        """Add a request of a checkpoint. The runner must know it before the next step."""
+        """Add a request of a checkpoint. The runner must know the request before the next step."""
         self.meet(item)
         self.scheduler.adopt(request, swapped=swapped)
         self._know(item, request)
 
     def disown(self, request_id: RequestId) -> None:
-        """Undo `restored`, fully or in part, for a checkpoint that was not whole."""
+        """Undo `restored`, fully or in part, for a damaged checkpoint."""
         text = "its checkpoint is not whole"
         if request_id in self.live:
             self.finish(request_id, FinishReason.ERROR, text)
@@ -279,7 +282,7 @@ class EngineLoop:
         self._emit(trace.parked(program, index, now_ns, None))
 
     def end(self, request_id: RequestId, reason: FinishReason, error: str | None) -> None:
-        """Finish a request without telling the runner. Used when the loop is about to exit."""
+        """Finish a request without a call of the runner. Called when the loop is about to exit."""
         self.live.pop(request_id, None)
         now = self.now_ns()
         finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=error)
@@ -390,7 +393,10 @@ class EngineLoop:
                 self._emit(trace.CostsUpdated(at_ns=end_ns, table=table._asdict()))
 
     def _evict_outgrown(self, sampled: Sequence[RequestId]) -> None:
-        """Evict requests that have just outgrown their KV (`ModelShape`): they start again."""
+        """Evict requests that have just outgrown their KV (`ModelShape`).
+
+        They are computed again.
+        """
         above = self.runner.shape.recompute_above
         if above is None:
             return
@@ -439,7 +445,7 @@ class EngineLoop:
             self.finish(sampled.request_id, FinishReason.LENGTH)
 
     def _raise_fault(self, error: Exception) -> None:
-        """Raise if the device is lost: no later program could run, so the engine ends.
+        """Raise if the device is lost. No later program could run, so the engine ends.
 
         Raises:
             DeviceError: The device is lost.
@@ -469,7 +475,7 @@ class EngineLoop:
             self.finish(request.request_id, FinishReason.ERROR, text)
 
     def _policy_broke(self, error: PolicyError) -> None:
-        """End the requests to blame, or replace a broken policy by the fallback if there is one."""
+        """End the requests that broke the policy, or replace the policy by the fallback policy."""
         self.policy_errors.append(str(error))
         found = self.scheduler.blame(error, self.now_ns())
         can_fall_back = self.fallback is not None and self.scheduler.policy is not self.fallback

@@ -1,9 +1,9 @@
 """The engine's process, started by `ProcessClient`.
 
-The loop runs on the main thread; each front end has a thread that answers rare questions.
-Requests and tokens travel only through rings. The connection to a front end carries start-up,
-checkpoints, statistics and the trace. When the connection breaks, the front end is gone and its
-requests are freed. The first front end owns the engine: the engine ends with it.
+The loop runs on the main thread; each front end has a thread that answers rare questions. Requests
+and tokens travel only through rings. The connection to a front end carries start-up, checkpoints,
+statistics and the trace. When the connection breaks, the engine treats the front end as gone and
+frees its requests. The first front end owns the engine. When the owner ends, the engine ends.
 """
 
 import logging
@@ -55,7 +55,7 @@ GRACE_S = 5.0
 
 def main(fd: int) -> None:
     """Run an engine for the front end at the other end of a socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end handles Ctrl-C
     owner = Connection(fd)
     try:
         start: Start = owner.recv()
@@ -113,7 +113,7 @@ class EngineProcess:
             return 1
         freeze_garbage()
         if remote is not None:
-            remote.listen()  # our starter may announce the address at once
+            remote.listen()  # the starting process may publish the address now
         self._welcome(self._owner)
         if listener is not None:
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -278,7 +278,7 @@ class EngineProcess:
             connection.send(("error", ConfigError(text)))
 
     def _broken(self, number: int, why: str) -> None:
-        """Disconnect a front end whose rings contain invalid data."""
+        """Disconnect a front end that wrote invalid data into its rings."""
         LOG.warning("front end %d is cut off: %s", number, why)
         if number == OWNER:
             self._control.error = why
@@ -322,7 +322,7 @@ class EngineProcess:
         self.engine.leave(front_end.number)
 
     def _hand(self, wire: Wire, ticket: str) -> None:
-        """Let another engine fetch the KV of a request that has left."""
+        """Let another engine fetch the KV of a request that migrated there."""
         assert self._start.meeting is not None
         set_own_torch_threads(1)
         outbox = self.engine.handed.giving.outbox
@@ -332,7 +332,7 @@ class EngineProcess:
             outbox.drop(ticket)
 
     def _answer_far(self, op: str, args: list[Any]) -> Any:
-        """Answer a question of a front end on another host; refuse those that need this machine."""
+        """Answer a question of a front end on another host, or refuse a local-only one."""
         if op == "beat":
             control = self._control
             said = {"draining": control.draining, "error": control.error}
@@ -402,7 +402,7 @@ THREAD = "with run_in='thread' nothing has to be pickled"
 
 
 def portable_error(error: Exception) -> Exception:
-    """Return the error if it can be pickled to another process, else one with the same text."""
+    """Return the error if another process can unpickle it, else one with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - pickling may raise anything
@@ -442,7 +442,7 @@ def _peer(link: socket.socket) -> tuple[int, int]:
 
 
 def _pidfd(pid: int) -> int | None:
-    """Return a descriptor that is readable once the process ends; None if it is not visible."""
+    """Return a descriptor that is readable once a process ends; None for an invisible process."""
     try:
         return os.pidfd_open(pid)
     except OSError:

@@ -1,11 +1,12 @@
 """Updates of a streaming prompt between two programs: it grows, changes, or becomes whole.
 
     keep          first tokens that the client left unchanged
-    num_kept      those of them whose KV is still valid: all, or none where rope factors follow the
-                  length and have just changed, or a layer carries a state
+    num_kept      those of the first tokens whose KV is still valid: all, or none
 
-No program runs meanwhile, so no prompt changes under a running row (I12). A parked row continues
-if it ends before the first change; else it is killed, and tokens committed before it stay.
+No KV stays valid if rope factors follow the length and have just changed, or if a layer carries a
+state. No program runs during an update, so no prompt changes under a running row (I12). A parked
+row continues if the row ends before the first change. Otherwise the row is killed, and tokens
+committed before the row stay.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from qllm.scheduler.request import Request
 
 
 class Revised(NamedTuple):
-    """Result of a revision in the counters of its request."""
+    """Result of a revision, for the counters of its request."""
 
     num_kept: int
     num_lost: int
@@ -56,15 +57,16 @@ class PromptUpdates:
         self._prefix, self._emit, self._now_ns = prefix, emit, now_ns
         self.num_revisions = 0
         self.lost_tokens = 0
-        """Tokens that were computed, and then changed or got other rope factors."""
+        """Computed tokens that a revision changed, or whose rope factors a revision changed."""
         self.num_restarts = 0
-        """Prompts that were computed again from the first token, although that had not changed."""
+        """Prompts computed again from the first token, although the first token was unchanged."""
 
     def whole(self, before: Submission, request: Request, item: Revision) -> Submission:
         """Return the request with a revision applied.
 
         Raises:
-            InvalidRequestError: A revision that our front ends never send, or a prompt too long.
+            InvalidRequestError: The revision is one that our front ends never send, or the prompt
+                is too long.
         """
         if not request.is_open:
             raise InvalidRequestError("its prompt was whole already, and cannot change any more")
@@ -92,7 +94,7 @@ class PromptUpdates:
             whole: Result of `whole`.
             request: The request to change.
             item: The revision.
-            record: True puts the prompt on record.
+            record: True writes the prompt to the record.
         """
         number, count, keep = request.request_id, len(whole.token_ids), item.keep
         now = self._now_ns()

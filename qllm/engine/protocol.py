@@ -23,7 +23,7 @@ from qllm.types import FinishReason, FrameId, RequestId, Sampled
 
 
 class Sink(Protocol):
-    """The receiver of tokens. Called on the loop's thread: it must be quick."""
+    """The receiver of tokens. Called on the loop's thread, so it must be quick."""
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
         """Take one token; return True if the answer is complete (a stop string)."""
@@ -54,9 +54,9 @@ class Newcomers(Protocol):
 
 
 class Deciding(Protocol):
-    """The scheduler as the loop uses it: `Scheduler`; tests have one in C++.
+    """The scheduler as the loop uses it: `Scheduler`, or in some tests a scheduler in C++.
 
-    It has many members because the loop uses nothing else of the scheduler.
+    It has many members because the loop uses no other part of the scheduler.
     """
 
     policy: Any

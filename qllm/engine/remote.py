@@ -1,7 +1,8 @@
 """A listener for front ends on other hosts.
 
 Each front end has a TCP connection (`qllm.ingress.remote.meeting`) for rare messages, and rings
-over NIXL for requests and tokens. A front end is gone once its connection ends or is silent.
+over NIXL for requests and tokens. A front end counts as gone once its connection ends or stays
+silent.
 """
 
 import base64
@@ -22,7 +23,7 @@ from qllm.ingress.remote.nixl import KINDS, Link, Peer
 
 LOG = logging.getLogger("qllm.engine")
 MAX_STRANGERS = 8
-"""Limit of connections that have not authenticated yet; one more is closed at once."""
+"""Limit of connections that have not authenticated yet. A connection above it is closed at once."""
 ACCEPT_AGAIN_S = 0.1
 MAX_LATENCIES = 1000
 """Limit of latencies in one answer."""
@@ -46,7 +47,7 @@ class RemoteFrontEnd(NamedTuple):
 
     number: int
     block: Any
-    """The memory of its rings, from `make_memory` of the listener."""
+    """The memory of its rings, made by `make_memory` of the listener."""
     link: Link
     wire: Wire
 
@@ -56,8 +57,8 @@ class RemoteListener:
 
     Args:
         meeting: Address, and the secret of allowed clients.
-        make_memory: Function that makes the memory of one more front end; a `ConfigError` refuses
-            it.
+        make_memory: Function that makes the memory of one more front end. It refuses a front end
+            with a `ConfigError`.
         enter: Callback for a front end that is ready; it attaches the front end.
         leave: Callback for a front end that is gone.
         answer: Function that answers an operation of a front end by name.
@@ -153,7 +154,7 @@ class RemoteListener:
             wire.close()
 
     def _know(self, wire: Wire) -> dict[str, Any]:
-        """Authenticate the other side; return its request."""
+        """Authenticate the connecting process; return its request."""
         wire.be_engine(self._meeting.secret)
         asked = wire.receive()
         if asked["profile"] != self._meeting.profile:
@@ -191,17 +192,17 @@ class RemoteListener:
 
 
 def offer(link: Link) -> dict[str, Any]:
-    """Return the message that the other side needs to connect."""
+    """Return the message that the other engine or front end needs to connect."""
     peer = link.offer._asdict()
     return {**peer, "metadata": base64.b64encode(peer["metadata"]).decode()}
 
 
 def peer_from(message: dict[str, Any]) -> Peer:
-    """Return the peer that the other side offers.
+    """Return the peer in an offer of another engine or front end.
 
     Raises:
-        MeetingError: A refusal of the other side, with its reason.
-        ValueError: Not a valid offer.
+        MeetingError: The message is a refusal; the error has its reason.
+        ValueError: The message is not a valid offer.
     """
     if "error" in message:
         raise MeetingError(str(message["error"]))

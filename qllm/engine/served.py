@@ -3,7 +3,7 @@
     LoopEngine   the loop of the host (`qllm.engine.loop`)
     GpuEngine    the loop on the device (`qllm.engine.gpu`); the host watches
 
-The setting `loop` selects one. Both take the same records and give the same answers.
+The setting `loop` selects the class. Both classes take the same records and give the same answers.
 """
 
 import itertools
@@ -51,7 +51,7 @@ class ProcessContext(NamedTuple):
 
 
 class ServedEngine(ABC):
-    """One engine. One thread calls `serve`, then `end` and `flush`; the rest is for any thread.
+    """One engine. One thread calls `serve`, then `end` and `flush`; any thread calls the rest.
 
     It has many methods because each answers one question of a front end, most in a line or two.
 
@@ -62,7 +62,7 @@ class ServedEngine(ABC):
         context: Resources of the process.
 
     Raises:
-        ConfigError: A setting that does not apply, or a missing requirement, named in the text.
+        ConfigError: A setting does not apply, or a requirement is missing; the text names it.
         ModelError: The model cannot be run safely.
     """
 
@@ -101,18 +101,18 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def attach(self, block: FrontEndMemory, doorbell: Doorbell) -> None:
-        """Start to serve one more front end of this machine, soon."""
+        """Queue one more front end of this machine, to be served soon."""
 
     def remote_memory(self, number: int, capacities: tuple[int, int, int, int]) -> Any:
         """Return memory for a front end behind a link (`qllm.engine.remote.RemoteMemory`).
 
         Raises:
-            ConfigError: No place is left for it.
+            ConfigError: No place is left for one more front end.
         """
         return FrontEndMemory.create(number, capacities)
 
     def attach_over(self, block: Any, link: Link) -> None:
-        """Start to serve one more front end at the other end of a link, soon.
+        """Queue one more front end, at the other end of a link, to be served soon.
 
         Args:
             block: Result of `remote_memory`.
@@ -122,17 +122,20 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def leave(self, number: int) -> None:
-        """Free the requests and the link of a front end that has left, soon."""
+        """Queue the release of the requests and the link of a front end that has left."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every request with `cancelled` and stop serving, soon."""
+        """Make the loop end every request with `cancelled` and stop serving, soon."""
 
     # -- questions of front ends
 
     @abstractmethod
     def post(self, function: Callable[[], None]) -> None:
-        """Let the loop's thread call a function between two programs; it must not raise."""
+        """Let the loop's thread call a function between two programs.
+
+        The function must not raise.
+        """
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Call a function on the loop's thread and return its result."""
@@ -167,9 +170,9 @@ class ServedEngine(ABC):
         return {}
 
     def costs_ns(self) -> tuple[float, float, float] | None:
-        """Return the costs of a prompt token, a decode step of one row, and a token of a full step.
+        """Return the costs of a prompt token, of a decode step of one row, and of a batched token.
 
-        In nanoseconds; None if unknown.
+        The costs are in nanoseconds. A batched token is one of a full step. None if unknown.
         """
         return None
 
@@ -316,10 +319,11 @@ class LoopEngine(ServedEngine):
 
 
 def check_compilable(policy: Any) -> None:
-    """Raise unless native decisions can be made for a policy.
+    """Raise if native decisions cannot be made for a policy.
 
     Raises:
-        ConfigError: The policy has none, or the extension is missing; the text has the reason.
+        ConfigError: The policy has no native decisions, or the extension is missing; the text has
+            the reason.
     """
     from qllm.device.native import load_native  # only native decisions need the extension
     from qllm.device.rank import rank_tree

@@ -1,13 +1,13 @@
 """The live page's view of a loop: its latest events, recorded only while a client polls.
 
 The loop's thread appends references of events to a bounded queue; everything else happens on the
-thread that polls. A poll renews a lease: when it ends, the loop stops appending by itself.
+thread that polls. A poll renews a lease. When the lease ends, the loop stops appending.
 
-A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline
-(`qllm.record.timeline`) after number `since`, and `seq`, the `since` of the next poll; `now_ms` of
-the engine's clock; `parked` and `running` programs; counts of tokens, KV blocks and preemptions.
-`whole` adds the open requests: `counts` per track and status, and the first 200. It returns no
-text and no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
+A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline (`qllm.record.timeline`)
+after number `since`. It also returns `seq` (the `since` of the next poll), `now_ms` of the engine's
+clock, `parked` and `running` programs, and counts of tokens, KV blocks and preemptions. `whole`
+adds the open requests: `counts` per track and status, and the first 200. A poll returns no text and
+no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
 """
 
 import threading
@@ -71,7 +71,7 @@ class Watch:
             now_ns = self._loop.now_ns()
             with self._changing:
                 self._until_ns = now_ns + LEASE_NS
-                is_on = self.is_on  # the lease keeps it on
+                is_on = self.is_on  # the lease keeps recording on
             if is_on:
                 self._read()
             else:
@@ -127,7 +127,7 @@ class Watch:
         }
 
     def _requests(self, now_ns: int) -> dict[str, Any]:
-        """Return counts of the open requests, and the first of them: LS first, then by arrival."""
+        """Return counts of the open requests, and the first requests: LS first, then by arrival."""
         live = list(self._loop.live.values())
         counts = Counter((track_of(x.request.priority), x.request.status.value) for x in live)
         live.sort(key=lambda x: (x.request.priority, x.request.arrival_ns))

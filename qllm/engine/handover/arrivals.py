@@ -13,7 +13,10 @@ from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, RequestId
 
 SLACK_NS = 2 * NS_PER_S
-"""Least time before KV counts as late; computing the KV may take longer and is then the limit."""
+"""Shortest time until KV counts as late.
+
+If computing the KV takes longer, that time is the limit.
+"""
 EXPECT_S = 60.0
 """Seconds after which an announced request is no longer expected."""
 MAX_EXPECTED = 4096
@@ -22,7 +25,7 @@ MAX_EXPECTED = 4096
 
 @dataclass(slots=True)
 class Coming:
-    """The KV of a request, on its way."""
+    """The KV of a request while it is fetched."""
 
     late_ns: int
     """Time at which the request stops waiting."""
@@ -35,14 +38,14 @@ class HandedIngress(HoldingIngress[Coming]):
 
     Args:
         inner: The transport.
-        costs: Cost of computing.
+        costs: Costs of computing KV, which set the time at which KV is late.
     """
 
     def __init__(self, inner: Inbox, costs: StepCosts) -> None:
         super().__init__(inner)
         self._costs = costs
         self.handover: HandOver | None = None
-        """Fetcher of KV, set before anything arrives. Without one no request comes with KV."""
+        """Fetcher of KV, set before requests arrive. If None, no request comes with KV."""
         self._expected: dict[RequestId, tuple[Source, float]] = {}
 
     @property
@@ -60,7 +63,7 @@ class HandedIngress(HoldingIngress[Coming]):
         """Announce a request and the place of its KV. Callable from any thread.
 
         Raises:
-            ConfigError: This engine fetches none.
+            ConfigError: This engine fetches no KV.
         """
         if not self.giving.can_fetch:
             raise ConfigError("this engine meets no others to take KV from (listen)")
@@ -76,7 +79,7 @@ class HandedIngress(HoldingIngress[Coming]):
 
     def _begin(self) -> None:
         if self.handover is not None:
-            self.handover.brought.clear()  # KV of requests that were refused
+            self.handover.brought.clear()  # of requests that were refused
 
     def _hold(self, item: Submission) -> Coming | None:
         source, _ = self._expected.pop(item.request_id, (None, 0.0))

@@ -28,12 +28,12 @@ class Carried(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Conditions of this engine: KV of the same bits, in the shape that it computes with."""
+    """Conditions of this engine for foreign KV: the same bits, in the same shape as its own KV."""
 
     identity: Mapping[str, str]
-    """Everything that decides the bits of KV besides tokens, by name."""
+    """Names and values of everything that decides the bits of KV, except the tokens."""
     layout: Layout | None
-    """Layout of a page, where our kernels run every layer: they read KV by address."""
+    """Layout of a page; None if some layer runs without our kernels, which read KV by address."""
     page_size: int
     num_layers: int
     num_kv_layers: int
@@ -41,7 +41,7 @@ class Terms(NamedTuple):
     """Width of a hidden state."""
 
     def check(self, header: Header, item: Submission) -> Carried:
-        """Return a parcel's description, if it is of this request, in an engine like this one.
+        """Return a parcel's description, if the parcel fits the request and this engine.
 
         Raises:
             CheckpointError: The parcel does not match; the text names the difference.
@@ -85,7 +85,7 @@ class Terms(NamedTuple):
         return Carried(committed, None if kept is None else (lo, hi, layer), pages)
 
     def _names(self, header: Header, carried: Carried) -> set[str]:
-        """Return the names of a request's tensors, which depend on the layers that have states."""
+        """Return the names of a request's tensors. They depend on the layers that have states."""
         states = {name for name in header.parts if name.startswith("state.")}
         layers = {name.split(".")[1] for name in states}
         for layer in layers if carried.committed else ():
@@ -121,7 +121,7 @@ class Terms(NamedTuple):
             raise CheckpointError(f"{name!r:.40} of another shape: {part.shape}")
 
     def _extent(self, kind: str, num_layers: int, carried: Carried) -> tuple[int, int]:
-        """Return layers and tokens of a page, or of the part of a layer outside whole pages."""
+        """Return layers and tokens of a page, or of the KV of a layer outside whole pages."""
         if kind == "page":
             return num_layers, self.page_size
         return 1, carried.hi - len(carried.pages) * self.page_size

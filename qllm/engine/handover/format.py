@@ -2,8 +2,9 @@
 
     magic | bytes of JSON | sum | JSON, 0... | tensor 0, 0... | tensor 1, 0... | ...
 
-Each part begins at a multiple of 64 bytes. Its checksum (XXH3) also covers the zeros up to the
-next part, so every changed byte is found. A reader checks each number before it uses it.
+The header and each tensor begin at a multiple of 64 bytes. A checksum (XXH3) also covers the
+zeros up to the next tensor, so every changed byte is found. `read_header` checks each number before
+the number is used.
 """
 
 import json
@@ -21,7 +22,7 @@ from qllm.errors import CheckpointError
 
 MAGIC = b"qllm-ho\x01"
 HEAD = struct.Struct("<8sQQ")
-"""Magic, bytes of the JSON, checksum of the header (computed with zero in its place)."""
+"""Magic, bytes of the JSON, and checksum of the header, computed while the field is zero."""
 ALIGN = 64
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 8
@@ -41,7 +42,7 @@ class TensorPart(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     at: int
-    """Offset of its first byte in the parcel."""
+    """Offset of the tensor's first byte in the parcel."""
     checksum: int
 
     @property
@@ -51,7 +52,7 @@ class TensorPart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset of the next part."""
+        """Offset of the next tensor."""
         return self.at + _whole(self.num_bytes)
 
 
@@ -89,7 +90,7 @@ def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mm
 
 
 def _fill(memory: mmap.mmap, part: TensorPart, pieces: Sequence[Tensor]) -> None:
-    """Copy tensors to their place."""
+    """Copy tensors into the memory of a parcel."""
     at = part.at
     with torch.inference_mode():
         for piece in pieces:
@@ -114,7 +115,8 @@ def header_bytes(head: bytes | memoryview) -> int:
     """Return the length of the header of a parcel that begins with these bytes.
 
     Raises:
-        CheckpointError: Not a parcel, or a header longer than any.
+        CheckpointError: The bytes are not of a parcel, or the header is longer than any real
+            header.
     """
     if len(head) < HEAD.size:
         raise CheckpointError(f"a parcel of {len(head)} bytes has no header")
@@ -127,11 +129,11 @@ def header_bytes(head: bytes | memoryview) -> int:
 
 
 def read_header(memory: memoryview, num_bytes: int) -> Header:
-    """Read the header of a parcel. The rest of the parcel need not be there yet.
+    """Read the header of a parcel. The rest of the parcel may arrive later.
 
     Args:
-        memory: Its first bytes.
-        num_bytes: Bytes of the whole parcel, as far as they are known.
+        memory: First bytes of the parcel.
+        num_bytes: Size in bytes of the whole parcel.
 
     Raises:
         CheckpointError: The header is damaged, or does not fit a parcel of that size.

@@ -1,12 +1,12 @@
 """Migration: a request continues in another engine, with its KV.
 
-    engine A   give: takes it from its frame, keeps its KV under a ticket, ends it here (`MOVED`)
-    front end  submits it again at B, prompt and output, with the place of its KV
-    engine B   delays it, fetches the KV, checks it, and continues where A stopped
+    engine A   `give` takes the request from its frame, keeps its KV under a ticket, ends it
+    (`MOVED`) front end  submits prompt and output again at B, with the place of the KV engine B
+    delays the request, fetches and checks the KV, and continues where A stopped
 
-B uses the KV only if model, weights, kernels, settings and tokens are exactly the same, and no
-byte is damaged. Otherwise, and if no KV comes in time, B computes the request as after an
-eviction: a migration changes how long a request takes, and never a token.
+B uses the KV only if model, weights, kernels, settings and tokens are exactly the same, and no byte
+is damaged. Otherwise, and if no KV comes in time, B computes the KV as after an eviction. A
+migration changes the time of a request, and never a token.
 """
 
 import logging
@@ -48,49 +48,51 @@ Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
 to fetch.
 """
 Pull = Callable[[Source, Callable[[int], None], Choose, Callable[[], bool]], mmap.mmap]
-"""A function that fetches a parcel. Its arguments: the parcel's place; a function that raises if a
-parcel of so many bytes is refused; a function that chooses its ranges; a function that returns
-False once the fetch should stop. It raises any error that occurs.
+"""A function that fetches a parcel. It raises any error that occurs.
+
+Its arguments: the parcel's place; a function that raises if a parcel of so many bytes is refused; a
+function that chooses ranges; a function that returns False once the fetch should stop.
 """
 
 _log = logging.getLogger("qllm")
 
 
 class Brought(NamedTuple):
-    """KV of a request that arrived and was checked."""
+    """Checked KV of a request that arrived."""
 
     kv: RequestKV
     kept: SavedRows | None
     hidden: list[Tensor]
     num_found: int
-    """Tokens of it that were already in pages of this engine."""
+    """Tokens of the request that were already in pages of this engine."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of migrations so far."""
+    """Counts of migrations since the start."""
 
     given: int = 0
-    """Requests that left."""
+    """Requests that left this engine."""
     given_tokens: int = 0
-    """Tokens whose KV left with them."""
+    """Tokens whose KV left with their requests."""
     taken: int = 0
-    """Requests that came and continued where they had stopped."""
+    """Requests that came from another engine and continued where they had stopped."""
     taken_tokens: int = 0
     found_tokens: int = 0
-    """Tokens of the requests that came which were already in pages of this engine."""
+    """Tokens of requests from other engines that were already in pages of this engine."""
     missed: int = 0
-    """Requests that came and were computed again, for any reason."""
+    """Requests from other engines that were computed again, for any reason."""
 
 
 class HandOver:
-    """Sender and receiver of requests with KV. Lives on the engine's thread except for `fetch`.
+    """Sender and receiver of requests with KV. `fetch` works on another thread than the engine's.
 
     Args:
         loop: Owner of the requests.
         runner: Owner of their KV.
         terms: Conditions that KV must meet.
-        most_bytes: Limit for KV that waits here, and for KV that is fetched.
+        most_bytes: Limit in bytes for KV that waits to be fetched, and for KV that is being
+            fetched.
         put: Function that lets the loop make a call between two programs.
         pull: Function that fetches a parcel, on a thread; None where no KV can be fetched.
     """
@@ -123,8 +125,8 @@ class HandOver:
         """End a request that continues in another engine; return the ticket of its KV.
 
         Returns:
-            Ticket, empty if the request leaves without KV: it has none, or there is no room. None
-            if the request is unknown or its prompt is still streaming: then it stays.
+            Ticket; empty if the request leaves without KV, because it has none or there is no room.
+            None if the request stays, because it is unknown or its prompt is still streaming.
         """
         live = self._loop.live.get(request_id)
         if live is None or live.request.is_open:
@@ -135,7 +137,10 @@ class HandOver:
         return ticket
 
     def heard(self, event: trace.Event) -> None:
-        """Send each request away at its first token here. Called as a listener of the loop."""
+        """Migrate each request at its first token in this engine.
+
+        Called as a listener of the loop.
+        """
         if not isinstance(event, trace.Token):
             return
         live = self._loop.live.get(event.request_id)
@@ -177,7 +182,7 @@ class HandOver:
         return ticket
 
     def _tensors(self, kv: SlabKV, num_pages: int, hi: int) -> dict[str, Sequence[Tensor]]:
-        """Return KV below `hi`, uncopied: whole pages, then the rest of each layer, and states."""
+        """Return views of the KV below `hi`: whole pages, the rest of each layer, and states."""
         size, found = self._terms.page_size, dict[str, Sequence[Tensor]]()
         slabs = [i for i, slab in enumerate(kv.slabs) if slab and i not in kv.states.layers]
         for page in range(num_pages):
@@ -210,7 +215,8 @@ class HandOver:
         Args:
             item: The request.
             source: Place of its KV.
-            wanted: Function that is polled; False once the request no longer waits for the KV.
+            wanted: Function that returns False once the request no longer waits for the KV. It is
+                polled.
         """
         return self._workers.submit(self._fetch, item, source, wanted)
 
@@ -266,7 +272,7 @@ class HandOver:
         item: Submission,
         pages: Mapping[int, Any],
     ) -> Brought:
-        """Copy the fetched KV into new KV, which the request takes over when it is admitted."""
+        """Copy the fetched KV into a new `RequestKV`. An admitted request gets the `RequestKV`."""
         size, parts = self._terms.page_size, header.parts
         rest = {n: tensor(memory, part) for n, part in parts.items() if not n.startswith("page.")}
         kv = self._runner.backend.new_kv(item.num_prompt_tokens + item.max_tokens)
@@ -286,7 +292,10 @@ class HandOver:
         return Brought(kv, kept, hidden, len(pages) * size)
 
     def enter(self, item: Submission, request: Request) -> bool:
-        """Admit a request with its KV: into blocks, or swapped out if they are short."""
+        """Admit a request with its KV.
+
+        The KV gets blocks, or is swapped out if blocks are short.
+        """
         brought = self.brought.pop(item.request_id, None)
         if brought is None:
             return False
@@ -319,7 +328,7 @@ class HandOver:
         return True
 
     def missed(self, why: str) -> None:
-        """Count a request that was to come with KV and is computed."""
+        """Count a request that should have come with KV and is computed again."""
         self.counts.missed += 1
         _log.info("a request is computed, as its KV was not handed over: %s", why)
 
@@ -347,8 +356,8 @@ def handover_of(
         runner: Owner of their KV.
         config: Settings.
         weights: Digest of the weights.
-        put: Function of calls, see `HandOver`.
-        pull: Function that fetches, see `HandOver`.
+        put: Function that queues calls, see `HandOver`.
+        pull: Function that fetches parcels, see `HandOver`.
     """
     identity = {
         "model": runner.fingerprint(),

@@ -14,12 +14,12 @@ from qllm.engine.handover.format import seal
 from qllm.scheduler.prefix import Tag
 
 KEEP_S = 60.0
-"""Seconds after which KV is dropped: its request was computed again, or has ended."""
+"""Seconds after which KV is dropped. By then the request was computed again, or has ended."""
 
 
 @dataclass(slots=True)
 class _Left:
-    """The KV of one request."""
+    """The KV of one request that has left."""
 
     says: Mapping[str, Any]
     tensors: Mapping[str, Sequence[Tensor]]
@@ -34,7 +34,7 @@ class Outbox:
     """KV by ticket. Callable from any thread; `put` copies nothing.
 
     Args:
-        most_bytes: Limit of its KV; the oldest KV is dropped first.
+        most_bytes: Limit in bytes of the KV; the oldest KV is dropped first.
         now_s: A clock.
     """
 
@@ -45,14 +45,16 @@ class Outbox:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of KV that wait."""
+        """Bytes of KV that wait to be fetched."""
         with self._lock:
             return sum(left.num_bytes for left in self._left.values())
 
     def put(
         self, says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]], tag: Tag
     ) -> str:
-        """Keep KV in tensors that are no longer written to; return its ticket, empty without room.
+        """Keep KV; return its ticket, which is empty if there is no room.
+
+        The tensors must not change any more.
 
         Args:
             says: Content of the header, see `seal`.
@@ -76,7 +78,7 @@ class Outbox:
             del self._left[ticket]
 
     def read(self, ticket: str) -> mmap.mmap | None:
-        """Return the parcel of a ticket, made at the first call; None if it is gone."""
+        """Return the parcel of a ticket, made at the first call; None if the parcel is gone."""
         with self._lock:
             self._expire(self._now_s())
             left = self._left.get(ticket)
@@ -89,7 +91,7 @@ class Outbox:
             return left.sealed
 
     def drop(self, ticket: str) -> None:
-        """Drop the KV of a ticket that was fetched. An unknown ticket is ignored."""
+        """Drop the KV of a ticket that was fetched. Unknown tickets are ignored."""
         with self._lock:
             self._left.pop(ticket, None)
 

@@ -6,7 +6,8 @@
     giver   {"ready"}                          <--
     taker   READs of the header, then of the chosen ranges; {"done"}
 
-Meanwhile the giver only lets UCX make progress; UCX copies where it emulates a READ.
+During the READs the giver only lets UCX make progress. If UCX emulates a READ, UCX copies the
+bytes here.
 """
 
 import mmap
@@ -32,7 +33,7 @@ GIVE_S = 60.0
 """Seconds after which a giver stops, if the taker has not sent "done"."""
 NAP_S = 0.0001
 READ_BYTES = 4 << 20
-"""Most bytes of one READ: the taker can stop between two READs."""
+"""Largest number of bytes of one READ. The taker can stop between two READs."""
 
 
 class Bytes:
@@ -58,15 +59,15 @@ class Bytes:
         self.memory[at : at + len(data)] = data
 
     def close(self) -> None:
-        """Do nothing: the memory is freed with its last user."""
+        """Do nothing. The memory is freed when nothing refers to it."""
 
 
 def give(wire: Wire, profile: str, parcel: mmap.mmap) -> bool:
-    """Let the engine at the other end read a parcel; return True if it reports that it has.
+    """Let the engine at the other end read a parcel; return True if it reports success.
 
     Raises:
         MeetingError: The other engine is gone.
-        NixlError: The memory cannot be offered.
+        NixlError: NIXL cannot offer the memory.
     """
     link = Link(_name("giver"), profile, Bytes(parcel))
     try:
@@ -104,7 +105,7 @@ class Puller:
         """Fetch a parcel, see `qllm.engine.handover.handover.Pull`.
 
         Raises:
-            CheckpointError: The ticket has no KV, or the KV is no longer wanted.
+            CheckpointError: The ticket has no KV, or the request no longer waits for the KV.
             ConfigError: The address is invalid.
             MeetingError: The other engine is gone, or has another secret.
             NixlError: A READ failed.
@@ -162,7 +163,7 @@ class Puller:
 
 
 class _Reader:
-    """READs of one link, until they are done or no longer wanted."""
+    """READs over one link, until all are done or the request no longer waits."""
 
     def __init__(self, link: Link, wire: Wire, is_wanted: Callable[[], bool]) -> None:
         self._link, self._wire, self._is_wanted = link, wire, is_wanted
@@ -180,7 +181,7 @@ class _Reader:
 
 
 def _grouped(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield ranges, joined where they touch, cut to `READ_BYTES`, and grouped to that size."""
+    """Yield groups of ranges of at most `READ_BYTES`. Touching ranges are joined, long ones cut."""
     joined: list[list[int]] = []
     for at, size in sorted(ranges):
         if joined and sum(joined[-1]) == at:

@@ -26,7 +26,7 @@ from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_S, Priority
 
 SETTLE_S = 60.0
-"""Seconds that a caller waits for deleted KV to be erased from the file."""
+"""Longest time in seconds that a caller waits for deleted KV to be erased from the file."""
 
 
 class KeptPages:
@@ -59,7 +59,7 @@ class KeptPages:
         self._store: PageStore[Any] | None = None
 
     def prefix_cache(self, decider: Scheduler) -> PrefixCache | None:
-        """Return the prefix cache, if the engine has one.
+        """Return the prefix cache; None if the engine has none.
 
         Raises:
             ConfigError: See `why_not`; or `kv_dir` cannot be used.
@@ -163,10 +163,10 @@ class KeptPages:
         }
 
     def settle(self) -> None:
-        """Wait until deleted KV is erased from the file. Not for the engine's thread.
+        """Wait until deleted KV is erased from the file. The engine's thread must not call this.
 
         Raises:
-            QllmError: The KV cannot be erased, or not in time.
+            QllmError: The KV cannot be erased, or was not erased in time.
         """
         if self.mover is not None and not self.mover.settle(SETTLE_S):
             why = self.mover.failure or f"the disk took longer than {SETTLE_S:g} s"

@@ -1,10 +1,10 @@
-"""KV pages in one file: fixed slots, a directory of them, a header that names their model.
+"""KV pages in one file: a header that names their model, a directory, and fixed slots.
 
     header 4 KiB | directory, 128 bytes per slot | slot 0 | slot 1 | ...
 
-A page is written before its entry, and an entry has the checksum of its page. So a process that
-dies at any byte leaves each page either complete or absent. The file belongs to one engine at a
-time, which holds the lock next to it.
+A page is written before its directory entry, and the entry has the checksum of the page. So a
+process that dies at any byte leaves each page either complete or absent. The file belongs to one
+engine at a time: the holder of the lock file next to it.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ ENTRY = np.dtype(
         ("own_checksum", "<u8"),
     ]
 )
-"""Times are of the wall clock. `own_checksum` covers the slot's number and the other fields."""
+"""Times are of the wall clock. `own_checksum` covers the slot's number and all other fields."""
 _ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
 
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     """Shapes and types of a page."""
 
     k: tuple[int, ...]
-    """Shape of its keys: layers, heads, tokens, width."""
+    """Shape of the page's keys: layers, heads, tokens, width."""
     v: tuple[int, ...]
     dtype: torch.dtype
 
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 
 
 class Blocks:
-    """A file of whole blocks, which bypasses the page cache where the file system allows it.
+    """A file read and written in whole blocks, without the page cache where the file system can.
 
     Args:
         path: A file that exists.
@@ -106,7 +106,7 @@ class Blocks:
             data, at = data[count:], at + count
 
     def read(self, data: memoryview, at: int) -> bool:
-        """Read blocks; return True if all of them are there."""
+        """Read blocks; return True if the file has all of them."""
         while data:
             count = os.preadv(self._fd, [data], at)
             if not count:
@@ -163,7 +163,7 @@ class KvFile:
     Args:
         blocks: The file.
         layout: Layout of a page.
-        num_slots: Most pages.
+        num_slots: Largest number of pages.
     """
 
     def __init__(self, blocks: Blocks, layout: Layout, num_slots: int) -> None:
@@ -171,7 +171,7 @@ class KvFile:
         self._slot_bytes = _whole(layout.num_bytes)
         self._directory = mmap.mmap(-1, directory_bytes(num_slots))
         self._entries = np.frombuffer(self._directory, ENTRY, num_slots)
-        # shared by all pages: page faults of a fresh buffer take longer than reading it
+        # shared by all pages: page faults of a fresh buffer take longer than the read
         self._in, self._out = (mmap.mmap(-1, self._slot_bytes) for _ in range(2))
 
     def _at(self, slot: int) -> int:
@@ -228,7 +228,7 @@ class KvFile:
         self.blocks.write(memoryview(self._directory)[at : at + BLOCK], BLOCK + at)
 
     def read(self, slot: int, name: bytes, checksum: int) -> tuple[Any, ...] | None:
-        """Read a page; return None if it is missing or damaged. It is valid until the next read.
+        """Read a page, valid until the next read. Return None if the page is missing or damaged.
 
         Raises:
             OSError: The file cannot be read.
@@ -292,13 +292,13 @@ def open_file(
     Args:
         folder: A folder that exists.
         layout: Layout of a page.
-        num_slots: Most pages.
+        num_slots: Largest number of pages.
         identity: Everything that decides the bits of a page, by name.
         reset: True replaces a file that cannot be used.
         blocks: Class that reads and writes the file.
 
     Raises:
-        ConfigError: The file is another model's, damaged or of another size, and `reset` is False.
+        ConfigError: The file is damaged, of another model or of another size, and `reset` is False.
         OSError: The file cannot be created or read.
     """
     path = folder / FILE
@@ -312,7 +312,7 @@ def open_file(
     if wrong is not None or not path.exists():
         size = BLOCK + directory_bytes(num_slots) + num_slots * _whole(layout.num_bytes)
         _make(path, header, size)
-    path.chmod(0o600)  # it may be a copy with other permissions
+    path.chmod(0o600)  # the file may be a copy with other permissions
     return KvFile(blocks(path), layout, num_slots)
 
 
@@ -357,10 +357,10 @@ def _said(header: bytes) -> dict[str, str]:
 
 
 def _make(path: Path, header: bytes, size: int) -> None:
-    """Create a file with room for all pages; it gets its name only once complete."""
+    """Create a file with room for all pages. The file gets its name when it is complete."""
     new = path.with_suffix(".new")
     with suppress(FileNotFoundError):
-        path.unlink()  # its space may be needed
+        path.unlink()  # the new file may need the space
     with suppress(FileNotFoundError):
         new.unlink()
     fd = private_fd(new, os.O_RDWR | os.O_EXCL)

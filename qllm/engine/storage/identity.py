@@ -1,4 +1,4 @@
-"""Everything that decides the bits of cached KV besides its tokens: the header of a KV file."""
+"""Everything but the tokens that decides the bits of cached KV, for the header of a KV file."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,7 +19,7 @@ from qllm.runner.runner import TorchRunner
 
 
 def layout_of(runner: TorchRunner, page_size: int) -> Layout:
-    """Return the layout of a page where our kernels run every layer."""
+    """Return the layout of a page. Our kernels must run every layer."""
     driver = runner.backend.drivers[0]
     assert isinstance(driver, NativeDriver)
     assert driver.whole is not None

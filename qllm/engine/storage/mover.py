@@ -1,9 +1,9 @@
 """Threads that copy KV pages between RAM and a file, one per direction.
 
 While LS requests exist, each direction takes a small share of a core (`GENTLE_SHARE`): a thread
-rests after every page. Loads of LS are never paced.
+rests after every page. Loads for LS requests never rest.
 
-    loads of LS --> other loads, paced --> stores, paced; while a load is paced, stores continue
+    loads for LS --> other loads, with rests --> stores, with rests and during rests of loads
 """
 
 import logging
@@ -34,7 +34,7 @@ class Mover:
 
     Args:
         file: The file; `close` closes it.
-        wake: Function called from the reading thread when an LS request has its pages.
+        wake: Function called from the reading thread when all pages of an LS request are read.
         now_ns: The engine's clock.
     """
 
@@ -43,7 +43,7 @@ class Mover:
         self._file, self._wake, self._now_ns = file, wake, now_ns
         self._lock = threading.Condition()
         self._reads: tuple[deque[PageLoad], ...] = (deque(), deque())
-        """Loads of LS requests, and of others."""
+        """Loads for LS requests, and loads for other requests."""
         self._is_resting = False
         """True while the reading thread rests so that LS can use the machine."""
         self._writes: deque[Write | tuple[int, ...]] = deque()
@@ -69,7 +69,7 @@ class Mover:
             self._lock.notify_all()
 
     def read(self, load: PageLoad) -> None:
-        """Queue pages to be read: LS first, before any write."""
+        """Queue pages to be read. Pages of LS are read first, and reads go before writes."""
         with self._lock:
             self._reads[not load.is_ls].append(load)
             self._lock.notify_all()
@@ -81,7 +81,7 @@ class Mover:
             self._lock.notify_all()
 
     def be_gentle(self, gentle: bool) -> None:
-        """Set whether LS requests exist: then all except their loads gets only a small share."""
+        """Set whether LS requests exist. If so, only LS loads get more than a small share."""
         if gentle is not self._is_gentle:
             with self._lock:
                 self._is_gentle = gentle
@@ -110,7 +110,7 @@ class Mover:
             return not (self._writes or self._is_writing)
 
     def close(self) -> None:
-        """Stop the threads. If the disk blocks a thread, the thread and the file are left alone."""
+        """Stop the threads. If the disk blocks a thread, the thread and the file stay open."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -150,7 +150,7 @@ class Mover:
             self._is_resting = False
 
     def _may_read(self) -> bool:
-        """Return True if the reading thread need not rest: LS waits for pages, or is absent."""
+        """Return True if the reading thread may read: LS waits for pages, or no LS exists."""
         return self._closing or not self._is_gentle or bool(self._reads[0])
 
     def _next_read(self) -> PageLoad | None:
@@ -213,7 +213,7 @@ class Mover:
             return self._writes.popleft()
 
     def _may_write(self) -> bool:
-        """Return True if no page must be read, or none before the reading thread has rested."""
+        """Return True if the writing thread may write: no reads wait, or the reader rests."""
         is_free = self._is_resting and not self._reads[0]
         return self._closing or self._in_haste or is_free or not any(self._reads)
 
@@ -242,5 +242,5 @@ def _alone(serve: Callable[[], None]) -> None:
 
 
 def rest_s(busy_s: float, share: float = GENTLE_SHARE) -> float:
-    """Return the seconds that a thread must rest after work, to take this share of a core."""
+    """Return the seconds that a thread must rest after work, to use only `share` of a core."""
     return busy_s * (1 - share) / share

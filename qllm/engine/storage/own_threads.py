@@ -1,6 +1,6 @@
 """A count of torch threads for a single thread of ours.
 
-OpenMP's threads spin for milliseconds after every operator, and slow the threads of the model.
+OpenMP's threads spin for milliseconds after every operator, which slows the model's threads.
 """
 
 from threading import Lock, Thread
@@ -13,7 +13,7 @@ _LOCK = Lock()
 def set_own_torch_threads(count: int) -> None:
     """Let torch compute with `count` threads on this thread only.
 
-    A new thread gets the count that any thread set last, so another thread sets the old count
+    A new thread gets the count that any thread set last. So a helper thread sets the old count
     again.
     """
     with _LOCK:

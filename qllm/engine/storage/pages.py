@@ -26,7 +26,7 @@ class SlabTarget:
         self.kv, self._page_size = kv, page_size
 
     def put(self, number: int, page: tuple[Tensor, Tensor]) -> None:
-        """Store a page; it is committed when the request arrives."""
+        """Store a page. The page is committed when the request arrives."""
         with torch.inference_mode():
             for layer, (k, v) in enumerate(zip(*page, strict=True)):
                 self.kv.write(layer, k.unsqueeze(0), v.unsqueeze(0), number * self._page_size)
@@ -39,11 +39,11 @@ class KvPages:
         self._runner, self._page_size = runner, page_size
 
     def load_target(self, num_tokens: int) -> SlabTarget:
-        """Make slabs for a request; memory is allocated as pages come."""
+        """Make slabs for a request. Memory is allocated as pages arrive."""
         return SlabTarget(self._runner.backend.new_kv(num_tokens), self._page_size)
 
     def adopt(self, request_id: RequestId, target: SlabTarget, num_tokens: int) -> None:
-        """Make the slabs the request's own, unless it has them from before an error."""
+        """Give the slabs to the request. Do nothing if it has them from before an error."""
         request = self._runner.requests[request_id]
         if request.kv is not target.kv:
             request.kv = target.kv
@@ -55,20 +55,20 @@ class KvPages:
             return self._runner.requests[request_id].kv.copy_out(lo, hi)
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
-        """Assign all blocks to a request, unless it has them from before an error."""
+        """Assign all blocks to a request. Do nothing if it has them from before an error."""
         kv = self._runner.requests[request_id].kv
         if not kv.committed:
             kv.refer(table, num_tokens)
 
     def copy_in(self, request_id: RequestId, lo: int, hi: int, page: Any) -> None:
-        """Copy in KV of tokens [lo, hi), unless it is there from before an error."""
+        """Copy in KV of tokens [lo, hi). Do nothing if the KV is there from before an error."""
         kv = self._runner.requests[request_id].kv
         if kv.committed < hi:
             with torch.inference_mode():
                 kv.copy_in(lo, page)
 
     def mark(self, request_id: RequestId, positions: frozenset[int]) -> None:
-        """Set the positions of states to store, see `States.marks`."""
+        """Set the positions whose states are to be stored, see `States.marks`."""
         self._runner.requests[request_id].kv.states.marks = positions
 
     def lend(self, request_id: RequestId, position: int) -> dict[int, Any] | None:
@@ -101,10 +101,10 @@ def num_states(config: EngineConfig, runner: TorchRunner) -> int:
 
 
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
-    """Return why an engine has no prefix cache; None if it has one.
+    """Return the reason why an engine has no prefix cache; None if it has one.
 
     Raises:
-        ConfigError: The settings ask for one that is not possible, or not exact.
+        ConfigError: The settings select a prefix cache that is not possible, or not exact.
     """
     asked = config.prefix_cache
     if asked is False:
