@@ -1,7 +1,7 @@
 """The device side of a runner: `runner.cpu.CpuBackend`, or `qllm.cuda.backend.CudaBackend`.
 
-The runner knows requests, frames and the ops of a program. A backend knows the place of KV,
-computes attention, products and samples, and knows which ops of a program run in one call.
+The runner knows requests, frames and the ops of a program. A backend places KV, computes attention,
+products and samples, and decides which ops of a program run in one call.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,23 +41,26 @@ class Asking(Protocol):
     """Callback that receives all logits; if set, rows are sampled on the host."""
 
     def new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
-        """Return the inputs of the ATTN op over tokens [lo, hi) of a group."""
+        """Return the inputs of the ATTN op over tokens [lo, hi) of a group of rows."""
         ...
 
 
 class Backend(Protocol):
-    """The device side of a runner; it has many methods because only it depends on the device."""
+    """The device side of a runner.
+
+    It has many methods because no other class depends on the device.
+    """
 
     compute: Compute
-    """Products and the head; replaced while transformers' modules compute."""
+    """Products and the output head. It is replaced while transformers' modules compute."""
     cuts: CutRule
-    """Rule by which programs are cut."""
+    """Rule that cuts the ops of a program by rows."""
     costs: CutCosts
-    """Nominal nanoseconds, which set how much of an op runs at once."""
+    """Nominal costs in nanoseconds, which set how much of an op runs at once."""
 
     @property
     def drivers(self) -> tuple[LayerDriver, ...]:
-        """Drivers of all layers, as they compute now."""
+        """Drivers of all layers that compute at the moment."""
         ...
 
     @property
@@ -67,7 +70,7 @@ class Backend(Protocol):
 
     @property
     def why_inexact(self) -> str:
-        """Reason that a token's KV bits depend on more than earlier tokens; "" if they do not."""
+        """Reason that the bits of a token's KV depend on more than earlier tokens; "" if none."""
         ...
 
     @property
@@ -87,12 +90,12 @@ class Backend(Protocol):
 
     @property
     def names(self) -> dict[str, str]:
-        """Implementation of each part by name, for results."""
+        """Name of the implementation of each kind of work, for benchmark results."""
         ...
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of expert weights that the device counted as read; 0 if the runner counts."""
+        """Bytes of expert weights that the device counted as read; 0 if the runner counts them."""
         ...
 
     def enter(self) -> None:
@@ -112,7 +115,7 @@ class Backend(Protocol):
         ...
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
-        """Copy some KV that may later be swapped out, a bounded share per step."""
+        """Copy some KV that may be swapped out later, a limited amount per step."""
         ...
 
     def new_tables(self) -> BlockTables:
@@ -124,25 +127,25 @@ class Backend(Protocol):
         ...
 
     def new_work(self, layer: int, ids_TK: Tensor, grain: Grain) -> Work:
-        """Return the EXPERTS op of a layer whose router chose these experts."""
+        """Return the work of the EXPERTS op of a layer whose router chose these experts."""
         ...
 
     def run_some(
         self, runner: Asking, frame: Frame, program: Program, at: Index, stop: Stop
     ) -> Swept | None:
-        """Run ops from `at` until a stop may be due; return None if the first must run by itself.
+        """Run ops from `at` until a stop may be due; return None if the first op must run alone.
 
         Args:
             runner: Calling runner.
             frame: Frame of the program.
-            program: Program of the frame, or one with the first of its ops.
+            program: Program of the frame, or a shorter program with its first ops.
             at: First op.
             stop: Stop to poll.
         """
         ...
 
     def pace(self) -> None:
-        """Wait until the device is nearly caught up; called after every op."""
+        """Wait until the device has nearly finished its queue; called after every op."""
         ...
 
     @property
@@ -151,11 +154,11 @@ class Backend(Protocol):
         ...
 
     def sample(self, runner: Asking, logits_RV: Tensor, rows: Sequence[Row]) -> Unread | None:
-        """Sample on the device; return None if the host must sample."""
+        """Sample tokens on the device; return None if the host must sample them."""
         ...
 
     def forget(self, frame: Frame) -> None:
-        """Drop data of a frame that ended or in which a row died."""
+        """Drop the backend's data of a frame that ended or in which a row died."""
         ...
 
     def fault(self, error: Exception) -> DeviceError | None:

@@ -14,17 +14,20 @@ from qllm.scheduler.program import Index, Op, OpKind
 
 
 class Storage:
-    """Memory that the buffers of one layer after another share; it grows and is not freed.
+    """Memory that the buffers of all layers share. It grows and is not freed.
 
-    Allocating so much memory takes longer than using it, and freeing it takes milliseconds without
-    a poll.
+    Allocating so much memory takes longer than using it. Freeing it takes milliseconds without a
+    poll.
     """
 
     def __init__(self) -> None:
         self._flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in the memory of that name; the memory must be free."""
+        """Return an uninitialised tensor in the memory of that name.
+
+        No earlier tensor may still use the memory.
+        """
         numel, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < numel or flat.dtype is not dtype:
             flat = self._flat[name] = torch.empty(numel, dtype=dtype)
@@ -37,7 +40,10 @@ class Storage:
 
 
 class LayerBuffers:
-    """Tensors of the layer that a call is in; a frame that is parked there keeps them."""
+    """Tensors of the layer that a call is in.
+
+    A frame that is parked in the layer keeps the tensors.
+    """
 
     def __init__(
         self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int, storage: Storage
@@ -54,7 +60,7 @@ class LayerBuffers:
         whole = take("ints", (3 * (num + num_units),), torch.int64)
         self.ids_TK = whole[:num].view(tokens, top_k)
         self.ints = whole[num : 3 * num]
-        """token_S and inverse_S of `Work`."""
+        """The fields token_S and inverse_S of `Work`."""
         self.units = whole[3 * num :]
         self.places = self._places()
         """Fields of `_Sweep` except the destination of the layer's output."""
@@ -83,7 +89,7 @@ class LayerBuffers:
         return self.storage.num_bytes + self.next_TD.nbytes
 
     def load_from(self, state: LayerState) -> None:
-        """Copy the results of a layer's ops that ran one by one, or of a restored frame."""
+        """Copy the results of ops of a layer that ran one by one, or that a restored frame has."""
         assert state.mid_TD is not None
         self.mid_TD.copy_(state.mid_TD)
         for lo, routed in state.routed.items():
@@ -106,14 +112,14 @@ class LayerBuffers:
     def leave(
         self, state: LayerState, bank: Bank | None, parts: Sequence[Op], at: Index, num_units: int
     ) -> None:
-        """Write the completed part of a layer to the frame.
+        """Write the results of the ops of a layer that are done to the frame.
 
         Args:
             state: State of the layer in the frame.
             bank: Experts of the layer; None for a dense layer.
             parts: Ops of the layer.
-            at: Index in `parts`, and the number of completed units of an EXPERTS op.
-            num_units: Number of units of the layer, once its experts have started.
+            at: Index in `parts`, and the number of work units of an EXPERTS op that are done.
+            num_units: Number of work units of the layer, once its experts have started.
         """
         state.space, state.mid_TD, state.begun = self, self.mid_TD, None
         for kind, _, _, lo, hi in parts[: at.op]:

@@ -1,4 +1,4 @@
-"""The end of HEAD: tokens of all greedy rows at once, of other rows a few at a time."""
+"""The end of HEAD: the choice of tokens, of all greedy rows at once, else of a few rows."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from qllm.runner.frame import Frame
 from qllm.types import Sampled
 
 TOKENS_AT_ONCE = 1 << 20
-"""Logits of sampled rows that are read between two polls: about a millisecond."""
+"""Logits of sampled rows that are read between two polls, which takes about a millisecond."""
 
 
 def choose_some(
@@ -22,15 +22,16 @@ def choose_some(
     members: Sequence[int],
     num_before: int,
 ) -> bool:
-    """Choose the tokens of greedy rows and of a few others; on a device, of all rows.
+    """Choose the tokens of greedy rows and of a few other rows. A device chooses for all rows.
 
     Args:
         runner: Runner that has the requests.
         backend: Backend of the runner.
-        rule: Change that the model makes to its logits; None is no change.
+        rule: Change that the model makes to its logits; None changes nothing.
         frame: Frame whose head has all blocks. It gets the tokens at the end.
         members: Rows of HEAD.
-        num_before: Number of calls before the frame's checkpoint; their rows are chosen again.
+        num_before: Number of calls before the frame's checkpoint. The rows of these calls are
+            chosen again.
 
     Returns:
         True if all rows have a token. Between two calls a runner may stop.

@@ -1,11 +1,11 @@
 """The drivers, experts, products and head of one runner, chosen once.
 
-    fast        this project's CPU kernels for the parts that they support (bf16); else torch. The
-                last bits may differ from transformers'.
+    fast        this project's CPU kernels where they can compute (bf16); else torch. The last
+                bits may differ from those of transformers.
     reference   transformers' modules: the bits of `model.forward`.
 
-Level L2 requires rows that do not depend on each other. Rows of this project's kernels do not; for
-products in torch, a rule is found at start (`runner.layers.rows`).
+Level L2 requires rows that do not depend on each other. Rows of this project's kernels are
+independent. For products in torch, a rule is found at start (`runner.layers.rows`).
 """
 
 import logging
@@ -41,7 +41,10 @@ from qllm.scheduler.program import Op, OpKind
 from qllm.types import Driver
 
 RunOp = Callable[[Any, Op, int], int]
-"""Function that runs one op of a frame from a position; returns the next position, 0 when done."""
+"""Function that runs one op of a frame from a position.
+
+It returns the next position, 0 if the op is done.
+"""
 _log = logging.getLogger("qllm")
 
 
@@ -53,12 +56,12 @@ class Compute:
         parts: Parts of the model.
         kind: Kernels, "fast" or "reference".
         batch_invariant: True for level L2.
-        expert_weights: Format of experts: see `EngineConfig`. All but "auto" round them
-            permanently.
-        activations: Dtype of rows that products with quantised weights read: see `EngineConfig`.
-        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. Later
-            changes of these weights have no effect. Experts are packed in place, whatever their
-            size.
+        expert_weights: Format of experts: see `EngineConfig`. All formats but "auto" round the
+            weights permanently.
+        activations: Dtype of the inputs of products with quantised weights: see `EngineConfig`.
+        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. A
+            change of a copied weight has no effect later. Experts are packed in place, whatever
+            their size.
 
     Raises:
         ModelError: Level L2 is not possible here.
@@ -91,7 +94,7 @@ class Compute:
         )
         self._known = described(inventory(parts.layers))
         self.streams = kind == "fast" and parts.like.device.type == "cpu"
-        """True if HEAD keeps only the best logit of greedy rows (`runner.heads`)."""
+        """True if HEAD keeps only the best logit of each greedy row (`runner.heads`)."""
         covered = {m for driver in self.drivers for m in driver.covered}
         rule, self._enters_rule = PLAIN, False
         if batch_invariant:
@@ -101,18 +104,18 @@ class Compute:
         self.rule: RowRule = rule
         self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights, activations)
         self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
-        """Sweep, which runs the ops that it covers in one call."""
+        """Runner of several ops in one native call."""
         self._held = tuple(bank for bank in self.banks if bank is not None)
         # A runner that is dropped, not closed, restores the weights when it is garbage-collected.
         weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
-        read = self._native["head"] and is_read(parts.lm_head)  # so rows are bf16
+        read = self._native["head"] and is_read(parts.lm_head)  # rows are bf16 as a result
         norm = native_norm(parts.norm) if read else None
         self.embed = Embedding(parts, native and parts.like.device.type == "cpu")
         self.head = Head(parts.lm_head, norm or parts.norm, rule, read, arena)
 
     def enter(self) -> None:
-        """Make the model's modules compute this way, and pack the experts' weights."""
+        """Make the model's modules use these implementations, and pack the experts' weights."""
         try:
             for bank in self._held:
                 bank.pack()
@@ -123,13 +126,13 @@ class Compute:
         self._linears.do()
 
     def leave(self) -> None:
-        """Restore the modules; the loop must not run."""
+        """Restore the modules. The engine loop must not run."""
         self._linears.undo()
         self.sweep.leave()
         _leave(self._held)
 
     def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
-        """Wrap the ops that call the model's code, so that they follow the rule."""
+        """Wrap the ops that call the model's code, so that the rule applies inside them."""
         if not self._enters_rule:
             return
 
@@ -145,7 +148,7 @@ class Compute:
             ops[kind] = ruled(ops[kind])
 
     def _ours(self, parts: ModelParts, covered: set[nn.Module]) -> set[int]:
-        """Return the parameters that this project's kernels multiply, by their `id`."""
+        """Return the parameters that this project's kernels multiply, as values of `id`."""
         linears: list[Any] = list(covered)
         found: set[int] = set()
         if self._native["linears"]:
@@ -175,7 +178,7 @@ class Compute:
 
     @property
     def names(self) -> dict[str, str]:
-        """Implementation of each part by name, for results."""
+        """Name of the implementation of each kind of work, for benchmark results."""
         native = [d for d in self.drivers if isinstance(d, NativeDriver)]
         fused = Counter(part for driver in native for part in driver.names)
         sdpa = "sdpa per sequence on slabs (transformers' own eager with sinks)"
@@ -207,7 +210,7 @@ class Compute:
 
 
 def _leave(banks: Iterable[Bank]) -> None:
-    with torch.device("cpu"):  # garbage collection may run while a model is made elsewhere
+    with torch.device("cpu"):  # garbage collection may run while another thread makes a model
         for bank in banks:
             bank.unpack()
 
@@ -250,7 +253,7 @@ def _has_delta_kernel(driver: LayerDriver) -> bool:
 
 
 def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
-    """Return the driver that `discover` chose for a layer; it uses kernels if `arena` is not None.
+    """Return the driver that `discover` chose for a layer. It uses kernels if `arena` is not None.
 
     A dense layer of unknown structure is driven by hooks.
     """
@@ -261,6 +264,6 @@ def driver_for(parts: LayerParts, arena: cpu.Arena | None) -> LayerDriver:
     mixer = delta_mixer(parts, arena)
     if parts.input_layernorm is None or (parts.new_state is not None and mixer is None):
         return HookedDriver(parts, mixer, () if mixer is None else mixer.covered)
-    if arena is None or parts.rope_kind is not None:  # the kernels rotate all layers alike
+    if arena is None or parts.rope_kind is not None:  # the kernels have one rotation for all layers
         return FastDriver(parts)
     return NativeDriver(parts, arena, mixer)

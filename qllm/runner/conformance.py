@@ -1,13 +1,14 @@
-"""Start-up conformance: a runner against its model's forward, and against itself.
+"""Start-up check of a runner against its model's forward, and against itself.
 
 Against `model.forward`, layer by layer, in a prefill and in a decode step:
 
-    every part of a layer (attention, router, the rest) gets the input that the model's own part
-    had, so that errors neither grow nor change the experts; the output differs by no more than
-    rounding explains (`runner.reference` measures on the model itself how much that is).
+    every component of a layer (attention, router, the rest) gets the input that the model's own
+    component had, so that errors neither grow nor change the experts; the output may differ by
+    what rounding explains (`runner.reference` measures that difference on the model itself).
 
-This compares no bits: the same product has other bits in blocks of other sizes, with another number
-of threads, and in this project's kernels. Against itself, bit by bit, with free tokens:
+This comparison ignores the last bits. A product has other bits in blocks of another size, with
+another number of threads, and in this project's kernels. The comparison of the runner with itself
+is bit by bit, and each run chooses its own tokens:
 
     A   prefill uncut        decode while B is parked inside a layer
     B            prefill, parked at every boundary          decode, parked at every boundary
@@ -42,23 +43,28 @@ if TYPE_CHECKING:
 
 NUM_PROMPT = 24
 BEYOND_WINDOW = 8
-"""Prompt tokens beyond a sliding window, if the prompt is not longer than `MAX_PROMPT`."""
+"""Prompt tokens beyond a sliding window, if the prompt fits into `MAX_PROMPT`."""
 MAX_PROMPT = 512
 BOUND = {torch.float32: 64.0}
-"""Largest difference that rounding explains, in spreads (`runner.reference`); 8 in 16 bits,
-whose sums are in fp32. Largest seen, in small models of eight families and some 1,024 wide:
-7.8 and 2.6."""
+"""Largest difference that rounding explains, in spreads (`runner.reference`).
+
+In 16 bits, whose sums are in fp32, it is 8. The largest differences seen, in small models of eight
+families and in some models 1,024 wide, were 7.8 (16 bits) and 2.6.
+"""
 TASKS = 37
-"""Tasks of ops between two stops of the parked pass; a layer has thousands."""
+"""Tasks of ops between two stops of the parked pass. A layer has thousands of tasks."""
 UNCLEAR = 24
-"""Divisor of the number of tokens. So many tokens, at least one, may get other experts although
-their choice seemed clear. So the prefill tests a router, not the decode step."""
+"""Divisor of the number of tokens.
+
+The quotient, at least one, is the number of tokens that may get other experts although their choice
+seemed clear. So the prefill tests a router; the decode step does not.
+"""
 _A, _B, _C = -1, -2, -3
 _log = logging.getLogger("qllm")
 
 
 class _Always:
-    """A stop at every boundary between ops."""
+    """A stop that is due at every boundary between ops."""
 
     word = NO_STOP
     stop_at_ns: int | None = None
@@ -68,7 +74,7 @@ class _Always:
 
 
 class _Inside(_Always):
-    """A stop at every boundary between ops, and inside ops after some tasks."""
+    """A stop that is due at every boundary between ops, and inside ops after some tasks."""
 
     def __init__(self) -> None:
         self._word = c_int64()
@@ -81,8 +87,8 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
     """Compare a runner without requests with the forward of its model.
 
     Raises:
-        ModelError: They differ, or a layer cannot be driven; the message names family, layer and
-            driver.
+        ModelError: Runner and model differ, or a layer cannot be driven; the message names family,
+            layer and driver.
         ConfigError: There is too little KV.
     """
     tokens = _tokens(model, runner)
@@ -101,9 +107,9 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
 
 
 def _check_chunks(runner: "TorchRunner") -> None:
-    """Require that a prompt in chunks leaves the states of a whole prompt.
+    """Require that a prompt in chunks leaves the same layer states as a whole prompt.
 
-    If KV is exact, the states must have the same bits.
+    If KV is exact, the bits of the states must be equal.
     """
     backend = runner.backend
     for mixer in mixers_of(backend.drivers):
@@ -111,7 +117,7 @@ def _check_chunks(runner: "TorchRunner") -> None:
 
 
 def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
-    """Return a prompt and one more token, seeded; longer than a sliding window if that is short.
+    """Return a seeded prompt and one more token. The prompt exceeds a sliding window if possible.
 
     The window comes from the config, not from the runner's parts, so the check finds a window that
     the parts lack.
@@ -139,7 +145,7 @@ def _tokens(model: nn.Module, runner: "TorchRunner") -> list[int]:
 
 @contextmanager
 def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
-    """Yield a probe; restore the runner afterwards."""
+    """Yield a probe of a runner, and restore the runner afterwards."""
     probe = _Probe(model, runner)
     before = runner.on_logits, runner.on_segment
     segments = runner.segments
@@ -174,7 +180,7 @@ class _Probe:
         self.logits[request_id, num_tokens] = logits_V
 
     def passed(self, program: Program, index: Index, begin_ns: int, end_ns: int) -> None:
-        """Remember the last op, for the error message."""
+        """Store the last op for the error message."""
         self._last = program, index
 
     # -- against the model
@@ -197,7 +203,7 @@ class _Probe:
             self._require(logits[None], expected.logits_V[None], spread, self._layer(None))
 
     def _meet(self, program: Program, index: Index, expected: Pass) -> None:
-        """Compare the last output at a boundary, and continue from the model's values there."""
+        """Compare the last output at a boundary, and continue there with the model's values."""
         op = program.ops[index.op]
         if index.pos or program.ops[index.op - 1].kind is op.kind:
             return
@@ -215,7 +221,7 @@ class _Probe:
         self.runner.import_frame(program, index, tensors)
 
     def _meet_layer(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
-        """Compare after the layer before, or after the embedding."""
+        """Compare the output of the previous layer, or of the embedding."""
         x_TD, num = tensors["x"], len(expected.layers)
         assert expected.embedded_TD is not None
         if layer == 0:
@@ -231,10 +237,13 @@ class _Probe:
         tensors["x"] = following.clone()
 
     def _meet_attention(self, tensors: dict[str, Tensor], layer: int, expected: Pass) -> None:
-        """Compare after a layer's attention; `mid` is its output, or the sum with the input."""
+        """Compare after a layer's attention.
+
+        `mid` is the attention's output, or its sum with the input.
+        """
         seen, parts = expected.layers[layer], self.runner.parts.layers[layer]
         if len(parts.attentions) > 1 or parts.self_attn is None:
-            return  # the output of the layer is compared
+            return  # the output of the whole layer is compared later
         assert seen.attn_TD is not None
         assert seen.given_TD is not None
         assert seen.attn_spread_T is not None
@@ -273,7 +282,7 @@ class _Probe:
     ) -> None:
         """Compare ids and weights.
 
-        A near tie may be decided either way; few tokens are near one.
+        At a near tie either choice is right. Few tokens are at a near tie.
         """
         routing = layer.routing
         assert routing is not None
@@ -289,7 +298,7 @@ class _Probe:
             raise ModelError(self._message(text))
 
     def _require(self, found: Tensor, expected: Tensor, spread_T: Tensor, where: str) -> None:
-        """Require that rows [T, .] differ by no more than rounding explains."""
+        """Require that rows [T, .] differ by at most what rounding explains."""
         error = (found.float() - expected.float()).norm(dim=-1)
         floor = expected.float().norm(dim=-1) * self._unit
         units = error / torch.maximum(spread_T.to(error), floor).clamp_min(1e-30)
@@ -301,7 +310,7 @@ class _Probe:
     # -- against itself
 
     def compare_parked(self, prompt: list[int]) -> None:
-        """Run A and B as the module's docstring describes."""
+        """Run requests A and B as the module's docstring describes."""
         length = len(prompt)
         for request_id in (_A, _B):
             self._add(request_id, prompt, length)

@@ -1,4 +1,4 @@
-"""The CPU backend: this project's kernels for the parts they support, else torch; KV in slabs."""
+"""The CPU backend: this project's kernels where they can compute, else torch. KV lies in slabs."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,16 +44,17 @@ def cpu_runner(
     """Return a runner on the CPU.
 
     Args:
-        model: Model in evaluation mode, whole, on one device. Its attention modules get their own
+        model: Whole model in evaluation mode, on one device. Its attention modules get their own
             config (see `runner.layers.attention`); the results of `model.forward` do not change.
-        max_segment_ms: Most milliseconds of work between two boundaries; infinity does not cut.
-        batch_invariant: True for level L2; its self-test runs here and finds the rule.
-        kernels: Kernels: see `EngineConfig`.
+        max_segment_ms: Most milliseconds of work between two boundaries. Infinity leaves ops whole.
+        batch_invariant: True for level L2. The self-test of L2 runs here and finds the rule for
+            products.
+        kernels: Name of the kernels: see `EngineConfig`.
         expert_weights: Format of experts: see `EngineConfig`.
-        activations: Dtype of rows of quantised products: see `EngineConfig`.
-        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. Later
-            changes of these weights have no effect.
-        clock: Clock in nanoseconds, for segments only.
+        activations: Dtype of the inputs of quantised products: see `EngineConfig`.
+        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. A
+            change of a copied weight has no effect later.
+        clock: Clock in nanoseconds that measures segments.
 
     Raises:
         ModelError: The model cannot be driven safely, or level L2 is not possible here.
@@ -90,7 +91,7 @@ class CpuBackend:
     """
 
     bytes_read = 0
-    """Always 0: the runner counts, each expert once per layer of a program."""
+    """Always 0, because the runner counts the bytes: each expert once per layer of a program."""
 
     def __init__(
         self,
@@ -102,7 +103,10 @@ class CpuBackend:
     ) -> None:
         self._model, self._parts, self.compute = model, parts, compute
         self.polls_inside = compute.sweep.num_layers == len(parts.layers)
-        """True if every op polls before each of its tasks; else the runner polls between ops."""
+        """True if every op polls before each of its tasks.
+
+        Otherwise the runner polls between ops.
+        """
         self.cuts, self.costs = cut_rule(
             parts,
             base_model(model).config,
@@ -113,12 +117,11 @@ class CpuBackend:
         )
         cpu.set_threads(torch.get_num_threads())
         self.sweep = compute.sweep
-        """Sweep, which runs the ops that it covers in one call; `runner.sweep.NOTHING` covers
-        none."""
+        """Runner of several ops in one native call. `runner.sweep.NOTHING` supports no op."""
 
     @property
     def drivers(self) -> tuple[LayerDriver, ...]:
-        """Drivers of all layers, as they compute now."""
+        """Drivers of all layers that compute at the moment."""
         return self.compute.drivers
 
     @property
@@ -128,7 +131,7 @@ class CpuBackend:
 
     shares_blocks = False
     copy_bytes_per_ms = 4_000_000
-    """Nominal rate of one thread."""
+    """Nominal copy rate of one thread."""
     move_token_ns = 0
 
     @property
@@ -142,7 +145,7 @@ class CpuBackend:
 
     @property
     def names(self) -> dict[str, str]:
-        """Implementation of each part by name, for results."""
+        """Name of the implementation of each kind of work, for benchmark results."""
         stops = "before every task of an op"
         if not self.polls_inside:
             longest_ms = nominal_ms(self.cuts, self.costs)
@@ -168,7 +171,7 @@ class CpuBackend:
             self._use(ours, sweep)
 
     def _use(self, compute: Compute, sweep: Sweep | None = None) -> None:
-        """Replace the implementation that computes."""
+        """Replace the implementations that compute."""
         self.compute, self.sweep = compute, sweep or compute.sweep
         compute.enter()
 
@@ -176,7 +179,7 @@ class CpuBackend:
         return SlabKV(self._parts.num_kv_layers, capacity, self._parts.kv_layers)
 
     def copy_ahead(self, kvs: Sequence[RequestKV]) -> None:
-        """Do nothing: KV does not move when it is swapped out."""
+        """Do nothing, because swapped-out KV stays in place."""
 
     def new_tables(self) -> BlockTables:
         return BlockTables(1 << 14, 16)  # more than any self-test needs; address space is plentiful
@@ -198,7 +201,7 @@ class CpuBackend:
         return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
 
     def pace(self) -> None:
-        """Do nothing: no work runs ahead."""
+        """Do nothing, because no work is queued on a CPU."""
 
     samples = False
 

@@ -1,12 +1,12 @@
-"""The rule by which ops are cut by rows. It depends only on the configuration and the kernels.
+"""The rule that cuts ops by rows. It depends only on the configuration and the kernels.
 
-If this project's kernels run every layer, an op polls by itself, before each of its tasks. It gets
-as many rows as the memory `course.OP_BYTES` holds, whatever the speed of the machine.
+If this project's kernels run every layer, an op polls before each of its tasks. Such an op gets as
+many rows as fit in `course.OP_BYTES` bytes, whatever the speed of the machine.
 
-Other layers poll between ops. These ops are cut by nominal constants of one core of a Zen 4 server,
-rounded towards slow. A cut has at least as many rows as multiply while their weights are read. A
-faster machine gets shorter segments than it needs. A slower one exceeds the bound, as does a model
-of large layers; `segments` shows by how much.
+Other layers poll between ops. These ops are cut by nominal costs of one core of a Zen 4 server,
+rounded towards slow. A cut has at least as many rows as can be multiplied in the time of reading
+the weights. A faster machine gets shorter segments than necessary. A slower machine, or a model of
+large layers, exceeds the bound; `segments` in the statistics contains the excess.
 """
 
 import math
@@ -28,30 +28,32 @@ NS_PER_MS = 1_000_000
 BYTES_PER_NS = 6.0
 """Bytes of weights streamed from memory per nanosecond."""
 CODE_BYTES_PER_NS = 10.0
-"""Bytes of quantised weights per nanosecond, with scales and dequantisation; 16 were measured."""
+"""Bytes of quantised weights per nanosecond, including scales and dequantisation.
+
+16 were measured.
+"""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 70.0, torch.float32: 25.0, torch.float16: 10.0}
 PAIRS_FLOPS_PER_NS = 120.0
-"""Attention FLOPs per nanosecond of kernels with an instruction that sums pairs of bfloat16."""
+"""Attention FLOPs per nanosecond of kernels whose instruction sums pairs of bfloat16."""
 GLUE_NS_PER_VALUE = 3.0
 """Nanoseconds of norms, rotations and sums per token and value of the residual stream."""
 PAIRS_GLUE_NS_PER_VALUE = 1.0
-"""Nanoseconds of norms, rotations and sums in layers with such an attention."""
+"""Nanoseconds of norms, rotations and sums, as above, in layers with such kernels."""
 COMBINE_NS_PER_VALUE = 2.0
 """Nanoseconds of gather, scale and sum per token, expert and value."""
 SCORE_NS_PER_VALUE = 15.0
-"""Nanoseconds per value of log-softmax and the largest values of one row of logits."""
+"""Nanoseconds per logit of log-softmax and of finding the largest values."""
 LOGITS_AT_ONCE = 1 << 22
 """Most logits of prompt tokens that are in memory at once."""
 KEY_QUERIES = 16
-"""Queries per block of an attention that stops between keys, if their projections fit."""
+"""Queries per block of an attention that stops between keys, if the projections fit."""
 CHUNK_BLOCK = 64
-"""Queries of a block if chunks end with a block, and more blocks cost nothing."""
+"""Queries per block if chunks of a prompt end with a block, and more blocks cost nothing."""
 LEAST_AROUND, MOST_AROUND = 64, 512
-"""Fewest and most queries of a block, if every block calls the layer as the model's forward
-does."""
+"""Fewest and most queries of a block, if every block calls the layer's own forward."""
 FEW_MORE = 1.25
-"""Most keys of the last segment, relative to the keys of the others."""
+"""Most keys of the last segment, relative to the keys of the earlier segments."""
 FILL = 0.6
 """Share of `max_segment_ms` that nominal costs may fill."""
 
@@ -61,9 +63,9 @@ class CutCosts:
     """Nominal nanoseconds, and the number of rows that fit into the memory of an op."""
 
     range_rows: int
-    """Most rows of one range of expert units; a range has at least one unit."""
+    """Most rows of one range of expert work units. A range has at least one unit."""
     range_ns: float
-    """Target time of one range."""
+    """Target time of one range of expert work units."""
     unit_ns: float
     """Time to read one expert's weights."""
     row_ns: float
@@ -73,22 +75,23 @@ class CutCosts:
     head_row_ns: float
     """Time of one row through the output head."""
     segment_ns: float
-    """Time limit of a segment."""
+    """Longest time of a segment."""
     read_ns: float
     """Time to read the weights of an attention."""
     attn_ns: float
-    """Part of `segment_ns` that is left after `read_ns`; at least a quarter of it."""
+    """Time that `read_ns` leaves of `segment_ns`, at least a quarter of `segment_ns`."""
     project_ns: float
     """Time of one token through the projections of an attention."""
     query_key_ns: float
-    """Time of one query and one key."""
+    """Time of attention between one query and one key."""
     key_ns: float
-    """Time to read one key and its value."""
+    """Time to read one key and one value."""
 
     def keys(self, num_tokens: int, num_spans: int, left: int) -> int:
-        """Return the keys of the next segment for `num_tokens` queries; each span has its own keys.
+        """Return the number of keys of the next segment for `num_tokens` queries.
 
-        If the `left` keys are few more than fit, it returns all: the rest is not worth a segment.
+        Each span has its own keys. If the `left` keys are few more than fit, all are returned,
+        because the rest is not worth a segment.
         """
         free = max(self.attn_ns - num_tokens * self.project_ns, self.segment_ns / 4)
         each = num_tokens * self.query_key_ns + num_spans * self.key_ns
@@ -96,18 +99,18 @@ class CutCosts:
         return max(left, num) if left <= FEW_MORE * num else num
 
     def head_blocks(self, num_rows: int, num_blocks: int) -> int:
-        """Return the vocabulary blocks per segment for that many rows."""
+        """Return the number of vocabulary blocks per segment for that many rows."""
         total = self.head_ns + num_rows * self.head_row_ns
         return int(max(1.0, min(num_blocks, self.segment_ns * num_blocks / total)))
 
     def rows_at_once(self, num_blocks: int, vocab_size: int) -> int:
-        """Return the prompt tokens with logits computed together, a vocabulary block at a time."""
+        """Return the number of prompt tokens whose logits are computed together."""
         most = max(1, LOGITS_AT_ONCE // vocab_size)
         fit = (self.segment_ns * num_blocks - self.head_ns) / self.head_row_ns
         return _power_of_two(min(fit, most), 1, most)
 
     def rows_to_read(self, vocab_size: int) -> int:
-        """Return the rows of logits per segment from which log-probabilities are computed."""
+        """Return the rows of logits per segment for which log-probabilities are computed."""
         return max(1, int(min(self.segment_ns / (SCORE_NS_PER_VALUE * vocab_size), 1 << 20)))
 
 
@@ -116,7 +119,7 @@ def _weights(module: Any) -> int:
 
 
 def _read_ns(module: nn.Module, item: int) -> float:
-    """Return the time to read a module's weights once, quantised ones as they are stored."""
+    """Return the time to read a module's weights once, in the format in which they are stored."""
     packed = [held for m in module.modules() if (held := linear_in(m)) is not None]
     plain = _weights(module) - sum(math.prod(held.weight.shape) for held in packed)
     codes = sum(held.num_bytes for held in packed)
@@ -139,7 +142,7 @@ def _power_of_two(most: float, low: int = 16, high: int = 1024) -> int:
 
 
 def _rows_as_long(read_ns: float, row_ns: float) -> int:
-    """Return the number of rows that multiply while their weights are read, a power of two."""
+    """Return the number of rows that multiply while weights are read, a power of two."""
     size = 1
     while size * row_ns < read_ns:
         size *= 2
@@ -150,9 +153,9 @@ class _Attn(NamedTuple):
     """The nominal nanoseconds of one layer's attention."""
 
     read: float
-    """Time to read its weights."""
+    """Time to read the weights of the attention."""
     project: float
-    """Time of one token through its projections."""
+    """Time of one token through the projections of the attention."""
     query_key: float
     key: float
 
@@ -171,7 +174,7 @@ def _attn_ns(
     if attn is None:
         return _Attn(0.0, 1.0, 0.0, 0.0)
     heads = _heads(attn, config)
-    if hasattr(attn, "kv_lora_rank"):  # key: the latent and the rotated part; value: the latent
+    if hasattr(attn, "kv_lora_rank"):  # key: the latent and the rotated values; value: the latent
         key, value = attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
         stored = key
     else:
@@ -197,15 +200,15 @@ def cut_rule(
     stops_between_keys: bool = False,
     batch_invariant: bool = False,
 ) -> tuple[CutRule, CutCosts]:
-    """Return the cuts of a model for a bound on its segments, and its nominal costs.
+    """Return the rule that cuts a model's ops for a bound on segments, and the nominal costs.
 
     Args:
         parts: Parts of the model.
         config: Config of the model.
-        max_segment_ms: Most milliseconds of a segment; infinity does not cut.
+        max_segment_ms: Most milliseconds of a segment. Infinity leaves ops whole.
         polls_inside: True if every layer runs in `runner.sweep`, which polls inside ops.
-        stops_between_keys: True if attention stops between blocks of keys, so that blocks of
-            queries need not shrink below `KEY_QUERIES` as their position grows.
+        stops_between_keys: True if attention stops between blocks of keys. Then blocks of queries
+            at late positions may keep `KEY_QUERIES` queries.
         batch_invariant: True at level L2, where a chunk of a prompt ends with a block of queries.
     """
     dtype = parts.like.dtype
@@ -261,7 +264,7 @@ def cut_rule(
 
 
 def nominal_ms(rule: CutRule, costs: CutCosts) -> float:
-    """Return the milliseconds of the longest attention or expert that a rule leaves whole."""
+    """Return the milliseconds of the longest attention or expert that a rule does not cut."""
     attn = costs.read_ns + rule.max_cost * costs.project_ns
     expert = costs.unit_ns + rule.expert_block * costs.row_ns
     return max(attn, expert) / NS_PER_MS
@@ -275,7 +278,7 @@ def _expert_block(costs: CutCosts) -> int:
 
 
 class _Room(NamedTuple):
-    """The bytes of a token, or of a row of an expert, during an op."""
+    """The bytes of memory of a token, or of a row of an expert, during an op."""
 
     attn: int
     glue: int
@@ -283,7 +286,7 @@ class _Room(NamedTuple):
     expert: int
 
     def rows(self, num_bytes: int) -> int:
-        """Return the number of rows of so many bytes that fit, at least 16."""
+        """Return the number of rows, each of `num_bytes`, that fit; at least 16."""
         return max(16, course.OP_BYTES // max(1, num_bytes))
 
     def cuts(self) -> CutRule:
@@ -298,7 +301,7 @@ class _Room(NamedTuple):
 
 
 def _room_of(parts: ModelParts, config: Any, width: int) -> _Room:
-    """Count the memory of ops: inputs as kernels read them, and results between two products."""
+    """Return the memory of ops: inputs as kernels read them, and results between two products."""
     item = parts.like.element_size()
     attn = max((_attn_room(x.self_attn, config, width) for x in parts.layers), default=0)
     shared = max((_widest(x.shared) for x in parts.layers), default=0)
@@ -322,7 +325,7 @@ def _widest(mlp: Any) -> int:
 
 
 def _attn_room(attn: Any, config: Any, width: int) -> int:
-    """Count a token's values: projections, queries, attention outputs, and its sums in fp32."""
+    """Return the number of a token's values: projections, queries, outputs, and sums in fp32."""
     if attn is None:
         return width
     heads = _heads(attn, config)
@@ -332,11 +335,11 @@ def _attn_room(attn: Any, config: Any, width: int) -> int:
 
 
 def _around_cuts(parts: ModelParts, costs: CutCosts) -> CutRule:
-    """Return cuts of layers called as in the model's forward: blocks of queries, and experts."""
+    """Return the rule for layers that run by the model's own code: cuts of queries and experts."""
     rule = NO_CUTS._replace(expert_block=_expert_block(costs))
     assert parts.around is not None
     if not parts.around.goes_on:
-        return rule  # a second block would be called token by token
+        return rule  # the layer would compute a second block token by token
     return rule._replace(
         max_cost=max(float(LEAST_AROUND), costs.attn_ns / costs.project_ns),
         attn_cost_per_kv=costs.query_key_ns / costs.project_ns,

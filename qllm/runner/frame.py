@@ -1,8 +1,8 @@
-"""The tensors of one program: residual streams, and the layer that it is inside.
+"""The tensors of one program: residual streams, and results inside the current layer.
 
-master_TD   all rows; holds a row whenever the active group does not
-x_TD        rows of the active group, packed; the input of the current layer
-layer       inside a layer: mid_TD, routed parts (one per ROUTE op), expert work, next_TD
+master_TD   all rows; holds a row whenever the active group does not x_TD        rows of the active
+group, packed; the input of the current layer layer       inside a layer: mid_TD, routed rows (per
+ROUTE op), expert work, next_TD
 """
 
 from bisect import bisect_left
@@ -32,18 +32,18 @@ from qllm.scheduler.program import Index, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 
 NewStep = Callable[["Frame", int, int, int], Step]
-"""Function that returns the inputs of an ATTN op; the runner knows the place of KV."""
+"""Function that returns the inputs of an ATTN op. The runner knows the place of KV."""
 
 
 @dataclass(slots=True)
 class LayerState:
-    """The results of a layer so far. They are freed when its last COMBINE op ends."""
+    """The results of a layer so far. They are freed when the layer's last COMBINE op ends."""
 
     mid_TD: Tensor | None = None
     begun: Begun | None = None
     """ATTN op that stopped between two blocks of keys."""
     routed: dict[int, Routed] = field(default_factory=dict)
-    """Results of ROUTE ops by the first token of the op."""
+    """Results of ROUTE ops, by the first token of each op."""
     work: Work | None = None
     experts_x_TD: Tensor | None = None
     weights_TK: Tensor | None = None
@@ -52,7 +52,7 @@ class LayerState:
     """`runner.buffers.LayerBuffers` that hold these tensors, if one call ran all ops."""
 
     def gather(self) -> Tensor:
-        """Concatenate the routed parts for EXPERTS; return the ids of the experts, [T, K]."""
+        """Concatenate the routed rows for EXPERTS; return the ids of the experts, [T, K]."""
         parts = [self.routed[lo] for lo in sorted(self.routed)]
         one = len(parts) == 1
         self.experts_x_TD = parts[0].x_TD if one else torch.cat([p.x_TD for p in parts])
@@ -70,7 +70,7 @@ class LayerState:
 
 @dataclass(slots=True)
 class SavedRows:
-    """The hidden states of a row that left below the last layer."""
+    """The hidden states of a row that stopped before the last layer."""
 
     lo: int
     hi: int
@@ -87,7 +87,7 @@ class RequestState:
     num_prompt_tokens: int
     kv: RequestKV
     num_top: int | None = None
-    """Alternatives per prompt token, if prompt log-probabilities are requested; else None."""
+    """Number of alternatives per prompt token; None without prompt log-probabilities."""
     kept: SavedRows | None = None
     hidden: list[Tensor] = field(default_factory=list)
     """Final hidden states of the committed tokens, while `owes_prompt`."""
@@ -110,7 +110,7 @@ class RequestState:
             raise InvariantError(f"{row} starts off {self.kv.committed} (I2)")
 
     def keepable(self, num_tokens: int, num_prompt_tokens: int, switch: Any) -> int:
-        """See `Runner.keepable`; `switch` is the dependence of rope on the length, or None."""
+        """See `Runner.keepable`. `switch` is the dependence of rope on the length, or None."""
         if self.kv.states.layers and num_tokens < self.kv.committed:
             return 0
         if switch is not None:
@@ -122,7 +122,7 @@ class RequestState:
     def revise(
         self, token_ids: Sequence[int], num_top: int | None, num_kept: int, table: Sequence[int]
     ) -> None:
-        """Replace the prompt; KV of the first `num_kept` tokens stays, in the blocks of `table`."""
+        """Replace the prompt. KV of the first `num_kept` tokens stays, in the blocks of `table`."""
         self.ids, self.num_prompt_tokens, self.num_top = list(token_ids), len(token_ids), num_top
         if self.kv.written > num_kept:
             self.kv.cut(num_kept, table)
@@ -137,17 +137,17 @@ class RequestState:
         self.hidden = []
 
     def forget_begun(self) -> None:
-        """Drop what was computed in some layers but not in all."""
+        """Drop the data of tokens that some layers have computed, but not all layers."""
         self.kv.written = self.kv.committed
         self.kept = None
 
     def take(self, token_id: int) -> None:
-        """Append an output token and drop the prompt's hidden states, which are now unneeded."""
+        """Append an output token, and drop the prompt's hidden states, which are unneeded now."""
         self.ids.append(token_id)
         self.hidden = []
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors by name, and the JSON that describes them."""
+        """Return tensors by name, and JSON that describes the tensors."""
         tensors = {**dict(self.kv.export()), **self.kv.states.export()}
         if self.kept is not None:
             tensors["hidden"] = self.kept.x_TD.clone()
@@ -165,7 +165,7 @@ class RequestState:
     def restore(
         self, tensors: dict[str, Tensor], meta: dict[str, Any], blocks: Sequence[int]
     ) -> None:
-        """Restore from `export`, into blocks that hold all written KV."""
+        """Restore the tensors and JSON of `export`, into blocks with room for all written KV."""
         written = [t.shape[2] for name, t in tensors.items() if name.startswith("k.")]
         self.kv.begin_restore(blocks, max(written, default=0))
         for name in tensors:
@@ -181,27 +181,29 @@ class RequestState:
 
 
 def num_top_of(sampling: SamplingParams, vocab_size: int) -> int | None:
-    """Return the alternatives per prompt token; None if no scores of the prompt are requested."""
+    """Return the number of alternatives per prompt token; None without prompt log-probabilities."""
     asked = sampling.prompt_logprobs
     return None if asked is None else min(asked, vocab_size)
 
 
 class Frame:
-    """The state of one program. Made by `accept`, parked with its index, freed by `finish`."""
+    """The state of one program. `accept` makes a frame, and `finish` frees it."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.grain = program.grain
-        """Stop points of the current run."""
+        """Boundaries at which the current run may stop."""
         self.dead: set[RequestId] = set()
         self.group: int | None = None
-        """Group whose rows `x_TD` holds."""
+        """Group whose rows are in `x_TD`."""
         self.x_TD: Tensor | None = None
         self.master_TD: Tensor | None = None
         self.layer = LayerState()
         self.course: Course | None = None
-        """Place inside an op where the frame is parked; without it the op restarts, with the same
-        bits."""
+        """Place inside an op where the frame is parked.
+
+        Without a course the op restarts, with the same bits.
+        """
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
         self.unread: Unread | None = None
@@ -211,7 +213,7 @@ class Frame:
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._tokens: dict[int, Tensor | None] = {}
         self.ahead: dict[tuple[int, bool], Any] = {}
-        """`runner.sweep.LayerOps` per group and kind of layer (dense or with experts)."""
+        """`runner.sweep.LayerOps` per group and type of layer (dense or with experts)."""
 
     def tokens(self, group: int) -> Tensor | None:
         """Return the packed positions of a group's tokens; None if the group has all tokens."""
@@ -226,7 +228,7 @@ class Frame:
         return self._tokens[group]
 
     def ids(self, requests: Mapping[RequestId, RequestState], group: int) -> list[int]:
-        """Return the token ids of a group's rows, packed; 0 for dead rows."""
+        """Return the token ids of a group's rows, packed. A dead row has the id 0."""
         ids: list[int] = []
         for r in self.program.groups[group]:
             row = self.program.rows[r]
@@ -241,7 +243,7 @@ class Frame:
         """Return the spans of the ATTN op over tokens [lo, hi) of a group, by block of queries."""
         program = self.program
         spans: list[Span] = []
-        at = -lo  # start of the row in the op
+        at = -lo  # position of the row's start in the op
         for r in program.groups[group]:
             row, marks = program.rows[r], program.row_blocks[r]
             first = row.lo + max(0, -at)
@@ -254,7 +256,7 @@ class Frame:
         return spans
 
     def num_bytes(self) -> int:
-        """Return the bytes of its activations: residual streams, and the current layer or head.
+        """Return the bytes of activations: residual streams, and the current layer or head.
 
         Callable from any thread: for a running frame the result may be outdated.
         """
@@ -307,7 +309,7 @@ class Frame:
             parts: Parts of the model, with the shape of the residual stream.
 
         Raises:
-            InvariantError: A row does not start at its frontier (I2).
+            InvariantError: A row does not start at its first uncomputed layer (I2).
         """
         program = self.program
         late = [r for r, row in enumerate(program.rows) if row.start_layer > 0]
@@ -323,7 +325,7 @@ class Frame:
             self.master_TD[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
 
     def save_rows(self, requests: Mapping[RequestId, RequestState], index: Index) -> None:
-        """Save the hidden states of rows that are not at the end at `index` to their requests."""
+        """Save to their requests the hidden states of rows that are not complete at `index`."""
         program = self.program
         done = index == program.end
         for r, row in enumerate(program.rows):
@@ -335,7 +337,7 @@ class Frame:
                 self._save(requests[row.request_id], r, index)
 
     def leave(self, request: RequestState, request_id: RequestId, index: Index) -> None:
-        """Save one row as `save_rows` does; the frame may be inside the layer at `index`.
+        """Save one row as `save_rows` does. The frame may be inside the layer at `index`.
 
         Args:
             request: Request of the row.
@@ -361,7 +363,7 @@ class Frame:
         request.kept = SavedRows(row.lo, row.hi, layer, kept)
 
     def commit(self, requests: Mapping[RequestId, RequestState]) -> None:
-        """Commit KV of rows that ran through the last layer; save states for prompt scores.
+        """Commit KV of rows that ran through the last layer, and save states for prompt scores.
 
         Args:
             requests: Requests of the rows, by id.
@@ -379,7 +381,7 @@ class Frame:
                 assert self.master_TD is not None
                 x_TD = self.master_TD[program.offsets[r] : program.offsets[r + 1]]
                 kept.append((request, x_TD.clone()))
-        for _, hi, request in ended:  # no step from here on can fail
+        for _, hi, request in ended:  # no later line can fail
             request.kv.committed = hi
         for request, x_TD in kept:
             request.hidden.append(x_TD)
@@ -414,7 +416,7 @@ class Frame:
         return self.program.rows[row].request_id in self.dead
 
     def forget_steps(self) -> None:
-        """Drop the spans of ATTN ops because rows died; the op that has started restarts."""
+        """Drop the spans of ATTN ops because rows died. An op that has started restarts."""
         self._steps.clear()
         self.ahead.clear()
         self.course = None
@@ -428,7 +430,7 @@ class Frame:
         return found
 
     def export(self) -> dict[str, Tensor]:
-        """Return named tensors from which `restore` makes the same frame, without dead rows."""
+        """Return named tensors from which `restore` makes the same frame without dead rows."""
         layer = self.layer
         out: dict[str, Tensor] = {}
         named = {
@@ -462,7 +464,10 @@ class Frame:
         return out
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restore from `export`, except the expert work, which needs its bank."""
+        """Restore the tensors of `export`.
+
+        The caller restores the expert work, which needs its bank.
+        """
         group, self.slots_done = tensors["numbers"].tolist()
         self.group = None if group < 0 else group
         self.master_TD, self.x_TD = tensors.get("master"), tensors.get("x")
@@ -488,7 +493,7 @@ def _flat(name: str, kept: Parts | None) -> dict[str, Tensor]:
 
 
 def _deep(flat: dict[str, Tensor]) -> dict[str, Parts]:
-    """Undo `_flat`; a tuple keeps its positions."""
+    """Undo `_flat`. Tensors of a tuple get their old positions."""
     out: dict[str, Parts] = {n: t for n, t in flat.items() if "#" not in n}
     places: dict[str, dict[int, Tensor]] = {}
     for name, t in flat.items():

@@ -1,4 +1,7 @@
-"""HEAD, per block of the vocabulary: greedy rows keep their best logit, other rows all logits."""
+"""HEAD, per block of the vocabulary.
+
+Greedy rows keep their best logit, other rows keep all logits.
+"""
 
 import math
 from array import array
@@ -16,7 +19,7 @@ from qllm.types import Sampled
 
 
 def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the last token of each row; x_TD holds the rows one after the other."""
+    """Return the last token of each row. x_TD has the rows one after the other."""
     if len(lengths) == x_TD.shape[0]:  # `len` of a tensor is slow
         return x_TD
     ends = [end - 1 for end in accumulate(lengths)]
@@ -24,7 +27,7 @@ def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 class HeadState:
-    """The results of the vocabulary blocks so far.
+    """The results of the vocabulary blocks that are done.
 
     Args:
         x_BD: Last tokens of the rows, normed.
@@ -39,24 +42,26 @@ class HeadState:
         self.rest = tuple(sorted(set(range(x_BD.shape[0])) - set(greedy)))
         self.peaks_G = array("f", [-math.inf]) * len(self.greedy)
         self.ids_G = array("q", [0]) * len(self.greedy)
-        """Largest logit so far of each greedy row, and its id; NaN is larger than any number."""
+        """Id of the largest logit so far of each greedy row. NaN is larger than any number."""
         self.blocks: list[Tensor] = []
         """Logits of the other rows, [R, up to the head's block_size] each."""
         self._logits_RV: Tensor | None = None
-        """Memory of all blocks, in which each row is contiguous; a restored frame has none."""
+        """Memory of all blocks, in which each row is contiguous. None in a restored frame."""
         self.chosen: dict[int, Sampled] | None = None
-        """Tokens of rows that have one, once all blocks are done. `export` omits them: a restored
-        frame chooses the same tokens again."""
+        """Chosen tokens by row, once all blocks are done.
+
+        `export` omits the tokens, because a restored frame chooses the same tokens again.
+        """
 
     def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None, step: int) -> None:
-        """Compute some blocks, or at least one task; greedy rows read logits after the rule.
+        """Compute some blocks, or at least one task. Greedy rows read logits after the rule.
 
         Args:
             head: Head of the model.
-            blocks: Range of blocks, and the stop that it polls between tasks if all rows are
+            blocks: Range of blocks, and a stop. The stop is polled between tasks if all rows are
                 greedy.
-            rule: Rule of the model for its logits; None is no rule.
-            step: Blocks that are computed at once if some rows keep their logits.
+            rule: Change that the model makes to its logits; None changes nothing.
+            step: Number of blocks that are computed at once if some rows keep all logits.
         """
         alone = not self.rest and rule is None
         if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
@@ -94,11 +99,11 @@ class HeadState:
 
     @property
     def vocab_size(self) -> int:
-        """Logits of one of the other rows."""
+        """Number of logits of a row that is not greedy."""
         return sum(block.shape[1] for block in self.blocks)
 
     def logits(self, places: Sequence[int]) -> Tensor:
-        """Return the logits [., V] of these places among the other rows."""
+        """Return logits [., V] of the rows at these places among the rows that are not greedy."""
         blocks = self.blocks
         if self._logits_RV is not None and len(places) == places[-1] - places[0] + 1:
             return self._logits_RV[places[0] : places[-1] + 1]
@@ -107,11 +112,11 @@ class HeadState:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, without the numbers of greedy rows."""
+        """Return all tensors. The numbers of greedy rows are not tensors."""
         return [self.x_BD, *self.blocks, *self.scores.tensors()]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield named copies, from which `restored` makes the same state."""
+        """Yield named copies of the tensors, from which `restored` makes the same state."""
         yield "head.x", self.x_BD.clone()
         if self.greedy:
             yield "head.greedy", torch.tensor(self.greedy)
@@ -123,7 +128,7 @@ class HeadState:
 
     @classmethod
     def restored(cls, tensors: dict[str, Tensor]) -> "HeadState":
-        """Restore the state from an `export`."""
+        """Restore the state from the tensors of `export`."""
         greedy = tensors.get("head.greedy")
         ids = () if greedy is None else greedy.tolist()
         head = cls(tensors["head.x"], ids, Scores.restored(tensors))

@@ -23,17 +23,17 @@ def find_invariance(
 ) -> tuple[RowRule, bool]:
     """Find the rule for products, then check routers, norms, sums and gates under it.
 
-    Of layers that are driven by hooks only the matrices are checked.
+    In layers that are driven by hooks, only the matrices are checked.
 
     Args:
         model: Model of transformers.
         parts: Parts of the model.
         drivers: Driver of each layer.
-        ours: Parameters, by their `id`, whose kernels compute each row independently anyway.
+        ours: Parameters, as values of `id`, whose kernels already compute each row independently.
 
     Returns:
-        The rule, and True if `RowBlocks` must be entered: False if products are invariant without
-        it and every curve ends on a whole vector.
+        The rule, and True if `RowBlocks` must be entered. It is False if products are invariant
+        without `RowBlocks` and every curve ends on a whole vector.
 
     Raises:
         ModelError: No rule holds on this machine, or another op of a layer violates it.
@@ -52,7 +52,7 @@ def find_invariance(
 
 
 def _filled(weight: Tensor) -> Tensor:
-    """Return a weight with values; quantised weights get theirs when they are multiplied."""
+    """Return a weight with values. A quantised weight has values only while it is multiplied."""
     if not weight.is_meta:
         return weight
     made = torch.randn(
@@ -86,7 +86,7 @@ def check_rows(name: str, function: Callable[[Tensor], Sequence[Tensor]], width:
     """Compare a row-wise function of many rows with the same function of each row alone.
 
     Raises:
-        ModelError: A row depends on the others.
+        ModelError: A row depends on the other rows.
     """
     x_TD = torch.randn(
         (ROWS, width), generator=torch.Generator().manual_seed(0), dtype=torch.float32

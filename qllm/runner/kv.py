@@ -1,9 +1,9 @@
 """KV of requests. The scheduler assigns blocks to a request, and the backend places them in memory.
 
-On a CPU a block is only counted: a request has one contiguous slab per layer, reserved once at its
-longest length. Reserving costs address space, not memory: pages are touched when tokens are
-written. So growth never copies, and attention reads one contiguous range per head. The slabs of the
-layers lie one after the other, so a kernel needs only one address for all of them.
+On a CPU blocks are only counted. A request has one contiguous slab per layer, reserved once for its
+longest length. A reserved slab takes address space, and takes memory only for written tokens. So
+growth never copies, and attention reads one contiguous range per head. The slabs of all layers lie
+one after the other, so a kernel needs one address.
 
     layer slab   k_1GSH   [. committed .|. written, not committed .|. reserved, untouched .......]
                           0             committed                  written            capacity
@@ -26,7 +26,7 @@ class RequestKV(ABC):
     """The KV of one request.
 
     Args:
-        capacity: Most tokens.
+        capacity: Largest number of tokens.
     """
 
     __slots__ = ("capacity", "committed", "states", "written")
@@ -41,24 +41,27 @@ class RequestKV(ABC):
         """States of the layers that carry one."""
 
     def reach(self, hi: int) -> None:
-        """Mark positions below `hi` as written; they are, or will be before they are read."""
+        """Mark positions below `hi` as written. They are written before they are read."""
         if hi > self.written:
             self.written = hi
 
     def clear(self) -> None:
-        """Drop all KV; the request recomputes it."""
+        """Drop all KV. The request is computed again."""
         self.committed = self.written = 0
         self.states.clear()
 
     def cut(self, num_tokens: int, blocks: Sequence[int]) -> None:
-        """Drop positions from `num_tokens` on, and keep only these blocks, the first ones."""
+        """Drop positions from `num_tokens` on, and all blocks except these first blocks."""
         if num_tokens < self.committed:
             self.states.clear()
         self.committed = min(self.committed, num_tokens)
         self.written = min(self.written, num_tokens)
 
     def begin_restore(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Reserve room for an `export`: in blocks, or, with none, where swapped-out KV lies."""
+        """Reserve room for an `export` in blocks.
+
+        Without blocks, the room is where swapped-out KV lies.
+        """
         self.hold(blocks, num_tokens)
 
     def restore(self, layer: int, k_1GSH: Tensor, v_1GSH: Tensor) -> None:
@@ -93,20 +96,20 @@ class RequestKV(ABC):
         """Copy a page from `copy_out` into the KV at position `lo` and mark it committed."""
 
     def refer(self, blocks: Sequence[int], num_tokens: int) -> None:
-        """Set all blocks of the request; the first ones hold KV that other requests computed.
+        """Set all blocks of the request. The first blocks hold KV that other requests computed.
 
         Raises:
-            InvariantError: KV is not in blocks here.
+            InvariantError: This KV does not lie in blocks.
         """
         raise InvariantError(f"{type(self).__name__} shares no blocks")
 
     @abstractmethod
     def swap_out(self) -> bool:
-        """Move KV, committed or not, out of its blocks; return True if its addresses change."""
+        """Move KV, committed or not, out of its blocks; return True if addresses of KV change."""
 
     @abstractmethod
     def swap_in(self, blocks: Sequence[int]) -> None:
-        """Move KV back into these blocks, which are then all blocks of the request."""
+        """Move KV back into these blocks. They become all blocks of the request."""
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -117,9 +120,9 @@ class SlabKV(RequestKV):
     """The slabs of one request, allocated at its first write, in the shape of that write.
 
     Args:
-        num_layers: Number of layers of the cache.
-        capacity: Most tokens.
-        kv_layers: Layers that store keys and values; None is all.
+        num_layers: Number of layers with a slab.
+        capacity: Largest number of tokens.
+        kv_layers: Layers that store keys and values; None is all layers.
     """
 
     __slots__ = ("_base", "kv_layers", "slabs")
@@ -133,7 +136,7 @@ class SlabKV(RequestKV):
         self._base: tuple[int, int] | None = None
 
     def hold(self, blocks: Sequence[int], hi: int) -> None:
-        """Do nothing: the slab has room for any `hi`, and its address does not depend on blocks."""
+        """Do nothing. The slab has room for any `hi`, and its address does not depend on blocks."""
 
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         num_tokens = k_1GTH.shape[2]
@@ -169,10 +172,10 @@ class SlabKV(RequestKV):
         self.committed = lo + page[0].shape[2]
 
     def swap_out(self) -> bool:
-        return False  # a slab is not in blocks, and stays
+        return False  # a slab is not in blocks, so it stays
 
     def swap_in(self, blocks: Sequence[int]) -> None:
-        """Do nothing: the KV was never moved."""
+        """Do nothing, because the KV was never moved."""
 
     def base(self, slab: tuple[int, int, int], like: Tensor) -> tuple[int, int]:
         """Return the addresses of the keys and of the values of layer 0.
@@ -191,7 +194,10 @@ class SlabKV(RequestKV):
         return self._base
 
     def _reserve(self, k_1GTH: Tensor, v_1GTH: Tensor) -> None:
-        """Allocate the slabs of all layers, in one shape; a layer of another shape gets its own."""
+        """Allocate the slabs of all layers in one shape.
+
+        Layers of another shape get slabs of their own.
+        """
 
         def layers(like_1GTH: Tensor) -> tuple[Tensor, ...]:
             _, heads, _, width = like_1GTH.shape

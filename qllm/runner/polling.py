@@ -1,4 +1,4 @@
-"""Polling of a stop by native code itself, before every task of an op: see course.h."""
+"""Polling of a stop by native code, before every task of an op: see course.h."""
 
 import time
 from typing import Any
@@ -8,16 +8,16 @@ from qllm.types import Grain
 
 
 def let_poll(call: Any, stop: Stop, below: int, grain: Grain) -> None:
-    """Let a call continue after a segment until a stop is due, if it can poll for that.
+    """Let a native call continue after a segment until a stop is due, if the call can poll.
 
-    Without a word to watch, it returns after one segment. If a stop is already due, it returns
-    after one task, or after the number of tasks in the watch.
+    Without a word to watch, the call returns after one segment. If a stop is already due, the call
+    returns after one task, or after the number of tasks in the watch.
 
     Args:
         call: Struct of sweep.h with `grain`, `watch`, `seen`, `stop_ns` and `tasks_left`.
         stop: Stop to poll.
-        below: Limit of the stop word; a smaller word requests a stop.
-        grain: Places where the program may stop; at Grain.STEP the call does not poll.
+        below: Limit of the stop word. A smaller word requests a stop.
+        grain: Boundaries where the program may stop. At Grain.STEP the call does not poll.
     """
     call.grain, call.stop_ns, call.tasks_left = grain, NEVER, NEVER
     look = getattr(stop, "watch", None)

@@ -10,31 +10,37 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 
 NEVER = 1 << 62
-"""`kNever` in course.h: more tasks, or nanoseconds, than there ever are."""
+"""`kNever` in course.h, a number of tasks or nanoseconds that no run reaches."""
 
 
 class Watch(NamedTuple):
-    """A 64-bit word that changes when a stop word may have decreased."""
+    """A 64-bit word that changes whenever the stop word may have decreased."""
 
     address: int
     seen: int
-    """Value of the watched word at which the stop word equals the one read after `watch()`."""
+    """Value of the watched word for which the stop word read after `watch()` is current."""
     num_tasks: int = NEVER
-    """Most tasks inside ops before the code returns in any case; set by checks to stop in ops."""
+    """Most tasks inside ops before the native code returns in any case.
+
+    Checks set it to stop in ops.
+    """
     look_ns: int = NEVER
-    """Nanoseconds after which it returns in any case, because only `word` sees some arrivals."""
+    """Nanoseconds after which the native code returns in any case.
+
+    Some arrivals change only `word`, which native code cannot read.
+    """
 
 
 class Stop(Protocol):
     """A stop that a runner polls at a boundary. Reading `word` is one load.
 
-    A stop on the monotonic clock may have a method `watch() -> Watch`, for code that polls without
-    Python. The code reads `watch()`, then `word`, and reads both again when the watched word
-    changes.
+    A stop on the monotonic clock may have a method `watch() -> Watch`, for native code that polls
+    without Python. The runner reads `watch()`, then `word`, and reads both again when the watched
+    word changes.
     """
 
     stop_at_ns: int | None
-    """Engine time in nanoseconds at which a slice ends; None without a slice."""
+    """Engine time in nanoseconds at which the program's time slice ends; None without a slice."""
 
     @property
     def word(self) -> int:
@@ -47,7 +53,7 @@ class Stop(Protocol):
 
 
 class Segments(Protocol):
-    """The lengths of the work between boundaries, as the runner measured them."""
+    """The measured lengths of a runner's segments, which are the work between boundaries."""
 
     longest_ns: int
     longest_op: OpKind | None
@@ -55,7 +61,7 @@ class Segments(Protocol):
 
 @dataclass(slots=True)
 class Longest:
-    """The longest segment so far; most runners keep it as `Segments`."""
+    """The longest segment so far. Most runners use this class as `Segments`."""
 
     longest_ns: int = 0
     longest_op: OpKind | None = None
@@ -64,8 +70,8 @@ class Longest:
 class Runner(Protocol):
     """The executor of programs. It holds all tensors; the engine keeps (program, index) pairs.
 
-    The runner mirrors, per request, the token ids and the number of committed KV tokens. It is
-    called from one thread.
+    The runner has a copy of the token ids and of the number of committed KV tokens of each request.
+    One thread calls the runner.
     """
 
     shape: ModelShape
@@ -73,7 +79,7 @@ class Runner(Protocol):
 
     @property
     def cuts(self) -> CutRule:
-        """Rule by which programs are cut."""
+        """Rule that cuts the ops of a program by rows."""
         ...
 
     def add(
@@ -88,15 +94,15 @@ class Runner(Protocol):
         ...
 
     def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
-        """Return the number of leading prompt tokens that keep their KV if the rest changes.
+        """Return the number of first prompt tokens that keep their KV if the later tokens change.
 
         Args:
-            request_id: Id of the request, which has no output.
-            num_tokens: Number of leading tokens that do not change.
+            request_id: Id of a request without output.
+            num_tokens: Number of first tokens that do not change.
             num_prompt_tokens: Length of the new prompt, in tokens.
 
         Returns:
-            `num_tokens`, or 0 if KV depends on more than the tokens before it, or cannot be cut.
+            `num_tokens`, or 0 if KV depends on more than earlier tokens, or cannot be cut.
         """
         ...
 
@@ -114,24 +120,25 @@ class Runner(Protocol):
             request_id: Id of the request.
             token_ids: New prompt.
             sampling: New sampling parameters.
-            num_kept: Number of leading tokens whose KV stays, including those of its row in
-                progress.
-            table: KV blocks that it keeps, the first of its blocks.
+            num_kept: Number of first tokens whose KV stays, including tokens of the request's
+                running row.
+            table: KV blocks that the request keeps: its first blocks.
         """
         ...
 
     def remove(self, request_id: RequestId) -> None:
-        """Remove a request that is in no frame; its KV is not read or written after that."""
+        """Remove a request that is in no frame. Its KV is not read or written any more."""
         ...
 
     def evict(self, request_id: RequestId) -> None:
-        """Drop the KV of a request that is in no frame; its tokens stay."""
+        """Drop the KV of a request that is in no frame. The token ids stay."""
         ...
 
     def swap_out(self, request_id: RequestId) -> None:
-        """Move the KV of a request out of its blocks, committed or not.
+        """Move the KV of a request, committed or not, out of its blocks.
 
-        If a frame has a row of the request, it is the only row; the frame runs when the KV is back.
+        If a frame has a row of the request, the frame has no other row. The frame runs again after
+        the KV is swapped in.
         """
         ...
 
@@ -149,32 +156,32 @@ class Runner(Protocol):
         Args:
             program: Program to run.
             tables: KV blocks of each row's request, with room up to `row.hi`. The scheduler assigns
-                the blocks; a runner only addresses them.
+                the blocks. A runner only reads and writes in them.
 
-        Rows that start above layer 0 continue from the hidden states that `split` or `finish` saved
-        for their request.
+        Rows that start above layer 0 continue from hidden states that `split` or `finish` saved for
+        the row's request.
         """
         ...
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
-        """Execute ops from `start` until done or stopped; return the first op not done.
+        """Execute ops from `start` until the end or a stop; return the first op that is not done.
 
-        It polls at the boundaries that `program.grain` allows, *after* doing at least one op or
-        unit, and stops if `stop.word < program.stop_below` or `stop.stop_at_ns` has passed. After
-        an exception the frame is unusable: `drop` it.
+        The runner polls at the boundaries that `program.grain` allows, *after* at least one op or
+        work unit. It stops if `stop.word < program.stop_below` or `stop.stop_at_ns` has passed.
+        After an exception the frame is unusable. The caller calls `drop` then.
         """
         ...
 
     def finish(self, program: Program) -> list[Sampled]:
         """Commit a program that ran to its end and free its frame.
 
-        Rows that reached the last layer commit their KV up to `hi`, and sampled tokens are appended
-        to the request's ids. For rows that left earlier, their hidden states are saved.
+        Rows that reached the last layer commit their KV up to `hi`. Sampled tokens are appended to
+        the request's ids. The hidden states of rows that stopped at an earlier layer are saved.
         """
         ...
 
     def split(self, program: Program, index: Index) -> None:
-        """Free a frame parked between layers; the hidden states of each live row are saved."""
+        """Free a frame parked between layers, and save the hidden states of each live row."""
         ...
 
     def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
@@ -182,13 +189,16 @@ class Runner(Protocol):
 
         Args:
             program: Program of the frame.
-            request_id: Id of the row's request; the row is dead in the frame from now on.
+            request_id: Id of the row's request. The row is dead in the frame from now on.
             at: Start of the layer that the frame is in.
         """
         ...
 
     def kill(self, program: Program, request_id: RequestId) -> None:
-        """Mark a row of a parked frame as dead: it is skipped from now on and samples no token."""
+        """Mark a row of a parked frame as dead.
+
+        The row is skipped from now on and gets no token.
+        """
         ...
 
     def drop(self, program: Program) -> None:

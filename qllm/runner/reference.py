@@ -1,12 +1,12 @@
-"""The results of a model's own forward in each part, and their sensitivity to rounding.
+"""The results of each component of a model's own forward, and their sensitivity to rounding.
 
-It is one forward of a batch: row 0 is the prompt; in the other rows the input of every layer is row
-0's with a relative noise of a few units of rounding. The change that this causes in a layer's
-output, per unit, is the layer's *spread*. Another correct way to compute the layer differs by a
-small multiple of the spread, however ill-conditioned the layer is; a wrong one by more.
+One forward runs a batch. Row 0 is the prompt. In the other rows, the input of every layer is that
+of row 0 with a relative noise of a few rounding errors. The resulting change of a layer's output,
+per rounding error, is the layer's *spread*. Another correct way to compute the layer differs by a
+small multiple of the spread, however ill-conditioned the layer is. A wrong way differs by more.
 
-Each layer is measured by itself: noise does not travel, and after a router all rows use the experts
-of row 0. A token whose own choice of experts changes with the noise is not *clear*.
+Each layer is measured by itself: noise does not reach the next layer, and after a router all rows
+use the experts of row 0. A token is *clear* if noise does not change its own choice of experts.
 """
 
 import inspect
@@ -23,17 +23,21 @@ from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.loader import EXPERTS_IMPLEMENTATION
 
 NOISE = 8.0
-"""Standard deviation of the noise, in rounding units of the value that it is added to."""
+"""Standard deviation of the noise, in rounding errors of the value that gets the noise."""
 NUM_NOISY = 4
-"""Rows with noise: two with some noise, two with its negative. All of them miss a near tie about
-once in 10,000 tokens."""
+"""Rows with noise: two with random noise, two with the negative of that noise.
+
+All four rows miss a near tie about once in 10,000 tokens.
+"""
 QUIET = 2.0**-8
-"""Root mean square of the input of a layer that is made quiet. The epsilon of a norm then has an
-effect, and the layer's addition is not hidden below the residual stream."""
+"""Root mean square of the input of a layer with small input.
+
+The epsilon of a norm then has an effect, and the residual stream does not hide the layer's output.
+"""
 
 
 def unit(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding."""
+    """Return the largest relative error of one rounding, the measure of noise and spreads."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -44,9 +48,9 @@ class Routing:
     ids_TK: Tensor
     weights_TK: Tensor
     clear_T: Tensor
-    """True for tokens whose choice is the same in every row."""
+    """True for tokens that have the same experts in every row."""
     spread_T: Tensor
-    """Spread of the weights, where the choice is clear."""
+    """Spread of the experts' weights, for clear tokens."""
 
 
 @dataclass(slots=True)
@@ -58,9 +62,9 @@ class LayerPass:
     """Output of the attention."""
     attn_spread_T: Tensor | None = None
     given_TD: Tensor | None = None
-    """Output of the attention that the rest of the layer reads, perhaps made quiet."""
+    """Output of the attention that the rest of the layer reads, perhaps scaled to `QUIET`."""
     routing: Routing | None = None
-    """Choice of the router."""
+    """Inputs of the experts, with the router's choice."""
     experts_TK: Tensor | None = None
     """Experts that ran."""
     out_TD: Tensor | None = None
@@ -72,7 +76,7 @@ class Pass:
     """One forward over some tokens."""
 
     embedded_TD: Tensor | None = None
-    """Input of the first layer as the model made it."""
+    """Input of the first layer, as the model computed it."""
     layers: list[LayerPass] = field(default_factory=list)
     last_TD: Tensor | None = None
     """Input of the last norm."""
@@ -83,7 +87,7 @@ class Pass:
 
 @contextmanager
 def pinned(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as a runner does: experts with grouped_mm, attention with sdpa."""
+    """Make the model compute as a runner does: experts with grouped_mm, attention with sdpa."""
     config = base_model(model).config
     before = config._attn_implementation, getattr(config, "_experts_implementation", None)
     try:
@@ -107,8 +111,8 @@ def record(
         parts: Parts of the model.
         tokens: Token ids of each pass.
         quiet: True scales the input of every layer, the output of its attention, and the input of
-            the last norm to `QUIET`, and sends tokens to the experts in turn, not to the chosen
-            ones.
+            the last norm to `QUIET`, and sends tokens to the experts in turn, not to the router's
+            choice.
     """
     device = next(model.parameters()).device
     last = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -126,7 +130,7 @@ def record(
 
 
 class _Recorder:
-    """The hooks on the parts of a model, active inside a `with` block."""
+    """The hooks on the modules of a model, active inside a `with` block."""
 
     def __init__(self, parts: ModelParts, quiet: bool) -> None:
         self._parts, self._quiet = parts, quiet
@@ -159,7 +163,7 @@ class _Recorder:
         self._pass = Pass()
 
     def end(self, logits_BV: Tensor) -> Pass:
-        """Return the pass that ended."""
+        """Return the results of the current pass."""
         done, logits = self._pass, logits_BV.float()
         done.logits_V = logits[0]
         done.logits_spread = float(_spread(logits[:, None])[0])
@@ -199,7 +203,7 @@ class _Recorder:
         is_last = len(self._pass.layers) == len(self._parts.layers)
         if self._parts.around is None or not is_last:
             return None
-        made = self._input(x_BTD)  # the rest of the model starts here, wherever the norm is
+        made = self._input(x_BTD)  # the layers start here, wherever the norm is
         self._pass.last_TD = _rows(made[:1])[0].clone()
         return (made, *out[1:]) if isinstance(out, tuple) else made
 
@@ -215,7 +219,7 @@ class _Recorder:
             shape = (1 + NUM_NOISY, len(layer.x_TD), -1)
             layer.routing = _routing(ids.reshape(shape), weights.reshape(shape))
             layer.experts_TK = chosen = ids.reshape(shape)[0].clone()
-            if self._quiet:  # also test experts that no prompt token is routed to
+            if self._quiet:  # so experts that no prompt token chooses are tested too
                 slots = torch.arange(chosen.numel(), device=chosen.device)
                 layer.experts_TK = (slots % self._num_experts).view_as(chosen).to(chosen)
             rows = layer.experts_TK[None], weights.reshape(shape)[:1]
@@ -235,14 +239,14 @@ class _Recorder:
 def _enter_head(_: nn.Module, args: Any) -> Any:
     """Make the last positions of several rows contiguous.
 
-    Otherwise torch multiplies them row by row, each with a copy of the weight: in bf16 that took 20
+    Without this, torch multiplies row by row, each with a copy of the weight. In bf16 that took 20
     s and 2 GB for the head of a model of 30B parameters, instead of 60 ms.
     """
     return (args[0].contiguous(), *args[1:])
 
 
 def _quieting(x_TD: Tensor) -> Tensor:
-    """Return the factor that makes a tensor quiet."""
+    """Return the factor that scales a tensor down to `QUIET`."""
     return QUIET / x_TD.square().mean().sqrt().clamp_min(1e-30)
 
 
@@ -252,7 +256,7 @@ def _rows(x_BTD: Tensor) -> Tensor:
 
 
 def _spread(x_BTD: Tensor) -> Tensor:
-    """Return the distance of the noisy rows from row 0, per token and unit of rounding: [T]."""
+    """Return the distance of the noisy rows from row 0, per token and rounding error: [T]."""
     moved = (x_BTD[1:].float() - x_BTD[:1].float()).square().sum(-1).mean(0).sqrt()
     return moved / NOISE
 

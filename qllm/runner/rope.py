@@ -3,18 +3,18 @@
 A model may have one kind of embedding for all layers, one for every type of layer (sliding and full
 attention rotate by different angles), or none.
 
-Static rope types give a position the same values in every call, so they are computed once into a
-table. LongRoPE and dynamic NTK choose their frequencies by the *length* of a call, the position of
-its last token + 1. Here the length of a position is that of the call in which `generate` would
-compute it, which depends on the request alone:
+Static rope types give a position the same values in every call, so values are computed once into a
+table. LongRoPE and dynamic NTK choose their frequencies by the *length* of a call: the position of
+its last token + 1. In this module, a position has the length of the call in which `generate` would
+compute the position. That length depends on the request alone:
 
     prompt of n tokens     0 ... n-1            length n, however the prompt is cut into passes
     decoded token          p >= n               length p + 1
     Phi-3, Phi-3.5-MoE     every position       the number of tokens known so far
 
-The third row is for families whose `generate` drops its cache when the length exceeds the original
-length (`Switch.recomputes`). The engine evicts the request there and recomputes it with the long
-factors. In the other families, cached keys keep the factors with which they were computed.
+The third line is for families whose `generate` drops its cache when the length exceeds the original
+length (`Switch.recomputes`). At that length the engine evicts the request and computes it again
+with the long factors. In the other families, cached keys keep their first factors.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from qllm.types import RequestId
 
 
 class _Holding(DynamicCache):
-    """A cache that reports so many tokens."""
+    """A cache that reports a given number of tokens."""
 
     num_tokens = 0
 
@@ -69,11 +69,11 @@ def _drops_cache(model: Any, at: int) -> bool:
 def switch_of(model: nn.Module, rotary_emb: Any) -> Switch | None:
     """Return the dependence of a model's frequencies on the length; None if there is none."""
     kind = getattr(rotary_emb, "rope_type", "default")
-    if isinstance(kind, Mapping):  # one kind per type of layer; discovery accepts only static ones
+    if isinstance(kind, Mapping):  # one kind per type of layer; discovery accepts only static kinds
         return None
     config = base_model(model).config
     parameters = getattr(config, "rope_parameters", None) or {}
-    # Phi-3.5-MoE scales by `short_mscale` or `long_mscale`, whatever the type is.
+    # Phi-3.5-MoE scales by `short_mscale` or `long_mscale`, whatever its rope type is.
     is_binary = kind == "longrope" or (kind != "default" and "long_mscale" in parameters)
     if kind in STATIC_ROPE and not is_binary:
         return None
@@ -114,8 +114,8 @@ class Ropes:
     def rows(self, program: Program, requests: Mapping[RequestId, RequestState]) -> RowRopes:
         """Return the embeddings of the rows of a program.
 
-        They depend only on each row's request; a dead row has no request. Layers that are called as
-        in the model's forward get token ids instead, [1, T].
+        The embeddings of a row depend only on the row's request. A dead row has no request. Layers
+        that run by the model's own code get token ids instead, [1, T].
         """
         if self._takes_ids:
             ids: list[int] = []

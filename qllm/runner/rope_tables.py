@@ -1,7 +1,7 @@
 """Tables of position embeddings, and the embeddings of the rows of a frame.
 
-Static rope types give a position the same values in every call, so they are computed once into a
-table; other types also depend on a length (`qllm.runner.rope`).
+Static rope types give a position the same values in every call, so values are computed once into a
+table. Other types also depend on a length (`qllm.runner.rope`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,17 @@ class Switch:
     at: int
     """Greatest length with the original frequencies."""
     is_binary: bool
-    """True if all greater lengths have the same values; else each has its own."""
+    """True if all lengths above `at` have the same values.
+
+    Otherwise each length has its own values.
+    """
     recomputes: bool
     """True if KV of a length up to `at` is not used for greater lengths."""
 
     def length_of(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Return the length n of the frequencies below position n; a later position p uses p + 1.
+        """Return the length n whose frequencies apply to positions below n.
+
+        A later position p has length p + 1.
 
         Args:
             num_prompt_tokens: Number of prompt tokens of the request.
@@ -38,7 +43,10 @@ class Switch:
         return num_prompt_tokens
 
     def regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """Return a name of the frequencies: equal names, equal frequencies at each position."""
+        """Return a name of the frequencies.
+
+        Requests with equal names have equal frequencies everywhere.
+        """
         length = self.length_of(num_prompt_tokens, num_tokens)
         if length <= self.at:
             return "short"
@@ -55,17 +63,17 @@ class RopeRows(NamedTuple):
 
     @classmethod
     def of(cls, given: Tables) -> "RopeRows":
-        """Return tables with their addresses."""
+        """Return tables together with their addresses."""
         tables = tuple(t.contiguous() for t in given)
         num = tables[0].shape[1]
         return cls(tables, num, [(t.data_ptr(), t.nbytes // num) for t in tables])
 
 
 class RopeTable:
-    """Embeddings of positions, by the lengths that matter to the model.
+    """Embeddings of positions, for every length that the model distinguishes.
 
     Args:
-        rotary_emb: Rotary module of the model, or a call of it for one kind of layers.
+        rotary_emb: Rotary module of the model, or a call of the module for one kind of layers.
         device: Device of the tables.
         dtype: Dtype of the tables.
         switch: Dependence of the frequencies on the length; None if there is none.
@@ -82,16 +90,18 @@ class RopeTable:
         self._like = torch.empty(0, device=device, dtype=dtype)
         self.switch = switch
         self._tables: dict[bool, RopeRows] = {}
-        """Tables of positions [0, n), grown by doubling, of short (False) and long (True)
-        frequencies."""
+        """Tables of positions [0, n), with short (False) and long (True) frequencies.
+
+        A table grows by doubling.
+        """
 
     def _call(self, lo: int, hi: int, length: int) -> Tables:
-        """Return the module's values of positions [lo, hi) in a call of a length, at least `hi`."""
+        """Return the module's values of positions [lo, hi) in a call of `length`, at least `hi`."""
         positions = torch.arange(lo, hi, device=self._like.device)
         if self.switch is None:
             found = self._module(self._like, positions.unsqueeze(0))
             return found if isinstance(found, tuple) else (found,)
-        # Dynamic NTK remembers the greatest length of a call; a short call resets that.
+        # Dynamic NTK keeps the greatest length of any call. A short call resets this length.
         first, last = positions.new_zeros((1, 1)), positions.new_full((1,), length - 1)
         self._module(self._like, first)
         cos, sin = self._module(self._like, torch.cat((positions, last)).unsqueeze(0))
@@ -99,14 +109,14 @@ class RopeTable:
         return cos[:, :-1], sin[:, :-1]
 
     def _rows(self, lo: int, hi: int, length: int) -> Tables:
-        """Return the values of positions [lo, hi) of one length, at least `hi`."""
+        """Return the values of positions [lo, hi) for `length`, at least `hi`."""
         found = self._table(hi, length)
         if found is None:
             return self._call(lo, hi, length)
         return tuple(table[:, lo:hi] for table in found.tables)
 
     def _table(self, hi: int, length: int) -> RopeRows | None:
-        """Return a table with the positions below `hi` of one length; None if there is none."""
+        """Return a table with the positions below `hi` for `length`; None if there is no table."""
         switch = self.switch
         is_long = switch is not None and length > switch.at
         if switch is not None and is_long and not switch.is_binary:
@@ -117,13 +127,13 @@ class RopeTable:
             while size < hi:
                 size *= 2
             if switch is not None and not is_long:
-                size = min(size, switch.at)  # a longer table would be a longer call
+                size = min(size, switch.at)  # a longer table would need a longer call
             made = self._call(0, size, max(size, length if is_long else 0))
             found = self._tables[is_long] = RopeRows.of(made)
         return found
 
     def rows_of(self, lo: int, hi: int, length: int) -> RopeRows | None:
-        """Return the table in which positions [lo, hi) are contiguous; None if there is none."""
+        """Return the table that contains positions [lo, hi) contiguously; None if there is none."""
         parts = self._split(lo, hi, length)
         return self._table(*parts[0][1:]) if len(parts) == 1 else None
 
@@ -143,7 +153,7 @@ class RopeTable:
         return tuple(torch.cat(tables, 1) for tables in zip(*parts, strict=True))
 
     def _split(self, lo: int, hi: int, length: int) -> list[tuple[int, int, int]]:
-        """Return ranges with one length each: lo, hi, length."""
+        """Return ranges of positions that have one length each, as (lo, hi, length)."""
         switch = self.switch
         edge = hi if switch is None else max(length, switch.at)
         parts = [(lo, min(hi, edge), edge)] if lo < edge else []
@@ -156,13 +166,13 @@ class RopeTable:
 
 
 class RowRopes:
-    """The embeddings of the rows of a program, packed, joined on demand.
+    """The embeddings of the rows of a program, packed, and made on demand.
 
     Args:
         tables: Tables of the model, by kind (`LayerParts.rope_kind`); empty if layers have none.
         ranges: Positions of the rows: see `RopeTable.of`.
         lengths: Lengths of the rows: see `RopeTable.of`.
-        given: Embeddings of the kind None, instead of those of the tables.
+        given: Embeddings of the kind None, used instead of the tables.
     """
 
     def __init__(
@@ -176,7 +186,7 @@ class RowRopes:
         self._whole: dict[str | None, Tables] = {} if given is None else {None: given}
         self._parts: dict[tuple[int, int, int, str | None], Tables] = {}
         self._kept: RopeRows | None = None
-        """Table whose addresses kernels have; the model may have a longer table by now."""
+        """Table whose addresses kernels use. Meanwhile the model may have made a longer table."""
 
     def of(
         self, group: int, lo: int, hi: int, tokens: Tensor | None, kind: str | None = None
@@ -210,7 +220,7 @@ class RowRopes:
     def addresses(self, group: int, lo: int, hi: int, tokens: Tensor | None) -> list[int]:
         """Return the addresses of the tensors of `of`, valid as long as this object lives.
 
-        A single row is read in place in the tables: cutting it out with torch takes a tenth of a
+        A single row is read in place in the tables. A torch slice would take a tenth of a
         millisecond when the weights of a step have evicted all code from the caches.
         """
         if len(self._ranges) == 1 and None in self._tables:

@@ -1,8 +1,8 @@
-"""Execution of programs on a Hugging Face model: the torch half of the sweep.
+"""Execution of programs on a Hugging Face model, op by op, in torch.
 
-A program is a list of ops; a frame is its tensors. `run` executes ops in order and polls after each
-op, and inside EXPERTS after each range of work units. To stop, it returns the index of the first op
-not done; the frame already contains all that is needed to continue.
+A program is a list of ops. A frame contains the program's tensors. `run` executes ops in order and
+polls after each op, and inside EXPERTS after each range of work units. To stop, `run` returns the
+index of the first op that is not done. The frame already contains all that is needed to continue.
 """
 
 import time
@@ -44,13 +44,13 @@ from qllm.types import CAPABILITIES, Grain, RequestId, Sampled, SamplingParams
 class TorchRunner:
     """The `Runner` of `runner/protocol.py` over a causal language model of transformers.
 
-    Made by `cpu_runner` or `cuda_runner`; large because requests and frames change together.
+    `cpu_runner` and `cuda_runner` make it. Large because requests and frames change together.
 
     Args:
-        model: Model in evaluation mode, whole, on one device.
+        model: Whole model in evaluation mode, on one device.
         make_backend: Factory of the backend, from the parts of the model.
         rounding: `expert_weights` and `activations` of `EngineConfig`; part of the identity.
-        clock: Clock in nanoseconds, for segments only.
+        clock: Clock in nanoseconds that measures segments.
 
     Raises:
         ModelError: The model cannot be driven safely.
@@ -82,7 +82,7 @@ class TorchRunner:
         self.backend = make_backend(parts)
         attention.install(parts.attentions)
         try:
-            self.backend.enter()  # last: it packs the experts' weights in place
+            self.backend.enter()  # must be last, because it packs the experts' weights in place
         except BaseException:
             self.close()  # restore the model for the caller
             raise
@@ -90,7 +90,7 @@ class TorchRunner:
         self.shape, self.charge = charged(self.shape, model, parts, self._drivers)
 
     def _follow_backend(self) -> None:
-        """Use what the backend computes with now."""
+        """Use the implementations that the backend computes with now."""
         compute, self._drivers = self.backend.compute, self.backend.drivers
         self.drivers = tuple(driver.kind for driver in self._drivers)
         self._ops: dict[OpKind, RunOp] = {
@@ -114,12 +114,12 @@ class TorchRunner:
 
     @property
     def cuts(self) -> CutRule:
-        """Rule by which programs are cut."""
+        """Rule that cuts the ops of a program by rows."""
         return self.backend.cuts
 
     @property
     def names(self) -> dict[str, str]:
-        """Implementation of each part by name, for results."""
+        """Name of the implementation of each kind of work, for benchmark results."""
         return self.backend.names
 
     @property
@@ -197,7 +197,7 @@ class TorchRunner:
     # frames
 
     def accept(self, program: Program, tables: Sequence[Sequence[int]] = ()) -> None:
-        """See `Runner`; on a CPU, where blocks have no addresses, `tables` may be omitted."""
+        """See `Runner`. On a CPU, where blocks have no addresses, `tables` may be omitted."""
         if program.frame_id in self.frames:
             raise InvariantError(f"frame {program.frame_id} exists already")
         for row in program.rows:
@@ -316,7 +316,7 @@ class TorchRunner:
         return self.backend.new_step(frame.spans(self.requests, group, lo, hi), hi - lo)
 
     def _calling(self, frame: Frame, op: Op) -> tuple[Any, ...]:
-        """Return a driver's extra arguments to call a layer as in the model's forward; else ()."""
+        """Return a driver's extra arguments, if the layer runs by the model's own code; else ()."""
         where = op[2:] if self.parts.around is not None else None
         return (frame.rope_of(*where), frame.step_of(*where, self.new_step)) if where else ()
 
@@ -347,7 +347,7 @@ class TorchRunner:
         return 0
 
     def _experts(self, frame: Frame, op: Op, pos: int) -> int:
-        """Run one range of units; return the next position, 0 when the op is done."""
+        """Run one range of work units; return the next position, 0 when the op is done."""
         state = frame.layer
         work = state.work or self._start_experts(state, op, frame.grain)
         x, stop = state.experts_x_TD, work.end_of_range(pos, self.backend.costs)
@@ -400,7 +400,7 @@ class TorchRunner:
         return 0
 
     def _logits(self, frame: Frame, program: Program, at: Index, stop: Stop) -> Swept:
-        """Compute requested prompt scores, then blocks of the vocabulary; at the end, sample."""
+        """Compute requested prompt scores, then blocks of the vocabulary, then sample tokens."""
         (op, pos), group = at, program.ops[at.op].group
         parts, members = self.parts, program.groups[group]
         costs, vocabulary = self.backend.costs, self.backend.compute.head
@@ -418,7 +418,7 @@ class TorchRunner:
             pos = head.scores.run(vocabulary, parts, costs, pos, dead)
             return Swept(Index(op, pos), 0, 0, OpKind.HEAD, 0)
         first = pos - head.scores.num_units
-        if first >= num:  # tokens are chosen, one row at a time
+        if first >= num:  # only the choice of tokens is left, one row at a time
             is_done = self._choose(frame, members, first - num)
             next_at = Index(op + 1, 0) if is_done else Index(op, pos + 1)
             return Swept(next_at, 0, 0, OpKind.HEAD, 0)
@@ -443,7 +443,7 @@ class TorchRunner:
         return self.frames[program.frame_id].export()
 
     def import_frame(self, program: Program, index: Index, tensors: dict[str, Tensor]) -> None:
-        """Make the frame of an `export_frame`; its requests must be present already."""
+        """Make a frame from the tensors of `export_frame`. Its requests must be present already."""
         frame = Frame(program)
         with inference():
             frame.rope = self.rope.rows(program, self.requests)
@@ -471,7 +471,7 @@ class TorchRunner:
         meta: dict[str, Any],
         blocks: Sequence[int] = (),
     ) -> None:
-        """Add a request from an `export_request`, in blocks that hold all its KV."""
+        """Add a request from an `export_request`, in blocks with room for all its KV."""
         prompt = meta["num_prompt_tokens"]
         self.add(request_id, meta["token_ids"], sampling, prompt, meta["max_total_tokens"])
         with inference():

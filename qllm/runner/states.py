@@ -1,15 +1,15 @@
 """Recurrent states of requests, by layer and position.
 
-A layer with a state does not attend to the keys of all positions. It carries a state from one token
-to the next, and cannot go back. So a request holds, for every such layer, states by the position of
-the next token:
+A layer with a state does not attend to the keys of all positions. The layer carries a state from
+one token to the next, and cannot go back to an earlier token. So a request holds, for every such
+layer, states by the position of the next token:
 
     states of a layer   {committed: s, hi: s'}     a pass over [committed, hi) reads s and leaves s'
 
-The state after a pass is not committed before all layers have it. Until then both states are kept,
-so that a pass that is dropped, stopped or run in another way finds its first state.
+The state after a pass is committed once all layers have computed it. Until then both states are
+kept. So a pass that is dropped, stopped or run in another way finds its first state.
 
-States for other requests are shared by reference; after that no pass writes to them.
+States for other requests are shared by reference. No pass writes to a shared state.
 
     marks     positions at which a pass stops to leave a state
     lend      give the prefix cache the states of a position
@@ -37,7 +37,7 @@ class States:
     def __init__(self) -> None:
         self._held: dict[int, dict[int, Any]] = {}
         self.marks: frozenset[int] = frozenset()
-        """Positions whose states stay until they are lent, or the marks change."""
+        """Positions whose states stay until the states are lent, or the marks change."""
         self._lent: set[int] = set()
         """Positions whose states the prefix cache also holds."""
 
@@ -52,7 +52,7 @@ class States:
     def lend(self, position: int) -> dict[int, Any] | None:
         """Return the states of all layers at a position, for `borrow`; None if there are none.
 
-        From then on no pass writes to them, and the position is no longer marked.
+        From then on no pass writes to the states, and the position is no longer marked.
         """
         self.marks -= {position}
         found = {i: held[position] for i, held in self._held.items() if position in held}
@@ -63,12 +63,17 @@ class States:
         return found
 
     def borrow(self, position: int, states: Mapping[int, Any]) -> None:
-        """Continue from states that `lend` returned; the caller commits the tokens before."""
+        """Continue from states that `lend` returned.
+
+        The caller commits the tokens before `position`.
+        """
         self._held = {layer: {position: state} for layer, state in states.items()}
         self._lent = {position}
 
     def take(self, layer: int, position: int, committed: int, new_state: NewState) -> Any:
-        """Return the state before a position; after it advances in place, pass it to `put`.
+        """Return the state before a position.
+
+        The caller advances the state in place and calls `put`.
 
         Raises:
             InvariantError: The layer was not run up to the position, or has dropped its state.
@@ -87,10 +92,10 @@ class States:
     def advance(
         self, layer: int, position: int, committed: int, new_state: NewState
     ) -> tuple[Any | None, Any]:
-        """Return the state before a token, and one to overwrite with the next state, for `put`.
+        """Return the state before a token, and a state to overwrite with the next state, for `put`.
 
-        Both are the same object if the first is no longer needed. The second is an unneeded state,
-        if there is one. The first is None for a request without tokens.
+        If nothing else needs the first state, both are the same object. Otherwise the second is an
+        unneeded state, if there is one. The first is None for a request without tokens.
 
         Raises:
             InvariantError: The layer was not run up to the position, or has dropped its state.
@@ -105,12 +110,15 @@ class States:
             return state, state
         for p in [p for p in held if p in self._lent and p not in (committed, position)]:
             if p not in self.marks:
-                del held[p]  # before another is made: a request has two
+                del held[p]  # deleted before another is made, so that a request has two
         spare = next((p for p in held if not self._is_fixed(p, committed)), None)
         return held[position], new_state() if spare is None else held.pop(spare)
 
     def last(self, layer: int, new_state: NewState) -> Any:
-        """Return the state of the last token that the layer has seen, not a copy."""
+        """Return the state after the last token that the layer has seen.
+
+        The state is not a copy.
+        """
         held = self._held[layer]
         position = max(held)
         if isinstance(saved := held[position], Saved):
@@ -118,19 +126,19 @@ class States:
         return held[position]
 
     def put(self, layer: int, position: int, state: Any, committed: int) -> None:
-        """Store a state and drop all but this, the committed tokens' state, and those of marks."""
+        """Store a state, and drop all other states that are not committed or marked."""
         held, kept = self._held.setdefault(layer, {}), {committed, *self.marks}
         self._held[layer] = {p: s for p, s in held.items() if p in kept} | {position: state}
 
     def clear(self) -> None:
-        """Drop all states; the request recomputes from its first token."""
+        """Drop all states. The request is computed again from its first token."""
         self._held.clear()
         self._lent.clear()
         self.marks = frozenset()
 
     @property
     def layers(self) -> Collection[int]:
-        """Layers that have left a state; they write no keys and values."""
+        """Layers that have left a state. These layers write no keys and values."""
         return self._held.keys()
 
     @property
@@ -144,7 +152,7 @@ class States:
         return [t for state in held for t in tensors_of(state).values()]
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies by name: "state.LAYER.POSITION.NAME"."""
+        """Return copies of the tensors by name: "state.LAYER.POSITION.NAME"."""
         return {
             f"state.{layer}.{position}.{name}": tensor.clone()
             for layer, by_position in self._held.items()
@@ -153,7 +161,7 @@ class States:
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore from `export`; tensors with other names are ignored."""
+        """Restore the tensors of `export`. Tensors with other names are ignored."""
         found: dict[tuple[int, int], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith("state."):
@@ -164,7 +172,7 @@ class States:
 
 
 class Saved(NamedTuple):
-    """The tensors of a restored `LayerCache`; the layer loads them into an empty one."""
+    """The tensors of a restored `LayerCache`. The layer loads the tensors into an empty cache."""
 
     tensors: dict[str, Tensor]
 

@@ -1,8 +1,9 @@
-"""Consecutive ops of a program in one native call, for layers with kernels for every part.
+"""Consecutive ops of a program in one native call, for layers whose every op has a kernel.
 
-A call runs until the ops per layer change, a part has no kernel, or a stop may be due. It leaves
-the frame as `qllm.runner.runner` does, which runs the ops one by one. It may leave an op after any
-of its tasks (kernels/cpu/course.py). The loop is kernels/cpu/sweep.cpp.
+A call runs until the number of ops per layer changes, an op has no kernel, or a stop may be due.
+The call leaves the frame in the same state as `qllm.runner.runner`, which runs the ops one by one.
+A call may stop inside an op, after any task (kernels/cpu/course.py). The loop is
+kernels/cpu/sweep.cpp.
 """
 
 import ctypes
@@ -108,38 +109,40 @@ class _Sweep(ctypes.Structure):
 
 
 class Sizes(NamedTuple):
-    """The amounts of work that run at once."""
+    """The amounts of work that a call does at once."""
 
     costs: CutCosts
-    """Costs that set the size of a range of expert units."""
+    """Costs that set the size of a range of expert work units."""
     unit_rows: int
-    """Most rows of one expert unit."""
+    """Most rows of one expert work unit."""
     single: bool
     """True to return after the first op or range."""
 
 
 class Swept(NamedTuple):
-    """The result of one call."""
+    """The result of one native call."""
 
     at: Index
     """First op that is not done."""
     polled_ns: int
     """Nanoseconds in which the call polled by itself; 0 if it did not."""
     longest_ns: int
-    """Longest nanoseconds between two of these polls of a thread."""
+    """Longest time in nanoseconds between two polls of a thread in the call."""
     longest_op: OpKind
     """Kind of the op in which `longest_ns` was measured."""
     expert_bytes: int
-    """Bytes of weights of the experts that had a unit; 0 if the device counts them."""
+    """Bytes of weights of the experts that had a work unit; 0 if the device counts the bytes."""
 
     def segment_ns(self, whole_ns: int) -> int:
-        """Return the longest time without a poll; the caller's time around the polls counts."""
+        """Return the longest time without a poll, including the caller's time around the polls."""
         return max(0, whole_ns - self.polled_ns) + self.longest_ns
 
 
 KEY_VALUES = 1 << 20
-"""Most values that one attention task reads of keys, and of values: those of 4,096 tokens with
-heads of 128."""
+"""Most values that one attention task reads of keys, and of values.
+
+The number is that of 4,096 tokens with heads of 128.
+"""
 
 
 class LayerOps(NamedTuple):
@@ -173,14 +176,19 @@ class Sweep:
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
-        """Most experts of any layer; one call uses the same buffers for several layers."""
+        """Largest number of experts of any layer.
+
+        One call uses the same buffers for several layers.
+        """
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
-        """Buffers of the previous call, of dense layers and of those with experts. A frame that is
-        parked inside a layer has its own."""
+        """Buffers of the previous call, for dense layers and for layers with experts.
+
+        A frame that is parked inside a layer has its own buffers.
+        """
 
     def enter(self) -> None:
-        """Read the addresses of the weights; those of the experts are packed."""
+        """Read the addresses of the weights. The experts' weights must be packed."""
         self._structs = (_Layer * len(self._layers))()
         for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
             if layer is None:
@@ -201,7 +209,7 @@ class Sweep:
             )
 
     def leave(self) -> None:
-        """Run no call until `enter`; experts free their packed memory."""
+        """Refuse calls until the next `enter`, because experts free their packed memory."""
         self._structs = None
 
     @property
@@ -223,23 +231,23 @@ class Sweep:
         new_step: NewStep,
         sizes: Sizes,
     ) -> Swept:
-        """Run ops from `at`, at least one task of an op.
+        """Run ops from `at` on, at least one task of an op.
 
         Args:
             frame: Frame of the program.
-            program: Program of the frame, or one with the first of its ops.
+            program: Program of the frame, or a shorter program with its first ops.
             at: First op, which must be covered.
-            stop: Stop to poll. Without `watch` the caller polls it, so the call returns at every
-                boundary of the program's grain between ops and ranges.
+            stop: Stop to poll. A stop without `watch` is polled by the caller, so the call returns
+                at every boundary of the program's grain between ops and ranges.
             new_step: Function that returns the inputs of an ATTN op.
-            sizes: Amounts of work that run at once.
+            sizes: Amounts of work that the call does at once.
 
         Returns:
-            The completed work.
+            Work that the call has done.
 
         Raises:
-            InvariantError: Expert units ran out of order (I1), or the sweep is not entered.
-            ModelError: A router gave an id of no expert.
+            InvariantError: Expert work units ran out of order (I1), or the sweep is not entered.
+            ModelError: A router chose an expert that does not exist.
         """
         if self._structs is None:
             raise InvariantError("these experts were given back to their module")
@@ -288,10 +296,10 @@ class Sweep:
         return Swept(index, s.call_ns, s.longest_ns, longest, s.expert_bytes)
 
     def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
-        """Return the input of a layer; later layers overwrite it."""
+        """Return the input of a layer. Later layers overwrite the tensor."""
         x = frame.activate(group)
         if layer and self._layers[layer - 1] is None:
-            # A hook of the module before may hold it.
+            # a hook of the earlier module may hold the tensor
             x = frame.x_TD = x.clone(memory_format=torch.contiguous_format)
         elif not x.is_contiguous():
             x = frame.x_TD = x.contiguous()
@@ -343,7 +351,7 @@ class Sweep:
     def _leave(
         self, frame: Frame, s: _Sweep, space: LayerBuffers, x_TD: Tensor, ahead: LayerOps
     ) -> None:
-        """Bring the frame into the state after the same ops one by one."""
+        """Bring the frame into the state that the same ops leave when they run one by one."""
         frame.slots_done += s.slots_done
         for step in ahead.steps if s.num_layers else ahead.steps[: s.part]:
             step.reach()
@@ -362,7 +370,7 @@ class Sweep:
 
 
 def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeLayer | None:
-    """Return a layer as a call reads it; None if a part of it has no kernel."""
+    """Return a layer in the layout that a call reads; None if part of the layer has no kernel."""
     layer = driver.whole if isinstance(driver, NativeDriver) else None
     if layer is None or layer.router is None:
         return layer
@@ -370,7 +378,10 @@ def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeL
 
 
 def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
-    """Return the stretch of an op and its first index; for bare ops, the op's layer."""
+    """Return the stretch of an op and the stretch's first index.
+
+    Bare ops have the stretch of a layer.
+    """
     if isinstance(ops, Ops):
         return ops.stretch_of(index)
     same = ops[index].layer, ops[index].group
@@ -406,7 +417,7 @@ def _ahead(
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:
-    """Raise unless exactly the units before `pos` are done; before COMBINE, all units."""
+    """Raise unless exactly the work units before `pos` are done. COMBINE needs all units."""
     if work is None:
         return
     if op.kind is OpKind.COMBINE:
@@ -417,4 +428,4 @@ def _check_units(work: Work | None, op: Op, pos: int) -> None:
 
 
 NOTHING = Sweep((), (), 0)
-"""A sweep that covers no layer: every op runs on its own."""
+"""A sweep that runs no layer. Every op runs on its own."""

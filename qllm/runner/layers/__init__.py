@@ -1,1 +1,1 @@
-"""The parts of one layer, computed by transformers' modules or by this project's kernels."""
+"""The components of one layer, computed by transformers' modules or by this project's kernels."""

@@ -35,7 +35,7 @@ from qllm.runner.layers.hooked import (
 from qllm.runner.layers.recurrent import over_spans
 
 Ids = tuple[Tensor, ...]
-"""Token ids, [1, T], instead of position embeddings."""
+"""Token ids, [1, T], which these layers get instead of position embeddings."""
 
 
 def spans_of(around: Around, step: Step) -> Iterator[Span]:
@@ -49,7 +49,7 @@ def spans_of(around: Around, step: Step) -> Iterator[Span]:
 
 
 def entry_of(around: Around, ids: Ids, step: Step, span: Span) -> Entry:
-    """Return the arguments of the layers for the tokens of a span, made once per step."""
+    """Return the arguments of all layers for the tokens of a span, made once per step."""
     found = step.entries.get(span.at)
     if found is None:
         here = ids[0][0, span.at : span.at + span.hi - span.lo]
@@ -92,12 +92,12 @@ class AroundDriver:
         self._gives = any(handed.layer == self._index for all_ in later for handed in all_)
         taken = {handed.layer for all_ in later for handed in all_}
         self._used_up = [layer for layer in self._sources if layer not in taken]
-        """Layers whose values no later layer uses."""
+        """Earlier layers whose values no later layer than this one uses."""
 
     # methods that a program calls
 
     def attend(self, x_TD: Tensor, rope: Ids, step: Step) -> Tensor:
-        """Return attention outputs, [T, D]; for a layer that runs whole, its outputs, [T, W]."""
+        """Return attention outputs, [T, D]. A layer that runs whole returns its outputs, [T, W]."""
 
         def run(x_1TW: Tensor, span: Span) -> Tensor:
             held, committed = span.kv.states, span.kv.committed
@@ -125,7 +125,7 @@ class AroundDriver:
         return self._rows(outs[0][0])
 
     def route(self, x_TD: Tensor, mid_TD: Tensor, rope: Ids = (), step: Any = None) -> Routed:
-        """Return the experts of all tokens; those of dead tokens have no effect."""
+        """Return the experts of all tokens. The experts of dead tokens have no effect."""
         assert self._hooked is not None
         num, copies = len(x_TD), dict[int, LayerCache]()
         found: list[tuple[slice, RoutedRows]] = []
@@ -161,7 +161,7 @@ class AroundDriver:
         rope: Ids = (),
         step: Any = None,
     ) -> Tensor:
-        """Return outputs of the layer, [T, W], and complete its state of the tokens."""
+        """Return outputs of the layer, [T, W], and complete the layer's state of the tokens."""
         hooked = self._hooked
         assert hooked is not None
 
@@ -219,7 +219,7 @@ class AroundDriver:
 
 
 def _put_together(num_tokens: int, parts: list[tuple[slice, Any]]) -> Tensor:
-    """Return rows of all tokens; tokens without a part get zeros."""
+    """Return rows of all tokens. Tokens outside all slices get zeros."""
     like = parts[0][1]
     if like.shape[0] == num_tokens:
         return like  # type: ignore[no-any-return]

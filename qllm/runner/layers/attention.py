@@ -3,8 +3,8 @@
 Each module gets its own config that makes it call this code: a shallow copy of the model's config
 with the attention implementation "qllm". The model's config does not change, so `model.forward`
 still builds its masks as before. A call without a `Step` is passed to the implementation that the
-model's config names *at that moment*. Nothing is switched while driving, so another thread may use
-the model.
+model's config names *at that moment*. A runner changes no setting while it drives, so another
+thread may use the model.
 
 A `Step` is both the `past_key_values` that the module writes through and the context in the keyword
 arguments.
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class SpanAddresses:
-    """Spans in the layout of the kernels: 6 integers each (`Span` in kernels/cpu/kernels.h)."""
+    """Spans in the layout of the kernels, 6 integers per span (`Span` in kernels/cpu/kernels.h)."""
 
     def __init__(self, spans: Sequence[Span], slab: tuple[int, int, int], like: Tensor) -> None:
         self._values = array("q")
@@ -53,10 +53,9 @@ class SpanAddresses:
 
 
 class Step:
-    """The spans of one ATTN op in packed order, and their masks once they are made.
+    """The spans of one ATTN op in packed order, and their masks, made on demand.
 
-    Spans of one request are adjacent. A step without spans for some of its tokens (dead rows)
-    leaves zeros there.
+    Spans of one request are adjacent. Tokens without a span are dead, and get zeros.
     """
 
     __slots__ = (
@@ -75,21 +74,21 @@ class Step:
         self.spans = tuple(spans)
         self.num_tokens = num_tokens
         self.latent = latent
-        """True if the cache holds MLA latents, which the module expands after `update`."""
+        """True if the cache holds MLA latents. The module expands the latents after `update`."""
         self.single = len(self.spans) == num_tokens > 1
         """True if every token is a sequence of its own: a decode batch."""
         self.num_attended = sum(span.hi - span.lo for span in self.spans)
-        """Number of tokens that a span covers; the others are dead."""
+        """Number of tokens that a span covers. The other tokens are dead."""
         self._addresses: SpanAddresses | None = None
         self._reached = False
         self.masks: dict[tuple[int, int, int, int], Tensor] = {}
         self.entries: dict[int, Any] = {}
-        """Calls of layers for some tokens (`models.around.Entry`), by the first token."""
+        """Arguments of layer calls (`models.around.Entry`), by the first token of each call."""
 
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values; return those that the module attends to."""
+        """Write keys and values; return the keys and values that the module attends to."""
         if self.single:
             tokens = zip(torch.split(k_1GTH, 1, 2), torch.split(v_1GTH, 1, 2), strict=True)
             for span, (k, v) in zip(self.spans, tokens, strict=True):
@@ -112,7 +111,7 @@ class Step:
     def addresses(self, slab: tuple[int, int, int], like: Tensor) -> SpanAddresses:
         """Return the spans for the kernels, and reserve the KV of new requests (see `SlabKV.base`).
 
-        A caller that lets a kernel write there must call `reach`.
+        A caller whose kernel writes into the KV must call `reach`.
         """
         if self._addresses is None:
             self._addresses = SpanAddresses(self.spans, slab, like)
@@ -123,7 +122,7 @@ class Step:
         return self.spans[0].lo if self.spans else 0
 
     def reach(self) -> None:
-        """Mark the positions of the spans as written; they are, or will be before they are read."""
+        """Mark the positions of the spans as written. They are written before they are read."""
         if not self._reached:
             for kv, _, _, hi in self.spans:
                 kv.reach(hi)
@@ -152,7 +151,7 @@ class Step:
         if not self.latent:
             pairs = [kv.read(layer_idx, 0, hi) for kv, _, _, hi in self.spans]
             tiles = k_1GTH.shape[1] // pairs[0][0].shape[1] if pairs else 1
-            if tiles > 1:  # the module repeats all heads in turn (JetMoE)
+            if tiles > 1:  # the module repeats the whole sequence of heads (JetMoE)
                 pairs = [(k.repeat(1, tiles, 1, 1), v.repeat(1, tiles, 1, 1)) for k, v in pairs]
             return pairs
         start, at = {}, 0
@@ -187,7 +186,7 @@ def _first_seen(q: Any, window: int) -> Any:
 
 
 class OwnStep(Protocol):
-    """A step that computes attention itself, over KV that is not in slabs."""
+    """A step with its own attention, over KV that is not in slabs."""
 
     def attend(
         self,
@@ -211,7 +210,7 @@ def _family_eager(module: nn.Module) -> Attend:
 
 
 def _visible(span: Span, kv: KV, window: int | None) -> tuple[int, KV, int | None]:
-    """Return the first visible key, keys and values from it on, and the window if it hides some."""
+    """Return the first visible key, the KV from there on, and the window if it hides keys."""
     if window is None or span.hi <= window:
         return 0, kv, None
     first = max(0, _first_seen(span.lo, window))
@@ -254,7 +253,7 @@ def _attend_span(
         span: Positions of the queries.
         step: Step that keeps the masks.
         scaling: Factor of the scores; None is 1 / sqrt(H).
-        window: Keys that a query of sliding attention sees; None is all.
+        window: Number of keys that a query of sliding attention sees; None is all.
     """
     lo, hi = span.lo, span.hi
     first, (k, v), window = _visible(span, kv, window)
@@ -284,10 +283,9 @@ def attend(
     qllm_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute attention; transformers' attention interface calls it by the name "qllm".
+    """Compute attention. transformers' attention interface calls this function by the name "qllm".
 
-    The window comes from the driver, because families state it in the mask and not always in the
-    call.
+    The window comes from the driver, because some families pass the window only in the mask.
     """
     if qllm_step is None:
         fallback = _configured(module)
@@ -320,7 +318,7 @@ def _dead(query: Tensor, value: Tensor, num_tokens: int) -> Tensor:
 
 
 def _configured(module: nn.Module) -> Attend:
-    """Return the function that the model's own config names now."""
+    """Return the attention function that the model's own config names now."""
     own: Any = module.config
     config = getattr(own, "qllm_original", own)
     found: Attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -330,7 +328,7 @@ def _configured(module: nn.Module) -> Attend:
 
 
 def install(modules: Sequence[nn.Module]) -> None:
-    """Make attention modules call `attend`; idempotent."""
+    """Make attention modules call `attend`. Idempotent."""
     AttentionInterface.register(NAME, attend)
     copies: dict[int, Any] = {}
     for module in modules:

@@ -1,6 +1,6 @@
 """Gated DeltaNet with this project's kernel instead of the module's forward.
 
-One call runs all requests of a step; the states are in the tensors of `RecurrentMixer`. A token's
+One call runs all requests of a step. The states are in the tensors of `RecurrentMixer`. A token's
 bits depend neither on the cuts of its prompt nor on the other rows.
 """
 
@@ -36,7 +36,7 @@ def is_delta_net(parts: LayerParts) -> bool:
 
 
 def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | None":
-    """Return the mixer of a layer, if it is a Gated DeltaNet that the kernels can run; else None.
+    """Return the mixer of a layer with a Gated DeltaNet that kernels can run; else None.
 
     Args:
         parts: Parts of the layer.
@@ -46,7 +46,7 @@ def delta_mixer(parts: LayerParts, arena: cpu.Arena | None) -> "DeltaMixer | Non
     if arena is None or not is_delta_net(parts):
         return None
     if is_heard(attn):
-        return None  # the module computes, so that its hooks run
+        return None  # the module computes instead, so that its hooks run
     widths = (attn.head_k_dim, attn.head_v_dim)
     are_read = all(map(is_usable, (attn.conv1d.weight[:, 0], attn.norm.weight)))
     are_read = are_read and all(map(is_read, delta_linears(attn)))
@@ -69,7 +69,7 @@ class DeltaMixer:
         self._new_state, self.index = new_state, module.layer_idx
         self.name, self.cache_name = type(module).__name__, cache_argument(module)
         self.covered = (*delta_linears(module), module.conv1d)
-        """Modules that are never called."""
+        """Modules of the model that are never called."""
         self._kernel = DeltaNet(
             matrix_of(_rows_of(module), arena=arena),
             matrix_of([weight_of(module.out_proj)], arena=arena),
@@ -82,13 +82,13 @@ class DeltaMixer:
         )
 
     forward = None
-    """Always None: it is never called."""
+    """Always None, because the module's forward is never called."""
 
     def __call__(self, forward: object = None, *args: Any, **given: Any) -> Tensor:
-        """Compute the output of the module's forward; a `Step` is in the place of the cache.
+        """Compute the output of the module's forward; the cache argument is a `Step`.
 
         Args:
-            forward: Forward of the module; not called.
+            forward: Forward of the module, which is not called.
             args: Input x, [1, T, D], first or by name.
             given: Other keyword arguments.
         """
@@ -100,7 +100,7 @@ class DeltaMixer:
         return out_TD.unsqueeze(0)
 
     def _rounds(self, rows: Sequence[Span]) -> Iterator[list[DeltaSpan]]:
-        """Yield spans that run at once; the pieces of a request run one after the other."""
+        """Yield spans that run at once. Spans of one request run one after the other."""
         for some in zip_longest(*map(_pieces, rows)):
             pieces = [piece for piece in some if piece is not None]
             taken = [
@@ -129,13 +129,13 @@ def _inside(state: Any) -> DeltaState:
 
 
 def _pieces(span: Span) -> list[Span]:
-    """Return a span, cut where it leaves a state midway."""
+    """Return a span in pieces that end where the span leaves a state."""
     kv, at, first, last = span
     return [Span(kv, at + lo - first, lo, hi) for lo, hi in pairwise(kv.states.stops(first, last))]
 
 
 def _of_requests(spans: Sequence[Span]) -> list[Span]:
-    """Return one span per request; the spans of one request must be adjacent."""
+    """Return one span per request. The spans of one request must be adjacent."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None

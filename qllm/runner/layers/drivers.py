@@ -1,15 +1,16 @@
-"""Layer drivers, which run one decoder layer in the parts that a program names.
+"""Layer drivers, which run one decoder layer in the ops that a program names.
 
 Every driver has the same methods over the tokens of an op. `x` is the input of the layer. `mid` is
-what the driver keeps between attention and the sum at the end: x + attention in the fast driver,
-the bare attention output in the hooked driver.
+the driver's result of attention for the sum at the end: x + attention in the fast driver, the bare
+attention output in the hooked driver.
 
     mid = attend(x, rope, step)                                            ATTN
     routed = route(x, mid)              work units over routed.x_TD        ROUTE, EXPERTS
     x' = combine(x, mid, routed, experts)     or dense(x, mid)             COMBINE
 
-All are row-wise except `attend`, which reads the cache through `step`. The fast driver contains the
-code between the submodules for eight families; every computation calls a submodule of the model.
+All methods are row-wise except `attend`, which reads the cache through `step`. The fast driver
+contains the code between the submodules for eight families. Every computation calls a submodule of
+the model.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,10 @@ class Routed(NamedTuple):
     ids_TK: Tensor
     weights_TK: Tensor
     kept: dict[str, RouterExtras] | None = None
-    """Tensors by name that `combine` needs. The fast driver has only "shared", the output of the
-    shared experts."""
+    """Tensors that `combine` needs, by name.
+
+    The fast driver has only "shared": the output of the shared experts.
+    """
 
 
 class LayerDriver(Protocol):
@@ -56,7 +59,7 @@ class LayerDriver(Protocol):
         ...
 
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
-        """Choose experts and run the shared ones. Only in a layer with experts."""
+        """Choose experts and run the shared experts. Only in a layer with experts."""
         ...
 
     def combine(self, x_TD: Tensor, mid_TD: Tensor, routed: Routed, experts_TD: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ class FastDriver:
     def route(self, x_TD: Tensor, mid_TD: Tensor) -> Routed:
         x = self._post_norm(mid_TD)
         first, weights_TK, last = self._router(x)
-        ids_TK = first if last.is_floating_point() else last  # the other one is the logits
+        ids_TK = first if last.is_floating_point() else last  # the other tensor has the logits
         return Routed(x, ids_TK, weights_TK, self._shared(x))
 
     def _shared(self, x_TD: Tensor) -> dict[str, RouterExtras] | None:
@@ -136,13 +139,13 @@ class FastDriver:
 
 
 class HookedDriver:
-    """A driver with hooks on the unmodified layer; `mid` is the bare output of its attention.
+    """A driver with hooks on the unmodified layer. `mid` is the bare output of attention.
 
     Args:
         parts: Parts of the layer.
-        mixer: Function that computes instead of the module with a state (see `HookedLayer`); None
-            lets the module compute.
-        covered: Linear modules that are then never called.
+        mixer: Function that replaces the forward of the module with a state (see `HookedLayer`);
+            None lets the module compute.
+        covered: Linear modules that are never called because of `mixer`.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class HookedDriver:
 
 
 class WholeDriver:
-    """A driver of a layer that attends more than once: the whole layer runs in `attend`."""
+    """A driver of a layer that attends more than once. The whole layer runs in `attend`."""
 
     covered: tuple[nn.Module, ...] = ()
 

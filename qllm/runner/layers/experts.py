@@ -1,7 +1,7 @@
 """The experts of every layer, with torch or with this project's kernels.
 
-`TorchBank` gives the bits of transformers' `grouped_mm` experts: it multiplies the same rows by the
-same matrices and sums in the same order.
+`TorchBank` gives the bits of transformers' `grouped_mm` experts. It multiplies the same rows by the
+same matrices, and sums in the same order.
 """
 
 from collections.abc import Sequence
@@ -47,14 +47,20 @@ class TorchBank:
         self.num_experts = len(self.up)
         own = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
         self._by_row = own and down.shape[1] % 64 != 0
-        """True if the gate runs row by row, because joined rows of odd widths differ in the last
-        bit: the end of a tensor runs scalar code instead of vector code."""
+        """True if the gate runs row by row.
+
+        Joined rows of odd widths would differ in the last bit, because the end of a tensor runs
+        scalar code instead of vector code.
+        """
         self.up_width = gate_up.shape[2]
         self.out_width = down.shape[2]
         self.dtype = gate_up.dtype
         self._rule = rule
         self._in_place = in_place and rule is PLAIN
-        """True to write products in place. Measured: faster in bf16, slower in fp32."""
+        """True to write products in place.
+
+        By measurement this is faster in bf16, and slower in fp32.
+        """
         self.kernel = "torch mm" if held is None else f"torch mm, dequantised {held.kind}"
         self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
         if held is not None:
@@ -68,7 +74,10 @@ class TorchBank:
         units: list[Unit],
         out_SF: Tensor,
     ) -> None:
-        """Multiply rows of units; `x_SD` and `out_SF` start at the row of the first unit."""
+        """Multiply the rows of work units.
+
+        `x_SD` and `out_SF` start at the row of the first unit.
+        """
         base = units[0].lo
         for expert, lo, hi in units:
             x, out = x_SD[lo - base : hi - base], out_SF[lo - base : hi - base]
@@ -80,7 +89,7 @@ class TorchBank:
                 out.add_(bias[expert])
 
     def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
+        """Run work units [start, stop), which write into their slots."""
         units = work.units[start:stop]
         lo, hi = units[0].lo, units[-1].hi
         x_SD = x_TD.index_select(0, work.token_S[lo:hi])
@@ -94,16 +103,16 @@ class TorchBank:
         self._matmul(h_SF, self.down, self.down_bias, units, out_SD)
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the sum over k of weight times slot."""
+        """Return, per token, the sum over its k experts of weight times slot."""
         num_tokens, top_k = weights_TK.shape
         weighted = slots_SD.index_select(0, inverse_S) * weights_TK.reshape(-1, 1)
         return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
     def pack(self) -> None:
-        """Do nothing: the weights stay in the module."""
+        """Do nothing, because the weights stay in the module."""
 
     def unpack(self) -> None:
-        """Do nothing: the weights are in the module."""
+        """Do nothing, because the weights are in the module."""
 
 
 def expert_banks(
@@ -120,12 +129,12 @@ def expert_banks(
         rule: Blocks of rows in which torch multiplies.
         native: True to use kernels for the experts that they support.
         expert_weights: Format of the weights: see `EngineConfig.expert_weights`.
-        activations: Dtype of the rows of experts that are rounded here: see
+        activations: Dtype of the inputs of experts that are rounded here: see
             `EngineConfig.activations`.
 
     Raises:
-        ConfigError: The format is not "auto", or activations are not "bf16", and the kernels do not
-            support a layer.
+        ConfigError: The kernels do not support a layer, and the format is not "auto" or activations
+            are not "bf16".
     """
     modules = [layer.experts for layer in parts.layers]
     if expert_weights != "auto":

@@ -1,17 +1,17 @@
 """Hooked layers: drivers of layers of unknown structure, by hooks on the unmodified layer.
 
-A layer is called three times over the same rows. During a call its parts are replaced, on the
-instance, by stubs that return earlier results or unwind the call:
+A layer is called three times over the same rows. During a call, stubs replace submodules of this
+instance. A stub returns an earlier result or unwinds the call:
 
     attend    layer(x): norm, attention: unwind                          -> attention's output
     route     layer(x): norm, [attention], add, norm, shared, router, experts: unwind
                                           -> input, ids and weights of the experts; shared outputs
     combine   layer(x): norm, [attention], add, norm, [shared], router, [experts], add  -> new x
 
-[...] is a stored result; the experts run outside, between the last two calls. Norms, adds and the
-router run again, on the same rows, so the bits are those of one plain call. A dense layer has no
-`route`, and `combine` runs its MLP. A `HookedLayer` stores no data of a request: between calls
-there are only tensors, and the next rows may be those of any frame.
+[...] is a stored result. The experts run outside, between the last two calls. Norms, adds and the
+router run again on the same rows, so the bits are equal to those of one plain call. A dense layer
+has no `route`, and `combine` runs its MLP. A `HookedLayer` stores no data of a request. The results
+of a call are tensors in the frame, so the next call may have the rows of another frame.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from qllm.models.replaced import Stub, Unwind, replaced
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
 Beside = Mapping[int, Tensor]
-"""Tensors that a module returned after the first, by their place in its tuple."""
+"""Tensors that a module returned after its first result, by their place in the tuple."""
 NOTHING: Beside = {}
 
 
@@ -34,11 +34,11 @@ class RoutedRows(NamedTuple):
     """The arguments of the experts, and the outputs of shared experts."""
 
     hidden: Tensor
-    """[T, D]"""
+    """Input of the experts, [T, D]."""
     ids: Tensor
-    """[T, K]"""
+    """Ids of the experts, [T, K]."""
     weights: Tensor
-    """[T, K]"""
+    """Weights of the experts, [T, K]."""
     siblings: dict[str, RouterExtras]
     """Outputs of shared experts that ran before the experts, by child name, each [T, width]."""
 
@@ -46,16 +46,18 @@ class RoutedRows(NamedTuple):
 class HookedLayer:
     """One decoder layer and its parts.
 
-    The parts' `forward` is replaced during a call, so only one thread may drive or otherwise use a
-    model.
+    The `forward` of submodules is replaced during a call, so only one thread may use a model.
 
     Args:
-        layer: Layer that reads x_1TD first and returns it, or a tuple that starts with it.
-        attention: Attention inside the layer; returns its output, or a tuple that starts with it.
-            None if the layer has none; `attend` then returns an empty tensor, [T, 0].
-        router: Router inside the layer; None if there is none, or it is not known.
+        layer: Layer whose first argument is x_1TD. It returns the new x_1TD, or a tuple that starts
+            with the new x_1TD.
+        attention: Attention inside the layer. It returns its output, or a tuple that starts with
+            its output. None if the layer has no attention; `attend` then returns an empty tensor,
+            [T, 0].
+        router: Router inside the layer; None if there is no router, or the router is not known.
         experts: Experts inside the layer; None in a dense layer.
-        mixer: Function called instead of the attention's forward, which is its first argument.
+        mixer: Function called instead of the attention's forward. The forward is the function's
+            first argument.
         attention_len: Length of the attention's tuple; 0 if it returns no tuple. Attention modules
             of transformers return (output, weights); `attend` updates the length.
     """
@@ -87,7 +89,7 @@ class HookedLayer:
         return self.attend_all(x_TD, **kwargs)[0]
 
     def attend_all(self, x_TD: Tensor, **kwargs: object) -> tuple[Tensor, Beside]:
-        """Do the same as `attend`; also return the attention's other outputs."""
+        """Run norm and attention as `attend` does; also return the attention's other outputs."""
         if self._attention is None:
             return x_TD[:, :0], NOTHING
         real: Stub = self._attention.forward
@@ -112,7 +114,7 @@ class HookedLayer:
         """Run the layer up to the experts on the stored output of attention.
 
         Raises:
-            ModelError: The layer did not reach its experts, or called a part twice.
+            ModelError: The layer did not reach its experts, or called a submodule twice.
         """
         calls = _Calls()
         outs: dict[str, RouterExtras] = {}
@@ -144,7 +146,7 @@ class HookedLayer:
         """Run the whole layer on stored results; return the new x_TD.
 
         Raises:
-            ModelError: The layer did not call each stored part exactly once.
+            ModelError: The layer did not call each submodule with a stored result exactly once.
         """
         return self.combine_all(x_TD, attn_TD, NOTHING, siblings, experts_TD, **kwargs)[0]
 
@@ -211,12 +213,12 @@ class HookedLayer:
 
 
 def tensors_beside(out: Sequence[Any]) -> Beside:
-    """Return the tensors in a module's tuple, without the first."""
+    """Return the tensors in a module's tuple, without the tuple's first item."""
     return {i: t for i, t in enumerate(out) if i and isinstance(t, Tensor)}
 
 
 class _Calls:
-    """A factory of stubs, which counts the calls of each."""
+    """A factory of stubs, which counts the calls of each stub."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
@@ -232,9 +234,9 @@ class _Calls:
         return stub
 
     def keeping(self, name: str, real: Stub, outs: dict[str, RouterExtras]) -> Stub:
-        """Return a stub that runs the part and keeps a row-wise output.
+        """Return a stub that runs a submodule and keeps a row-wise output.
 
-        `combine` runs a part with another output again.
+        `combine` runs a submodule again if its output is not row-wise.
         """
 
         def stub(*args: Any, **given: Any) -> object:

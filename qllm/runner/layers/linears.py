@@ -1,4 +1,4 @@
-"""The linear modules and the head, with this project's kernels where they can read the weights."""
+"""The linear modules and the head, with this project's kernels for weights that they can read."""
 
 import ctypes
 from array import array
@@ -25,14 +25,16 @@ from qllm.runner.layers.rows import PLAIN, RowRule
 Linear = Callable[[Tensor], Tensor]
 
 HEAD_BLOCK = 2048
-"""Token ids per block of the output head. It is a multiple of 64, so that the blocks' logits have
-the bits of one product over the whole vocabulary."""
+"""Token ids per block of the output head, a multiple of 64.
+
+So the logits of the blocks have the bits of one product over the whole vocabulary.
+"""
 
 
 class Linears:
     """The layers' `nn.Linear` modules, with kernels or the row rule between `do` and `undo`.
 
-    Only instances are changed.
+    Only instances of modules are changed, not their classes.
 
     Args:
         parts: Parts of the model.
@@ -103,7 +105,7 @@ def _torch_name(held: QuantisedLinear | None) -> str:
 
 
 def _named(weight: Tensor | Quantised) -> str:
-    """Return the name of a weight's kernel, as text for people."""
+    """Return the name of a weight's kernel, as readable text."""
     kind = f" {weight.kind}" if isinstance(weight, Quantised) else ""
     return f"qllm {cpu.kind()}{kind}"
 
@@ -133,13 +135,13 @@ class HeadBlocks(ctypes.Structure):
 
 
 class Head:
-    """The output head as vocabulary blocks, so that a segment can be a part of it.
+    """The output head as vocabulary blocks, so that a segment can be a few blocks.
 
     Args:
         lm_head: Module of the head.
         norm: Norm of the head's input, [B, D] to [B, D].
         rule: Blocks of rows in which torch multiplies.
-        native: True if kernels multiply: `is_read`.
+        native: True if kernels multiply, see `is_read`.
         arena: Allocator of packed weights.
     """
 

@@ -1,8 +1,8 @@
-"""The driver with this project's CPU kernels for known parts; the fast driver runs the others.
+"""The driver with this project's CPU kernels for known modules. The fast driver runs other modules.
 
-Torch runs a part that is not known (`qllm.models.parts.known`), that has a hook, or whose shape the
-kernels do not support. Results round where the modules round and differ from theirs only by the
-order of fp32 sums.
+Torch runs a module that is not known (`qllm.models.parts.known`), that has a hook, or whose shape
+the kernels do not support. Results round where the modules of transformers round. They differ from
+the modules' results only by the order of fp32 sums.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,10 @@ from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, Ro
 
 
 def _is_norm(module: Any) -> bool:
-    """Return True if the kernels support a norm; one that rounds once may have a weight in fp32."""
+    """Return True if the kernels support a norm.
+
+    A norm that rounds once may have an fp32 weight.
+    """
     kind = None if module is None or is_heard(module) else norm_kind(module)
     weight = None if kind is None else module.weight
     wide = str(kind).startswith("rms_wide")
@@ -53,7 +56,7 @@ def _norm(module: Any) -> Norm:
 
 
 def native_norm(module: Any) -> Norm | None:
-    """Return the kernels' norm for a module; None if they do not support it."""
+    """Return the kernels' norm for a module; None if the kernels do not support the norm."""
     return _norm(module) if _is_norm(module) else None
 
 
@@ -93,7 +96,7 @@ def _half(x: Tensor, heads: int, half: int) -> Tensor:
 
 
 class NativeLayer(NamedTuple):
-    """A layer whose parts all have kernels, apart from the experts (kernels/cpu/sweep.h)."""
+    """A layer whose submodules all have kernels; the experts may lack one (kernels/cpu/sweep.h)."""
 
     attention: Attention | Latents
     out: cpu.Matrix
@@ -107,7 +110,7 @@ class NativeLayer(NamedTuple):
     """Number of the layer."""
     window: int | None
     scale: float
-    """Factor of the terms that are added to the residual stream."""
+    """Factor of the outputs that are added to the residual stream."""
     slab: tuple[int, int, int]
     """KV heads and widths of the slabs: see `Attention`."""
 
@@ -122,7 +125,7 @@ class NativeLayer(NamedTuple):
         return torch.bfloat16 if self.router is None else self.router.dtype
 
     def fits(self, others: "Iterable[NativeLayer]") -> bool:
-        """Return True if it can run in one call with the other layers."""
+        """Return True if this layer can run in one call with the other layers."""
         return all(
             self.slab == x.slab
             and (
@@ -134,7 +137,7 @@ class NativeLayer(NamedTuple):
 
 
 class NativeDriver(FastDriver):
-    """The driver of a layer of known structure; each part uses kernels if it can."""
+    """The driver of a layer of known structure. Each submodule uses a kernel if there is one."""
 
     def __init__(
         self, parts: LayerParts, arena: cpu.Arena, mixer: DeltaMixer | None = None
@@ -143,7 +146,7 @@ class NativeDriver(FastDriver):
         self._arena, self.mixer = arena, mixer
         self._first_norm = native_norm(self._norm)
         self._gate: cpu.Matrix | None = None
-        """Weight that makes the gate from the output of the norm before attention."""
+        """Weight of the gate, whose input is the output of the norm before attention."""
         self._attention: Attention | Latents | None = None
         self._router_kernel: Router | None = None
         self._mlp_kernel: Mlp | None = None
@@ -162,7 +165,7 @@ class NativeDriver(FastDriver):
         elif not parts.is_moe and _is_norm(self._post_norm) and self._knows_mlp(parts.mlp, None):
             self._make_mlp(parts.mlp, None)
 
-    # -- known parts
+    # -- known submodules
 
     def _knows_attention(self, attn: Any) -> bool:
         kind = attention_kind(attn)
@@ -201,7 +204,10 @@ class NativeDriver(FastDriver):
         )
 
     def _is_in_bf16(self) -> bool:
-        """Return whether the layer computes in bf16, whatever its router's weight is in."""
+        """Return True if the layer computes in bf16.
+
+        The dtype of its router's weight does not matter.
+        """
         return any(x.dtype is torch.bfloat16 for x in self._parts.layer.parameters())
 
     def _knows_mlp(self, mlp: Any, gate: Any) -> bool:
@@ -253,7 +259,7 @@ class NativeDriver(FastDriver):
             up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
         expanded = linear_in(attn.kv_b_proj)
         if expanded is not None:
-            expanded.read("bf16")  # its factors become bf16
+            expanded.read("bf16")  # the weight's factors become bf16
         expand = values_of(attn.kv_b_proj).view(attn.num_heads, -1, attn.kv_lora_rank)
         self._attention = Latents(
             _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
@@ -304,7 +310,7 @@ class NativeDriver(FastDriver):
         elif kind == "sparse_mixer":
             jitter = torch.tensor(
                 2 * router.router_jitter_noise, dtype=torch.bfloat16
-            )  # as the model compares it
+            )  # in the form that the model compares
             settings = {"kind": kind, "renormalise": False, "wide": False, "jitter": float(jitter)}
         norm = _norm(self._post_norm)
         weight = router.weight.detach()
@@ -313,7 +319,7 @@ class NativeDriver(FastDriver):
 
     @property
     def names(self) -> Iterator[str]:
-        """Names of the parts that run with kernels."""
+        """Names of the submodules that run with kernels."""
         if self._attention is not None:
             yield "attention"
         if self._router_kernel is not None:
@@ -323,7 +329,7 @@ class NativeDriver(FastDriver):
 
     @property
     def is_complete(self) -> bool:
-        """True if all parts but the experts have kernels."""
+        """True if all submodules except the experts have kernels."""
         parts, mixes = self._parts, self._attention is not None
         if self.mixer is not None:
             mixes = self._first_norm is not None
@@ -423,7 +429,7 @@ def attend_some(
     begun: Begun | None,
     costs: CutCosts,
 ) -> tuple[Tensor | None, Begun | None, int]:
-    """Run `driver.attend`: with kernels, over as many keys as a segment allows; else over all.
+    """Run `driver.attend`, with kernels over as many keys as a segment allows, else over all keys.
 
     Args:
         driver: Driver of the layer.
@@ -435,7 +441,7 @@ def attend_some(
         costs: Costs of the model.
 
     Returns:
-        `mid` if the op is done; else None, the state to continue from and the next `pos`.
+        `mid` if the op is done, else None; the state to continue from; the next `pos`.
     """
     if isinstance(driver, NativeDriver):
         pos = 0 if begun is None else pos

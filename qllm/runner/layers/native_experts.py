@@ -1,14 +1,14 @@
 """Experts with this project's CPU kernels, their weights packed in place of the module's.
 
-    pack     layer by layer: pack into new memory on huge pages, free the module's
+    pack     layer by layer: pack into new memory on huge pages, free the module's weights
     unpack   layer by layer: allocate, restore every bit, free the packed weights
 
-int8 is not undone: unpacking gives the rounded weights.
+Rounding to int8 is not undone: `unpack` restores the rounded weights.
 
-The experts are in memory once, and one layer of them twice while it is packed. Packing into the
-module's own memory would save that layer. But that memory is on pages of 4 KiB, where a product
-with one row runs at half the speed (see `cpu.huge_empty`). Meanwhile the module's parameters keep
-shape and dtype on the meta device, and its forward raises.
+The experts are in memory once. While a layer is packed, its experts are in memory twice. Packing
+into the module's own memory would avoid that. But the module's memory is on pages of 4 KiB, where a
+product with one row runs at half the speed (see `cpu.huge_empty`). While packed, the module's
+parameters keep shape and dtype on the meta device, and the module's forward raises.
 """
 
 from typing import Any, NoReturn
@@ -26,7 +26,10 @@ from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rou
 from qllm.runner.layers.work import Work
 
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
-"""Inputs per scale by format of expert weights: None is bf16, 0 all inputs."""
+"""Number of inputs per scale, by format of expert weights.
+
+None is bf16 without scales, 0 is all inputs.
+"""
 
 
 def is_covered(experts: Any) -> bool:
@@ -42,7 +45,7 @@ def is_covered(experts: Any) -> bool:
 
 
 class NativeBank:
-    """The experts of one layer; they compute between `pack` and `unpack`.
+    """The experts of one layer. They compute between `pack` and `unpack`.
 
     Args:
         experts: Module that `is_covered`.
@@ -63,7 +66,7 @@ class NativeBank:
         self.unit_bytes = (up[0].numel() + down[0].numel()) * up.element_size()
 
     def pack(self) -> None:
-        """Pack the weights and free the module's."""
+        """Pack the weights and free the module's weights."""
         if self._packed is not None:
             return
         module = self._module
@@ -112,11 +115,11 @@ class NativeBank:
         return weight.t() if self._module.is_transposed else weight
 
     def _gate_first(self, rows: Tensor) -> Tensor:
-        """Return [2F, ...] with the gate's rows before those of up."""
+        """Return [2F, ...] with the rows of the gate before the rows of the up projection."""
         return rows if self._module.is_concatenated else torch.cat([rows[0::2], rows[1::2]])
 
     def _module_order(self, rows: Tensor) -> Tensor:
-        """Return rows [2F, ...] in the module's order; the given rows have the gate's first."""
+        """Return rows [2F, ...] in the module's order, from rows with the gate first."""
         if self._module.is_concatenated:
             return rows
         return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
@@ -146,12 +149,12 @@ class NativeBank:
         return self._packed
 
     def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
+        """Run work units [start, stop), which write into their slots."""
         units = work.flat.buffer_info()[0] + start * 3 * work.flat.itemsize
         self._entered().run(x_TD, work.token_S, units, stop - start, work.slots_SD)
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the sum over k of weight times slot."""
+        """Return, per token, the sum over its k experts of weight times slot."""
         return cpu.combine(slots_SD, inverse_S, weights_TK)
 
 

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores quantised, for this project's kernels or for torch."""
+"""Experts of a quantised checkpoint, for this project's kernels or for torch."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,9 @@ from qllm.runner.layers.native_experts import NativeBank
 class QuantisedBank(NativeBank):
     """Experts of one layer that compute on packed codes.
 
-    The weights were packed when they were read. They stay packed when the runner is closed, so
-    another runner can use them. The module's own forward computes with their values all the time.
+    The weights were packed when they were read. The weights stay packed when the runner is closed,
+    so another runner can use them. The module's own forward computes with the packed values at any
+    time.
 
     Args:
         held: Weights of a module that `is_covered`.
@@ -41,12 +42,12 @@ class QuantisedBank(NativeBank):
         )
 
     def unpack(self) -> None:
-        """Stop computing; the weights stay packed."""
+        """Stop computing. The weights stay packed."""
         self._packed = None
 
 
 class Dequantising(Sequence[Tensor]):
-    """The matrices [in, out] of experts for torch; each is made on access."""
+    """The matrices [in, out] of experts for torch. Each matrix is made on access."""
 
     def __init__(self, held: QuantisedExperts, name: str, num: int, is_transposed: bool) -> None:
         self._held, self._name, self._num, self._is_transposed = held, name, num, is_transposed

@@ -2,7 +2,7 @@
 
 They are layers with a recurrent state: Gated DeltaNet, Mamba, lightning attention, short
 convolutions. The model's own module computes, with a state of one request instead of transformers'
-cache (`runner.states`). Attention that asks the cache for the length runs likewise.
+cache (`runner.states`). Attention modules that ask the cache for its length also run this way.
 """
 
 import inspect
@@ -19,16 +19,18 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.states import NewState
 
 _TRIED = 5
-"""Tokens per call when the code tests that calls continue from each other."""
+"""Tokens per call in the test that a call continues from the previous call."""
 _CLOSE = 0.05
-"""Largest relative difference that counts as rounding, in any dtype. A call that ignores the state
-differs by far more."""
+"""Largest relative difference that counts as rounding, in any dtype.
+
+A call that ignores the state differs by a far larger amount.
+"""
 
 
 def over_spans(
     x_1TD: Tensor, spans: Sequence[Span], run: Callable[[Tensor, Span], Tensor]
 ) -> Tensor:
-    """Return the outputs of `run` for each span's tokens, [1, T, width]; zeros for dead ones."""
+    """Return the outputs of `run` for each span's tokens, [1, T, width]; zeros for dead tokens."""
     outs: list[Tensor | int] = []
     at = 0
     for span in spans:
@@ -52,7 +54,7 @@ class OneByOne:
         Args:
             forward: Forward of the module.
             args: Input x, [1, T, D], first or by name.
-            given: Other keyword arguments; the same `Step` as cache and as "qllm_step".
+            given: Other keyword arguments. The cache and "qllm_step" are the same `Step`.
         """
         step: Step = given["qllm_step"]
         cache_name = next(name for name, value in given.items() if value is step)
@@ -99,7 +101,7 @@ class RecurrentMixer:
         return found
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
-        """Call the module's forward as its layer does; a `Step` is in the place of the cache.
+        """Call the module's forward as its layer does; the cache argument is a `Step`.
 
         Args:
             forward: Forward of the module.
@@ -117,7 +119,7 @@ class RecurrentMixer:
     def _can_go_on(self, forward: Callable[..., Any], like: Tensor) -> bool:
         """Return True if a call with several tokens continues from a state.
 
-        Some modules restart (Jamba).
+        Some modules (Jamba) restart from an empty state instead.
         """
         made = torch.Generator().manual_seed(0)
         x_1TD = torch.randn((1, 2 * _TRIED, like.shape[2]), generator=made, dtype=torch.float32).to(

@@ -1,7 +1,7 @@
 """Level L2: matrix products whose rows do not depend on the number of rows.
 
-Libraries pick a kernel by the number of rows, so the bits of a row may change with the other rows
-of its batch. A `RowRule` sets blocks in which rows are multiplied so that the bits do not change.
+Libraries choose a kernel by the number of rows, so the bits of a row may change with the other rows
+of the batch. A `RowRule` sets blocks in which rows are multiplied, so that the bits do not change.
 The rule is found at start, per dtype, by tests on the model's own weights.
 """
 
@@ -47,15 +47,20 @@ class RowRule(NamedTuple):
 _linear = F.linear
 PLAIN = RowRule(1 << 30, 1)
 RULES = (RowRule(1 << 30, 4), RowRule(1 << 30, 16), RowRule(32, 4), RowRule(16, 16))
-"""Rules in the order of trial; the last one has one shape only. Single rows are not tried: they
-differ from the same row among others so rarely (0.1 % of rows in bf16) that a test may miss it."""
+"""Rules in the order in which they are tried.
+
+The last rule has one shape only. No rule multiplies single rows. A single row differs from the same
+row among others so rarely (0.1 % of rows in bf16) that a test may miss the difference.
+"""
 PROBE_ROWS = 1024
-"""Rows of the self-test; each is compared alone and among others."""
+"""Rows of the self-test. Each row is computed alone and among others."""
 
 
 CURVES = {torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.silu, F.gelu, torch.exp, Tensor.exp}
-"""Functions whose vector and scalar code differ in the last bit; the end of a tensor runs
-scalar."""
+"""Functions whose vector and scalar code differ in the last bit.
+
+The end of a tensor runs scalar code.
+"""
 VECTOR = 64
 """Most values that a vector loop handles at once."""
 
@@ -100,7 +105,7 @@ def _holds(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
 
 
 _held: dict[object, bool] = {}
-"""Test results of this process: kernels are chosen by shape, dtype, device and threads."""
+"""Test results of this process. Kernels are chosen by shape, dtype, device and threads."""
 
 
 def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
@@ -112,13 +117,13 @@ def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
 
 
 def matrices(model: nn.Module, but: Container[int] = ()) -> Iterator[Tensor]:
-    """Yield every matrix of a model as [out, in]; of stacked experts the first.
+    """Yield every matrix of a model as [out, in]; for stacked experts, the first expert's.
 
-    Quantised ones are on the meta device.
+    Quantised matrices are on the meta device.
 
     Args:
         model: Model of transformers.
-        but: Parameters to leave out, by their `id`.
+        but: Parameters to leave out, as values of `id`.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -22,12 +22,17 @@ NUM_TRIED = 10
 """Tokens of the prompt that is cut."""
 CUTS = {"chunks": [0, 4, 7, NUM_TRIED], "tokens": [*range(NUM_TRIED + 1)]}
 GROWS, OTHERS = range(8, 14), (1, 4, 64)
-"""Numbers of tokens whose state size is measured: first those beyond the taps of a convolution and
-within the window of an attention."""
+"""Numbers of tokens whose state size is measured.
+
+The first range is larger than the taps of a convolution and within the window of an attention.
+"""
 LEAST_TOKEN_BYTES = 64
 """Bytes charged per token if no layer keeps KV."""
 CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype; a missing state makes far more."""
+"""Relative difference that rounding explains in any dtype.
+
+A missing state makes a far larger one.
+"""
 
 
 class Carried(NamedTuple):
@@ -35,7 +40,7 @@ class Carried(NamedTuple):
 
     out_TD: Tensor
     states: dict[str, Tensor]
-    """Tensors of the state by name; only the module knows their meaning."""
+    """Tensors of the state by name, whose meaning is the module's own."""
 
 
 def carry(mixer: RecurrentMixer | DeltaMixer, x_TD: Tensor, cuts: list[int]) -> Carried:
@@ -62,7 +67,7 @@ def state_bytes(drivers: Iterable[LayerDriver], like_TD: Tensor) -> int:
 
     Args:
         drivers: Drivers of all layers.
-        like_TD: Tensor with width, dtype and device of their input, at least one row.
+        like_TD: Tensor with width, dtype and device of the drivers' input, and at least one row.
     """
     token = torch.zeros_like(like_TD[:1])
     with torch.inference_mode():
@@ -95,11 +100,13 @@ def _kv_width(attn: Any, config: Any) -> int:
 
 
 class Charge(NamedTuple):
-    """The most bytes of a request of n tokens: `request_bytes + n * token_bytes`."""
+    """The largest number of bytes of a request of n tokens: `request_bytes + n * token_bytes`."""
 
     state_bytes: int
-    """Bytes of states at one position that do not grow with the tokens; 0 if layers also keep
-    keys."""
+    """Bytes of states at one position that do not grow with the tokens.
+
+    0 if layers with a state also keep keys.
+    """
     request_bytes: int
     token_bytes: int
 
@@ -123,9 +130,9 @@ def charged(
 
 
 def growth_of(around: Around) -> tuple[int, int]:
-    """Return the most bytes that a request keeps whatever its length, and those for every token.
+    """Return the most bytes that a request keeps at any length, and the bytes for every token.
 
-    The bytes per token are measured while windows are not full and nothing is compressed.
+    The bytes per token are measured before windows are full, and before keys are compressed.
     """
     kept = {num: around.kept_bytes(num) for num in (*GROWS, *OTHERS)}
     per_token = max(kept[hi] - kept[lo] for lo, hi in pairwise(GROWS))
@@ -141,7 +148,7 @@ def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact:
         exact: True if bits must be equal, not close.
 
     Raises:
-        ModelError: They differ, so that no chunk and no decode step could be right.
+        ModelError: The results differ, so chunks of a prompt and decode steps would be wrong.
     """
     made = torch.Generator().manual_seed(0)
     shape = (NUM_TRIED, like_TD.shape[1])

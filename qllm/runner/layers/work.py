@@ -1,10 +1,10 @@
-"""One EXPERTS op: the rows of each expert, in units; the op may stop after any unit.
+"""One EXPERTS op: the rows of each expert, in work units. The op may stop after any unit.
 
     ids_TK -> sort the S = T * K slots by expert -> units (expert, rows [a, b) of the sorted slots)
     unit -> rows [a, b) of slots_SD            combine: sum over k of weight * slot, in slot order
 
-Each (token, k) has its own output row, so the result does not depend on the order and the partition
-of the units. Consecutive units run as one range of about a millisecond.
+Each pair (token, k) has an output row of its own. So the result does not depend on the order of the
+units, nor on the rows in each unit. Consecutive units run as one range of about a millisecond.
 """
 
 from array import array
@@ -19,7 +19,7 @@ from qllm.runner.cuts import CutCosts
 
 
 class Unit(NamedTuple):
-    """The rows [lo, hi) of the sorted slots, all of one expert."""
+    """A work unit: the rows [lo, hi) of the sorted slots, all of one expert."""
 
     expert: int
     lo: int
@@ -30,7 +30,7 @@ class Bank(Protocol):
     """The experts of one layer."""
 
     kernel: str
-    """Name of the implementation that multiplies, for results."""
+    """Name of the implementation that multiplies, for benchmark results."""
     num_experts: int
     out_width: int
     dtype: torch.dtype
@@ -38,18 +38,18 @@ class Bank(Protocol):
     """Bytes of one expert's weights."""
 
     def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
-        """Run units [start, stop) into their slots."""
+        """Run work units [start, stop), which write into their slots."""
         ...
 
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the sum over k of weight times slot, [T, D].
+        """Return, per token, the sum over its k experts of weight times slot, [T, D].
 
-        `inverse_S` contains the slot of every (t, k).
+        `inverse_S` contains the slot of every pair (token, k).
         """
         ...
 
     def pack(self) -> None:
-        """Take the weights from the module and pack them, if the module has them."""
+        """Take the weights from the module and pack them, unless they are packed already."""
         ...
 
     def unpack(self) -> None:
@@ -58,7 +58,7 @@ class Bank(Protocol):
 
 
 class Work:
-    """The EXPERTS op of one layer: its units, and the units that are done."""
+    """The EXPERTS op of one layer: its work units, and a mask of the units that are done."""
 
     __slots__ = ("bank", "done", "flat", "ids_TK", "inverse_S", "slots_SD", "token_S", "units")
 
@@ -83,7 +83,7 @@ class Work:
     def of(
         cls, bank: Bank, ids_TK: Tensor, ints: Tensor, units: list[Unit], slots_SD: Tensor
     ) -> "Work":
-        """Return work that kernels have sorted already; `ints` is token_S and then inverse_S."""
+        """Return work that kernels have sorted already. `ints` has token_S and then inverse_S."""
         work = cls.__new__(cls)
         work.bank, work.ids_TK, work.units, work.slots_SD = bank, ids_TK, units, slots_SD
         work.token_S, work.inverse_S = ints.chunk(2)
@@ -92,7 +92,7 @@ class Work:
         return work
 
     def rows(self, start: int, stop: int) -> int:
-        """Return the number of rows of units [start, stop)."""
+        """Return the number of rows of work units [start, stop)."""
         return self.units[stop - 1].hi - self.units[start].lo
 
     def bytes_read(self, start: int, stop: int) -> int:
@@ -111,7 +111,7 @@ class Work:
         return stop
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
-        """Run units [start, stop); return the number of slots that they filled."""
+        """Run work units [start, stop); return the number of slots that the units filled."""
         if self.done.find(1, start, stop) >= 0:
             raise InvariantError(f"an expert unit of [{start}, {stop}) would run twice (I1)")
         self.bank.run(x_TD, self, start, stop)
@@ -119,7 +119,7 @@ class Work:
         return self.rows(start, stop)
 
     def restore(self, slots_SD: Tensor, done: Tensor) -> None:
-        """Restore the slots and the done-mask of a checkpoint."""
+        """Restore the slots of a checkpoint, and the mask of the units that are done."""
         self.slots_SD.copy_(slots_SD)
         self.done[:] = bytes(done.tolist())
 

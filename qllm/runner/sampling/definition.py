@@ -6,22 +6,20 @@ The order of operations is that of vLLM:
     + logit_bias            fp64 from here on
     repetition_penalty      seen tokens, prompt included: x / r if x > 0 else x * r
     - frequency_penalty     times the occurrences in the output
-    - presence_penalty      once for a token in the output
-    rules                   -inf for tokens that may not come (`runner/sampling/limits.py`)
-    argmax                  if greedy; the lowest id wins a tie
-    weights                 exp((x - max x) / temperature), rounded to multiples of 2^-44
+    - presence_penalty      once for a token in the output rules                   -inf for tokens
+    that may not come (`runner/sampling/limits.py`) argmax                  if greedy; the lowest id
+    wins a tie weights                 exp((x - max x) / temperature), rounded to multiples of 2^-44
     min_p                   tokens below this share of the likeliest token's weight have no weight
-    top_k                   tokens whose logit is no smaller than the k-th largest stay
-    top_p                   the smallest set of largest logits with that share of the weight; the
-                            lowest ids win a tie
+    top_k                   tokens stay whose logit is at least the k-th largest top_p
+    the smallest set of largest logits with that share of the weight stays; the lowest ids win a tie
     inverse CDF             in token-id order, one uniform number per token
 
-transformers applies `min_p` last: the nuclei differ when both it and `top_p` are set.
+transformers applies `min_p` last. So the sets of tokens differ if `min_p` and `top_p` are both set.
 
-Weights are whole numbers, so their sum does not depend on its order. A kernel may cut and vectorise
-rows and spread them over threads in any way, and finds the same token. `exponentials` and the other
-steps in fp64 use operations that IEEE 754 rounds in one way, and none is fused. The CPU kernel
-(`kernels/cpu/sampling.inc`) computes the same bits; this module is the kernel's reference in tests,
+Weights are whole numbers, so their sum does not depend on its order. A kernel may divide rows among
+vectors and threads in any way, and finds the same token. `exponentials` and the other steps in fp64
+use only operations whose rounding IEEE 754 defines. No two operations are fused. The CPU kernel
+(`kernels/cpu/sampling.inc`) computes the same bits. This module is the kernel's reference in tests,
 and runs if the kernel was not built.
 
 The uniform number is a pure function of (seed, position), by Philox-4x32-10.
@@ -46,16 +44,19 @@ Floats64 = npt.NDArray[np.float64]
 
 WORD = 0xFFFFFFFF
 MAX_BIAS = float(np.finfo(np.float32).max)
-"""Largest bias: a larger one cannot change the token; sums and products stay finite in fp64."""
+"""Largest bias. A larger bias could not change the token. Sums and products stay finite in fp64."""
 FLOOR = -32.0
-"""Log of the weight, relative to the likeliest token's, at or below which a token has no weight."""
+"""Log of the smallest weight, relative to the likeliest token's weight.
+
+Tokens at or below have none.
+"""
 MOST_COLD = float(np.finfo(np.float64).max)
-"""Inverse that replaces those of temperatures too small for fp64."""
+"""Inverse temperature used for temperatures whose inverse is too large for fp64."""
 SHARE_BITS = 53
-"""Bits of a uniform number, which is a whole number."""
+"""Bits of a random number. The number is a whole number."""
 NO_BIAS: Floats64 = np.empty(0, np.float64)
 LN2_HIGH, LN2_LOW = 0.6931471803691238, 1.9082149292705877e-10
-"""Two parts of ln 2; a small whole number times the first is exact."""
+"""Two numbers whose sum is ln 2. A small whole number times the first is exact."""
 
 
 def philox4x32(
@@ -77,8 +78,8 @@ def philox4x32(
 def share_of(seed: int, position: int) -> int:
     """Return the number in [0, 2^53) that chooses the token at `position`.
 
-    The key is (seed low, seed high), the counter (position low, position high, 0, 0); the first
-    word and the upper 21 bits of the second are the 53 bits.
+    The key is (seed low, seed high), the counter (position low, position high, 0, 0). The 53 bits
+    are the first word and the upper 21 bits of the second word.
     """
     counter = (position & WORD, position >> 32, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & WORD, seed >> 32))
@@ -92,11 +93,11 @@ class SampledRow(NamedTuple):
     """Raw logits [V], bf16 or fp32, contiguous, on the CPU."""
     sampling: SamplingParams
     share: int
-    """Uniform number, as a whole number of 53 bits."""
+    """Random number of 53 bits, as a whole number."""
     bias_ids: Ids = NO_IDS
     """Distinct tokens that `logit_bias` names."""
     bias: Floats64 = NO_BIAS
-    """Their biases, finite."""
+    """Biases of `bias_ids`, each finite."""
     prompt_ids: Ids = NO_IDS
     """Distinct tokens of the prompt; empty without a repetition penalty."""
     outputs: Ids = NO_IDS
@@ -109,7 +110,7 @@ class Choice(NamedTuple):
     """The token of a row."""
 
     peak: float
-    """Largest raw logit. Without a finite one there is no token."""
+    """Largest raw logit. If it is not finite, there is no token."""
     token_id: int | None
     """Chosen token; None if no token is allowed."""
     logprobs: Logprobs | None
@@ -124,7 +125,7 @@ def readable(logits_V: Tensor) -> Tensor:
 def choose(row: SampledRow) -> Choice:
     """Choose the token of a row."""
     raw_V: Floats32 = row.logits_V.float().numpy()
-    peak = float(raw_V.max())  # NaN if there is one
+    peak = float(raw_V.max())  # NaN if any logit is NaN
     if not math.isfinite(peak):
         return Choice(peak, None, None)
     sampling, x_V = row.sampling, adjusted(row, raw_V)
@@ -150,7 +151,7 @@ def adjusted(row: SampledRow, raw_V: Floats32) -> Floats64:
     ids, counts = np.unique(row.outputs, return_counts=True)
     if r != 1:
         seen = np.union1d(row.prompt_ids, ids)
-        with np.errstate(over="ignore"):  # a tiny penalty
+        with np.errstate(over="ignore"):  # a tiny penalty may overflow
             x_V[seen] = np.where(x_V[seen] > 0, x_V[seen] / r, x_V[seen] * r)
         x_V[seen] = np.clip(x_V[seen], -MAX_BIAS, MAX_BIAS)
     x_V[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
@@ -158,14 +159,15 @@ def adjusted(row: SampledRow, raw_V: Floats32) -> Floats64:
 
 
 def weight_bits(vocab_size: int) -> int:
-    """Return b such that, with 2^b for the likeliest token, all weights sum to less than 2^62."""
+    """Return b such that all weights sum to less than 2^62 if the likeliest token has 2^b."""
     return min(44, 62 - vocab_size.bit_length())
 
 
 def exponentials(z_V: Floats64, bits: int) -> Floats64:
     """Return 2^bits * exp(z), z in [-32, 0], with a relative error of about 1e-14.
 
-    It is a power of two times Taylor's polynomial of the rest, in pairs of terms.
+    The result is a power of two times Taylor's polynomial of the remaining exponent. The polynomial
+    is summed in pairs of terms.
     """
     n = np.rint(z_V * 1.4426950408889634)
     r = (z_V - n * LN2_HIGH) - n * LN2_LOW
@@ -180,14 +182,14 @@ def exponentials(z_V: Floats64, bits: int) -> Floats64:
 
 
 def weights(x_V: Floats64, sampling: SamplingParams) -> Ids:
-    """Return the weight of each token, a whole number; a token with 0 cannot be chosen.
+    """Return the weight of each token, a whole number. A token with weight 0 cannot be chosen.
 
     Args:
-        x_V: Logits after bias, penalties and rules; their maximum is finite.
+        x_V: Logits after bias, penalties and rules, with a finite maximum.
         sampling: Settings of the request, not greedy.
     """
     bits = weight_bits(len(x_V))
-    with np.errstate(over="ignore", divide="ignore"):  # a tiny temperature
+    with np.errstate(over="ignore", divide="ignore"):  # a tiny temperature may overflow
         coldness = min(float(np.float64(1) / sampling.temperature), MOST_COLD)
         z_V = np.maximum((x_V - x_V.max()) * coldness, FLOOR)
     w_V = exponentials(z_V, bits)
@@ -213,10 +215,10 @@ def draw(w_V: Ids, share: int) -> int:
 
 
 def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
-    """Return log-probabilities of the raw distribution; equal logits are listed by rising id.
+    """Return log-probabilities of the raw distribution. Equal logits are listed by rising id.
 
     Args:
-        logits_V: Raw logits; their maximum is finite.
+        logits_V: Raw logits, with a finite maximum.
         token_id: Chosen token.
         num_top: Number of likeliest tokens to report.
     """
@@ -235,7 +237,7 @@ def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
 
 
 def choose_all(rows: Sequence[SampledRow]) -> list[Choice]:
-    """Choose the tokens of rows, with the kernel in parallel on its threads if it was built."""
+    """Choose the tokens of rows. If the kernel was built, its threads run in parallel."""
     if native is None:
         return [choose(row) for row in rows]
     tops = [_Top.of(row) for row in rows]

@@ -1,4 +1,4 @@
-"""The limits of a request's next token: a grammar, a list of ids, words, and too early ends."""
+"""The limits of a request's next token: a grammar, allowed ids, banned words, a least length."""
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -23,14 +23,14 @@ class Rules(NamedTuple):
     """The rules for the next token."""
 
     forced: int | None = None
-    """Only allowed token; with it the other rules have no effect."""
+    """Only allowed token. If it is set, the other rules have no effect."""
     words: npt.NDArray[np.int32] | None = None
-    """Bit i % 32 of word i // 32 allows token i; None allows all."""
+    """Bits of allowed tokens: bit i % 32 of word i // 32 allows token i. None allows all."""
     allowed: Ids = NO_IDS
     """Only allowed tokens; empty sets no limit."""
     banned: Ids = NO_IDS
     ends: Ids = NO_IDS
-    """Tokens that are banned unless no other token is allowed."""
+    """Tokens that end the answer. They are banned if another token is allowed."""
 
     def apply(self, x_V: npt.NDArray[np.float64]) -> None:
         """Set the logits of tokens that are not allowed to -inf, in place."""
@@ -52,12 +52,13 @@ class Rules(NamedTuple):
 
 
 class Limits:
-    """The limits of one request. The tokens that they forbid depend on its output alone.
+    """The limits of one request. The forbidden tokens depend on the request's output alone.
 
     Args:
         sampling: Settings of the request.
         vocabulary: Vocabulary of the model.
-        matcher: Matcher of its grammar; None builds it here, if there is a grammar.
+        matcher: Matcher of the request's grammar. None builds the matcher here, if there is a
+            grammar.
         prompt_ids: Prompt, which may have started the reasoning.
 
     Raises:
@@ -97,7 +98,7 @@ class Limits:
         words, banned, waits = None, NO_IDS, len(outputs) < self._min_tokens
         if self._matcher is not None:
             if (said := self._of_form(outputs)) is None:
-                banned = self._ends  # the reasoning before a grammar does not end the answer
+                banned = self._ends  # reasoning before the grammar's text must not end the answer
             elif (why := self._allow(self._matcher, said)) is not None:
                 return why
             else:
@@ -131,15 +132,15 @@ class Limits:
         return why or matcher.allow(said)
 
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
-        """Start the work of the next `rules`, unless `outputs` end the answer.
+        """Start to compute the next `rules` in advance, unless `outputs` end the answer.
 
         Args:
-            builder: Executor that runs the work on a thread.
-            outputs: Tokens of the answer, with the one that was just chosen.
+            builder: Executor that does the work on a thread.
+            outputs: Tokens of the answer, including the token that was just chosen.
         """
         if self._matcher is not None and outputs[-1] not in self._end_ids:
             if self._thinking is not None:
-                self._thinking.forced(outputs)  # it reads the outputs
+                self._thinking.forced(outputs)  # the call reads the outputs
             if (said := self._of_form(outputs)) is not None:
                 self._matcher.go_ahead(builder, said)
 
@@ -153,7 +154,7 @@ class Limits:
 def _thinking(
     sampling: SamplingParams, vocabulary: Vocabulary, prompt_ids: Sequence[int]
 ) -> Thinking | None:
-    """Return a tracker of the reasoning if a budget or a grammar after it needs one."""
+    """Return a tracker of the reasoning if a budget or a grammar needs one."""
     budget = sampling.thinking_token_budget
     if sampling.structured_outputs is None:
         return None if budget is None else Thinking(budget, vocabulary, prompt_ids)

@@ -32,7 +32,7 @@ from qllm.types import RequestId, Sampled, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """The sampler's data of one request. It never changes."""
+    """The sampler's data of one request. The data never changes."""
 
     sampling: SamplingParams
     seed: int
@@ -43,7 +43,7 @@ class _Request:
     bias_ids: Ids
     bias: Floats64
     limits: Limits | None
-    """Rules of forbidden tokens. Their state depends on the output alone, not on earlier calls."""
+    """Limits of the next token. They depend on the output alone, not on earlier calls."""
 
 
 def _build_request(
@@ -67,7 +67,7 @@ def _build_request(
 def _row(
     request: _Request, logits_V: torch.Tensor, position: int, outputs: Sequence[int]
 ) -> SampledRow | str:
-    """Return a row to choose from, or the reason that no token is allowed."""
+    """Return a row to choose from, or the reason why no token is allowed."""
     sampling, limits = request.sampling, request.limits
     rules = None if limits is None else limits.rules(outputs, len(logits_V))
     if isinstance(rules, str):
@@ -90,22 +90,26 @@ class Sampler:
     def __init__(self) -> None:
         self._requests: dict[RequestId, _Request] = {}
         self.vocabulary: Vocabulary | None = None
-        """Vocabulary of the model; without it no request may have limits
-        (`SamplingParams.limits_tokens`)."""
+        """Vocabulary of the model.
+
+        Without a vocabulary, requests cannot have limits (`SamplingParams.limits_tokens`).
+        """
         self.built: dict[RequestId, Matcher] = {}
-        """Grammars of requests that will be added, built on another thread."""
+        """Grammars, built on another thread, of requests that will be added."""
         self._builder: ThreadPoolExecutor | None = None
-        """Thread that computes allowed tokens of grammars during the model's next pass; made on
-        first use."""
+        """Thread that computes allowed tokens of grammars during the model's next pass.
+
+        Made at first use.
+        """
 
     def add(
         self, request_id: RequestId, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> None:
-        """Admit a request. One without a seed draws its own here.
+        """Admit a request. A request without a seed gets a random seed here.
 
         Raises:
             InvariantError: The request was added before.
-            InvalidRequestError: Its grammar is refused.
+            InvalidRequestError: The request's grammar is refused.
         """
         if request_id in self._requests:
             raise InvariantError(f"request {request_id} is in the sampler already")
@@ -126,7 +130,7 @@ class Sampler:
             raise InvariantError(f"request {request_id} is not in the sampler")
 
     def simple(self, request_id: RequestId) -> tuple[SamplingParams, int] | None:
-        """Return settings and seed of a request that a kernel can sample; None for others.
+        """Return settings and seed of a request that a kernel can sample; None for other requests.
 
         A kernel supports temperature, top_k, top_p and min_p, and reports no log-probabilities.
         """
@@ -147,14 +151,14 @@ class Sampler:
         """Choose one token per row.
 
         Args:
-            logits_BV: Raw logits, of any float dtype and on any device; read in fp32.
+            logits_BV: Raw logits, of any float dtype and on any device. They are read in fp32.
             request_ids: Request of each row.
-            positions: Index in the whole sequence, prompt included, of the token to choose.
+            positions: Index of the token to choose in the whole sequence, prompt included.
             outputs: Ids that each request has produced so far.
 
         Raises:
-            ValueError: A row's logits hold NaN or no finite maximum, or a token id of its request
-                is outside the vocabulary; the message names the request.
+            ValueError: A row's logits hold NaN or have no finite maximum, or a token id of the
+                request is outside the vocabulary. The message names the request.
             InvariantError: The arguments differ in length, or a request is unknown.
         """
         if not len(request_ids) == len(logits_BV) == len(positions) == len(outputs):
@@ -190,7 +194,7 @@ class Sampler:
         return [sampled[b] for b in range(len(requests))]
 
     def _sampled(self, request_id: RequestId, found: Choice, position: int) -> Sampled:
-        """Return the token of a choice, or the reason that there is none."""
+        """Return the token of a choice, or the reason why there is no token."""
         token_id = 0 if found.token_id is None else found.token_id
         token = self.greedy(request_id, token_id, found.peak, position)
         if found.token_id is None:
@@ -203,13 +207,13 @@ class Sampler:
         return self._builder
 
     def plain(self, ids: Sequence[RequestId], dead: Container[RequestId]) -> list[int]:
-        """Return indices of dead requests and of those whose token is the argmax of raw logits."""
+        """Return indices of dead requests, and of requests whose token is the raw argmax."""
         return [i for i, one in enumerate(ids) if one in dead or self._requests[one].is_plain]
 
     def greedy(self, request_id: RequestId, token_id: int, peak: float, position: int) -> Sampled:
         """Return the token of a plain request: the lowest id of the largest logit, `peak`.
 
-        NaN counts as the largest of all, so a finite peak shows that the whole row is usable.
+        NaN counts as larger than all numbers, so a finite peak shows that the row has no NaN.
 
         Raises:
             ValueError: The peak is not finite; the message names the request.
@@ -223,7 +227,7 @@ class Sampler:
 
 
 class Unread(NamedTuple):
-    """Tokens that were sampled on a device and are not yet read."""
+    """Tokens that were sampled on a device and are not read yet."""
 
     request_ids: list[RequestId]
     positions: list[int]
@@ -232,7 +236,7 @@ class Unread(NamedTuple):
     """Largest logit of each row."""
 
     def read(self, sampler: Sampler, dead: Collection[RequestId]) -> list[Sampled]:
-        """Wait for the device and return the tokens; rows that died meanwhile have none.
+        """Wait for the device and return the tokens. Rows that died meanwhile have no token.
 
         Raises:
             ValueError: A peak is not finite: see `Sampler.greedy`.
@@ -243,7 +247,7 @@ class Unread(NamedTuple):
 
 
 def _check_ids(request_id: RequestId, request: _Request, vocabulary: int) -> None:
-    """Raise if an id is outside the vocabulary; ids of outputs are always inside."""
+    """Raise if an id is outside the vocabulary. Ids of outputs are always inside."""
     for name, ids in (("logit_bias", request.bias_ids), ("prompt", request.prompt_ids)):
         if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary):
             raise ValueError(

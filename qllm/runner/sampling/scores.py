@@ -1,6 +1,7 @@
-"""Log-probabilities of prompts: the work of HEAD before sampling, for requests that want them.
+"""Log-probabilities of prompts, which HEAD computes before sampling if a request asks.
 
-A unit is one block of the vocabulary for a block of positions, or one row of logits to read:
+A unit of this work is one block of the vocabulary for a block of positions, or one row of logits to
+read:
 
     positions   [0, R)                          [R, 2R)
     units       vocabulary 0 .. V-1, rows       vocabulary 0 .. V-1, rows       ...
@@ -39,12 +40,12 @@ class ScoreCosts(Protocol):
 
 
 class Score:
-    """The log-probabilities of one prompt, and their progress.
+    """The log-probabilities of one prompt, and the progress of their computation.
 
     Args:
         member: Index of the request's row in HEAD.
-        chunks: Last hidden states of the prompt, not normed, one piece per pass.
-        targets: Tokens that follow them.
+        chunks: Last hidden states of the prompt before the norm, one tensor per pass.
+        targets: Tokens whose log-probabilities are computed, one for each hidden state.
         num_top: Number of alternatives to report.
         shape: Blocks of the vocabulary, and positions per block.
     """
@@ -62,7 +63,7 @@ class Score:
         self._sampling = SamplingParams(temperature=0, logprobs=num_top)
         self.found = PromptLogprobs.empty(num_top)
         self.blocks: list[Tensor] = []
-        """Logits of the current block of positions, [R, up to the head's block_size] each."""
+        """Logits of the current block of positions, each [R, up to the head's block_size]."""
         self._chunks = list(chunks)
         self._num_blocks, self._rows = shape
         self._normed_RD: Tensor | None = None
@@ -71,7 +72,7 @@ class Score:
         self.num_units = full * per_block + (self._num_blocks + rest) * (rest > 0)
 
     def run(self, head: Head, parts: ModelParts, costs: ScoreCosts, unit: int) -> int:
-        """Run some units from `unit` on; return the first one not done."""
+        """Run some units from `unit` on; return the first unit that is not done."""
         block, at = divmod(unit, self._num_blocks + self._rows)
         first = block * self._rows
         rows = min(self._rows, len(self.targets) - first)
@@ -91,7 +92,7 @@ class Score:
         return unit + stop - at
 
     def _hidden(self, start: int, stop: int) -> Tensor:
-        """Return hidden states of the tokens [start, stop) without copying others."""
+        """Return hidden states of the tokens [start, stop) without a copy of other tokens."""
         found, at = [], 0
         for chunk in self._chunks:
             if at < stop and start < at + len(chunk):
@@ -118,7 +119,7 @@ class Score:
         return [*self._chunks, *self.blocks, *normed]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield named copies, from which `restored` makes the same object."""
+        """Yield named copies of the tensors, from which `restored` makes the same object."""
         numbers = [self.member, self.num_top, self._num_blocks, self._rows]
         yield "numbers", torch.tensor(numbers)
         yield "targets", torch.tensor(self.targets, dtype=torch.int64)
@@ -184,7 +185,7 @@ class Scores:
         return [x for score in self.each for x in score.tensors()]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield named copies, from which `restored` makes the same object."""
+        """Yield named copies of the tensors, from which `restored` makes the same object."""
         for i, score in enumerate(self.each):
             for name, x in score.export():
                 yield f"score.{i}.{name}", x

@@ -1,4 +1,4 @@
-"""Reasoning in answers: its end, and its budget. After the budget, `</think>` is forced."""
+"""Reasoning in answers: its end, and its budget. When the budget is spent, `</think>` is forced."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from qllm.grammar import Vocabulary
 from qllm.types import THINK, THOUGHT
 
 WINDOW = 16
-"""Most tokens of a tag, however a tokenizer splits it."""
+"""Most tokens that a tokenizer makes of a tag."""
 
 
 def starts_inside(vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> bool:
@@ -17,13 +17,16 @@ def starts_inside(vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> bool:
 
 
 class Thinking:
-    """The state of the reasoning in one answer. It is a function of the answer's tokens.
+    """The state of the reasoning in one answer. The state is a function of the answer's tokens.
 
     Args:
-        budget: Most tokens of reasoning in all passages together, without tags; None sets no bound.
+        budget: Most tokens of reasoning in all passages together, tags not counted; None sets no
+            bound.
         vocabulary: Vocabulary of the model.
-        prompt_ids: Prompt of the request; if it ends with `<think>`, the answer starts inside.
-        once: True if only the first passage is reasoning: the grammar starts after its `</think>`.
+        prompt_ids: Prompt of the request. If it ends with `<think>`, the answer starts inside its
+            reasoning.
+        once: True if only the first passage is reasoning. A grammar then starts after the first
+            `</think>`.
     """
 
     def __init__(
@@ -39,15 +42,17 @@ class Thinking:
         self._last = vocabulary.encode(THOUGHT[-1])[0] if once else None
         self._starts_inside = starts_inside(vocabulary, prompt_ids)
         self._ids = {tag: vocabulary.id_of(tag) for tag in (THINK, THOUGHT)}
-        """Token of each tag, or None. If a tag has a token, the same text in other tokens is no
-        tag."""
+        """Token of each tag, or None.
+
+        If a tag has a token of its own, the same text in other tokens is no tag.
+        """
         self._restart()
 
     def _restart(self) -> None:
         self._num_read = self._num_spent = self._behind = 0
         self._begun: int | None = 0 if self._starts_inside else None
         self._has_spoken = False
-        """True if more than white space follows the last tag: `<think>` is then no tag."""
+        """True if more than white space follows the last tag. Then `<think>` is no tag."""
         self._is_open = False
         """True if only the last character of the end tag is missing."""
         self.ended: int | None = None
@@ -64,7 +69,8 @@ class Thinking:
         """Return the next token if it is forced as part of `</think>`; None if any is allowed.
 
         Args:
-            outputs: Tokens of the answer so far; they continue those of the last call, or restart.
+            outputs: Tokens of the answer so far. They continue the tokens of the last call, or
+                start again.
         """
         if len(outputs) < self._num_read:
             self._restart()
@@ -112,7 +118,7 @@ class Thinking:
                 self.wrong = f"its reasoning ends inside a token that goes on with {more!r}"
 
     def _look_for_begin(self, text: str, token_id: int) -> None:
-        """Start a passage if a tag ends with a token, and no other text came before."""
+        """Start a passage if a tag ends with a token and no other text came before the tag."""
         if not self._has_spoken and self._ends(THINK, text, token_id):
             self._begun = self._behind = self._num_read
         elif said := text.strip():
