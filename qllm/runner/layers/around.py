@@ -1,12 +1,12 @@
-"""Layers that are called as the model's own forward calls them (`qllm.models.around`).
+"""Layers that run by the model's own code, called as by the model's forward (`qllm.models.around`).
 
-They run for one request after the other, and for one block of its tokens after the other. A layer
-with experts is driven by hooks and stops at them; other layers run whole. All that a layer keeps in
-the cache is a state of the request (`runner.states`):
+They run for one request after the other, and for one block of the request's tokens after the other.
+A layer with experts is driven by hooks and can stop at its experts. Other layers run whole. All
+that a layer keeps in the cache is a state of the request (`runner.states`):
 
     attend    committed state -> state of the new tokens, as far as the attention writes it
-    route     on a copy of that state, which is dropped
-    combine   on that state itself, which is then complete
+    route     on a copy of the new state; the copy is dropped
+    combine   on the new state itself, which is then complete
 
 A layer is called token by token if a call with several tokens cannot continue from a state.
 """
@@ -39,7 +39,7 @@ Ids = tuple[Tensor, ...]
 
 
 def spans_of(around: Around, step: Step) -> Iterator[Span]:
-    """Yield the tokens that are called together, or single ones if calls cannot continue."""
+    """Yield spans of tokens for one call each. Spans are single tokens if calls cannot continue."""
     for span in step.spans:
         if span.lo == 0 or around.goes_on:
             yield span

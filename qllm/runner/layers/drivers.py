@@ -29,8 +29,10 @@ from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
 Rope = tuple[Tensor, ...]
-"""Embeddings of the op's positions: cos and sin, each [1, T, H]; or one tensor of complex numbers
-[1, T, H / 2]; or nothing."""
+"""Embeddings of the op's positions: cos and sin, each [1, T, H].
+
+They may also be one tensor of complex numbers [1, T, H / 2], or an empty tuple.
+"""
 
 
 class Routed(NamedTuple):

@@ -37,7 +37,8 @@ class Embedding:
         if self._table is None or is_heard(self._module):
             x_TD: Tensor = self._module(torch.tensor(ids, device=self._device))
             if self._native or is_heard(self._module):
-                x_TD = x_TD.clone()  # a hook may hold the original, which layers overwrite
+                # a hook may hold the original tensor, and layers overwrite `x_TD`
+                x_TD = x_TD.clone()
         else:
             x_TD = self._rows(ids)
         return x_TD if self._multiplier is None else x_TD * self._multiplier

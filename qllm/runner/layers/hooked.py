@@ -40,7 +40,7 @@ class RoutedRows(NamedTuple):
     weights: Tensor
     """Weights of the experts, [T, K]."""
     siblings: dict[str, RouterExtras]
-    """Outputs of shared experts that ran before the experts, by child name, each [T, width]."""
+    """Outputs of shared experts that ran before routed ones, by child name, each [T, width]."""
 
 
 class HookedLayer:
@@ -159,7 +159,10 @@ class HookedLayer:
         experts_TD: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Beside]:
-        """Do the same as `combine` with the attention's other outputs; return the layer's, too."""
+        """Run the layer as `combine` does, with the attention's other outputs.
+
+        Return the layer's other outputs too.
+        """
         calls = _Calls()
         names = self._attention_name
         stubs = self._stored_attention(calls, attn_TD, beside)

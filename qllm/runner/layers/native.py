@@ -342,7 +342,7 @@ class NativeDriver(FastDriver):
 
     @property
     def whole(self) -> NativeLayer | None:
-        """Data of this layer for one call over several layers; None if a part has no kernel."""
+        """Data of this layer for one call over several layers; None if a module has no kernel."""
         attention, router, mlp = self._attention, self._router_kernel, self._mlp_kernel
         parts = self._parts
         if attention is None or self._gate is not None or not self.is_complete:
@@ -376,7 +376,10 @@ class NativeDriver(FastDriver):
     def attend_some(
         self, x_TD: Tensor, rope: Rope, step: Step, pos: int, begun: Begun | None, num_keys: int
     ) -> tuple[Tensor | None, Begun | None, int]:
-        """Do the same as the function `attend_some` over `num_keys`, a multiple of KEY_BLOCK."""
+        """Attend to the next `num_keys` keys, a multiple of KEY_BLOCK.
+
+        See the function `attend_some`.
+        """
         kernel, window = self._attention, self._parts.window
         if kernel is None:
             return self.attend(x_TD, rope, step), None, 0

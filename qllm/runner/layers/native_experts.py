@@ -86,7 +86,8 @@ class NativeBank:
                 own.data = own.data.new_empty(0)
                 self._parameters[name] = own
         self._packed, self.unit_bytes = packed, packed.num_bytes
-        module.forward = self._refuse  # it holds the bank, so the weights outlive the runner
+        # the method holds the bank, so the weights outlive the runner
+        module.forward = self._refuse
         setattr(module, PACKED, True)
 
     def unpack(self) -> None:

@@ -46,7 +46,10 @@ def over_spans(
 
 
 class OneByOne:
-    """A runner of an attention for one span after the other: it asks the cache for the length."""
+    """A caller of attention for one span after the other.
+
+    The attention asks the cache for its length.
+    """
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
         """Call the module's forward as its layer does.

@@ -137,7 +137,7 @@ def matrices(model: nn.Module, but: Container[int] = ()) -> Iterator[Tensor]:
 
 
 def find_rule(weights: Iterable[Tensor], rules: Sequence[RowRule] = RULES) -> RowRule:
-    """Return the first rule under which rows are independent, tested with one weight per shape.
+    """Return the first rule that makes rows independent, tested with one weight per shape.
 
     Raises:
         ModelError: No rule holds on this machine.

@@ -114,10 +114,11 @@ class Charge(NamedTuple):
 def charged(
     shape: ModelShape, model: nn.Module, parts: ModelParts, drivers: Iterable[LayerDriver]
 ) -> tuple[ModelShape, Charge]:
-    """Return the shape with `state_tokens`, which a request's states count as, and the bytes.
+    """Return the shape with `state_tokens`, and the bytes.
 
-    A request has the states that it continues from, and those that it writes. If they contain keys,
-    a token also counts twice.
+    A request is charged `state_tokens` tokens for its states. A request has two states: the state
+    that it continues from, and the state that it writes. If states contain keys, each token is
+    charged twice.
     """
     if parts.around is not None:
         fixed, per_token = growth_of(parts.around)

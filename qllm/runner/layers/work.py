@@ -102,7 +102,10 @@ class Work:
         return len(experts - known) * self.bank.unit_bytes
 
     def end_of_range(self, start: int, costs: CutCosts) -> int:
-        """Return the end of the range of units from `start` on, as long as `costs` allow."""
+        """Return the end of the range from unit `start` on.
+
+        The range is as long as `costs` allow.
+        """
         stop, ns = start, 0.0
         while stop < len(self.units) and ns < costs.range_ns:
             _, lo, hi = self.units[stop]

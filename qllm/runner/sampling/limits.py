@@ -145,7 +145,10 @@ class Limits:
                 self._matcher.go_ahead(builder, said)
 
     def _of_form(self, outputs: Sequence[int]) -> Sequence[int] | None:
-        """Return the tokens after the reasoning, which the grammar checks; None during it."""
+        """Return the tokens after the reasoning, for the grammar.
+
+        None while reasoning continues.
+        """
         if self._thinking is None:
             return outputs
         return None if self._thinking.ended is None else outputs[self._thinking.ended :]

@@ -163,7 +163,7 @@ class Scores:
         unit: int,
         dead: Container[int],
     ) -> int:
-        """Run some units from `unit` on; return the first one not done. Dead rows are skipped."""
+        """Run some units from `unit` on; return the next unit. Units of dead rows are skipped."""
         before = 0
         for score in self.each:
             if unit < before + score.num_units:

@@ -80,7 +80,8 @@ class Thinking:
         if self._begun is None:
             return None
         if self._budget is None or len(outputs) < (limit := self._limit(self._begun)):
-            return self._last if self._is_open else None  # no token with text after the tag
+            # the last token of the tag without any text after the tag
+            return self._last if self._is_open else None
         place = len(outputs) - limit + self._num_begun(outputs[self._begun : limit])
         return self._end[place] if place < len(self._end) else None
 
