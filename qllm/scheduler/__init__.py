@@ -1,1 +1,4 @@
-"""Decisions: which requests run, when, and with which KV. Pure: no torch, clock or randomness."""
+"""Decisions: which requests run, when, and with which KV.
+
+No code here uses torch, a clock or randomness.
+"""

@@ -1,13 +1,14 @@
 """Changes of KV blocks and of parked frames: which request loses blocks, and which gets them.
 
     start over    a request loses its row, its blocks and everything computed
-    swap out      a request loses its blocks; its KV and its row under way are stored
-    cut back      a prompt changed: KV of its old end is lost
-    acquire       rows of a plan get blocks: victims lose theirs, stored KV is loaded
+    swap out      a request loses its blocks; its KV and its unfinished row are stored
+    cut back      a prompt changed: KV after the change is dropped
+    acquire       rows of a plan get blocks: victims lose blocks, stored KV is loaded
     split         a parked frame ends between two layers; its rows keep their hidden states
 
-A row that is alone in its frame is swapped out as it is, at any boundary inside a layer: the frame
-waits in `away`. A row that shares its frame leaves it at the start of the layer the frame is in.
+A row that is alone in its frame is swapped out together with the frame, at any boundary inside a
+layer. The frame waits in `away`. A row that shares its frame leaves the frame at the start of the
+frame's current layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from qllm.scheduler.scheduler import Scheduler
 
 Victims = Callable[[Request, int, frozenset[RequestId]], Sequence[tuple[RequestId, Evict]]]
-"""Function (request, missing blocks, requests that must stay) -> victims with their ways."""
+"""Function (request, missing blocks, requests that must stay) -> victims, each with an `Evict`."""
 
 
 def acquire(
@@ -44,20 +45,20 @@ def acquire(
     now_ns: int,
     owed: list[Effect],
 ) -> list[Row]:
-    """Give rows their blocks, in order; lower ranks lose theirs where blocks are short.
+    """Give rows their blocks, in order. If blocks are short, requests of lower rank lose blocks.
 
     Requests that the plan drops or swaps out lose their blocks first.
 
     Args:
         scheduler: Owner of blocks and requests.
         plan: Plan of the policy.
-        rows: Rows of the plan, best first, ending where chunks may end.
-        victims: Function that is asked where blocks are short.
+        rows: Rows of the plan, best first. They end where chunks may end.
+        victims: Function that chooses victims if blocks are short.
         now_ns: The engine's clock.
-        owed: List that takes the effects, also if `victims` raises later.
+        owed: List to which effects are added, even if `victims` raises later.
 
     Returns:
-        The rows that have their blocks. A row whose request decodes again after a swap goes
+        The rows that have their blocks. If a request decodes again after a swap, its row goes
         through all layers (I4).
     """
     for request_ids, how in ((plan.drop, Evict.RECOMPUTE), (plan.swap_out, Evict.SWAP)):
@@ -106,7 +107,7 @@ def _give(
 
 
 def _refer(scheduler: "Scheduler", rows: Sequence[Row]) -> dict[RequestId, list[int]]:
-    """Let new requests hold the blocks that they share, so that no eviction frees these."""
+    """Make new requests holders of the blocks that they share, so that no eviction frees them."""
     pool, found = scheduler.pool, dict[RequestId, list[int]]()
     for row in rows if pool.has_names else ():
         request = scheduler.requests[row.request_id]
@@ -140,7 +141,7 @@ def _take(
 
 
 def _come_back(scheduler: "Scheduler", request: Request) -> Effect:
-    """Load the KV of a swapped-out request into its new blocks, and its frame with it."""
+    """Load the KV of a swapped-out request into new blocks, and restore the request's frame."""
     request_id = request.request_id
     back = SwapIn(request_id, request.num_swapped_tokens, tuple(request.block_table))
     scheduler.swap.release(request_id)
@@ -154,9 +155,10 @@ def _come_back(scheduler: "Scheduler", request: Request) -> Effect:
 def evict(
     scheduler: "Scheduler", request: Request, for_request: RequestId, how: Evict
 ) -> list[Effect]:
-    """Take a request's blocks: swap its KV out, or start it over.
+    """Take a request's blocks, and swap the KV out or start the request over.
 
-    It starts over if the swap space is too small, or if computing is faster than moving its KV.
+    The request starts over if the swap space is too small, or if computing is faster than moving
+    the KV.
     """
     request_id, written = request.request_id, request.num_written_tokens
     blocks, request.gave_way = scheduler.pool.blocks_for(written), request.is_idle
@@ -182,14 +184,15 @@ def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
 
 
 def cut_back(scheduler: "Scheduler", request: Request, num_tokens: int) -> list[Effect]:
-    """Drop what was computed of a prompt that changed after its first `num_tokens` tokens.
+    """Drop the KV of a prompt after its first `num_tokens` tokens, where the prompt changed.
 
-    A row under way dies if it goes further than them. Blocks after them are freed. The block with
-    the cut is freed too, with its tokens before the cut, if others may share it.
+    An unfinished row dies if it goes beyond `num_tokens`. Later blocks are freed. The block that
+    contains the cut is freed too, with its tokens before the cut, if other requests may share the
+    block.
     """
     pool, request_id = scheduler.pool, request.request_id
     if not (request.is_admitted or request.num_swapped_tokens):
-        request.find(0)  # the prefix cache is asked again for the new prompt
+        request.find(0)  # the prefix cache is searched again for the new prompt
         return []
     whole, rest = divmod(num_tokens, pool.block_size)
     if rest and whole < len(request.block_table) and pool.is_fixed(request.block_table[whole]):
@@ -233,7 +236,7 @@ def _move_out(scheduler: "Scheduler", request: Request) -> list[Effect]:
 
 
 def step_aside(scheduler: "Scheduler", request: Request) -> list[Effect]:
-    """Take a request's row out of a frame that it shares; whole layers stay computed."""
+    """Take a request's row out of a frame that the row shares. Whole layers stay computed."""
     request_id, frame_id = request.request_id, request.frame_id
     if frame_id is None:
         return []
@@ -251,17 +254,17 @@ def _free_blocks(scheduler: "Scheduler", request: Request, *, moving: bool = Fal
 
 
 def let_go(scheduler: "Scheduler") -> list[Split]:
-    """Split parked frames whose remaining rows have all left the sweep."""
+    """Split parked frames whose remaining rows have all run their last layer."""
     found = []
     for parked in [p for p in scheduler.frames.values() if p.dead and not p.live_rows()]:
-        # only cancelled rows worked in this layer; live rows left the sweep at its start
+        # only cancelled rows worked in this layer; live rows left the frame at its start
         parked.index = parked.program.layer_start(parked.index)
         found.append(split(scheduler, parked))
     return found
 
 
 def split(scheduler: "Scheduler", parked: Parked) -> Split:
-    """End a parked frame that is between two layers; its rows keep their hidden states."""
+    """End a parked frame that is between two layers. Its rows keep their hidden states."""
     del scheduler.frames[parked.program.frame_id]
     for row in parked.held_rows():
         scheduler.requests[row.request_id].leave_frame(Frontier(row.lo, row.hi, row.start_layer))

@@ -1,4 +1,4 @@
-"""Rows of one step, and the seats, prefill tokens and blocks that are left for more rows."""
+"""Rows of one step, and the remaining seats, prefill tokens and blocks for more rows."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,11 +7,11 @@ from qllm.policy import RequestView, View
 from qllm.types import Grain, RequestId
 
 MIN_CHUNK = 32
-"""Fewest prefill tokens of a step that is made to fit a slice."""
+"""Fewest prefill tokens of a step whose size is chosen to fit a slice."""
 
 
 class Batch:
-    """Rows of one step, and the seats, prefill tokens and blocks that they leave."""
+    """Rows of one step, and the remaining seats, prefill tokens and blocks."""
 
     def __init__(self, view: View, tokens: int) -> None:
         self.view = view
@@ -23,10 +23,11 @@ class Batch:
         self.num_prefills = 0
 
     def need(self, request: RequestView, row: Row) -> int:
-        """Return the number of blocks that a row takes beyond those of its request.
+        """Return the number of blocks that a row needs in addition to the blocks of its request.
 
-        A newcomer may evict no request of its tier, so its chunk counts up to where level L2 lets
-        it end. A request that holds blocks may evict, so its chunk counts as it is.
+        A request without blocks cannot evict requests of its tier, so its chunk is counted up to
+        the place where level L2 lets the chunk end. A request with blocks can evict, so its chunk
+        is counted as planned.
         """
         if not request.is_admitted:
             return self.view.blocks_needed(row)
@@ -53,7 +54,10 @@ class Batch:
 
 
 def may_wait(view: View, rows: Sequence[Row]) -> bool:
-    """Return True if a step prefills streaming prompts only: whole prompts of its tier go first."""
+    """Return True if a step prefills streaming prompts only.
+
+    Whole prompts of the tier go first then.
+    """
     requests = [view.by_id[row.request_id] for row in rows]
     return any([r.is_open for r in requests]) and all(r.is_open or r.is_decoding for r in requests)
 
@@ -65,17 +69,17 @@ def runs_whole(
     best: int,
     slice_ns: int | None,
 ) -> bool:
-    """Return True if nothing would stop these rows inside the step: the best class decodes alone.
+    """Return True if nothing would stop these rows in a step, because the best class decodes alone.
 
-    Such a step runs whole where each boundary inside it costs a launch. Rows of worse classes that
-    joined a step make it worth stopping for newcomers of the best class. A slice that outlasts the
-    step stops nothing inside it. A cancel waits for the end of a whole step.
+    Such a step runs whole if each boundary inside a step costs a launch. If rows of worse classes
+    joined a step, stopping the step for newcomers of the best class is worth the launches. A slice
+    longer than the step stops nothing inside the step. A cancel waits for the end of a whole step.
 
     Args:
         view: State as policies see it.
         rows: Rows to run.
-        tier_of: Tiers of their requests.
-        best: Tier that no arrival goes before.
+        tier_of: Tiers of the rows' requests.
+        best: Best tier: no arrival goes before it.
         slice_ns: Longest run of the rows in nanoseconds; None sets no limit.
     """
     if not view.whole_steps:
@@ -91,7 +95,7 @@ def runs_whole(
 
 
 def fitting_tokens(view: View, grain: Grain, slice_ns: int) -> int:
-    """Return the prefill tokens that fit a slice, for steps that time cannot stop."""
+    """Return the number of prefill tokens that fit a slice, for steps that no slice can stop."""
     most = view.max_step_tokens
     if grain > Grain.STEP:
         return most

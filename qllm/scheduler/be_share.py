@@ -1,13 +1,13 @@
-"""The debt of time to BE while LS has work, and the plan that pays it (`qllm.floor`).
+"""The debt of time to BE while LS has work, and the plan that pays the debt (`qllm.floor`).
 
     LS has work, BE could run       the debt grows with the time
-    BE ran                          it shrinks, not below zero
-    BE ran to pay the debt          it shrinks by the whole run, below zero if that was too long
-    BE cannot run, or LS is idle    it stays
+    BE ran                          the debt shrinks, not below zero
+    BE ran to pay the debt          the debt shrinks by the whole run, if necessary below zero
+    BE cannot run, or LS is idle    the debt stays
 
-So BE's runs while LS is idle pay nothing. The debt does not grow while BE is paused, waits for its
-prompt, or lacks KV. A turn of BE evicts no request: only the policy's plans do.
-A class is BE if it is larger than LS, whatever tier the policy gives it.
+So runs of BE while LS is idle pay nothing. The debt does not grow while BE is paused, waits for its
+prompt, or lacks KV. A slice of BE evicts no request; only the policy's plans evict. A class is BE
+if its number is larger than that of LS, whatever tier the policy gives the class.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,20 +29,23 @@ class Owed(NamedTuple):
     since_ns: int = 0
     """Time of the last decision."""
     ls_has_work: bool = False
-    """True if LS had work at that decision."""
+    """True if LS had work at the last decision."""
     grows: bool = False
-    """True if BE could run then as well, so that the debt grows until the next decision."""
+    """True if BE could run at that decision too. The debt then grows until the next decision."""
     pays: bool = False
-    """True if the floor chose the present run."""
+    """True if the BE floor chose the present run."""
     ls_ns: int = 0
     be_ns: int = 0
-    """Time of both classes so far; a run that they share is divided by their tokens."""
+    """Time of both classes so far. A run that both classes share is divided by their tokens."""
     paid_ns: int = 0
-    """Time of the runs that the floor chose."""
+    """Time of the runs that the BE floor chose."""
 
 
 class BeShare:
-    """The account of BE's time: counts the debt, and returns a plan of BE when a slice is due."""
+    """The account of BE's time.
+
+    It counts the debt, and returns a plan of BE when a slice is due.
+    """
 
     def __init__(self, floor: Floor) -> None:
         self.floor = floor
@@ -54,11 +57,12 @@ class BeShare:
         self.now = self.now._replace(ls_has_work=False, grows=False)
 
     def turn(self, view: View, policy: Any) -> Plan | None:
-        """Count the time up to a decision; return a plan of BE if it is owed a slice.
+        """Count the time up to a decision; return a plan of BE if a slice is owed.
 
         Args:
             view: State as policies see it.
-            policy: Policy of the other plans; if it never stops a step, BE's steps are whole too.
+            policy: Policy of the other plans. If this policy never stops a step, BE's steps run
+                whole too.
         """
         if not self.floor.rate:
             return None
@@ -72,7 +76,7 @@ class BeShare:
         return turn.a_slice() if grows and self.now.owed_ns >= self.floor.slice_ns else None
 
     def cut(self, plan: Plan, view: View) -> Plan:
-        """Shorten a plan of the policy, run or wait, so that it ends when BE is owed a slice."""
+        """Shorten a plan of the policy, so that it ends when a slice of BE is due."""
         if not self.now.grows:
             return plan
         left_ns = -((self.now.owed_ns - self.floor.slice_ns) * MILLION // self.floor.rate)
@@ -84,7 +88,7 @@ class BeShare:
         return replace(plan, slice_ns=max(1, min(slices)))
 
     def starts(self, *, pays: bool) -> None:
-        """Note that a run starts; `pays` is True if it is the plan of `turn`."""
+        """Record that a run starts. `pays` is True if the run is the plan of `turn`."""
         self.now = self.now._replace(pays=pays)
 
     def ran(self, requests: Sequence[tuple[RequestView, Row]], elapsed_ns: int) -> None:
@@ -106,7 +110,7 @@ class BeShare:
         )
 
     def _pass(self, now_ns: int) -> None:
-        """Count the time since the last decision, at most one window of it."""
+        """Count the time since the last decision, at most one window of the floor."""
         now, (rate, window_ns, _) = self.now, self.floor
         elapsed_ns = now_ns - now.since_ns
         lost_ns = elapsed_ns if now.pays else 0  # the run raised
@@ -126,12 +130,12 @@ def _is_be(request: RequestView) -> bool:
 
 
 def _planned(plan: Plan, view: View) -> list[RequestView]:
-    """Return the requests of a plan; unknown ones are left out."""
+    """Return the requests of a plan, without unknown requests."""
     return [view.by_id[row.request_id] for row in plan.rows if row.request_id in view.by_id]
 
 
 class _Turn:
-    """The work that BE could do now: a parked frame of its own, else its decodes and prefills."""
+    """The work that BE could do now: a parked frame of BE, else BE's decodes and prefills."""
 
     def __init__(self, view: View, needs: Cap, slice_ns: int) -> None:
         self.view = view
@@ -141,11 +145,11 @@ class _Turn:
 
     @property
     def is_possible(self) -> bool:
-        """True if BE could run."""
+        """True if BE could run now."""
         return bool(self._frames()) or next(self._loose(), None) is not None
 
     def a_slice(self) -> Plan:
-        """Return the plan of one slice, which no arrival stops."""
+        """Return the plan of one slice of BE. No arrival stops the slice."""
         frames = self._frames()
         own = next((f for f in frames if all(map(self._is_be, f.rows))), None)
         rows = own.rows if own is not None else tuple(self._loose()) or frames[0].rows
@@ -161,8 +165,9 @@ class _Turn:
     def _loose(self) -> Iterator[Row]:
         """Yield rows of BE outside of frames, as far as there are seats, tokens and free KV.
 
-        Decodes come first, least recent progress first. Prefills follow: those that hold KV, then
-        the oldest of the best class. A prefill that lacks KV ends the list for newcomers.
+        Decodes come first, least recent progress first. Prefills follow: first those of requests
+        with KV, then the oldest of the best class. After a prefill that lacks KV, no further
+        request without KV follows.
         """
         view, be = self.view, [r for r in self.view.requests if _is_be(r) and r.frame_id is None]
         batch = Batch(view, fitting_tokens(view, self.grain, self.slice_ns))
@@ -188,7 +193,7 @@ class _Turn:
                 break
 
     def _piece(self, row: Row) -> Row:
-        """Return a row with as many layers as fit a slice, if time cannot stop its step."""
+        """Return a row with as many layers as fit a slice, if no slice can stop the row's step."""
         num_layers = self.view.shape.num_layers
         if self.grain > Grain.STEP or not self.by_layers or not row.start_layer:
             return row

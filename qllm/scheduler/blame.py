@@ -1,10 +1,11 @@
-"""Search for the request that makes a policy raise or break a rule, so that only this one ends.
+"""Search for the request that makes a policy raise or break a rule, so that only this request ends.
 
-No content of one request may end another. If the policy was asked about one request (`rank`,
-`on_arrival`), that one is to blame. Else trials find it: copies of the scheduler's state, in which
-some requests have ended, decide with a copy of the policy whose hooks saw these ends.
-If two requests break the policy only together, the newer one ends. If the policy breaks on every
-request it is tried on, the policy is broken: all end, or the fallback policy continues.
+No content of one request may end another request. If the policy was called for one request (`rank`,
+`on_arrival`), that request is to blame. Otherwise trials find the request. A trial copies the
+scheduler's state, ends some requests in the copy, calls the hooks of a copied policy for them, and
+decides with that policy. If two requests break the policy only together, the newer request ends. If
+the policy breaks on every request in turn, the policy is broken: all requests end, or the fallback
+policy continues.
 """
 
 import copy
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from qllm.scheduler.scheduler import Scheduler
 
 Works = Callable[[Collection[RequestId]], bool]
-"""Ids of ended requests -> True if the policy works without these requests."""
+"""Function of the ids of ended requests.
+
+It returns True if the policy works without these requests.
+"""
 
 
 class Blame(NamedTuple):
@@ -33,17 +37,17 @@ class Blame(NamedTuple):
     request_ids: tuple[RequestId, ...]
     """Requests to end; empty if the error was about a request that has ended already."""
     others_go_on: bool
-    """True if a trial showed that the policy works without them."""
+    """True if a trial showed that the policy works without these requests."""
 
 
 class HookError(PolicyError):
     """Error of a policy's hook.
 
     Args:
-        message: Text with the policy, the hook and what it raised.
+        message: Text with the policy, the hook and the error that the hook raised.
         hook: Name of the hook.
-        request_ids: Requests that it raised on.
-        others_go_on: True if it is known not to raise on others.
+        request_ids: Requests for which the hook raised.
+        others_go_on: True if the hook is known not to raise for other requests.
     """
 
     def __init__(
@@ -55,12 +59,12 @@ class HookError(PolicyError):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A state of the scheduler to try a policy on. Trials run on copies and never change it.
+    """A state of the scheduler in which a policy is tried. Trials run on copies of the state.
 
     Args:
         scheduler: State to copy.
         now_ns: The engine's clock.
-        report: Step to pass to `on_step_done`; None asks for a decision.
+        report: Step to pass to `on_step_done`; None calls for a decision.
     """
 
     scheduler: "Scheduler"
@@ -68,7 +72,7 @@ class Trial:
     report: StepReport | None = None
 
     def without(self, gone: Collection[RequestId]) -> "Trial":
-        """Return the trial without these requests, which have ended, and without their rows."""
+        """Return the trial after these requests have ended, without the requests' rows."""
         report = self.report
         if report is not None:
             report = report._replace(
@@ -90,13 +94,13 @@ class Trial:
         try:
             with contained():
                 twin.policy.on_step_done(twin.view(self.now_ns), trial.report)
-        except Exception:  # noqa: BLE001 - then the answer is no
+        except Exception:  # noqa: BLE001 - the policy does not work then
             return False
         return True
 
 
 def blame(scheduler: "Scheduler", error: PolicyError, now_ns: int) -> Blame:
-    """Find the requests that a policy has raised on. Nothing changes.
+    """Find the requests that a policy has raised on. No state changes.
 
     Args:
         scheduler: State after the error.
@@ -109,7 +113,8 @@ def blame(scheduler: "Scheduler", error: PolicyError, now_ns: int) -> Blame:
     if error.request_id is None:
         order = list(reversed(scheduler.requests))
         if isinstance(scheduler.policy, RankPolicy):
-            # No rank was asked: the shape failed. The scheduler in C++ does the same.
+            # The error is not from a rank, but from the shape of the plan. The scheduler in C++
+            # does the same.
             return Blame(tuple(order), False)
         return _blame_of(trial, order)
     if error.request_id not in scheduler.requests:
@@ -130,22 +135,23 @@ def _blame_of_hook(trial: Trial, error: HookError) -> Blame:
 
 
 def _accepts_another(trial: Trial, ended: tuple[RequestId, ...]) -> bool:
-    """Return True if `on_arrival` accepts the newest request that it has not raised on yet."""
+    """Return True if `on_arrival` accepts the newest request for which it has not raised."""
     raised_on = {i for _, e in trial.scheduler.hook_errors for i in getattr(e, "request_ids", ())}
     twin = trial.without(ended).scheduler
     others = [request for i, request in twin.requests.items() if i not in raised_on]
     if not others:
         return False
     if twin.policy is trial.scheduler.policy:
-        return True  # the policy could not be copied: a trial would change its state
+        return True  # the policy could not be copied, so a trial would change the policy's state
     view = twin.view(trial.now_ns)
-    with suppress(Exception), contained():  # end it first, so that it does not arrive twice
+    # the request ends first, so that it does not arrive twice
+    with suppress(Exception), contained():
         if hook := getattr(twin.policy, "on_finish", None):
             hook(view, others[-1])
     try:
         with contained():
             twin.policy.on_arrival(view, others[-1])
-    except Exception:  # noqa: BLE001 - then the answer is no
+    except Exception:  # noqa: BLE001 - the hook does not accept it then
         return False
     return True
 
@@ -154,7 +160,7 @@ def _blame_of(trial: Trial, order: Sequence[RequestId]) -> Blame:
     """Find by trials the requests to end so that a policy works again.
 
     Args:
-        trial: State that the policy broke on.
+        trial: State in which the policy raised or broke a rule.
         order: Candidates, newest first.
     """
     first = newest_needed(order, trial.works)
@@ -168,13 +174,13 @@ def _blame_of(trial: Trial, order: Sequence[RequestId]) -> Blame:
 
 
 def breaking(trial: Trial, group: Sequence[RequestId]) -> list[RequestId]:
-    """Find the requests of a group on which a policy breaks even without the others.
+    """Find the requests of a group on which a policy breaks even without the rest of the group.
 
     The group is halved until the policy works. Each half starts from the state in which the other
-    half has ended already, so that the policy sees O(n log n) ends in all, not O(n^2).
+    half has ended already, so the policy is called for O(n log n) ends in all, not O(n^2).
 
     Args:
-        trial: State with the group and no other request to blame.
+        trial: State with the group, and without other requests to blame.
         group: n requests with which the policy does not work.
     """
     if len(group) == 1:
@@ -188,11 +194,12 @@ def breaking(trial: Trial, group: Sequence[RequestId]) -> list[RequestId]:
 
 
 def newest_needed(order: Sequence[RequestId], works: Works) -> RequestId:
-    """Return the newest request that must end, after all newer ones, so that a policy works.
+    """Return the newest request that must end, after all newer requests, so that a policy works.
 
     Args:
-        order: Requests, newest first, with which it does not work.
-        works: Test of the policy without the first few of these; assumed True without all.
+        order: Requests, newest first, with which the policy does not work.
+        works: Test of the policy without some requests. It is assumed to be True without all
+            requests.
     """
     low, high = 0, len(order)
     while high - low > 1:
@@ -205,14 +212,14 @@ def newest_needed(order: Sequence[RequestId], works: Works) -> RequestId:
 
 
 def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
-    """Plan one suspect alone, as far as KV is free, to see if it fails by itself.
+    """Plan one suspect alone, as far as KV is free, to see whether the suspect fails alone.
 
     Args:
         suspects: Requests of a frame that raised.
         view: State as policies see it.
 
     Returns:
-        None if there is no KV for any suspect.
+        None if no suspect has enough free KV.
     """
     for request in suspects:
         row = next_row(request, view, view.max_step_tokens)
@@ -230,19 +237,21 @@ def plan_suspect(suspects: Sequence[Request], view: View) -> Plan | None:
 def call_hook(
     scheduler: "Scheduler", name: str, subject: Request | StepReport, now_ns: int
 ) -> PolicyError | None:
-    """Call a policy's hook, if it has it; return its error, with the requests to blame, if any.
+    """Call a policy's hook, if the policy has the hook.
+
+    Return the error, with the requests to blame.
 
     Args:
         scheduler: State with the policy.
         name: Name of the hook.
-        subject: Request or report to pass to it.
+        subject: Request or report to pass to the hook.
         now_ns: The engine's clock.
     """
     try:
         with contained():
             if (hook := getattr(scheduler.policy, name, None)) is not None:
                 hook(scheduler.view(now_ns), subject)
-    except Exception as error:  # noqa: BLE001 - a decision raises it
+    except Exception as error:  # noqa: BLE001 - the next decision raises the error
         kind = type(scheduler.policy).__name__
         text = f"policy {kind} raised in {name}: {told(error)}"
         if isinstance(subject, Request):
@@ -258,15 +267,15 @@ def without(scheduler: "Scheduler", gone: Collection[RequestId], now_ns: int) ->
 
     The policy is copied too, and the hook `on_finish` of the copy is called for each ended request.
     If the policy cannot be copied, the original is used, and its hook is not called. The copy of
-    the scheduler has no suspects: the scheduler plans suspects without asking the policy, but a
-    trial must ask it.
+    the scheduler has no suspects. The scheduler plans suspects without the policy, but a trial must
+    call the policy.
     """
     ended = set(gone)
     policy, is_copy = scheduler.policy, True
     try:
         with contained():
             policy = copy.deepcopy(policy)
-    except Exception:  # noqa: BLE001 - it holds a lock or a file; `plan` is pure all the same
+    except Exception:  # noqa: BLE001 - a lock or file in it; `plan` changes no state
         is_copy = False
     twin = scheduler.empty(policy)
     for request_id, request in scheduler.requests.items():

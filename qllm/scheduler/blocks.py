@@ -1,7 +1,7 @@
-"""KV blocks: their ids, and the requests that hold them. No tensors.
+"""KV blocks: their ids, and the requests that hold them. This module has no tensors.
 
 A block is `block_size` tokens of K and V in every layer. A request takes blocks when tokens are
-scheduled to be written, and gives all of them back when it ends or is evicted.
+scheduled to be written, and returns all blocks when it ends or is evicted.
 """
 
 from collections import deque
@@ -12,15 +12,15 @@ from qllm.plan import ModelShape, Row
 
 
 class BlockPool:
-    """All KV blocks of an engine: each is free, or held by one request or more.
+    """All KV blocks of an engine. Each block is free, or held by one request or more.
 
-    A full, committed block can be shared by several requests, as no request writes to it any more.
-    It counts once, and is free when its last holder gives it back.
+    A full, committed block can be shared by several requests, because no request writes to it any
+    more. A shared block counts once, and is free when its last holder returns it.
 
     Args:
         num_blocks: Number of all blocks.
         block_size: Tokens of a block.
-        shape: Shape of the model, for the blocks that states are charged; None charges nothing.
+        shape: Shape of the model, which sets the blocks charged for states; None charges nothing.
     """
 
     __slots__ = (
@@ -35,9 +35,9 @@ class BlockPool:
         self._free = deque(range(num_blocks - 1, -1, -1))
         self._holders: dict[int, list[int]] = {}
         self.shared: dict[int, int] = {}
-        """Number of holders of each block that has several."""
+        """Number of holders of each block that has several holders."""
         self._named: dict[bytes, tuple[int, ...]] = {}
-        """Blocks of each named KV page that a request holds."""
+        """Blocks of each KV page that has a name, while a request holds the blocks."""
         self._name_of: dict[int, bytes] = {}
 
     @property
@@ -66,13 +66,13 @@ class BlockPool:
         return taken
 
     def name(self, name: bytes, blocks: Sequence[int]) -> None:
-        """Name the KV page in blocks that a request holds; a known name keeps its blocks."""
+        """Name the KV page in blocks that a request holds. A known name keeps its old blocks."""
         if name not in self._named and not any(block in self._name_of for block in blocks):
             self._named[name] = tuple(blocks)
             self._name_of |= dict.fromkeys(blocks, name)
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """Return the blocks of these pages, up to the first page that lies in none."""
+        """Return the blocks of these pages, up to the first page without blocks."""
         found: list[int] = []
         for name in names if self._named else ():
             if name not in self._named:
@@ -81,11 +81,14 @@ class BlockPool:
         return found
 
     def is_fixed(self, block: int) -> bool:
-        """Return True if other requests share a block, or may: it must not change any more."""
+        """Return True if other requests share a block, or may share it.
+
+        Its KV must not change then.
+        """
         return block in self.shared or block in self._name_of
 
     def share(self, request_id: int, blocks: Sequence[int]) -> None:
-        """Add a request as a holder of blocks that others hold."""
+        """Add a request as a holder of blocks that other requests hold."""
         for block in blocks:
             holders = self._holders.get(block)
             if not holders or request_id in holders:
@@ -97,9 +100,10 @@ class BlockPool:
         """Take blocks back from a request.
 
         Args:
-            request_id: Request that gives them back.
-            blocks: Blocks that it holds.
-            moving: True if their KV is still being copied out: other free blocks are used first.
+            request_id: Request that returns the blocks.
+            blocks: Blocks that the request holds.
+            moving: True if the blocks' KV is still being copied out. Other free blocks are used
+                first then.
         """
         for block in blocks:
             holders = self._holders.get(block, [])
@@ -139,10 +143,12 @@ class BlockPool:
         return pool
 
     def check(self, tables: dict[int, list[int]]) -> None:
-        """Compare with the block tables of all requests: no block leaks, shared ones count once.
+        """Compare with the block tables of all requests.
+
+        No block may leak; a shared block counts once.
 
         Raises:
-            InvariantError: They differ.
+            InvariantError: Pool and tables differ.
         """
         holders: dict[int, list[int]] = {}
         for request_id, table in tables.items():
@@ -186,7 +192,10 @@ class SwapSpace:
         return self.num_blocks - self.num_used
 
     def put(self, request_id: int, count: int) -> bool:
-        """Reserve space for a request; return False, without reserving, if there is too little."""
+        """Reserve space for a request.
+
+        Return False, and reserve nothing, if there is too little space.
+        """
         if request_id in self._held:
             raise InvariantError(f"request {request_id} is swapped out twice")
         if count > self.num_free:
@@ -207,7 +216,7 @@ class SwapSpace:
 
 
 class BlockTables:
-    """Block tables of requests that run without a scheduler, in measurements and self-tests.
+    """Block tables of requests that run without a scheduler: in measurements and self-tests.
 
     Args:
         num_blocks: Number of all blocks.
@@ -221,7 +230,7 @@ class BlockTables:
         self._tables: dict[int, list[int]] = {}
 
     def cover(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Give every row the blocks that it still needs; return per row its request's blocks.
+        """Give every row the blocks that it still needs; return each row's block table.
 
         Raises:
             InvariantError: There are too few blocks.

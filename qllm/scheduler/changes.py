@@ -1,8 +1,9 @@
 """Changes of a request's class, prompt and pause, and the view that policies get of the state.
 
-No policy sees or plans a paused request. It keeps its KV, and a frame that holds no other request.
-Where blocks are short it is the first victim, whatever its class. A streaming prompt that waits
-for input is not shown either, and keeps its rank among victims.
+No policy sees or plans a paused request. A paused request keeps its KV, and keeps a frame that
+holds no other request. When blocks are short, it is the first victim, whatever its class. Policies
+do not see a streaming prompt that waits for input either. Such a prompt keeps its rank among
+victims.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ def change(
 ) -> list[Effect]:
     """Give a request another class, pause it, or resume it; None changes nothing.
 
-    The row of a paused request leaves a frame that it shares and keeps whole layers computed. The
+    The row of a paused request leaves a frame that the row shares. Whole layers stay computed. The
     time of a pause does not count as a stall.
     """
     if priority is not None:
@@ -33,7 +34,7 @@ def change(
     request.is_paused = paused
     if not paused:
         scheduler.paused.discard(request.request_id)
-        # move both times by the pause, so that "has run since it took KV" does not change
+        # move both times by the pause, so that "has run since the request got KV" does not change
         request.last_progress_ns += now_ns - request.paused_ns
         request.admitted_ns += now_ns - request.paused_ns
         return []
@@ -45,11 +46,11 @@ def change(
 def revise(
     scheduler: "Scheduler", request: Request, num_kept: int, num_tokens: int, now_ns: int
 ) -> list[Effect]:
-    """Replace the end of a streaming prompt, which may be complete from now on.
+    """Replace the end of a streaming prompt. The prompt may be complete from now on.
 
     Args:
         scheduler: Owner of the request.
-        request: Request without output; its `is_open` is up to date.
+        request: Request without output. Its `is_open` is already updated.
         num_kept: Number of first tokens of the prompt that did not change.
         num_tokens: Length of the new prompt in tokens.
         now_ns: The engine's clock. The wait for the piece does not count as a stall.
@@ -73,7 +74,7 @@ def active(scheduler: "Scheduler") -> list[Request]:
 
 
 def ranked(scheduler: "Scheduler") -> list[Request]:
-    """Return requests that have a rank: active ones, and waiting prompts that hold KV."""
+    """Return requests that have a rank: active requests, and waiting prompts that hold KV."""
     return [r for r in scheduler.requests.values() if has_rank(r)]
 
 
@@ -83,7 +84,7 @@ def has_rank(request: Request) -> bool:
 
 
 def view_of(scheduler: "Scheduler", now_ns: int) -> View:
-    """Return the state as policies see it: no paused requests, and their KV counts as free."""
+    """Return the state as policies see it, without paused requests. Their KV counts as free."""
     limits, requests, paused = scheduler.limits, scheduler.requests, scheduler.paused
     pool, freed = scheduler.pool, Freed(scheduler.pool.shared)
     given_up = sum(freed.add(requests[i]) for i in paused)
@@ -119,7 +120,7 @@ def view_of(scheduler: "Scheduler", now_ns: int) -> View:
         found_blocks=_found_blocks(scheduler) if pool.has_names else {},
     )
     if view.idle and not any(r.is_admitted for r in view.requests):
-        return without_idle(view)  # some request of a view must be able to take KV
+        return without_idle(view)  # at least one request of a view must be able to get KV
     return view
 
 
@@ -132,7 +133,7 @@ def _idle(scheduler: "Scheduler") -> tuple[Request, ...]:
 def without_idle(view: View) -> View:
     """Return a view in which the KV of waiting streaming prompts counts as free.
 
-    The scheduler uses it when no request can run, so that no request waits for a prompt that its
+    The scheduler uses this view when no request can run. So no request waits for a prompt that a
     client may never finish.
     """
     freed = view.blocks_freed(view.idle)
@@ -140,7 +141,7 @@ def without_idle(view: View) -> View:
 
 
 def _found_blocks(scheduler: "Scheduler") -> dict[RequestId, list[int]]:
-    """Return the blocks that requests without KV would share."""
+    """Return the blocks that requests without KV would share if they ran."""
     waiting = (r for r in scheduler.requests.values() if r.found_pages and not r.is_admitted)
     found = {r.request_id: scheduler.pool.find(r.found_pages) for r in waiting}
     return {request_id: blocks for request_id, blocks in found.items() if blocks}

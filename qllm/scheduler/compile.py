@@ -1,7 +1,8 @@
-"""Compiler from plans to programs: turns rows into ops, cut by the cut rule. Pure, no tensors.
+"""Compiler from plans to programs. It turns rows into ops, and cuts the ops by the cut rule.
 
-A policy decides between any two steps, so a decision must be cheap: the work is proportional to
-rows and cuts, never to layers. Ops that repeat layer by layer are one `Stretch`.
+A policy decides between any two steps, so a decision must be cheap. Its work is proportional to the
+rows and cuts, never to the layers. Ops that repeat layer by layer are one `Stretch`. This module
+has no tensors and no state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from qllm.types import FrameId, RequestId
 def align_rows(
     rows: Sequence[Row], requests: Mapping[RequestId, RequestView], cuts: CutRule | None
 ) -> list[Row]:
-    """End chunks where level L2 lets them end.
+    """Shorten rows so that chunks end where level L2 lets them end.
 
     Args:
         rows: Planned rows.
@@ -64,7 +65,7 @@ def _even_cuts(num_tokens: int, block: int) -> list[tuple[int, int]]:
 
 
 def _alike(is_moe: Sequence[bool], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of neighbouring layers of one kind."""
+    """Yield ranges of neighbouring layers of one type (dense or with experts)."""
     while start < end:
         last = start + 1
         while last < end and is_moe[last] == is_moe[start]:
@@ -93,16 +94,16 @@ def compile_program(
     cuts: CutRule,
     one_query_from: Sequence[int] | None = None,
 ) -> Program:
-    """Turn validated rows into ops. Pure: the same plan gives the same program.
+    """Turn validated rows into ops. The same plan always gives the same program.
 
     Args:
         plan: Plan whose row ranges the scheduler has checked.
         frame_id: Id of the new frame.
-        samples: Per row, True if it completes the request's known tokens.
+        samples: Per row, True if the row completes the request's known tokens.
         shape: Layers of the model.
-        cuts: Rule of where ops are cut by rows.
-        one_query_from: Per row, the position from which every token is a block of its own
-            (level L2: tokens decoded one by one are recomputed one by one).
+        cuts: Rule that cuts ops by rows.
+        one_query_from: Per row, the position from which every token is a block of its own. At level
+            L2, tokens that were decoded one by one are recomputed one by one.
     """
     rows = plan.rows
     num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv

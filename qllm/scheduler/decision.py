@@ -11,7 +11,10 @@ from qllm.types import CAPABILITIES, NS_PER_MS, NS_PER_S, Cap, FrameId, Grain, R
 
 Of = TypeVar("Of")
 MAX_IDLE_NS = 10 * NS_PER_S
-"""Longest time that requests may wait while nothing runs; after it the policy has stalled."""
+"""Longest time that requests may wait while nothing runs.
+
+After that time the policy has stalled.
+"""
 
 
 class Kill(NamedTuple):
@@ -28,7 +31,7 @@ class Drop(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """Effect that takes a row out of a parked frame; its request keeps its hidden states."""
+    """Effect that takes a row out of a parked frame. The row's request keeps the hidden states."""
 
     program: Program
     request_id: RequestId
@@ -37,7 +40,10 @@ class Leave(NamedTuple):
 
 
 class EvictKv(NamedTuple):
-    """Effect that drops the KV of a request, whose blocks are free; it is recomputed later."""
+    """Effect that drops the KV of a request.
+
+    Its blocks are already free. KV is computed again later.
+    """
 
     request_id: RequestId
     num_tokens_lost: int
@@ -45,7 +51,10 @@ class EvictKv(NamedTuple):
 
 
 class SwapOut(NamedTuple):
-    """Effect that stores the KV of a request in the swap space; its blocks are free."""
+    """Effect that stores the KV of a request in the swap space.
+
+    The request's blocks are already free.
+    """
 
     request_id: RequestId
     num_tokens: int
@@ -53,7 +62,7 @@ class SwapOut(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """Effect that loads the KV of a request from the swap space into its new blocks."""
+    """Effect that loads the KV of a request from the swap space into the request's new blocks."""
 
     request_id: RequestId
     num_tokens: int
@@ -61,7 +70,7 @@ class SwapIn(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Effect that frees a frame between two layers; its rows keep their hidden states."""
+    """Effect that frees a frame between two layers. Its rows keep their hidden states."""
 
     program: Program
     at: Index
@@ -73,7 +82,10 @@ class Accept(NamedTuple):
     program: Program
     from_frames: tuple[FrameId, ...]
     tables: tuple[Sequence[int], ...]
-    """Per row, all KV blocks of its request. Read them at once: the scheduler changes the lists."""
+    """Per row, all KV blocks of its request.
+
+    Read the lists at once, because the scheduler changes them.
+    """
 
 
 Effect = Kill | Drop | Leave | EvictKv | SwapOut | SwapIn | Split | Accept
@@ -87,17 +99,17 @@ class Parked:
     index: Index
     parked_ns: int
     alarm_ns: int | None = None
-    """Time when an arrival stopped it that has to wait for it (`RankPolicy.max_preemptions`)."""
+    """Time when an arrival stopped the program but has to wait (`RankPolicy.max_preemptions`)."""
     dead: set[RequestId] = field(default_factory=set)
-    """Rows whose requests were cancelled or evicted, or left it."""
+    """Rows whose requests were cancelled or evicted, or left the frame."""
 
     def alive(self, rows: Iterable[Row], requests: Mapping[RequestId, Of]) -> list[tuple[Of, Row]]:
-        """Return the given rows that are not dead, each after its request."""
+        """Return those of the given rows that are not dead, each as a pair (request, row)."""
         left = [r for r in rows if r.request_id in requests and r.request_id not in self.dead]
         return [(requests[row.request_id], row) for row in left]
 
     def held_rows(self) -> tuple[Row, ...]:
-        """Return the rows whose hidden states it holds, from their frontier, in program order."""
+        """Return the rows that are alive, from their first uncomputed layer, in program order."""
         return tuple(
             row._replace(start_layer=self.program.frontier_layer(r, self.index))
             for r, row in enumerate(self.program.rows)
@@ -105,7 +117,10 @@ class Parked:
         )
 
     def live_rows(self) -> tuple[Row, ...]:
-        """Return held rows that still owe layers; the others wait where they left the sweep."""
+        """Return held rows that have layers or HEAD left.
+
+        Rows that ended between layers are left out.
+        """
         last = self.program.num_layers
         return tuple(
             row
@@ -123,7 +138,7 @@ class Decision:
     program: Program | None = None
     start: Index = START
     limit: Index | None = None
-    """Boundary at which the run ends; None is the end of the program."""
+    """Boundary at which the run ends; None runs to the end of the program."""
     slice_ns: int | None = None
     resumed: bool = False
     wait_until_ns: int | None = None
@@ -146,13 +161,13 @@ class Limits:
     num_swap_blocks: int = 0
     """Space for swapped-out KV, in blocks."""
     whole_steps: bool = False
-    """True if steps that nothing would stop run whole, as each boundary costs a launch."""
+    """True if steps that nothing would stop run whole, because each boundary costs a launch."""
     floor: Floor = NO_FLOOR
-    """Least share of the time for BE while LS has work."""
+    """Smallest share of the time that BE gets while LS has work."""
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most tokens of KV at once, including the states of requests."""
+        """Largest number of tokens of KV at once, including the states of requests."""
         return self.num_blocks * self.block_size
 
 
@@ -163,11 +178,14 @@ class Patience:
         self._since_ns: int | None = None
 
     def renew(self) -> None:
-        """Start anew: something runs, or no request waits."""
+        """Reset the time, because a program runs or no request waits."""
         self._since_ns = None
 
     def until_ns(self, wanted_ns: int, now_ns: int) -> int | None:
-        """Return when to ask a policy again that wants to wait; None if it waited too long."""
+        """Return the time to call a waiting policy again.
+
+        The result is None if the policy has waited too long.
+        """
         if self._since_ns is None:
             self._since_ns = now_ns
         end_ns = self._since_ns + MAX_IDLE_NS

@@ -1,15 +1,16 @@
-"""Turns of the prompts and streams of one tier: a limit on how long prompts delay next tokens.
+"""Alternation of prompts and streams of one tier, which limits the delay of next tokens by prompts.
 
     decode step | prompts, a slice | decode step | prompts, a slice | ...
                  <------------------------------> the gap of a stream
 
-A stream is a request that decodes. A step takes prompts and decodes together if it should end
-before the first stream is due. Otherwise the prompts run alone until then, and the decodes after
-them. Where steps are not cut, a step takes as many prompt tokens as fit.
+A stream is a request that decodes. A step takes prompts and decodes together if the step should end
+before the first stream is due. Otherwise the prompts run alone until that time, and then the
+decodes run. If steps are not cut, a step takes as many prompt tokens as fit.
 
-A stream is due after its TPOT target. Without one it is due after `max_prompt_gap_ms`, or after
-four decode steps if that is longer, so that prompts keep most of the time. Prompts get at least a
-fifth of the time under any target: their turn lasts at least a quarter of a decode step.
+A stream is due after its TPOT target. A stream without a target is due after `max_prompt_gap_ms`,
+or after four decode steps if that is longer, so that prompts get most of the time. Prompts get at
+least a fifth of the time under any target: a run of prompts lasts at least a quarter of a decode
+step.
 """
 
 from collections.abc import Sequence
@@ -22,18 +23,20 @@ from qllm.types import NS_PER_MS
 GAP_STEPS = 4
 """Shortest gap without a target, in decode steps."""
 LEAST_PART = 4
-"""Divisor of a decode step: a turn of prompts lasts at least the result."""
+"""Divisor of a decode step. The quotient is the shortest run of prompts."""
 LEAST_TURN_NS = 5 * NS_PER_MS
-"""Shortest turn of prompts, unless the next boundary is sooner."""
+"""Shortest run of prompts, unless the next boundary is sooner."""
 MARGIN_PART = 8
-"""Divisor of the gap: a stream is due earlier by the result, as slices may end late and steps may
-be slow."""
+"""Divisor of the gap.
+
+A stream is due earlier by the quotient, because slices may end late and steps may be slow.
+"""
 WORTH_NS = NS_PER_MS
-"""Shortest turn that is worth a switch."""
+"""Shortest run of prompts that is worth a switch."""
 
 
 def fitting(view: View, decoding: Sequence[RequestView]) -> list[Row]:
-    """Return the rows of decodes for which there are seats and free KV, in their order."""
+    """Return the rows of decodes for which there are seats and free KV, in the given order."""
     batch = Batch(view, 0)
     for request in decoding:
         row = next_row(request, view)
@@ -43,7 +46,7 @@ def fitting(view: View, decoding: Sequence[RequestView]) -> list[Row]:
 
 
 class Turns:
-    """The times of the streams of one tier, and the time that they leave to its prompts.
+    """The times of the streams of one tier, and the time that the streams leave to prompts.
 
     Args:
         view: State as policies see it.
@@ -59,10 +62,11 @@ class Turns:
         self.oldest_ns = min(r.last_progress_ns for r in streams)
 
     def share(self, batch: Batch) -> bool:
-        """Return True if a step of decodes and prompts should end in time.
+        """Return True if a step of decodes and prompts should end before the first stream is due.
 
-        A prompt token counts at least as much as a row of a decode step: a few tokens load almost
-        as many experts as many do, so the average price of many tokens is too low for few.
+        A prompt token counts at least as much as a row of a decode step. A few tokens load almost
+        as many experts as many tokens load, so the average time per token of a long prompt is too
+        short for a few tokens.
         """
         costs, num_rows = self.view.costs, len(batch.rows) - batch.num_prefills
         tokens = sum(row.num_tokens for row in batch.rows) - num_rows
@@ -70,11 +74,11 @@ class Turns:
         return step_ns <= self.left_ns
 
     def slice_ns(self, newest_ns: int) -> int | None:
-        """Return how long prompts may run now; None if it is the turn of the decodes.
+        """Return the time that prompts may run now; None if the decodes run next.
 
         Args:
-            newest_ns: Time of the tier's last progress; later than the streams' if prompts had a
-                turn since.
+            newest_ns: Time of the tier's last progress. It is later than that of the streams if
+                prompts have run since then.
         """
         left_ns = self.left_ns - self.step_ns
         if newest_ns > self.oldest_ns:
@@ -84,7 +88,10 @@ class Turns:
 
 
 def _due_ns(stream: RequestView, gap_ns: int) -> int:
-    """Return when a stream is due, less the margin; `gap_ns` is its gap without a target."""
+    """Return the time when a stream is due, less the margin.
+
+    Without a target, `gap_ns` is the gap.
+    """
     last_ns = stream.last_token_ns or 0
     if stream.deadline_ns is not None:
         gap_ns = stream.deadline_ns - last_ns

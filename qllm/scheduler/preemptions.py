@@ -1,11 +1,12 @@
-"""The bound on preemptions: delays those of requests that reached `max_preemptions`.
+"""The bound on preemptions, which delays preemptions of requests that reached `max_preemptions`.
 
-    arrival stops a pass    all below the bound    preempted: the arrival goes first
-                            one reached it         alarm: the pass continues to its end, or until
-                                                   the arrival has waited; then: preempted
+    arrival stops a pass    all requests below the bound    preempted: the arrival goes first
+                            one request reached it          alarm: the pass continues to its end, or
+                                                            until the arrival has waited for its
+                                                            limit; then the pass is preempted
 
-So the bound on an arrival's wait always holds, and the bound on preemptions may be exceeded: only
-by arrivals that have waited for all of `max_preemption_wait_ms`.
+So the bound on an arrival's wait always holds. Only arrivals that have waited for all of
+`max_preemption_wait_ms` exceed the bound on preemptions.
 """
 
 from collections.abc import Mapping
@@ -26,21 +27,22 @@ def preempts(
     *,
     by_arrival: bool,
 ) -> bool:
-    """Return True if a stopped pass is preempted; set its alarm if an arrival has to wait for it.
+    """Return True if a stopped pass is preempted; set the pass's alarm if an arrival has to wait.
 
     Args:
         policy: Policy with the bounds.
         requests: Unfinished requests.
         parked: Frame of the pass.
-        start_ns: Time when it began to run.
-        now_ns: Time when it stopped.
-        by_arrival: True if an arrival stopped it, False if its slice ended.
+        start_ns: Time when the pass began to run.
+        now_ns: Time when the pass stopped.
+        by_arrival: True if an arrival stopped the pass, False if the pass's slice ended.
     """
     if not isinstance(policy, RankPolicy) or policy.max_preemptions is None:
         return by_arrival
     wait_ns = policy.max_preemption_wait_ms * NS_PER_MS
     if parked.alarm_ns is not None and start_ns >= parked.alarm_ns + wait_ns:
-        parked.alarm_ns = None  # old: the pass was parked meanwhile (others were due, or a pause)
+        # old alarm: the pass was parked meanwhile (other requests were due, or a pause)
+        parked.alarm_ns = None
     if parked.alarm_ns is not None:
         over = now_ns >= parked.alarm_ns + wait_ns
         parked.alarm_ns = None if over else parked.alarm_ns

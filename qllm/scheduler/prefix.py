@@ -1,8 +1,8 @@
-"""Names of KV pages, and the store of cached pages. No tensors.
+"""Names of KV pages, and the store of cached pages. This module has no tensors.
 
-A page is `page_size` tokens of K and V in every layer. Its name is a hash chain over the tokens
-up to its end and over everything else that decides its bits. So two pages with one name are equal,
-and a page can be dropped at any time and computed again.
+A page is `page_size` tokens of K and V in every layer. The name of a page is a hash chain over the
+tokens up to the page's end, and over everything else that decides the page's bits. So two pages
+with one name are equal. A page can be dropped at any time and computed again.
 
     root    = H(everything else that decides bits, salt)
     name[i] = H(name[i - 1], tokens of page i)
@@ -34,17 +34,17 @@ def _digest(*parts: bytes) -> Name:
 
 
 def tag_of(cache_salt: bytes) -> Tag:
-    """Return the tag of a request's KV; without owner and salt it is that of empty texts."""
+    """Return the tag of a request's KV. A missing owner or salt counts as an empty text."""
     return cache_salt or _NOBODY
 
 
 class Chain:
-    """The names of one request's pages, made as its tokens become known.
+    """The names of one request's pages, made when the request's tokens become known.
 
     Args:
         token_ids: Known tokens.
         page_size: Tokens of a page.
-        root: Values that the first name depends on, in addition to its tokens.
+        root: Value on which the first name depends, in addition to the tokens of the first page.
     """
 
     __slots__ = ("_names", "page_size", "root", "token_ids")
@@ -62,8 +62,9 @@ class Chain:
         return self
 
     def usable(self, num_prompt_tokens: int) -> Sequence[Name]:
-        """Return the pages of all tokens except those that a request without KV must compute."""
-        # with output, two tokens at least are computed: a request without KV is not decoding
+        """Return the pages of all tokens, except tokens that a request without KV must compute."""
+        # with output, at least two tokens are computed, because a request without KV is not
+        # decoding
         num_tokens = len(self.token_ids)
         return self.upto(max(0, num_tokens - (1 if num_tokens == num_prompt_tokens else 2)))
 
@@ -101,22 +102,24 @@ class _Page(Generic[T]):
     used_ns: int
     tag: Tag = b""
     until_ns: int = 0
-    """Time until which a request asked to keep it; 0 without such a request."""
+    """Time until which a request asked to keep the page; 0 without such a request."""
     pins: int = 0
 
 
 @dataclass(slots=True)
 class PageStore(Generic[T]):
-    """A bounded store of cached pages by name; the least recently used page of a class goes first.
+    """A bounded store of cached pages by name.
 
-    BE work displaces pages of BE and pages that LS has not used for `keep_ls_ns`. LS work
-    displaces those first and then any. A pinned page stays. A page that a request asked to keep
+    It drops the least recently used page of a class first.
+
+    BE work displaces pages of BE and pages that LS has not used for `keep_ls_ns`. LS work displaces
+    these pages first, and then any page. A pinned page stays. A page that a request asked to keep
     stays too, if such pages are at most half of the store.
 
     Args:
-        capacity: Most pages, not counting pinned pages that `lend` added.
+        capacity: Largest number of pages, not counting pinned pages that `lend` added.
         keep_ls_ns: Time in nanoseconds for which LS pages are safe from BE work.
-        gone: Function that is called with the data of each page that leaves.
+        gone: Function that is called with the data of each page that is dropped.
     """
 
     capacity: int
@@ -124,15 +127,18 @@ class PageStore(Generic[T]):
     gone: Callable[[T], object] = lambda _: None
     counts: Counts = field(default_factory=Counts)
     generation: int = 0
-    """Counter that grows when a page is added."""
+    """Counter that increases when a page is added."""
     _pages: dict[Name, _Page[T]] = field(default_factory=dict)
     _orders: tuple[OrderedDict[Name, None], ...] = field(
         default_factory=lambda: (OrderedDict(), OrderedDict(), OrderedDict())
     )
-    """Names of BE pages, of LS pages, and of pages that requests asked to keep. Each is ordered
-    least recently used first, and the end of a chain before its start."""
+    """Names of BE pages, of LS pages, and of pages that requests asked to keep.
+
+    Each list has the least recently used page first, and the end of a chain before the chain's
+    start.
+    """
     _next_release_ns: int = 0
-    """Earliest time at which a page that a request asked to keep becomes free."""
+    """Earliest time at which a page that a request asked to keep may be dropped again."""
 
     def __len__(self) -> int:
         """Return the number of cached pages."""
@@ -143,7 +149,10 @@ class PageStore(Generic[T]):
         return name in self._pages
 
     def find(self, names: Sequence[Name], start: int = 0) -> int:
-        """Return how many of the first pages are cached; the first `start` are known to be."""
+        """Return how many of the first pages are cached.
+
+        The first `start` pages are known to be cached.
+        """
         count = start
         while count < len(names) and names[count] in self._pages:
             count += 1
@@ -175,7 +184,7 @@ class PageStore(Generic[T]):
             self._pages[name].pins += 1
 
     def unpin(self, names: Sequence[Name]) -> None:
-        """Undo `pin`; a page beyond the capacity is dropped with its last pin."""
+        """Undo `pin`. A page beyond the capacity is dropped with its last pin."""
         for name in names:
             page = self._pages[name]
             if not page.pins:
@@ -185,13 +194,13 @@ class PageStore(Generic[T]):
                 self._remove(name)
 
     def touch(self, names: Sequence[Name], priority: int, now_ns: int, until_ns: int = 0) -> None:
-        """Note that a request uses pages; a page outlives those after it in the prefix.
+        """Record that a request uses pages. A page outlives the later pages of the prefix.
 
         Args:
             names: Cached pages from the start of a prefix.
             priority: Class of the request.
             now_ns: The engine's clock.
-            until_ns: Time until which the request asks to keep them; 0 if it does not.
+            until_ns: Time until which the request asks to keep the pages; 0 if it does not ask.
         """
         self._release(now_ns)
         for name in reversed(names):
@@ -203,14 +212,17 @@ class PageStore(Generic[T]):
             self._order(page)[name] = None
 
     def make_room(self, priority: int, now_ns: int) -> bool:
-        """Make room for one more page; return False if this class may displace nothing."""
+        """Make room for one more page; return False if this class may displace no page."""
         while len(self._pages) >= self.capacity:
             if not self.displace(priority, now_ns):
                 return False
         return True
 
     def displace(self, priority: int, now_ns: int) -> bool:
-        """Drop the page that this class may displace first; return False if there is none."""
+        """Drop the page that this class may displace first.
+
+        Return False if there is no such page.
+        """
         self._release(now_ns)
         victim = self._victim(priority <= Priority.LS, now_ns)
         if victim is None:
@@ -233,7 +245,7 @@ class PageStore(Generic[T]):
         tag: Tag = b"",
         until_ns: int = 0,
     ) -> None:
-        """Cache a new page; the store has room for it."""
+        """Cache a new page. The store must have room for the page."""
         if len(self._pages) >= self.capacity:
             raise InvariantError("a page is kept beyond the capacity")
         self._add(name, _Page(data, priority <= Priority.LS, now_ns, tag), until_ns, now_ns)
@@ -251,13 +263,13 @@ class PageStore(Generic[T]):
         self.generation += 1
 
     def drop(self, name: Name) -> None:
-        """Drop one page, which is not pinned."""
+        """Drop one page, which must not be pinned."""
         if self._pages[name].pins:
             raise InvariantError("a page is dropped that is pinned")
         self._remove(name)
 
     def reset(self) -> None:
-        """Drop all pages; none is pinned."""
+        """Drop all pages. No page may be pinned."""
         self.check({})
         for name in list(self._pages):
             self._remove(name)
@@ -289,9 +301,9 @@ class PageStore(Generic[T]):
         return min((self._pages[n].used_ns for n in firsts if n is not None), default=None)
 
     def _hold(self, page: _Page[T], until_ns: int, now_ns: int) -> None:
-        """Keep a page until a request's time, if fewer than half of the pages are kept so.
+        """Keep a page until a request's time, if fewer than half of the pages are kept this way.
 
-        The page is in no order yet.
+        The page is in none of the ordered lists yet.
         """
         num_held = len(self._orders[-1])
         if until_ns > max(now_ns, page.until_ns) and num_held < self.capacity // 2:
@@ -299,7 +311,7 @@ class PageStore(Generic[T]):
             self._next_release_ns = min(self._next_release_ns or until_ns, until_ns)
 
     def _release(self, now_ns: int) -> None:
-        """Return pages to the orders of their classes when the time of their requests is over."""
+        """Return pages to the lists of their classes when their requested time is over."""
         held = self._orders[-1]
         if not held or now_ns < self._next_release_ns:
             return

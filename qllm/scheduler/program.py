@@ -1,7 +1,7 @@
-"""Program: a plan as ops in order, each on a fixed row set.
+"""Program: a plan as ops in order, each on a fixed set of rows.
 
-A runner executes `run(program, start, stop) -> Index` and returns the first op it has not done.
-No tensors here, so the same program drives every runner.
+A runner executes `run(program, start, stop) -> Index` and returns the first op that is not done. A
+program has no tensors, so the same program runs on every runner.
 
     rows    A [0, 6) layers [0, 3)      B [4, 5) layers [0, 3)      C [0, 9) layers [1, 3)
     ops     EMBED AB | layer 0: ATTN AB, ROUTE AB, EXPERTS AB, COMBINE AB
@@ -21,7 +21,7 @@ from qllm.types import FrameId, Grain, RequestId
 
 
 class OpKind(enum.IntEnum):
-    """Kind of an op. The residual stream x_TD is the state of its rows between layers."""
+    """Kind of an op. The residual stream x_TD is the state of an op's rows between layers."""
 
     EMBED = 0
     """Token ids -> x. It is the first op of rows that start at layer 0."""
@@ -38,7 +38,7 @@ class OpKind(enum.IntEnum):
 
 
 class Op(NamedTuple):
-    """One op. `lo` and `hi` are tokens [lo, hi) in the packed order of its group."""
+    """One op over the tokens [lo, hi) in the packed order of the op's group."""
 
     kind: OpKind
     layer: int
@@ -56,15 +56,15 @@ class Stretch(NamedTuple):
     end: int
     group: int
     parts: tuple[tuple[OpKind, Sequence[tuple[int, int]]], ...]
-    """The kinds of ops of one layer in order, each with the token ranges it is cut into."""
+    """The kinds of ops of one layer in order, each with the token ranges into which it is cut."""
 
     @property
     def num_ops(self) -> int:
-        """Ops of one layer."""
+        """Number of ops of one layer."""
         return sum([len(spans) for _, spans in self.parts])
 
     def in_layer(self, layer: int) -> tuple[Op, ...]:
-        """Return the ops of one of its layers."""
+        """Return the ops of one layer of the stretch."""
         group = self.group
         return tuple(
             [Op(kind, layer, group, lo, hi) for kind, spans in self.parts for lo, hi in spans]
@@ -74,8 +74,8 @@ class Stretch(NamedTuple):
 class Ops(Sequence[Op]):
     """The ops of a program in order: a sequence that stores repeated layers once.
 
-    A sweep over 48 layers is thousands of ops and a few stretches. So it stores stretches, and
-    makes the ops of a layer when they are read.
+    A program over 48 layers has thousands of ops and a few stretches. So this class stores
+    stretches, and makes the ops of a layer when they are read.
     """
 
     __slots__ = ("_ends", "_seen", "stretches")
@@ -83,9 +83,9 @@ class Ops(Sequence[Op]):
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self.stretches = tuple(stretches)
         self._ends = list(accumulate(s.num_ops * (s.end - s.start) for s in stretches))
-        """Per stretch, the index after its last op."""
+        """Per stretch, the index after the stretch's last op."""
         self._seen: tuple[int, int, tuple[Op, ...]] = (0, 0, ())
-        """The layer read last: its first index, the index after it, and its ops."""
+        """The layer that was read last: its first index, the index after its end, and its ops."""
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -104,7 +104,7 @@ class Ops(Sequence[Op]):
         return ops[index - first]
 
     def stretch_of(self, index: int) -> tuple[Stretch, int]:
-        """Return the stretch that an op lies in, and the index of the stretch's first op."""
+        """Return the stretch that contains an op, and the index of the stretch's first op."""
         if not 0 <= index < len(self):
             raise IndexError(f"op {index} of {len(self)}")
         at = bisect_right(self._ends, index)
@@ -135,7 +135,7 @@ class Ops(Sequence[Op]):
 
 
 class Index(NamedTuple):
-    """A boundary: the first op not done, and how many of its work units are done."""
+    """A boundary: the first op that is not done, and the number of its work units that are done."""
 
     op: int = 0
     pos: int = 0
@@ -146,7 +146,7 @@ START = Index(0, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Ops in order over fixed row sets; the rows of a program are a frame.
+    """Ops in order over fixed sets of rows. The rows of a program are a frame.
 
     `rows` are packed in plan order: row r owns tokens [offsets[r], offsets[r + 1]) of x_TD.
     """
@@ -154,15 +154,15 @@ class Program:
     frame_id: FrameId
     rows: tuple[Row, ...]
     groups: tuple[tuple[int, ...], ...]
-    """Row sets; an op runs on the rows of its group, packed in this order."""
+    """Sets of rows. An op runs on the rows of its group, packed in this order."""
     ops: Sequence[Op]
     grain: Grain
     stop_below: int
     samples: tuple[bool, ...]
-    """Per row: True if it ends with the last known token, so that the next is sampled."""
+    """Per row: True if the row ends with the last known token. The next token is then sampled."""
     num_layers: int
     row_blocks: tuple[tuple[int, ...], ...] = field(default=())
-    """Per row: absolute positions where its queries are cut, including `lo` and `hi`."""
+    """Per row: absolute positions where the row's queries are cut, including `lo` and `hi`."""
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class Program:
         return tuple(row.request_id for row in self.rows)
 
     def tokens_of(self, kind: OpKind) -> int:
-        """Return the tokens of all ops of a kind, summed over layers."""
+        """Return the number of tokens of all ops of a kind, summed over layers."""
         if not isinstance(self.ops, Ops):
             return sum(op.hi - op.lo for op in self.ops if op.kind is kind)
         return sum(
@@ -197,7 +197,7 @@ class Program:
         return Index(len(self.ops), 0)
 
     def until(self, index: Index) -> "Program":
-        """Return the same frame with only the ops up to a boundary between layers."""
+        """Return a program of the same frame with the ops up to a boundary between layers."""
         return replace(self, ops=self.ops[: index.op])
 
     def layer_at(self, index: Index) -> int:
@@ -251,7 +251,7 @@ class Program:
         ]
 
     def frontier_layer(self, row: int, index: Index) -> int:
-        """Return the first layer that row number `row` still owes at `index`."""
+        """Return the first layer that row number `row` still has to run at `index`."""
         r = self.rows[row]
         if index == START:
             return r.start_layer

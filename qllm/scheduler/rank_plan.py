@@ -1,16 +1,17 @@
-"""Plans from ranks: the closed set of shapes around a `RankPolicy`.
+"""Plans from ranks: the possible shapes of a plan for a `RankPolicy`.
 
-Tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone: a parked frame of it
-first, else its decodes and prefills in one program. While it only decodes, worse tiers get slices
-paid from the ride credit, or their decodes join its steps. A step that was joined also stops for
-an arrival of its own tier, once: the newcomer's prefill goes first. With `max_prompt_gap_ms`,
-prompts and decodes of a tier take turns (`qllm.scheduler.gaps`). Prefill is whole, a chunk (as
-large as the policy, the step or the slack of its decodes allows), or layered: a cohort of prompts
-advances by groups of layers.
+Either all tiers share every step (`Ride(unbounded=True)`), or the best tier runs alone. The best
+tier first continues a parked frame, else it runs its decodes and prefills in one program. While the
+best tier only decodes, worse tiers get slices paid from the ride credit, or their decodes join its
+steps. A step that worse rows joined also stops once for an arrival of the best tier, and the
+newcomer's prefill goes first. With `max_prompt_gap_ms`, prompts and decodes of a tier alternate
+(`qllm.scheduler.gaps`). Prefill is whole, a chunk, or layered. A chunk is as large as the policy,
+the step or the slack of its decodes allows. In layered prefill, a cohort of prompts advances by
+groups of layers.
 
 A request that is admitted or swapped out, and has made no progress for nearly `max_be_stall_ms`,
-gets a guaranteed slice before all others. Everything is integer arithmetic on the view, and no
-state is kept between two plans, so a device scheduler can do the same.
+gets a guaranteed slice before all other requests. All computation is integer arithmetic on the
+view, and no state is kept between two plans. So a scheduler on a device can do the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -49,11 +50,14 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 MIN_SLICE_NS = NS_PER_MS
 """Shortest slice that is worth a switch."""
 GOOD_SLICE_NS = 10 * NS_PER_MS
-"""Credit that is saved before it is spent on a slice; switching to it and back takes about 1 ms."""
+"""Credit that is saved before a slice is paid from it.
+
+A switch to the slice and back takes about 1 ms.
+"""
 
 
 class _Shaper:
-    """One call of `shape_plan`. The shapes share what it computes once per call."""
+    """One call of `shape_plan`. It keeps values that several shapes of a plan use."""
 
     def __init__(self, view: View, policy: RankPolicy, ranking: Ranking) -> None:
         self.view = view
@@ -61,7 +65,7 @@ class _Shaper:
         self.ranking = ranking
         self.tiers = ranking.tiers
         self.tier_of = {x.request_id: x.tier for x in ranking.admitted}
-        """Tiers of requests that hold KV, and of other requests once they are planned."""
+        """Tiers of requests that hold KV, and of other requests once these are planned."""
         self.min_slice_ns = min(view.max_segment_ns, 5 * NS_PER_MS)
         self.decodes: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
         self.prefills: dict[int, list[Ranked]] = {tier: [] for tier in self.tiers}
@@ -78,11 +82,11 @@ class _Shaper:
         return self.finish_plan(frame.rows)
 
     def goes_before(self, frame: FrameView, tier: int) -> bool:
-        """Return True if newcomers of this tier run before a parked step of it.
+        """Return True if newcomers of this tier run before a parked step of the tier.
 
-        Only a step that rows of worse tiers joined, or that prefills streaming prompts, stops for
-        its own tier. Newcomers that came before it was parked, with a whole prompt, get one step.
-        Then it resumes, and runs to its end.
+        A step stops for its own tier only if rows of worse tiers joined the step, or if it prefills
+        streaming prompts. Newcomers with a whole prompt that came before the step was parked get
+        one step. Then the parked step resumes, and runs to its end.
         """
         joined = any(self.tier_of[row.request_id] > tier for row in frame.rows)
         newcomers = self.ranking.waiting_of(tier)
@@ -109,22 +113,22 @@ class _Shaper:
     def stop_below(self, rows: Sequence[Row]) -> int:
         """Return the priority below which an arrival stops these rows.
 
-        The stop word carries priorities. Where tiers differ from priorities any arrival stops the
-        rows, and they resume if the arrival does not go first.
+        The stop word contains priorities. If tiers differ from priorities, any arrival stops the
+        rows. The rows resume if the arrival does not go first.
         """
         if self.ranking.num_own_tiers:
             return ANY_ARRIVAL
-        # whole prompts of their class stop streaming ones
+        # whole prompts of the same class stop streaming prompts
         return min([self.tier_of[row.request_id] for row in rows]) + may_wait(self.view, rows)
 
     # -- the stall bound (I14)
 
     def margin_ns(self, bound_ns: int) -> int:
-        """Return the time that is left for a request between falling due and running.
+        """Return the time that is left for a request between its due time and its stall bound.
 
-        It is the time of the slices of all requests that fall due, at least an eighth of the bound
-        (a machine pauses now and then) and at most half. It is half in layered prefill, as no slice
-        ends a group of layers.
+        It is the time of the slices of all requests that may be due, at least an eighth of the
+        bound (a machine pauses sometimes) and at most half. In layered prefill it is half of the
+        bound, because no slice ends a group of layers.
         """
         if self.policy.groups is not None:
             return bound_ns // 2
@@ -134,7 +138,7 @@ class _Shaper:
 
     @cached_property
     def bounded(self) -> list[tuple[int, Ranked]]:
-        """Admitted and swapped-out requests under the stall bound, each after its due time."""
+        """Due time and request, for admitted and swapped-out requests under the stall bound."""
         if self.policy.max_be_stall_ms is None:
             return []
         best = self.tiers[0]
@@ -151,7 +155,10 @@ class _Shaper:
         return min(others, default=None)
 
     def stalled(self) -> Plan | None:
-        """Return a guaranteed slice for a due request; it needs no seat and no arrival stops it."""
+        """Return a guaranteed slice for a due request.
+
+        The slice needs no seat; no arrival stops it.
+        """
         due = [x for due_ns, x in self.bounded if due_ns <= self.view.now_ns]
         for x in sorted(due, key=lambda x: (x.request.last_progress_ns, x.request_id)):
             if x.request.is_admitted:
@@ -162,7 +169,10 @@ class _Shaper:
         return None
 
     def come_back(self, x: Ranked) -> Plan | None:
-        """Return a slice for a swapped-out request; None if others cannot make way for it."""
+        """Return a slice for a swapped-out request.
+
+        The result is None if not enough KV can be swapped out for it.
+        """
         row = next_row(x.request, self.view, self.slice_tokens(self.min_slice_ns))
         if self.policy.groups is not None:
             row = row._replace(end_layer=next_cut(self.view, self.policy.groups, [row]))
@@ -174,7 +184,7 @@ class _Shaper:
         return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns, swap_out=out)
 
     def guaranteed(self, first: RequestView, waiting: Sequence[RequestView]) -> Plan:
-        """Return a slice for `first`, and for those of `waiting` that can share it."""
+        """Return a slice for `first`, and for requests of `waiting` that can share the slice."""
         frame = next((f for f in self.view.frames if f.frame_id == first.frame_id), None)
         if frame is not None:
             rows: list[Row] = list(frame.rows)
@@ -197,20 +207,21 @@ class _Shaper:
         return replace(plan, stop_below=NO_STOP, slice_ns=self.min_slice_ns)
 
     def slice_tokens(self, slice_ns: int) -> int:
-        """Return the prefill tokens that fit a slice."""
+        """Return the number of prefill tokens that fit a slice."""
         grain = min(self.policy.grain, self.view.finest_grain)
         return fitting_tokens(self.view, grain, slice_ns)
 
     # -- one step
 
     def evictable(self, tier: int, is_open: bool) -> int:
-        """Return the blocks that lower requests, by tier and then by `is_open`, would free."""
-        me, idle = (tier, is_open), self.view.idle  # without idle, their blocks count as free
+        """Return the number of blocks that requests behind (tier, `is_open`) would free."""
+        # if `idle` is empty, the blocks of idle prompts already count as free
+        me, idle = (tier, is_open), self.view.idle
         order = (x.request for x in self.ranking.admitted if x[:2] > me)
         return self.view.blocks_freed(r for r in order if idle or not r.is_idle)
 
     def prefill_tokens(self, tiers: Collection[int]) -> int:
-        """Return the prefill tokens of a step that it shares with the decodes of these tiers."""
+        """Return the number of prefill tokens of a step with the decodes of these tiers."""
         view, policy = self.view, self.policy
         tokens = view.max_step_tokens
         if policy.step_tokens is None and policy.slack is None:
@@ -233,15 +244,15 @@ class _Shaper:
         force: bool = False,
         num_others: int = 0,
     ) -> Batch:
-        """Return decodes, then prefills, tier by tier; decodes do not use the prefill token budget.
+        """Return decodes, then prefills, tier by tier. Decodes do not use the prefill token budget.
 
         Args:
             tiers: Tiers of the rows, in the order in which they get seats.
-            max_tokens: Prefill tokens; None takes those of the shape.
-            cohorts: Tiers whose prefills advance; all by default. Where prefill is layered and
-                such a tier has a started cohort, the cohort continues and no request joins it.
-            force: True lets requests with blocks prefill although a better one lacks blocks.
-            num_others: Seats that other rows take.
+            max_tokens: Number of prefill tokens; None takes the number of the plan's shape.
+            cohorts: Tiers whose prefills advance; None is all tiers. If prefill is layered and such
+                a tier has a started cohort, the cohort continues and no request joins the cohort.
+            force: True lets requests with blocks prefill although a better request lacks blocks.
+            num_others: Number of seats that other rows take.
         """
         groups = self.policy.groups
         batch = Batch(self.view, self.prefill_tokens(tiers) if max_tokens is None else max_tokens)
@@ -260,8 +271,9 @@ class _Shaper:
     def prefill(self, batch: Batch, tier: int, force: bool) -> None:
         """Fill a batch with prefills of a tier.
 
-        Order is strict: a prefill without room is the last, because the next one would take the
-        blocks it is waiting for. But if nothing else runs, requests with blocks continue.
+        The order is strict. A prefill without room is the last, because the next prefill would take
+        the blocks that the former waits for. But if nothing else runs, requests with blocks
+        continue.
         """
         view, chunk = self.view, self.policy.chunk_tokens or self.view.max_step_tokens
         begin = len(batch.rows)
@@ -297,18 +309,22 @@ class _Shaper:
     def mixes(self, first: Row) -> bool:
         """Return True if streaming prompts may join the prefill of a row.
 
-        They join a whole prompt only under a token budget, where they do not make the step longer.
+        Streaming prompts join a whole prompt only under a token budget, because then the step is
+        not longer.
         """
         return self.policy.step_tokens is not None or self.view.by_id[first.request_id].is_open
 
     def is_first(self, x: Ranked) -> bool:
-        """Return True if no request ranks before it."""
+        """Return True if no request ranks before this request."""
         return x == min(*self.ranking.admitted[:1], *self.ranking.waiting[:1], x)
 
     # -- layered prefill
 
     def go_on(self, batch: Batch, groups: Groups, tier: int) -> bool:
-        """Add the next group of layers of a started cohort; return True if there is one."""
+        """Add the next group of layers of a started cohort.
+
+        Return True if there is a started cohort.
+        """
         members = [x.request for x in self.prefills[tier] if x.request.frontier is not None]
         advance(batch, groups, members)
         return bool(members)
@@ -329,7 +345,7 @@ class _Shaper:
     # -- the bound on preemptions
 
     def spared(self) -> Plan | None:
-        """Return a pass that was stopped too often, for as long as the arrival has to wait."""
+        """Return the plan of a pass that was stopped too often, for the time the arrival waits."""
         ends_ns = self.policy.max_preemption_wait_ms * NS_PER_MS - self.view.now_ns
         for frame in self.view.frames:
             if frame.alarm_ns is not None and (left_ns := frame.alarm_ns + ends_ns) > 0:
@@ -361,11 +377,11 @@ class _Shaper:
     def tiers_plan(
         self, tiers: Sequence[int], prompts_ns: int | None = None
     ) -> tuple[Plan | None, bool]:
-        """Return the plan of one tier or of all together, and True if it has decodes only.
+        """Return the plan of one tier or of all tiers, and True if the plan has only decodes.
 
         Args:
             tiers: Tiers of the plan.
-            prompts_ns: Time for prompts, which run alone where steps are cut; None has no limit.
+            prompts_ns: Time for prompts; None has no limit. Prompts run alone if steps are cut.
         """
         scoring: list[Row] = []
         most = None
@@ -395,7 +411,8 @@ class _Shaper:
     def take_turns(self, tier: int) -> Plan | None:
         """Return the plan of a tier whose prompts could delay its streams for too long.
 
-        None if they could not (`qllm.scheduler.gaps`). A stream that lacks KV has no turn.
+        Returns None if prompts could not delay them (`qllm.scheduler.gaps`). A stream that lacks KV
+        does not take part.
         """
         if self.policy.max_prompt_gap_ms is None:
             return None
@@ -417,7 +434,8 @@ class _Shaper:
             return self.finish_plan(batch.rows)
         slice_ns = turns.slice_ns(newest_ns)
         has_scored = newest_ns > turns.oldest_ns and any(self.scores(frame) for frame in frames)
-        if slice_ns is not None and not has_scored:  # it has one turn (`qllm.scheduler.scoring`)
+        # a scoring row has a turn of its own (`qllm.scheduler.scoring`)
+        if slice_ns is not None and not has_scored:
             return self.tiers_plan([tier], slice_ns)[0]
         rows = loose if frames else self.batch([tier], cohorts=()).rows
         return self.resume(parked[0]) if parked else self.finish_plan(rows)
@@ -428,19 +446,20 @@ class _Shaper:
         return all(self.view.by_id[i].is_decoding for i in own)
 
     def scores(self, frame: FrameView) -> bool:
-        """Return True if the frame takes turns with rows of its tier (`qllm.scheduler.scoring`)."""
+        """Return True if the frame alternates with rows of its tier (`qllm.scheduler.scoring`)."""
         get, num_layers = self.view.by_id, self.view.shape.num_layers
         return any(scores(row, get[row.request_id], num_layers) for row in frame.rows)
 
     def has_prefill(self, tier: int) -> bool:
-        """Return True if a request of the tier owes prefill, with or without a seat and KV."""
+        """Return True if a request of the tier has prefill left, with or without a seat and KV."""
         return bool(self.prefills[tier] or self.ranking.waiting_of(tier))
 
     def ride_along(self, best: Plan, worse: Sequence[int]) -> Plan:
         """Let the next worse tier with work use the time that the best tier's decodes can spare.
 
-        Its decodes join the step, so that both load the experts once. Its other work gets a slice
-        of its own. The two take turns, and each waits until the credit is large enough.
+        The decodes of the worse tier join the step, so that both tiers load the experts once. Other
+        work of the worse tier gets a slice of its own. Joined steps and slices alternate, and each
+        waits until the credit is large enough.
         """
         decoding = [self.view.by_id[row.request_id] for row in best.rows]
         target_ns = tpot_target_ns(decoding)
@@ -470,13 +489,16 @@ class _Shaper:
         return best
 
     def room_ns(self, allowance_ns: int) -> int:
-        """Return the time left in the present gap under a target; a gap has room for one slice."""
+        """Return the time left in the present gap under a TPOT target.
+
+        A gap has room for one slice.
+        """
         view = self.view
         room = allowance_ns - view.ride_margin_ns - view.ride_used_ns
         return room if view.ride_used_ns else max(MIN_SLICE_NS, room)
 
     def other_work(self, best: Plan, tier: int, num_joining: int, slice_ns: int) -> Plan | None:
-        """Return a parked frame of the tier, or its prefills if seats are left."""
+        """Return a parked frame of the tier, or the tier's prefills if seats are left."""
         for frame in self.view.frames:
             if self.frame_tier(frame) == tier:
                 return self.resume(frame)
@@ -488,12 +510,12 @@ class _Shaper:
 
 
 def shape_plan(view: View, policy: RankPolicy, ranking: Ranking | None = None) -> Plan:
-    """Return the plan of a `RankPolicy`: its rows, their shape, and when they stop.
+    """Return the plan of a `RankPolicy`: rows, their shape, and the limits of their run.
 
     Args:
         view: State as policies see it.
         policy: Policy with the ranks and the shape.
-        ranking: Order of `view.requests` as of now; None makes it here.
+        ranking: Present order of `view.requests`; None makes the order here.
     """
     if not view.requests:
         return Plan()

@@ -11,9 +11,11 @@ from qllm.types import RequestId
 
 
 class Ranked(NamedTuple):
-    """A request with its policy's verdict. They sort best first; ties go to the older request.
+    """A request with its policy's verdict.
 
-    Streaming prompts come after the others of their tier, whatever the key.
+    Values sort best first, and the older request wins a tie.
+
+    Streaming prompts come after the other requests of their tier, whatever the key is.
     """
 
     tier: int
@@ -26,9 +28,10 @@ class Ranked(NamedTuple):
 class Ranking:
     """The order of all requests, updated from one decision to the next.
 
-    Its owner reports when a request arrives, takes KV or loses it (`touch`), and when it is gone
-    (`forget`). The policy is asked for a verdict then, and again when a value that it reads
-    (`RankPolicy.reads`) may have changed: progress of requests with KV, or the time of all.
+    The scheduler reports when a request arrives, gets KV or loses KV (`touch`), and when the
+    request is removed (`forget`). Each time, the policy is called for a verdict. It is called again
+    when a value that the policy reads (`RankPolicy.reads`) may have changed: the progress of
+    requests with KV, or the time.
     """
 
     def __init__(self, policy: RankPolicy, requests: Iterable[RequestView] = ()) -> None:
@@ -36,7 +39,7 @@ class Ranking:
         self.admitted: list[Ranked] = []
         """Requests that hold KV, best first."""
         self.waiting: list[Ranked] = []
-        """Requests that hold none, best first."""
+        """Requests that hold no KV, best first."""
         self.swapped: dict[RequestId, Ranked] = {}
         """Waiting requests whose KV is swapped out."""
         self.num_own_tiers = 0
@@ -45,10 +48,10 @@ class Ranking:
         """Waiting requests by id."""
         self._unranked = list(requests)
         self.asking: RequestId | None = None
-        """Request that the policy is asked about; it keeps its value if the policy raises."""
+        """Request for which the policy is called. It keeps its value if the policy raises."""
 
     def touch(self, request: RequestView) -> None:
-        """Rank a request again: it arrived, or it took or lost KV."""
+        """Rank a request again, because it arrived, or got or lost KV."""
         self.forget(request.request_id)
         self._unranked.append(request)
 
@@ -66,7 +69,7 @@ class Ranking:
             self.num_own_tiers -= place.tier != place.request.priority
 
     def update(self, now_ns: int) -> None:
-        """Rank every request whose rank may have changed.
+        """Rank each request again whose rank may have changed.
 
         Raises:
             TypeError: The policy did not return two ints.
@@ -125,10 +128,10 @@ class Ranking:
         return sorted({*_tiers(self.admitted), *_tiers(self.waiting)})
 
     def check(self, requests: Iterable[RequestView]) -> None:
-        """Check that each of these requests, and no other, is in the one list where it belongs.
+        """Check that the lists have exactly these requests, each in the right list.
 
         Raises:
-            InvariantError: A request is not.
+            InvariantError: A request is missing, unknown, or in the wrong list.
         """
         found = {r.request_id: r for r in self._unranked}
         places = [(x, True) for x in self.admitted] + [(x, False) for x in self.waiting]
@@ -160,7 +163,7 @@ def _tiers(order: Sequence[Ranked]) -> Iterator[int]:
 
 
 def rank_all(requests: Iterable[RequestView], now_ns: int, policy: RankPolicy) -> list[Ranked]:
-    """Rank requests anew, best first; an updated `Ranking` must give the same order."""
+    """Rank requests anew, best first. An updated `Ranking` must give the same order."""
     ranking = Ranking(policy, requests)
     ranking.update(now_ns)
     return sorted(ranking.admitted + ranking.waiting)

@@ -1,12 +1,12 @@
 """A request as the scheduler sees it: counters, no token ids, no tensors.
 
     tokens   [0 ........ num_computed_tokens) [ ....... num_tokens) ... max_total_tokens
-                         KV exists             known, still owed
+                         KV exists             known, to be computed
 
-A request is open while its prompt streams: it computes the known tokens and samples nothing.
+A request is open while its prompt streams. It computes the known tokens, and gets no new token.
 
-A request is decoding if it has produced output and owes exactly its last known token. All other
-work is prefill, including the recompute after an eviction and the first step after a swap.
+A request is decoding if it has output, and only its last known token is not computed. All other
+work is prefill, including recomputation after an eviction and the first step after a swap.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from qllm.types import NS_PER_MS, FrameId, Frontier, RequestId, RequestStatus, S
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Mutable state of one request. The scheduler owns it; policies only read it."""
+    """Mutable state of one request. The scheduler owns the state; policies only read it."""
 
     request_id: RequestId
     priority: int
@@ -29,46 +29,46 @@ class Request:
     num_tokens: int = 0
     """Number of known tokens: the prompt and the output so far."""
     num_computed_tokens: int = 0
-    """Tokens whose KV exists in every layer. It grows only when a row ends its last layer (I3)."""
+    """Tokens whose KV exists in every layer. Only a row that ends its last layer adds some (I3)."""
     num_found_tokens: int = 0
-    """Tokens whose KV the prefix cache has: all computed ones while the request holds no blocks."""
+    """Tokens whose KV the prefix cache has: all computed tokens while the request has no blocks."""
     found_pages: Sequence[bytes] = ()
-    """Names of the KV pages of these tokens, where blocks are shared."""
+    """Names of the KV pages of the found tokens, if blocks can be shared."""
     num_shared_tokens: int = 0
-    """Found tokens whose blocks, the first of its table, the request shares."""
+    """Found tokens whose blocks the request shares: the first blocks of its table."""
     num_swapped_tokens: int = 0
-    """Tokens whose KV is swapped out: all written ones, or 0 while the request holds blocks."""
+    """Tokens whose KV is swapped out: all written tokens, or 0 while the request holds blocks."""
     block_table: list[int] = field(default_factory=list)
-    """Blocks held, in token order."""
+    """Blocks that the request holds, in token order."""
     frontier: Frontier | None = None
     """Range and layer of a row that is part-way through the layers; None without one."""
     frame_id: FrameId | None = None
-    """The parked frame that holds the row, if any."""
+    """The parked frame that contains the request's row; None without one."""
     served_ns: int = 0
     """Total time of runs with a row of this request."""
     last_progress_ns: int = 0
     """End of the last run with a row of this request; admission counts as progress."""
     admitted_ns: int = 0
-    """Time when it last took KV blocks while it held none."""
+    """Time when the request last got its first KV blocks."""
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     evictions: int = 0
     preemptions: int = 0
     failures: int = 0
-    """Number of its runs that raised."""
+    """Number of runs with a row of this request that raised."""
     owes_prompt: bool = False
-    """True while requested log-probabilities of the prompt are due; they come with token one."""
+    """True until requested log-probabilities of the prompt are returned, with the first token."""
     finished: bool = False
     is_paused: bool = False
-    """True while its caller has paused it: it is not planned."""
+    """True while the client has paused the request. It is not planned then."""
     paused_ns: int = 0
-    """Time of the last pause."""
+    """Time when the last pause began."""
     is_open: bool = False
-    """True while its prompt streams: more pieces may come."""
+    """True while the request's prompt streams, so that more pieces may come."""
     gave_way: bool = False
-    """True if it lost its KV while it waited for a piece; it computes again with the next piece."""
+    """True if the request lost its KV while it waited for a piece. KV is computed again later."""
     revised_ns: int = 0
-    """Time of the last piece of its prompt; the arrival if the prompt came whole."""
+    """Time of the last piece of the prompt; the time of arrival if the prompt came whole."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
@@ -86,17 +86,17 @@ class Request:
 
     @property
     def num_written_tokens(self) -> int:
-        """Number of tokens whose KV exists in some layer, including those of the row under way."""
+        """Number of tokens whose KV exists in some layer, including those of an unfinished row."""
         return self.num_computed_tokens if self.frontier is None else self.frontier.hi
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens it can ever have. The last one needs no KV."""
+        """Most tokens that the request can ever have. The last token needs no KV."""
         return self.num_prompt_tokens + self.max_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """True if it has output, owes exactly its last token, and is not swapped out."""
+        """True if it has output, only its last token is not computed, and it is not swapped out."""
         return (
             self.num_tokens - self.num_computed_tokens == 1
             and self.num_tokens > self.num_prompt_tokens
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def is_idle(self) -> bool:
-        """True if it has nothing to compute before the next piece of its prompt comes."""
+        """True if the request has nothing to compute before the next piece of its prompt comes."""
         is_done = self.num_computed_tokens == self.num_tokens
         return self.is_open and (is_done or self.gave_way)
 
@@ -121,9 +121,9 @@ class Request:
 
     @property
     def deadline_ns(self) -> int | None:
-        """Time when its next token is due by its own targets; None without a target.
+        """Time when the next token is due by the request's own targets; None without a target.
 
-        The time to the first token of a streaming prompt counts from its last piece.
+        For a streaming prompt, the time to the first token counts from the prompt's last piece.
         """
         if self.last_token_ns is None:
             ttft = None if self.is_open else self.slo.ttft_ms
@@ -145,11 +145,11 @@ class Request:
         return RequestStatus.RUNNING if self.block_table else RequestStatus.WAITING
 
     def samples_at(self, hi: int) -> bool:
-        """Return True if a row of its tokens up to `hi` samples its next token."""
+        """Return True if a row of the request's tokens up to `hi` samples the next token."""
         return hi == self.num_tokens and not self.is_open
 
     def park(self, frame_id: FrameId, frontier: Frontier) -> None:
-        """Note that its row stopped at a boundary and stays in the frame."""
+        """Record that the request's row stopped at a boundary and stays in the frame."""
         self.frame_id = frame_id
         self.frontier = frontier
 
@@ -159,7 +159,7 @@ class Request:
         self.frontier = frontier
 
     def commit(self, hi: int, now_ns: int, sampled: bool) -> None:
-        """Commit its row [num_computed_tokens, hi), which finished the last layer."""
+        """Commit the row [num_computed_tokens, hi), which finished the last layer."""
         if not self.num_computed_tokens < hi <= self.num_tokens:
             raise InvariantError(
                 f"request {self.request_id}: commit to {hi} outside "
@@ -177,26 +177,29 @@ class Request:
                 self.first_token_ns = now_ns
 
     def find(self, num_tokens: int, pages: Sequence[bytes] = ()) -> None:
-        """Note that the prefix cache has its first tokens. It holds no KV, in blocks or swapped."""
+        """Record that the prefix cache has the request's first tokens.
+
+        The request has no KV of its own.
+        """
         self.num_found_tokens = self.num_computed_tokens = num_tokens
         self.found_pages, self.num_swapped_tokens = pages, 0
 
     def swap_out(self) -> None:
-        """Note that its KV is swapped out, including that of the row under way, which stays."""
+        """Record that all KV is swapped out, including that of the unfinished row, which stays."""
         self.frame_id = None
         self.found_pages, self.num_shared_tokens = (), 0
         self.num_swapped_tokens = self.num_written_tokens
 
     def reset(self) -> None:
-        """Drop everything computed: it starts again from its first token."""
+        """Drop everything computed, so that the request starts again from its first token."""
         self.frame_id = self.frontier = None
         self.num_computed_tokens = self.num_found_tokens = self.num_swapped_tokens = 0
         self.found_pages, self.num_shared_tokens = (), 0
 
     def cut_back(self, num_tokens: int) -> None:
-        """Drop what was computed after the first `num_tokens` tokens, where its prompt changed.
+        """Drop the KV after the first `num_tokens` tokens, because the prompt changed there.
 
-        A row under way that goes further is dropped; the caller removes it from its frame.
+        An unfinished row that goes beyond is dropped. The caller removes the row from its frame.
         """
         if self.frontier is not None and self.frontier.hi > num_tokens:
             self.frame_id = self.frontier = None
@@ -207,5 +210,5 @@ class Request:
             self.num_swapped_tokens = self.num_written_tokens
 
     def abort_row(self) -> None:
-        """Drop the row under way; committed tokens stay."""
+        """Drop the unfinished row. Committed tokens stay."""
         self.frame_id = self.frontier = None

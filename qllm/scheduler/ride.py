@@ -1,12 +1,13 @@
-"""The ride: time for BE while LS decodes, as a credit, and as room in every gap between tokens.
+"""The ride: time for BE while LS decodes. It is a credit, and room in every gap between tokens.
 
 A decode step of the best tier earns credit: the time that the TPOT targets of its requests leave,
-or a fraction of the step without targets. Runs of the other tiers spend it.
+or a fraction of the step without targets. Runs of the other tiers spend the credit.
 
 Under a target, no single gap may be longer than the target. A request that is behind its target,
 because prefills of its own tier delayed it, leaves no room until it has caught up. Predictions are
-not exact: a slice ends at the next boundary, and a decode step is sometimes slow. So a margin cuts
-the room of a gap. It grows with every gap that was too long and shrinks with the others.
+not exact: a slice ends at the next boundary, and a decode step is sometimes slow. So a margin is
+taken from the room of a gap. The margin grows with every gap that was too long, and shrinks with
+every other gap.
 """
 
 from collections.abc import Sequence
@@ -20,17 +21,20 @@ from qllm.scheduler.ranking import Ranking
 from qllm.types import NS_PER_MS
 
 RIDE_CAP = 8
-"""Most credit, in allowances; one decode step of the best tier earns one."""
+"""Most credit, in allowances. One decode step of the best tier earns one allowance."""
 JOIN_CAP = 2
-"""Most time that joining rows add to a step, in allowances: one token must not wait for more."""
+"""Most time that joining rows add to a step, in allowances. A token waits no longer than that."""
 MARGIN_GROWTH = 8
-"""Divisor of the target: a gap that was too long adds the result to the margin."""
+"""Divisor of the target. A gap that was too long adds the quotient to the margin."""
 MARGIN_DECAY = 512
-"""Divisor of the margin: each other gap takes the result away. One gap in a few hundred is late."""
+"""Divisor of the margin.
+
+Each other gap subtracts the quotient. One gap in a few hundred is late.
+"""
 
 
 def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
-    """Return when the first decode is due, by its own target, or by `tpot_ms` without one."""
+    """Return the time when the first decode is due, by its own target or else by `tpot_ms`."""
     return min(
         (r.last_token_ns or 0) + tpot_ms * NS_PER_MS if r.deadline_ns is None else r.deadline_ns
         for r in decoding
@@ -38,7 +42,7 @@ def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:
 
 
 def wait_longer(view: View, rows: Sequence[Row], others: Sequence[Row]) -> bool:
-    """Return True if `rows` have less recent progress than `others`; new work goes first."""
+    """Return True if `rows` have less recent progress than `others`. New work goes first."""
     last = [
         min(view.by_id[row.request_id].last_progress_ns for row in some) for some in (rows, others)
     ]
@@ -50,10 +54,10 @@ def joining_rows(
 ) -> list[Row]:
     """Choose the decodes of a worse tier for which the best tier leaves seats, KV and time.
 
-    Every token of the best tier waits for the time that joining rows add to its step, and so does
-    an arrival where steps are not cut. So `cap_ns` limits this time. The cap keeps one row at
-    least, or no row could ever join a single request; the room of a target can remove it too. The
-    row with the least recent progress joins first, so that all rows of the tier have a share.
+    Every token of the best tier waits for the time that joining rows add to the step. An arrival
+    waits too if steps are not cut. So `cap_ns` limits this time. The cap always allows one row, or
+    no row could ever join a single request. The room under a target may exclude that row. The row
+    with the least recent progress joins first, so that all rows of the tier get time.
     """
     rows: list[Row] = []
     batch = Batch(view, 0)
@@ -76,16 +80,16 @@ class Riding(NamedTuple):
     """The time that other tiers may take from decoding requests of the best tier."""
 
     credit_ns: int = 0
-    """Time that they may take now."""
+    """Time that other tiers may take now."""
     margin_ns: int = 0
-    """Time in a gap under a target that is left free for errors of the prediction."""
+    """Time in a gap under a target that is reserved for errors of the prediction."""
     spent_ns: int = 0
-    """Time that they took since the best tier ran."""
+    """Time that other tiers took since the best tier ran."""
     best_ns: int = 0
-    """Time of the best tier's last run. The gap since then includes decisions and switches."""
+    """End of the best tier's last run. The gap since then includes decisions and switches."""
 
     def used_ns(self, now_ns: int) -> int:
-        """Return the used time of the present gap; 0 until another tier ran."""
+        """Return the used time of the present gap; 0 until another tier has run."""
         return now_ns - self.best_ns if self.spent_ns else 0
 
 
@@ -96,10 +100,10 @@ def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
 
 
 def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
-    """Return the time until the first request is behind its target; negative if one is already.
+    """Return the time until the first request is behind its target; negative if one is behind now.
 
-    A request is behind if its tokens so far, and the one that is due, took longer than the target
-    allows for so many. None without targets, or before a first token.
+    A request is behind if its tokens so far, together with the token that is due, took longer than
+    the target allows for this number. Returns None without targets, or before a first token.
     """
     ahead = [
         r.first_token_ns + r.num_output_tokens * int(r.slo.tpot_ms * NS_PER_MS) - now_ns
@@ -112,7 +116,7 @@ def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
 def ride_allowance_ns(
     policy: RankPolicy, costs: CostTable, num_decodes: int, target_ns: int | None
 ) -> int:
-    """Return the time that a step of decoding requests with this target leaves to worse tiers."""
+    """Return the time that a step of decodes with this TPOT target leaves to worse tiers."""
     predicted = costs.decode(num_decodes)
     return int(predicted * policy.ride.frac) if target_ns is None else max(0, target_ns - predicted)
 
@@ -126,16 +130,16 @@ def settle(
     start_ns: int,
     end_ns: int,
 ) -> Riding:
-    """Return the state after a run: decodes of the best tier earn credit, other runs spend it.
+    """Return the state after a run. Decodes of the best tier earn credit; other runs spend credit.
 
     Args:
         riding: State before the run.
         ranking: Order of requests after the run.
         costs: Cost table that predicts the time of the decodes alone.
         program: Program that ran.
-        done: True if it reached its end.
-        start_ns: Time when it began to run.
-        end_ns: Time when it stopped.
+        done: True if the program reached its end.
+        start_ns: Time when the program began to run.
+        end_ns: Time when the program stopped.
     """
     credit, margin, spent, best_ns = riding
     elapsed_ns = end_ns - start_ns

@@ -17,7 +17,8 @@ def refuse_policy(policy: Any, capabilities: Cap) -> None:
     """Refuse a policy that this engine cannot use (I7).
 
     Raises:
-        ConfigError: It needs a capability that the engine lacks, or it has neither ranks nor plans.
+        ConfigError: The policy needs a capability that the engine lacks, or it has neither ranks
+            nor plans.
     """
     try:
         with contained():
@@ -38,7 +39,10 @@ def refuse_policy(policy: Any, capabilities: Cap) -> None:
 
 
 def malformed(plan: Any) -> str | None:
-    """Return what is of a wrong type in a policy's plan, as text like `broken_rule`, or None."""
+    """Return a text that names the wrong type in a policy's plan; None if all types are right.
+
+    The text is the end of a sentence, as in `broken_rule`.
+    """
     if type(plan) is not Plan:  # a property of another class may change between two reads
         return f"returned {type(plan).__name__} instead of a Plan"
     rows = plan.rows if isinstance(plan.rows, tuple) else (plan.rows,)
@@ -72,7 +76,7 @@ def broken_rule(
     num_layers: int,
     view: View,
 ) -> str | None:
-    """Return the rule that a plan breaks, as text.
+    """Return a text with the rule that a plan breaks.
 
     Args:
         plan: Plan that a policy returned.
@@ -203,7 +207,7 @@ def check_state(
         away: Frames of swapped-out requests.
 
     Raises:
-        InvariantError: They do not agree.
+        InvariantError: Two of them do not agree.
     """
     tables = {i: r.block_table for i, r in requests.items()}
     pool.check(tables)

@@ -1,9 +1,10 @@
-"""The scheduler: requests, blocks and parked frames in; one decision out.
+"""The scheduler: it gets requests, blocks and parked frames, and returns one decision.
 
-Pure decisions: time arrives as an argument, effects leave as values. `decide` asks the policy
-for a plan, checks it against the invariants, finds the KV it needs, and answers with what the
-engine must do to the runner (`effects`) and which program to run from where. After the run the
-engine reports back (`done`, `stopped`, `failed`), and the counters move.
+Decisions are pure: the caller passes the time, and effects are values. `decide` calls the policy
+for a plan, checks the plan against the invariants, and finds the KV for it. It returns the
+`effects` that the engine must apply to the runner, the program to run, and the op to start from.
+After the run the engine reports the result (`done`, `stopped`, `failed`), and the scheduler updates
+its counters.
 """
 
 from collections import deque
@@ -45,7 +46,7 @@ from qllm.types import NS_PER_S, Evict, FrameId, Frontier, RequestId
 
 
 class Scheduler:
-    """State of decisions, owned by the engine loop, which reports each run back to it."""
+    """State of decisions. The engine loop owns the scheduler, and reports each run to it."""
 
     def __init__(self, policy: Any, shape: ModelShape, cuts: CutRule, limits: Limits) -> None:
         refuse_policy(policy, limits.capabilities)
@@ -60,20 +61,20 @@ class Scheduler:
         self.open: set[RequestId] = set()
         self.frames: dict[FrameId, Parked] = {}
         self.away: dict[RequestId, Parked] = {}
-        """Frames of swapped-out requests, each the only one in its frame."""
+        """Frames of swapped-out requests. Each frame has one request."""
         self.running: Parked | None = None
         self.costs: CostTable = NO_COSTS
         self.riding = Riding()
         self.be_share = BeShare(limits.floor)
         self.suspects: list[RequestId] = []
-        """Requests of a frame that raised; each is rerun alone, before anything else."""
+        """Requests of a frame that raised. Each request is rerun alone, before anything else."""
         self.num_spared = 0
         """Passes that continued although an arrival had stopped them (`max_preemptions`)."""
         self._next_frame_id = 0
         self._owed: list[Effect] = []
-        """Effects that the state has and the runner has not; the next decision returns them."""
+        """Effects that the runner has not received yet. The next decision returns them."""
         self.hook_errors: deque[tuple[Any, PolicyError]] = deque()
-        """Errors of hooks, each with its policy; the next decisions raise them one by one."""
+        """Errors of hooks, each with its policy. The next decisions raise the errors one by one."""
         self._ranking: Ranking | None = None
         self._patience = Patience()
 
@@ -88,7 +89,7 @@ class Scheduler:
         self._hook("on_arrival", now_ns, request)
 
     def remove(self, request_id: RequestId, now_ns: int) -> list[Effect]:
-        """Remove a request that has ended: drop its row and free its blocks."""
+        """Remove a request that has ended. Its row is dropped and its blocks are freed."""
         request = self.requests.pop(request_id)
         self.paused.discard(request_id)
         self.open.discard(request_id)
@@ -130,32 +131,37 @@ class Scheduler:
     def evict(
         self, request_id: RequestId, for_request: RequestId, how: Evict = Evict.RECOMPUTE
     ) -> list[Effect]:
-        """Take a request's blocks: swap its KV out, or drop it if the swap space is too small."""
+        """Take a request's blocks.
+
+        Its KV is swapped out, or dropped if the swap space is too small.
+        """
         return evict(self, self.requests[request_id], for_request, how)
 
     def found(self, request_id: RequestId, num_tokens: int, pages: Sequence[bytes]) -> None:
-        """Note that the prefix cache has the first tokens of a request without KV of its own.
+        """Record that the prefix cache has the first tokens of a request without KV of its own.
 
         Args:
             request_id: Id of the request.
             num_tokens: Number of tokens that the cache has.
-            pages: Names of their pages.
+            pages: Names of the pages of these tokens.
         """
         self.swap.release(request_id)
         self.requests[request_id].find(num_tokens, pages)
         self.touch(self.requests[request_id])
 
     def name_pages(self, request_id: RequestId, names: Sequence[bytes], page_size: int) -> None:
-        """Name the committed pages in a request's first blocks, so that others may share them."""
+        """Name the committed pages in a request's first blocks, for sharing by other requests."""
         table, each = self.requests[request_id].block_table, page_size // self.pool.block_size
         for i, name in enumerate(names):
             self.pool.name(name, table[i * each : (i + 1) * each])
 
     def adopt(self, request: Request, *, swapped: bool = False) -> None:
-        """Add a request of a checkpoint, swapped out if it was, or if blocks are short.
+        """Add a request of a checkpoint.
+
+        It is swapped out if it was before, or if blocks are short.
 
         Raises:
-            CheckpointError: Its KV does not fit now.
+            CheckpointError: The request's KV does not fit now.
         """
         need = self.pool.blocks_for(request.num_written_tokens)
         can_swap = swapped or (request.frontier is None and need > self.pool.num_free)
@@ -177,7 +183,7 @@ class Scheduler:
     def adopt_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
     ) -> None:
-        """Add a parked frame of a checkpoint, after its live requests."""
+        """Add a parked frame of a checkpoint, after the frame's live requests were added."""
         parked = Parked(program=program, index=index, parked_ns=now_ns, dead=dead)
         held = parked.held_rows()
         first = self.requests[held[0].request_id]
@@ -203,7 +209,7 @@ class Scheduler:
         """Return what to run now.
 
         Raises:
-            PolicyError: The policy raised, or its plan breaks an invariant; nothing changed.
+            PolicyError: The policy raised, or its plan breaks an invariant. The state is unchanged.
         """
         while self.hook_errors:
             policy, error = self.hook_errors.popleft()
@@ -257,7 +263,7 @@ class Scheduler:
 
     @contained()
     def _ranked(self, now_ns: int) -> Ranking | None:
-        """Return the order of all requests as of now; None if the policy makes its own plans."""
+        """Return the present order of all requests; None if the policy makes its own plans."""
         if not isinstance(self.policy, RankPolicy):
             return None
         if self._ranking is None or self._ranking.policy is not self.policy:
@@ -266,7 +272,7 @@ class Scheduler:
         return self._ranking
 
     def touch(self, request: Request) -> None:
-        """Rank a request again: it arrived, or it took or lost KV."""
+        """Rank a request again, because it arrived, or got or lost KV."""
         if self._ranking is not None and has_rank(request):
             self._ranking.touch(request)
         elif self._ranking is not None:
@@ -289,7 +295,7 @@ class Scheduler:
         return broken
 
     def blame(self, error: PolicyError, now_ns: int) -> Blame:
-        """Find the requests to end so that the policy works again after an error of `decide`."""
+        """Find the requests that must end so that the policy works after an error of `decide`."""
         found = blame(self, error, now_ns)
         self._patience.renew()
         return found
@@ -422,7 +428,7 @@ class Scheduler:
         self.riding = settle(self.riding, ranking, self.costs, program, done, start_ns, end_ns)
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
-        """Commit the running program, which reached its end, and the tokens of `sampled`."""
+        """Commit the running program, which reached its end. Requests in `sampled` got a token."""
         parked, self.running = self._take_running(), None
         self._progress(parked, end, start_ns, end_ns)
         program, grown = parked.program, set(sampled)
@@ -441,13 +447,13 @@ class Scheduler:
         """Park the frame of the running program, which stopped at a boundary.
 
         Args:
-            end: Boundary where it stopped.
-            start_ns: Time when it began to run.
-            end_ns: Time when it stopped.
-            preempted: True if an arrival stopped it.
+            end: Boundary where the program stopped.
+            start_ns: Time when the program began to run.
+            end_ns: Time when the program stopped.
+            preempted: True if an arrival stopped the program.
 
         Returns:
-            True if it is preempted, False if the arrival has to wait for it (`preempts`).
+            True if the program is preempted, False if the arrival has to wait for it (`preempts`).
         """
         parked, self.running = self._take_running(), None
         preempted = preempts(
@@ -474,7 +480,7 @@ class Scheduler:
         """Drop the frame of the running program, which raised, and rerun its requests one by one.
 
         Returns:
-            Effects, and the requests that also failed alone: they must end in `error`.
+            Effects, and the requests that also failed alone, which must end with `error`.
         """
         parked, self.running = self._take_running(), None
         hopeless = []

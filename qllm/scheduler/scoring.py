@@ -1,9 +1,9 @@
-"""Prompts whose log-probabilities are requested take turns with the other rows of a plan.
+"""Alternation of prompts whose log-probabilities are requested with the other rows of a plan.
 
 Such a prompt is scored: each of its tokens needs logits over the whole vocabulary. A program
-returns all tokens at its end, so other requests in it would wait for this work. Therefore the row
-that completes a scored prompt runs alone, in slices where the grain allows it. The other rows run
-after each of its turns.
+returns all tokens at its end, so other requests in the program would wait for this work. Therefore
+the row that completes a scored prompt runs alone, in slices if the grain allows slices. The other
+rows run after each slice.
 
     planned     decodes A B, prompt S       S (parked), A B         S, A B          A B
     runs        A B                         S, one slice            A B             ...
@@ -17,7 +17,7 @@ from qllm.policy import CostTable, RequestView
 from qllm.types import NS_PER_MS, RequestId
 
 TURN_NS = 10 * NS_PER_MS
-"""Shortest turn of a scoring row; switching to it and back takes about a millisecond."""
+"""Shortest slice of a scoring row. A switch to the row and back takes about a millisecond."""
 
 
 def scores(row: Row, request: RequestView, num_layers: int) -> bool:
@@ -32,17 +32,17 @@ def whose_turn(
     costs: CostTable,
     num_layers: int,
 ) -> tuple[Plan, list[Row]]:
-    """Choose the rows that run now: all that do not score, or one that does, with a slice.
+    """Choose the rows that run now: all rows that do not score, or one scoring row with a slice.
 
-    The other rows run after every turn of a scoring row. The scoring row with the least recent
-    progress is next. A turn is as long as a step of as many decodes as there are other rows, and
-    at least `TURN_NS`.
+    The other rows run after every slice of a scoring row. The scoring row with the least recent
+    progress is next. A slice is as long as a decode step with one decode per other row, and at
+    least `TURN_NS`.
 
     Args:
         plan: Plan of the policy.
         rows: Rows of the plan that have their KV.
         requests: Requests of the rows.
-        costs: Cost table that predicts the step of the others.
+        costs: Cost table that predicts the step of the other rows.
         num_layers: Number of layers of the model.
     """
     owing = [row for row in rows if requests[row.request_id].owes_prompt]

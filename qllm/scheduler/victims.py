@@ -12,7 +12,7 @@ from qllm.types import Evict, RequestId
 
 
 class BadVictimError(Exception):
-    """Error of a policy that named a forbidden victim; the scheduler adds the policy's name."""
+    """Error of a policy that named a forbidden victim. The scheduler adds the policy's name."""
 
 
 @contained()
@@ -26,27 +26,27 @@ def victims_for(
     keep: frozenset[RequestId],
     shared: Mapping[int, int],
 ) -> list[tuple[RequestId, Evict]]:
-    """Return the fewest victims that free `num_blocks` blocks, each with its way; else none.
+    """Return the fewest victims that free `num_blocks` blocks, each with an `Evict`; else none.
 
     Paused requests come first, whatever their class. Streaming prompts that wait for input come
-    last: they lose their KV only if the request cannot run otherwise.
+    last. They lose their KV only if the request cannot run otherwise.
 
     A request of a worse tier may always be evicted. A request of the same tier may be evicted only
-    for one that already holds KV and has to grow, and only if it ranks behind that one. So
-    newcomers never evict their equals, and two requests never evict each other in turns. A
-    streaming prompt ranks behind all whole prompts of its tier. A cohort between two groups of
-    layers is not evicted for its equals: it would lose the layers it has done, and it advances in
-    the same step as the requests that have to grow.
+    for a request that already holds KV and needs more, and only if the victim ranks behind that
+    request. So newcomers never evict requests of their tier, and two requests never evict each
+    other in turns. A streaming prompt ranks behind all whole prompts of its tier. A cohort between
+    two groups of layers is not evicted for requests of its tier. The cohort would lose its computed
+    layers, and it advances in the same step as the requests that need more KV.
 
     Args:
-        policy: Policy, which names victims itself if it has `victims` and no ranking.
+        policy: Policy. It names victims itself if it has `victims` and no ranking.
         ranking: Order of the requests, if the policy ranks them.
         view: State to decide on.
         requests: Unfinished requests.
         request: Request that needs the blocks.
-        num_blocks: Number of blocks that it needs beyond the free ones.
-        keep: Requests planned at or above its rank.
-        shared: Number of holders of each block that has several.
+        num_blocks: Number of blocks that the request needs in addition to the free blocks.
+        keep: Requests planned at or above the request's rank.
+        shared: Number of holders of each block that has several holders.
 
     Raises:
         BadVictimError: The policy named a victim that the rules forbid.
@@ -82,11 +82,13 @@ def victims_for(
 def make_way(view: View, ranking: Ranking, row: Row) -> tuple[RequestId, ...] | None:
     """Choose requests to swap out so that `row`, itself swapped out, gets its blocks (I14).
 
-    The worst rank goes first. Better ranks than the row's may go too: they lose a slice, and no
-    token. A request stays if it has not run since it got KV, or if the swap space lacks room.
+    The worst rank is chosen first. Requests with better ranks than the row may be chosen too: they
+    lose a slice, and no token. A request stays if it has not run since it got KV, or if the swap
+    space lacks room.
 
     Returns:
-        Their ids, empty if enough blocks are free; None if there are too few such requests.
+        Ids of the chosen requests; empty if enough blocks are free; None if too few requests can be
+        chosen.
     """
     need, room = view.blocks_needed(row) - view.num_free_blocks, view.num_free_swap_blocks
     out, freed = list[RequestId](), Freed.of(view)
@@ -144,7 +146,7 @@ def _named(
 
 
 def _behind(victim: Request, request: Request) -> bool:
-    """Return True if `victim` is behind `request`, for policies that rank nothing."""
+    """Return True if `victim` is behind `request`, for policies without ranks."""
     if (theirs := (victim.priority, victim.is_open)) != (
         own := (request.priority, request.is_open)
     ):
