@@ -1,10 +1,10 @@
 """Chunked prefill: a step never has more tokens than a budget, so decodes never wait long.
 
-Decodes come first; the rest of the budget is the next chunk of the oldest prompts.
-Priorities are ignored.
+Decodes come first. The rest of the budget is the next chunk of the oldest prompts. Priorities are
+ignored.
 
-Source: Sarathi-Serve, arXiv:2403.02310, stall-free batching. Differs: a chunk may be shared by
-several prompts, the oldest first.
+Source: Sarathi-Serve, arXiv:2403.02310, stall-free batching. Difference: several prompts may share
+a chunk, the oldest first.
 """
 
 from dataclasses import dataclass

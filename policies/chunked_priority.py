@@ -1,11 +1,11 @@
 """Chunked prefill with classes: the best possible policy between iterations.
 
 Every step takes all decodes, LS first, and fills the rest of the token budget with prompts, LS
-first. LS and BE share every step, and nothing is preempted inside one: preemption has to beat
-this rival.
+first. LS and BE share every step, and no step is preempted. Policies that preempt are compared with
+this one.
 
-Source: Sarathi-Serve, arXiv:2403.02310, with the waiting line sorted by class. Differs: LS gets
-the seat of a BE request as well as its KV.
+Source: Sarathi-Serve, arXiv:2403.02310, with the waiting requests sorted by class. Difference: LS
+gets the seat of a BE request in addition to the KV.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,13 @@
-"""Earliest deadline first, with as much prefill per step as the decodes can wait for.
+"""Earliest deadline first, with as much prefill per step as the decodes have time for.
 
-Inside a class the earliest deadline comes first: a prompt's TTFT target, a decode's TPOT target.
-The prefill of a step is sized so that its predicted time ends before the first of its decodes is
-due. Requests without targets get the policy's own, so others overtake them for a limited time.
+Inside a class the earliest deadline comes first: a prompt's TTFT target, or a decode's TPOT target.
+The prefill of a step is as large as its predicted time allows before the first decode of the step
+is due. Requests without targets get the targets of the policy, so other requests overtake them for
+a limited time.
 
-Source: the chunk rule of SLOWeave, arXiv:2609.07883 (largest chunk that meets the tightest
-slack), on deadline order. Differs: the predicted time is linear, so the chunk is a division
-instead of a search; the class goes before the deadline.
+Source: the chunk rule of SLOWeave, arXiv:2609.07883 (largest chunk that meets the tightest slack),
+on deadline order. Differences: the predicted time is linear, so a division finds the chunk instead
+of a search; the class goes before the deadline.
 """
 
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Edf(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Return the class as the tier, then the deadline."""
+        """Return the class as the tier, then the deadline as the key."""
         if deadline_ns == NO_DEADLINE:
             deadline_ns = arrival_ns + self.ttft_ms * NS_PER_MS
         return priority, deadline_ns

@@ -1,10 +1,10 @@
 """First come, first served: iteration-level continuous batching, the baseline.
 
-Running requests decode together with whole prompts of the next in line; priorities are ignored
-and nothing is preempted inside a step.
+Running requests decode together with whole prompts of the oldest waiting requests. Priorities are
+ignored, and no step is preempted.
 
-Source: Orca (OSDI'22), iteration-level scheduling. Differs: prompts run whole unless they
-exceed `max_step_tokens`.
+Source: Orca (OSDI'22), iteration-level scheduling. Difference: prompts longer than
+`max_step_tokens` are cut.
 """
 
 from dataclasses import dataclass
@@ -28,5 +28,5 @@ class Fcfs(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Return one tier for all, then the arrival."""
+        """Return one tier for all requests, then the arrival as the key."""
         return 0, arrival_ns

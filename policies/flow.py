@@ -1,12 +1,12 @@
-"""FlowPrefill: the prefill that is due first runs, and stops a later one at the next layer.
+"""FlowPrefill: the prefill that is due first runs. It stops a running prefill at the next layer.
 
 Prefills are ordered by their TTFT deadline, whatever their class. The policy sees an arrival at the
-next layer boundary of a running prefill. If it is due earlier, it runs first, and the parked
-prefill continues where it stopped. Prefills need no chunks for that.
+next layer boundary of a running prefill. If the arrival is due earlier, it runs first. The parked
+prefill continues later where it stopped. So prefills need no chunks.
 
-Source: FlowPrefill, arXiv:2602.16603. Differs: plain EDF, without S-EDF's weighing of slack;
-layer boundaries, not operators; one engine for both phases, so decodes run together when the
-first of them would miss its TPOT target, and in turn with prefills when targets cannot be met.
+Source: FlowPrefill, arXiv:2602.16603. Differences: plain EDF without the weights of slack of S-EDF;
+boundaries of layers, not of operators; one engine for both phases. So all decodes run when the
+first decode would miss its TPOT target. If targets cannot be met, decodes and prefills alternate.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Flow:
         self._decoded = False
 
     def deadline_ns(self, request: RequestView) -> int:
-        """Return the time at which the next token is due, by the target or the default."""
+        """Return the time when the next token is due, by the request's target or the default."""
         own_ns = request.deadline_ns
         if own_ns is not None:
             return own_ns
@@ -77,7 +77,7 @@ class Flow:
         return rows if rows or first is None else first.rows
 
     def _batch(self, prefills: Sequence[RequestView]) -> list[RequestView]:
-        """Return the first prefill, and the following ones that fit whole next to it."""
+        """Return the first prefill, and following prefills that fit whole in the same batch."""
         batch: list[RequestView] = []
         tokens = 0
         for r in prefills:
@@ -91,6 +91,6 @@ class Flow:
         return min(self.deadline_ns(view.by_id[row.request_id]) for row in frame.rows)
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Remember which phase ran last."""
+        """Record the phase that ran last."""
         rows = [(row, view.by_id.get(row.request_id)) for row in report.rows]
         self._decoded = all(r is None or row.lo >= r.num_prompt_tokens for row, r in rows)

@@ -1,14 +1,14 @@
 """LAPS (PLA-Serve): short and long prompts wait in separate queues and never share a step.
 
-Short prompts are gathered for `window_ms`, or until they fill a batch or one of them would miss
-its target, and run together. Long prompts run one at a time, in chunks. Decodes, in an engine
-that has both phases, take turns with the long ones.
+Short prompts are gathered for `window_ms`, and then run together. They run earlier if they fill a
+batch, or if one of them would miss its target. Long prompts run one at a time, in chunks. Decodes,
+in an engine that has both phases, alternate with the long prompts.
 
 Source: LAPS, first PLA-Serve, arXiv:2601.11589, and its released code (a fixed window and
-boundary). Differs: no padding to captured graphs (there are none on a CPU), from which
-most of the measured gain came; after a short batch a decode step or a long chunk goes
-before the next one (the code starves long prompts behind a stream of short ones); the engine
-has no prefix cache, so a prompt's own length is what counts; classes come first in each queue.
+boundary). Differences: no padding to captured graphs, which gave most of the measured gain there (a
+CPU has no captured graphs); after a short batch, a decode step or a long chunk goes before the next
+short batch (the released code starves long prompts behind a stream of short prompts); the length of
+a whole prompt counts, with tokens in the prefix cache; classes come first in each queue.
 """
 
 import enum
@@ -82,7 +82,7 @@ class Laps:
         return Kind.SHORT if request.num_prompt_tokens <= self.short_tokens else Kind.LONG
 
     def _turns(self) -> tuple[Kind, ...]:
-        """Return short prompts first, unless they had the last step; the other kinds alternate."""
+        """Return short prompts first, unless they had the last step. The other kinds alternate."""
         others = (Kind.DECODE, Kind.LONG)
         if self._last_other is Kind.DECODE:
             others = (Kind.LONG, Kind.DECODE)
@@ -97,7 +97,7 @@ class Laps:
         return min(ends, default=view.now_ns)
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Remember which kind ran last."""
+        """Record the kind of the last step."""
         request = view.by_id.get(report.rows[0].request_id)
         if request is None:
             return

@@ -1,13 +1,13 @@
-"""Layered prefill: cut the prompts by layers instead of tokens, so experts are loaded once.
+"""Layered prefill: prompts are cut by layers instead of tokens, so experts are loaded once.
 
-The oldest prompts form a cohort that crosses the model one group of layers per step, while
-decodes go through all layers in every step. No prompt joins a cohort that has started.
-Longer cohorts get more groups, so a step holds about `group_tokens` prefill tokens' worth of
-work. Priorities are ignored.
+The oldest prompts form a cohort that crosses the model one group of layers per step, while decodes
+go through all layers in every step. No prompt joins a cohort that has started. Longer cohorts get
+more groups. So a step has about as much work as `group_tokens` prefill tokens. Priorities are
+ignored.
 
-Source: layered prefill, arXiv:2510.08055. Differs: the number of groups is the cohort's tokens
-over `group_tokens`, not a table of powers of two, and follows the members that are left; a
-cohort never loses its KV to an equal (there, decodes are evicted first).
+Source: layered prefill, arXiv:2510.08055. Differences: the number of groups is the cohort's tokens
+divided by `group_tokens`, not from a table of powers of two; the number changes when members end; a
+cohort never loses its KV to a request of its tier (in the paper, decodes are evicted first).
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
 """Last chunk arrival: of the streaming prompts, the one with the oldest last piece goes first.
 
-Between LS and BE the rules of `qllm2` hold. Inside a class whole prompts go before streaming ones,
-as everywhere; a revised prompt goes to the end of its line.
+Between LS and BE the rules of `qllm2` hold. As in every policy, whole prompts of a class go before
+streaming prompts. A revised prompt goes to the end of its line.
 
 Source: LCAS of Stream2LLM, arXiv:2604.16395, in the order of its released code, oldest last piece
-first (its docstring says the newest). Differs: classes; a pass stops inside a layer; victims are
-chosen from the end of the order, and KV is swapped out or computed again by the cost of the
-victim's KV (the released code takes the cost of the tokens that the other request adds).
+first (its docstring says the newest). Differences: classes; a pass stops inside a layer; victims
+are chosen from the end of the order; the cost of the victim's KV decides whether KV is swapped out
+or computed again (in the released code, the cost of the other request's new tokens decides).
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """LS first in every batch, BE in the remaining room: priority as in vLLM.
 
-The waiting line is sorted by priority, and every step takes all decodes and as many prompt
-tokens as fit, whatever their class. Nothing bounds the share of BE, and no step is preempted.
+Waiting requests are sorted by priority. Every step takes all decodes and as many prompt tokens as
+fit, whatever their class. Nothing bounds BE's part of the time, and no step is preempted.
 
-Source: vLLM 0.33 `--scheduling-policy priority`. Differs: prompts are not chunked below
-`max_step_tokens`, and LS gets the seat of a BE request as well as its KV.
+Source: vLLM 0.33 `--scheduling-policy priority`. Differences: prompts below `max_step_tokens` are
+not cut, and LS gets the seat of a BE request in addition to the KV.
 """
 
 from dataclasses import dataclass, field
@@ -29,5 +29,5 @@ class LsFirst(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Return the class as the tier, then the arrival."""
+        """Return the class as the tier, then the arrival as the key."""
         return priority, arrival_ns

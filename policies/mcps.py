@@ -1,9 +1,10 @@
 """Most computed first: the prompt with the most computed tokens continues, and loses KV last.
 
-Between LS and BE the rules of `qllm2` hold. Inside a class whole prompts go before streaming ones,
-as everywhere. If KV is short, this drops the least KV, and young prompts wait for old ones.
+Between LS and BE the rules of `qllm2` hold. As in every policy, whole prompts of a class go before
+streaming prompts. If KV is short, this order drops the least KV, and young prompts wait for old
+prompts.
 
-Source: MCPS of Stream2LLM, arXiv:2604.16395. Differs as `lcas` does.
+Source: MCPS of Stream2LLM, arXiv:2604.16395. Differences: those of `lcas`.
 """
 
 from dataclasses import dataclass
@@ -29,5 +30,5 @@ class Mcps(Qllm2):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Return the class as the tier, then the number of computed tokens, most first."""
+        """Return the class as the tier; the key puts most computed tokens first."""
         return priority, -done_tokens

@@ -1,14 +1,14 @@
 """FastServe: a multi-level feedback queue that a request joins at the level of its first step.
 
-Levels have quanta that double. A request joins the first level whose quantum covers its
-predicted prefill, falls one level when it has used its quantum, and returns to the top when it has
-waited for `starve_ms`. Every step takes the best levels first, in the order in which requests
-reached their level; classes are ignored.
+The quantum doubles from level to level. A request joins the first level whose quantum covers its
+predicted prefill. It falls one level when it has used its quantum, and returns to the top when it
+has waited for `starve_ms`. Every step takes the best levels first, in the order in which requests
+reached their level. Classes are ignored.
 
-Source: FastServe, arXiv:2305.05920. Differs: KV moves when its blocks are needed, not ahead of
-time. Where the engine cannot swap (`swap_kv_tokens=0`) requests keep their KV when they fall: a
-newcomer waits for free KV whatever its level, and a request that has to grow takes KV from the
-worst level, which recomputes it.
+Source: FastServe, arXiv:2305.05920. Difference: KV is swapped out when its blocks are needed, not
+in advance. If the engine cannot swap (`swap_kv_tokens=0`), requests keep their KV when they fall. A
+newcomer then waits for free KV, whatever its level. A request that needs more KV takes it from the
+worst level, whose requests compute it again.
 """
 
 from collections.abc import Collection
@@ -60,7 +60,7 @@ class Mlfq:
         return Entry(next(fitting, self.levels - 1), request.arrival_ns)
 
     def plan(self, view: View) -> Plan:
-        """Return the best levels, as many as fit."""
+        """Return requests of the best levels, as many as fit."""
         if view.frames:
             return Plan(rows=view.frames[0].rows)
         known = self._entries
@@ -74,16 +74,16 @@ class Mlfq:
     def victims(
         self, view: View, need_blocks: int, keep: Collection[RequestId]
     ) -> list[tuple[RequestId, Evict]]:
-        """Return the worst levels first."""
+        """Return requests of the worst levels first."""
         worst = sorted(behind_all(view, keep), key=lambda r: self._entry(view, r), reverse=True)
         return [(r.request_id, Evict.SWAP) for r in worst]
 
     def on_arrival(self, view: View, request: RequestView) -> None:
-        """Skip the levels whose quantum its prefill would overrun."""
+        """Skip the levels whose quantum is shorter than the request's prefill."""
         self._entries[request.request_id] = self._entry(view, request)
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Charge the requests that ran; bring starving ones back to the top."""
+        """Charge the requests that ran, and move starving requests to the top."""
         ran = {row.request_id for row in report.rows}
         for r in view.requests:
             entry = self._entry(view, r)

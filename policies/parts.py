@@ -10,11 +10,11 @@ from qllm.types import RequestId
 
 
 class Room:
-    """KV that a row may count on: the free blocks, and those of requests behind its own.
+    """KV that a row may count on: free blocks, and blocks of requests behind the row's request.
 
-    The requests behind are those that the engine lets a request evict: requests of a worse class;
-    for a whole prompt, streaming prompts of its class; and, once it holds KV itself, younger
-    requests of its class too (I6).
+    The requests behind a request are those that the engine lets it evict: requests of a worse
+    class; for a whole prompt, streaming prompts of its class; and for a request that holds KV,
+    younger requests of its class (I6).
     """
 
     def __init__(self, view: View) -> None:
@@ -31,7 +31,7 @@ class Room:
 
     @cached_property
     def _behind(self) -> dict[RequestId, int]:
-        """Return the blocks behind every request; only needed when KV is short."""
+        """Return the number of blocks behind every request. Only needed when KV is short."""
         behind: dict[RequestId, int] = {}
         younger, worse, freed = 0, 0, Freed.of(self._view)
         group = None
@@ -67,14 +67,14 @@ def fill(
 ) -> tuple[Row, ...]:
     """Return rows for as many requests of `order` as fit, best first.
 
-    A newcomer without free KV blocks the newcomers behind it, which would take the blocks that it
-    waits for; requests that hold KV continue. If the order has every request that is in no
-    frame, some row always fits: the request with the best `age` may evict all others.
+    If KV for a newcomer is missing, later newcomers wait too, because they would take the blocks
+    that it waits for. Requests that hold KV continue. If the order has every request that is in no
+    frame, at least one row fits, because the request with the best `age` may evict all others.
 
     Args:
         view: State of the engine.
         order: Requests in no parked frame.
-        max_tokens: Most prefill tokens, if less than the engine allows per step.
+        max_tokens: Most prefill tokens, if fewer than the engine allows per step.
     """
     rows: list[Row] = []
     room = Room(view)
@@ -100,17 +100,17 @@ def fill(
 def rotate(
     view: View, order: Sequence[RequestView], min_stay_ns: int, max_tokens: int | None = None
 ) -> Plan:
-    """Plan the first requests of `order` that fit into all KV blocks; swap out the others.
+    """Plan the first requests of `order` that fit into all KV blocks; swap out the other requests.
 
-    A planned request may take the blocks of the last ones of the order, its equals too. Those must
-    have run since they received KV, at least `min_stay_ns` ago, and there must be room for their
-    KV.
+    A planned request may take the blocks of the last requests of the order, even if these have the
+    same rank. Such requests must have run since they got KV, at least `min_stay_ns` ago. The swap
+    space must have room for their KV.
 
     Args:
         view: State of the engine, with `Cap.KV_SWAP`, and no parked frame.
         order: All requests, best first.
         min_stay_ns: Least time that KV stays in its place.
-        max_tokens: Most prefill tokens, if less than the engine allows per step.
+        max_tokens: Most prefill tokens, if fewer than the engine allows per step.
     """
     rows: list[Row] = []
     out: list[RequestId] = []
@@ -154,7 +154,7 @@ def _may_leave(request: RequestView, view: View, min_stay_ns: int) -> bool:
 
 
 def behind_all(view: View, keep: Collection[RequestId]) -> list[RequestView]:
-    """Return the requests that hold KV and may lose it for any of `keep` (see `Room`)."""
+    """Return the requests that may lose their KV for any request of `keep` (see `Room`)."""
     kept = [view.by_id[i] for i in keep]
     last = max(kept, key=age)
     group = age(last)[:2]

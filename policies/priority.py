@@ -1,6 +1,6 @@
-"""`qllm2` without preemption inside a step: the same order, budget and stall bound.
+"""`qllm2` without preemption inside a step.
 
-It removes one mechanism: a program that has begun runs to its end.
+A program that has begun runs to its end. Order, budget and stall bound are those of `qllm2`.
 """
 
 from dataclasses import dataclass, field

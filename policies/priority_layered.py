@@ -1,13 +1,13 @@
 """Layered prefill with one cohort per class, parked at its group boundary for a better class.
 
-Between two groups of layers a prefill can be parked without cost: its rows keep their hidden
-states. An LS prompt therefore waits for one group of layers at most. Its cohort runs first, the BE
-cohort waits in its place, and decodes of every class are in every step. A BE cohort that has waited
-for half of `max_be_stall_ms` gets the next group, whatever else waits: an admitted BE request never
-stalls for longer than the bound.
+Between two groups of layers a prefill can be parked without cost, because its rows keep their
+hidden states. So an LS prompt waits for one group of layers at most. Its cohort runs first, and the
+BE cohort waits. Decodes of every class are in every step. A BE cohort that has waited for half of
+`max_be_stall_ms` gets the next group of layers before all other cohorts. So an admitted BE request
+never stalls for longer than the bound.
 
-Source: layered prefill, arXiv:2510.08055. Differs: that has one cohort and no classes; the parking
-and the bound are ours.
+Source: layered prefill, arXiv:2510.08055. Differences: the paper has one cohort, no classes, no
+parking and no stall bound.
 """
 
 from dataclasses import dataclass

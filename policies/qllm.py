@@ -1,14 +1,13 @@
 """QLLM as published: four queues, Algorithm 1, preemption at expert boundaries.
 
 The next batch is, in this order: a full batch of LS decodes; LS prefills filled up with BE
-prefills; LS decodes filled up with BE decodes; BE decodes; BE prefills. A running batch without
-LS requests stops at the next boundary when an LS request arrives, and resumes when no LS work
-is left.
+prefills; LS decodes filled up with BE decodes; BE decodes; BE prefills. A running batch without LS
+requests stops at the next boundary when an LS request arrives, and resumes when no LS work is left.
 
-Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: not in the order, so BE prefill
-starves behind BE decodes as in the paper, and LS decodes stall while LS prompts wait, whatever
-their targets; KV and token budgets hold; a stopped batch is resumed explicitly, with the routing
-weights applied.
+Source: QLLM, arXiv:2503.09304, Algorithm 1. The order of batches does not differ. So BE prefill
+starves behind BE decodes as in the paper, and LS decodes stall while LS prompts wait, whatever the
+targets. Differences: KV and token budgets hold; a stopped batch is resumed explicitly, with the
+routing weights applied.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +37,8 @@ class Qllm:
         free = [r for r in view.requests if r.frame_id is None]
         ls = [r for r in free if r.priority <= Priority.LS]
         for frame in view.frames:
-            if not ls or self._has_ls(view, frame.rows):  # with LS rows: stopped by a timeout
+            # a frame with LS rows was stopped by a timeout
+            if not ls or self._has_ls(view, frame.rows):
                 return self._plan(view, frame.rows)
         be = [r for r in free if r.priority > Priority.LS]
         ls_decode, ls_prefill = _decodes(ls), _prefills(ls)
@@ -55,7 +55,7 @@ class Qllm:
         rows: Sequence[Row] = next((rows for rows in batches if rows), ())
         if not rows and view.frames:
             rows = view.frames[0].rows
-        elif not rows:  # the KV is full of prefills: the first one continues and evicts
+        elif not rows:  # the KV is full of prefills: the first prefill continues and evicts
             rows = [next_row(r, view, view.max_step_tokens) for r in free if r.is_admitted][:1]
         return self._plan(view, rows)
 

@@ -1,14 +1,14 @@
 """QLLM repaired, the default: LS stops BE inside a layer, and BE uses the time that LS can spare.
 
-An LS prefill stops a BE program, or a step of LS decodes that BE decodes joined, at the next expert
-boundary and runs alone. While LS only decodes, BE gets the time up to the TPOT target of the LS
-requests. An admitted BE request never stalls for longer than `max_be_stall_ms`. Prompts alternate
-with streams of their own class, so that no gap between two tokens is longer than its TPOT target,
-or `max_prompt_gap_ms`.
+An LS prefill stops a BE program at the next expert boundary, and runs alone. It also stops a step
+of LS decodes that BE decodes joined. While LS only decodes, BE gets the time up to the TPOT target
+of the LS requests. An admitted BE request never stalls for longer than `max_be_stall_ms`. Prompts
+alternate with decodes of their own class. So no gap between two tokens is longer than the TPOT
+target, or `max_prompt_gap_ms`.
 
-Source: QLLM, arXiv:2503.09304, Algorithm 1. Differs: BE never joins an LS prefill; BE prefill
-refills the batch; the share of BE during LS decode has a budget; BE has a stall bound, and gaps
-between tokens have one (the paper has none of these, and its order starves BE prefill).
+Source: QLLM, arXiv:2503.09304, Algorithm 1. Differences: BE never joins an LS prefill; BE prefill
+refills the batch; BE has a budget during LS decode; BE has a stall bound, and gaps between tokens
+have a bound. The paper has none of these, and its order starves BE prefill.
 """
 
 from dataclasses import dataclass, field
@@ -45,5 +45,5 @@ class Qllm2(RankPolicy):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Return the class as the tier, then the arrival."""
+        """Return the class as the tier, then the arrival as the key."""
         return priority, arrival_ns

@@ -1,20 +1,21 @@
 """SuperInfer's RotaSched: requests that lag behind their targets run next, others keep their place.
 
 While all requests fit, they run in the order of arrival. If seats or KV are short, lagging requests
-go first, the largest lag first. A newcomer lags after it waited for a share of its TTFT target, a
-running request if its tokens took longer than its TPOT target allows. The rest runs in the order of
-arrival. So does a newcomer whose first token would be late even if it went first: rotation cannot
-help it. So a newcomer takes KV for its first token from the youngest request that is ahead of its
-targets, releases it, and returns when it lags. KV rotates as targets demand. Classes are ignored.
+go first, the largest lag first. A newcomer lags after it waited for a share of its TTFT target. A
+running request lags if its tokens took longer than its TPOT target allows. Other requests run in
+the order of arrival. A newcomer whose first token would be late even if it ran first also runs in
+the order of arrival, because rotation cannot help it. A lagging newcomer takes KV for its first
+token from the youngest request that is ahead of its targets, releases the KV, and returns when it
+lags again. KV rotates as targets demand. Classes are ignored.
 
-With `tpot_share=0` every waiting request lags, and a running request has less right to run the
-longer it has run: requests take turns, and their KV with them.
+With `tpot_share=0` every waiting request lags, and a running request has a lower rank the longer it
+has run. So requests and their KV take turns.
 
-Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; its released scheduler has no lag in it).
-Differs: KV moves when its blocks are needed, not ahead of time; the lag of a request counts all its
-tokens, not the last one. If the engine cannot swap (`swap_kv_tokens=0`) only seats rotate: a
-newcomer takes free KV, never that of a running request, and a request that has to grow takes it
-from the smallest lag, which recomputes it.
+Source: SuperInfer, arXiv:2601.20309 (VLT and LVF; the released scheduler has no lag). Differences:
+KV is swapped out when its blocks are needed, not in advance; the lag of a request counts all its
+tokens, not the last token. If the engine cannot swap (`swap_kv_tokens=0`), only seats rotate. A
+newcomer then takes only free KV. A request that needs more KV takes it from the request with the
+smallest lag, which is computed again.
 """
 
 from collections.abc import Callable, Collection
@@ -29,7 +30,7 @@ from .parts import behind_all, check_at_least, fill, rotate
 
 
 def grace_ns(share: float, target_ms: float | None, default_ms: int) -> float:
-    """Return the nanoseconds of a share of the target, or of the default if there is none."""
+    """Return a share of the target, or of the default if there is no target, in nanoseconds."""
     return share * (default_ms if target_ms is None else target_ms) * NS_PER_MS
 
 
@@ -61,7 +62,10 @@ class Rota:
         self._since_ns: dict[RequestId, int] = {}
 
     def lag_ns(self, request: RequestView, now_ns: int) -> float:
-        """Return the nanoseconds by which a request waited too long; negative before that."""
+        """Return the nanoseconds by which a request is late.
+
+        The result is negative if the request is ahead of its target.
+        """
         if request.first_token_ns is not None and self.tpot_share:
             may_take_ns = grace_ns(self.tpot_share, request.slo.tpot_ms, self.tpot_ms)
             due_ns = request.first_token_ns + request.num_output_tokens * may_take_ns
@@ -86,7 +90,7 @@ class Rota:
         return found
 
     def _places(self, view: View) -> Callable[[RequestView], tuple[float, int]]:
-        """Return the sort key, best first: lagging requests, then by arrival unless in turns."""
+        """Return the sort key: lagging requests, then by arrival, unless requests take turns."""
         in_time = self._in_time(view) if self.tpot_share else ()
 
         def place(request: RequestView) -> tuple[float, int]:
@@ -99,7 +103,7 @@ class Rota:
         return place
 
     def plan(self, view: View) -> Plan:
-        """Return all requests, or the largest lags, as many as fit."""
+        """Return all requests, or as many with the largest lags as fit."""
         if view.frames:
             return Plan(rows=view.frames[0].rows)
         order = view.requests
@@ -120,11 +124,11 @@ class Rota:
     def victims(
         self, view: View, need_blocks: int, keep: Collection[RequestId]
     ) -> list[tuple[RequestId, Evict]]:
-        """Return the smallest lags first."""
+        """Return the requests with the smallest lags first."""
         order = sorted(behind_all(view, keep), key=self._places(view), reverse=True)
         return [(r.request_id, Evict.SWAP) for r in order]
 
     def on_step_done(self, view: View, report: StepReport) -> None:
-        """Record the time since which the requests of this step have run without a break."""
+        """Record the time since when the requests of this step have run without a break."""
         ids = (row.request_id for row in report.rows)
         self._since_ns = {i: self._since_ns.get(i, report.start_ns) for i in ids}

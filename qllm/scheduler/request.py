@@ -154,7 +154,7 @@ class Request:
         self.frontier = frontier
 
     def leave_frame(self, frontier: Frontier) -> None:
-        """Note that its row left the frame between two layers and keeps its hidden states."""
+        """Record that the request's row left its frame between layers. Hidden states stay."""
         self.frame_id = None
         self.frontier = frontier
 
