@@ -11,14 +11,17 @@ from typing import Any, Literal
 from qllm.errors import ConfigError
 
 Threads = int | Literal["auto"] | None
-"""Threads of computation: a number, the cores that this process may use, or torch's choice."""
+"""Number of threads of computation.
+
+"auto" is the cores that this process may use; None is torch's number.
+"""
 
 
 def num_threads(threads: Threads) -> int | None:
     """Return `threads` as a number; None stays None.
 
     Raises:
-        ConfigError: It is neither "auto" nor an integer >= 1.
+        ConfigError: `threads` is neither "auto" nor an integer >= 1.
     """
     if threads is None:
         return None
@@ -33,7 +36,7 @@ def parse_threads(text: str | int) -> int | None:
     """Return `threads` as a number, from the text of a flag, a file or a variable.
 
     Raises:
-        ConfigError: It is neither "auto" nor an integer >= 1.
+        ConfigError: The text is neither "auto" nor an integer >= 1.
     """
     found: Any = str(text).strip()
     with suppress(ValueError):
@@ -44,11 +47,11 @@ def parse_threads(text: str | int) -> int | None:
 def usable_cores(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the cores of this process's affinity, fewer if a control group's quota is smaller.
+    """Return the number of cores that this process may use, by affinity and control groups.
 
     Args:
         groups: File with the control groups of the process, as Linux lists them.
-        root: Folder of their files.
+        root: Folder with the files of the control groups.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
@@ -59,11 +62,11 @@ def usable_cores(
 def memory_bytes(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the machine's memory in bytes, less if a control group's limit is smaller.
+    """Return the memory in bytes that this process may use, by machine and control groups.
 
     Args:
         groups: File with the control groups of the process (see `usable_cores`).
-        root: Folder of their files.
+        root: Folder with the files of the control groups.
     """
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     names = ("memory.max", "memory.limit_in_bytes")
@@ -100,8 +103,8 @@ def _quota(folder: Path) -> Iterator[float]:
 def freeze_garbage() -> None:
     """Exclude all present objects from garbage collection.
 
-    A full collection stops every thread for 0.2-0.4 s. Requests make few cycles, so new objects are
-    searched every 20,000 objects, not every 700.
+    A full collection stops every thread for 0.2-0.4 s. Requests make few cycles. So a collection
+    runs after 20,000 new objects, not after 700.
     """
     gc.collect()
     gc.freeze()
@@ -121,6 +124,6 @@ def no_collections() -> Iterator[None]:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: 108 MB after a tokenizer of 151,000 tokens."""
-    with suppress(OSError, AttributeError):  # another C library than glibc
+    """Return freed memory to the system. After a tokenizer of 151,000 tokens that is 108 MB."""
+    with suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)

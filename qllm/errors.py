@@ -22,7 +22,7 @@ from typing import Any
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs the requirements of an extra, by names that pip finds."""
+    """Return the command that installs the requirements of an extra by names that pip finds."""
     needs = _needs(extra)
     if not needs:
         return f"install what the extra [{extra}] names in pyproject.toml"
@@ -30,7 +30,7 @@ def pip_install(extra: str) -> str:
 
 
 def _needs(*extras: str) -> list[str]:
-    """Return the requirements of extras, also of extras that these name.
+    """Return the requirements of extras, including those of extras that they contain.
 
     This package is on no index, so `qllm-runtime[extra]` itself could not be installed by name.
     """
@@ -50,11 +50,11 @@ def _needs(*extras: str) -> list[str]:
 
 
 DISTRIBUTION = "qllm-runtime"
-"""Name of this package for installers; it is on no index yet."""
+"""Name of this package for installers. The package is on no index yet."""
 
 
 def shown(value: object) -> str:
-    """Return a wrong value as text for a message: its `repr`, shortened."""
+    """Return a wrong value as text for a message: the value's `repr`, shortened."""
     try:
         with contained():
             text = repr(value)
@@ -69,7 +69,7 @@ MAX_SHOWN = 200
 
 
 def brief(value: object) -> str:
-    """Return a wrong value as text for a message, quickly even if it is as large as a body."""
+    """Return a wrong value as text for a message, quickly even if the value is very large."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return shown(value[: 2 * MAX_SHOWN] if isinstance(value, str) else value)
@@ -81,9 +81,9 @@ class OutsideError(Exception):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Run code of a plugin; its `SystemExit`, and similar errors, become OutsideError.
+    """Run code of a plugin. Its `SystemExit`, and similar errors, become OutsideError.
 
-    A `KeyboardInterrupt` is not changed: the user raises it, whatever code runs.
+    A `KeyboardInterrupt` is not changed, because it comes from the user and not from the code.
 
     Raises:
         OutsideError: The code raised neither an `Exception` nor a `KeyboardInterrupt`.
@@ -142,11 +142,11 @@ NO_TOKEN = "no token may come next: "
 
 
 MOVED = "the request goes on elsewhere; ticket: "
-"""Start of the error text of a migrated request; the ticket of its KV follows, if it has one."""
+"""Start of the error text of a migrated request. The ticket of its KV follows if there is one."""
 
 
 def without_ticket(error: str | None) -> str | None:
-    """Return an error's text for traces, without a ticket, which would give access to KV."""
+    """Return an error's text for traces, without the ticket. A ticket would give access to KV."""
     if error is not None and error.startswith(MOVED):
         return MOVED.partition(";")[0]
     return error
@@ -178,7 +178,7 @@ class PolicyError(QllmError):
     """Error of a policy that raised, or whose plan breaks an invariant. The message has both."""
 
     request_id: int | None = None
-    """Request that the policy was asked about; None if it was asked about several."""
+    """Request for which the policy was called; None if it was called for several requests."""
 
 
 class DeviceError(QllmError):
@@ -207,10 +207,10 @@ def check_text(name: str, value: Any) -> None:
 
     Args:
         name: Name of the value in the message.
-        value: String, or mappings and sequences that hold strings; other values pass.
+        value: String, or mappings and sequences that contain strings. Other values pass.
 
     Raises:
-        InvalidRequestError: A string holds half a surrogate pair; the message has its place.
+        InvalidRequestError: A string contains half a surrogate pair; the message has its position.
     """
     left = [(name, value)]
     while left:

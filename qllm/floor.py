@@ -1,9 +1,9 @@
-"""A floor for BE: its least share of the time while LS has work, and the cost of it for LS.
+"""A floor for BE: the least share of the time for BE while LS has work, and its cost for LS.
 
 BE is owed a part of the time in which LS has work. When the debt reaches a slice, BE runs for a
-slice. So BE has its share of any window, and LS waits for few slices at once:
+slice. So BE gets the share in any window of time, and LS waits for few slices at once:
 
-    debt    0 .......... a slice: BE runs until the first boundary after a slice, which pays it
+    debt 0 .......... a slice: BE runs until the first boundary after a slice, and the debt is paid
     rate    share + 3 slices per window: the slice that is still owed, the rest of the LS run that
             has to stop first, and the time by which the last BE run was too long
 """
@@ -18,15 +18,15 @@ MILLION = 1_000_000
 MAX_SHARE = 0.9
 MIN_WINDOW_MS, MAX_WINDOW_MS = 100, 3_600_000
 MIN_SLICE_MS, MAX_SLICE_MS = 1, 50
-"""Limits of a slice, which else is as long as a segment may be."""
+"""Limits of the length of a slice. Within these limits, a slice is as long as a segment may be."""
 MAX_RATE = 950_000
-"""Highest rate in millionths: LS keeps a twentieth of the time under any floor."""
+"""Highest rate in millionths. Under any floor, LS keeps a twentieth of the time."""
 ROOM = 3
-"""Slices per window that are reserved, because runs do not stop and start at once."""
+"""Number of slices per window that are reserved, because runs do not stop and start at once."""
 
 
 class Floor(NamedTuple):
-    """The numbers of a floor; integers, so that a device computes the same."""
+    """The numbers of a floor. They are integers, so that a device gets the same results."""
 
     rate: int = 0
     """Part of the time that BE is owed, in millionths; 0 is no floor."""
@@ -65,10 +65,10 @@ class Floor(NamedTuple):
         return cls(rate, int(window_ms * NS_PER_MS), int(slice_ms * NS_PER_MS))
 
     def delayed_ms(self, wait_ms: float) -> float:
-        """Return the longest wait of LS that takes `wait_ms` without a floor.
+        """Return the longest time that a wait of LS takes if it takes `wait_ms` without a floor.
 
-        It holds if segments keep their bound and steps may be cut. Of any time, BE takes at most
-        `rate` of it and `ROOM` slices.
+        The result is right if segments keep their bound and steps may be cut. In any time, BE takes
+        at most `rate` of the time, and `ROOM` slices in addition.
         """
         return (wait_ms + ROOM * self.slice_ns / NS_PER_MS) / (1 - self.rate / MILLION)
 

@@ -1,4 +1,4 @@
-"""Settings of vLLM, llama.cpp, Ollama and transformers, and their equivalents here."""
+"""Settings of vLLM, llama.cpp, Ollama and transformers, and their equivalents in this package."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -83,7 +83,7 @@ def hint_of(name: str, known: Iterable[str]) -> str:
 
     Args:
         name: Name of an unknown setting or flag.
-        known: Names of all settings; a similar one is proposed.
+        known: Names of all settings. A similar name is proposed.
     """
     plain = name.lstrip("-").replace("-", "_").lower()
     if plain in HINTS:

@@ -70,11 +70,12 @@ PLACES = ("process", "thread")
 class QLLMEngine:
     """An engine that serves one model to requests of several classes. A `from_` method makes it.
 
-    Use it as a context manager, or call `close`. If it is garbage collected before, it is closed:
-    handles of unfinished requests, which callers may still hold, end as `cancelled`.
+    Use an engine as a context manager, or call `close`. An engine that is garbage collected is
+    closed too: handles of unfinished requests, which callers may still hold, end as `cancelled`.
 
     After `os.fork` the engine belongs to the parent. In the child, handles of unfinished requests
-    end in `error`, calls raise EngineClosedError, and `close` and the child's exit leave it alone.
+    end in `error`, and calls raise EngineClosedError. `close` and the child's exit do not change
+    the engine.
     """
 
     def __init__(self, client: Client, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
@@ -82,16 +83,19 @@ class QLLMEngine:
         self.tokenizer = tokenizer
         self.config = config
         self.policy = policy
-        """Policy as given. An engine in a process of its own uses a copy of a policy object."""
+        """Policy that the caller gave.
+
+        An engine in a process of its own uses a copy of a policy object.
+        """
         self.sampling_defaults = client.info.sampling_defaults
-        """Defaults of SamplingParams from the generation config, for requests without any."""
+        """Defaults of SamplingParams from the generation config, for requests without settings."""
         info = client.info
         self.vocabulary = Vocabulary(tokenizer, info.shape.vocab_size, info.eos_token_ids)
         """Vocabulary that checks structured outputs."""
         self._client = client
         self.fleet = client if isinstance(client, ManyClient) else None
         collected = weakref.finalize(self, close_collected, client)
-        collected.atexit = False  # the client closes itself then
+        collected.atexit = False  # at exit the client closes itself
 
     # -- constructors
 
@@ -120,20 +124,23 @@ class QLLMEngine:
             policy: Name of a policy (see `qllm policies`), or a policy object.
             policy_settings: Parameters of a policy given by name.
             device: Device of the model: "cpu", or "cuda" where torch sees a GPU.
-            dtype: Type of the weights; None keeps the checkpoint's.
+            dtype: Type of the weights; None keeps the type of the checkpoint.
             trust_remote_code: True runs modelling code that comes with the checkpoint.
-            load_format: "auto" reads weights; "dummy" makes seeded random ones.
-            threads: Number of threads; "auto" is the cores this process may use, None torch's
-                choice.
-            run_in: "process", one of its own, for which latency bounds are promised, or "thread".
-            listen: Path of a Unix socket at which further processes `attach`; needs a process.
-            meeting: Address at which front ends of other hosts `connect`; needs a process.
-            takes_digest: True reads all weights once for a digest that identifies them; always
-                with `listen` or `meeting`.
+            load_format: "auto" reads weights; "dummy" makes seeded random weights.
+            threads: Number of threads. "auto" is the cores that this process may use; None is
+                torch's number.
+            run_in: "process" runs the engine in a process of its own, with promised latency bounds;
+                "thread" runs it on a thread of this process.
+            listen: Path of a Unix socket at which further processes `attach`; needs
+                `run_in="process"`.
+            meeting: Address at which front ends of other hosts `connect`; needs `run_in="process"`.
+            takes_digest: True reads all weights once, for a digest that identifies the weights. It
+                is always True with `listen` or `meeting`.
             **settings: Fields of `EngineConfig`.
 
         Raises:
-            ConfigError: A setting, alias, policy or device is unknown; known ones are listed.
+            ConfigError: A setting, alias, policy or device is unknown; the message lists the known
+                ones.
             ModelError: The model cannot be found, loaded or driven safely.
         """
         config = engine_config(settings)
@@ -160,7 +167,8 @@ class QLLMEngine:
 
             loaded = load(name_or_path, **how)
             return cls(ThreadClient(loaded, made, config, count), loaded.tokenizer, made, config)
-        bars = sys.modules.get("transformers.utils.logging")  # progress bars are on without it
+        # progress bars are on if the module is not imported yet
+        bars = sys.modules.get("transformers.utils.logging")
         start = Start(
             model=os.fspath(name_or_path),
             load=how,
@@ -179,11 +187,11 @@ class QLLMEngine:
     def attach(cls, path: str) -> Self:
         """Return a further front end of an engine that was made with `listen=path`.
 
-        It tokenises in this process and has rings of its own. Its requests end when it is closed or
-        this process ends; the engine continues.
+        The front end tokenises in this process and has rings of its own. Its requests end when it
+        is closed or this process ends. The engine continues.
 
         Raises:
-            ConfigError: No engine listens there, or its release differs.
+            ConfigError: No engine listens at the path, or the engine has another release.
         """
         return cls._over_rings(ProcessClient.attach(path), None)
 
@@ -198,25 +206,29 @@ class QLLMEngine:
         trust_remote_code: bool = False,
         **fleet: Any,
     ) -> Self:
-        """Return a front end of an engine on another host; it tokenises here, without weights.
+        """Return a front end of an engine on another host. It tokenises here, without weights.
 
         Several addresses, separated by commas, are a fleet: see docs/guides/several-engines.md.
 
-        Its requests end when it is closed, this process ends, or the connection fails. `call`,
-        `checkpoint`, `restore` and `trace` work only on the engine's own host.
+        The front end's requests end when it is closed, this process ends, or the connection fails.
+        `call`, `checkpoint`, `restore` and `trace` work only on the engine's own host.
 
         Args:
-            address: HOST:PORT of the engine's `meeting`; in a fleet also a path (`listen`).
-            profile: Transport of the rings, the same on both sides: "tcp", "shm" or "rdma".
-            secret_file: File with the secret of both sides; needed unless the address is loopback.
+            address: HOST:PORT of the engine's `meeting`; in a fleet also the path of an engine's
+                `listen`.
+            profile: Transport of the rings: "tcp", "shm" or "rdma". Engine and front end need the
+                same.
+            secret_file: File with the secret that engine and front end share; needed unless the
+                address is loopback.
             tokenizer: Alias, folder or hub id of the tokenizer, as in `from_pretrained`; by default
                 the engine's model.
             trust_remote_code: True runs code that comes with the tokenizer.
             **fleet: Arguments of `FleetClient.connect`, such as `route` (a name or function).
 
         Raises:
-            ConfigError: A secret, NIXL, the tokenizer or a device is missing, or the sides differ.
-            EngineClosedError: No engine answers there.
+            ConfigError: A secret, NIXL, the tokenizer or a device is missing, or engine and front
+                end do not match.
+            EngineClosedError: No engine answers at the address.
         """
         check_bool("trust_remote_code", trust_remote_code)
         client = meet(address, profile, secret_file, fleet)
@@ -241,13 +253,13 @@ class QLLMEngine:
         threads: Threads = None,
         **settings: Any,
     ) -> Self:
-        """Serve a Hugging Face model that is already loaded, on a thread; it is not copied.
+        """Serve a Hugging Face model that is already loaded, on a thread and without a copy.
 
-        One engine at a time can serve a model object. If another engine of it was collected, is
-        being closed or has crashed, this waits for that one's end.
+        One engine at a time can serve a model object. If an earlier engine of the model was garbage
+        collected, is being closed or has crashed, this call waits for that engine's end.
 
         Raises:
-            ConfigError: A setting or policy is unknown; known ones are listed.
+            ConfigError: A setting or policy is unknown; the message lists the known ones.
             ModelError: The model cannot be driven safely, or another engine serves it: close that
                 engine first, or load the model again.
         """
@@ -286,19 +298,21 @@ class QLLMEngine:
         Args:
             prompt: Text, a list of chat messages, or a list of token ids.
             priority: "LS", "BE" or an integer class; smaller is sooner (LS = 0, BE = 10).
-            max_tokens: Most tokens to produce, and never more than the room for an answer; by
-                default `default_max_tokens`. "fit" takes that setting, or all the room without it.
+            max_tokens: Most tokens to produce, and never more than the room for an answer. The
+                default is `default_max_tokens`. "fit" takes that setting, or all the room if the
+                setting is not given.
             sampling: Settings of sampling; by default those of the model's generation config.
             stop: Strings that end the answer, in addition to those in `sampling`.
-            slo: Latency targets of this request; by default `ls_slo`, if it is LS.
+            slo: Latency targets of this request. The default for LS requests is `ls_slo`.
             timeout_s: Seconds after which the request ends with `timeout`.
             request_id: Name of the request in results and traces.
-            cache_salt: Salt of cached KV: only requests with one salt share it.
-            cache_owner: Owner of cached KV: only requests of one owner share it, and `delete_kv`
-                deletes it.
-            cache_ttl_s: Seconds for which its cached KV is not displaced, for later turns.
-            reading: Maker of a reader that finds reasoning, in which no stop string or stop id
-                ends the answer.
+            cache_salt: Salt of cached KV. Only requests with the same salt share cached KV.
+            cache_owner: Owner of cached KV. Only requests of the same owner share cached KV, and
+                `delete_kv` deletes it.
+            cache_ttl_s: Seconds for which the request's cached KV is not displaced, so that later
+                requests of a conversation find it.
+            reading: Factory of a reader that finds the reasoning in an answer. Inside reasoning, no
+                stop string or stop id ends the answer.
             **options: Fields of SamplingParams (`temperature=0.8`) in place of those in `sampling`.
 
         Raises:
@@ -357,9 +371,10 @@ class QLLMEngine:
     ) -> StreamingPrompt:
         """Open a streaming prompt, computed while its pieces arrive. Callable from any thread.
 
-        It yields to requests of its class whose prompts are whole. It stays open until the caller
-        sends or cancels it. It holds KV until requests of its class or a better one need it.
-        Where a server replaces its engine, it continues in the next one.
+        A streaming prompt yields to requests of its class whose prompts are whole. The prompt stays
+        open until the caller sends or cancels it. It holds KV until requests of the same class or a
+        better class need the KV. If a server replaces its engine, the prompt continues in the next
+        engine.
 
         Args:
             priority: "LS", "BE" or an integer class; smaller is sooner.
@@ -404,18 +419,19 @@ class QLLMEngine:
 
         Args:
             prompts: One prompt (text, chat messages, token ids), or any number of them.
-            priority: Class as for `submit`; as in vLLM, SamplingParams may stand in its place.
+            priority: Class as for `submit`. As in vLLM, this argument may also be SamplingParams.
             max_tokens: Largest number of tokens per answer, as for `submit`.
             sampling: Sampling settings. With `n`, each prompt gets `n` answers.
             progress: True to show a progress bar.
             **kwargs: Further arguments of `submit`, or fields of SamplingParams.
 
         Returns:
-            Results in the order of the prompts, those of one prompt side by side.
+            Results in the order of the prompts. The results of one prompt follow each other.
 
         Raises:
-            InvalidRequestError: A prompt or setting is wrong; the requests before it are cancelled.
-            RequestFailedError: A request ended in `error`; the others are cancelled.
+            InvalidRequestError: A prompt or setting is wrong. The requests of earlier prompts are
+                cancelled.
+            RequestFailedError: A request ended in `error`. The other requests are cancelled.
         """
         priority, sampling = class_and_sampling(priority, sampling, "BE")
         options = {name: kwargs.pop(name) for name in SAMPLING_OPTIONS & kwargs.keys() - {"stop"}}
@@ -441,10 +457,10 @@ class QLLMEngine:
 
         Args:
             messages: One conversation (a list of messages), or any number of them.
-            priority: Class as for `submit`; as in vLLM, SamplingParams may stand in its place.
+            priority: Class as for `submit`. As in vLLM, this argument may also be SamplingParams.
             max_tokens: Largest number of tokens per answer, as for `submit`.
             sampling: Sampling settings. With `n`, each conversation gets `n` answers.
-            tools: JSON schemas of functions, for templates that know tools.
+            tools: JSON schemas of functions, for chat templates that support tools.
             chat_template_kwargs: Further variables of the model's chat template.
             add_generation_prompt: True to begin the assistant's answer.
             continue_final_message: True to let the answer continue the last message; needs
@@ -454,7 +470,7 @@ class QLLMEngine:
 
         Raises:
             InvalidRequestError: A message or setting is wrong, or the template refuses it.
-            RequestFailedError: A request ended in `error`; the others are cancelled.
+            RequestFailedError: A request ended in `error`. The other requests are cancelled.
         """
         priority, sampling = class_and_sampling(priority, sampling, "LS")
         prompts = render_chats(
@@ -515,9 +531,9 @@ class QLLMEngine:
         return self._client.call(function)
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuse new requests and wait for the unfinished ones; return False at a timeout.
+        """Refuse new requests and wait for unfinished requests; return False at a timeout.
 
-        From now on `submit` raises EngineClosedError, here and at every other front end.
+        From now on `submit` raises EngineClosedError, in this and in every other front end.
         """
         self._client.drain()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -534,9 +550,9 @@ class QLLMEngine:
     def end_if_stuck(self, after_s: float) -> None:
         """Kill the engine's process if it has work and finishes no iteration for `after_s` seconds.
 
-        Its requests end in `error`, and `failure` has the reason. An iteration ends between two
-        passes, so allow more time than the longest pass. Time in which this process is suspended
-        too does not count.
+        The process's requests end in `error`, and `failure` has the reason. An iteration of the
+        loop ends between two passes, so `after_s` must be longer than the longest pass. Time in
+        which this process is also suspended does not count.
 
         Raises:
             ConfigError: This front end has not started the engine's process.
@@ -546,8 +562,8 @@ class QLLMEngine:
     def close(self) -> None:
         """Stop serving. Unfinished requests end as `cancelled`. Idempotent.
 
-        An engine's process that does not end in time is killed; calls that wait for it raise
-        EngineClosedError. In a child of `os.fork` this does nothing.
+        An engine's process that does not end in time is killed. Calls that wait for the process
+        raise EngineClosedError. In a child of `os.fork` this method does nothing.
         """
         self._client.close()
 
@@ -568,13 +584,14 @@ class QLLMEngine:
     # -- cached KV
 
     def reset_prefix_cache(self) -> None:
-        """Delete all cached KV, in RAM and in the file; requests in flight continue."""
+        """Delete all cached KV, in RAM and in the file. Unfinished requests continue."""
         self._client.reset_prefix_cache()
 
     def delete_kv(self, cache_salt: str | None = None, cache_owner: str = "") -> int:
-        """Delete cached KV of one salt, or all of an owner, and return the number of pages.
+        """Delete cached KV of one salt, or all cached KV of an owner; return the number of pages.
 
-        RAM and file are cleared. Requests in flight continue, but their KV is not cached any more.
+        The KV is deleted in RAM and in the file. Unfinished requests continue, but their KV is not
+        cached any more.
 
         Args:
             cache_salt: Salt as for `submit`; None deletes every salt of the owner.
@@ -595,7 +612,9 @@ class QLLMEngine:
         return self._client.checkpoint(path)
 
     def restore(self, path: str | os.PathLike[str]) -> list[Handle]:
-        """Continue the requests of a checkpoint, without log-probabilities, in their time left.
+        """Continue the requests of a checkpoint, without log-probabilities.
+
+        Each request keeps the time that its timeout had left.
 
         Raises:
             CheckpointError: The file is truncated or of another version or model, or does not fit.
@@ -605,16 +624,17 @@ class QLLMEngine:
     # -- state for callers
 
     def raise_if_closed(self) -> None:
-        """Raise an error unless the engine serves.
+        """Raise an error if the engine does not serve.
 
         Raises:
-            EngineClosedError: It was closed or has crashed (then the cause is the reason).
+            EngineClosedError: The engine was closed, or has crashed (then `__cause__` is the
+                reason).
         """
         self._client.raise_if_closed()
 
     @property
     def client(self) -> Client:
-        """Client of the engine, for callers that forward requests of others."""
+        """Client of the engine, for callers that forward requests of other programs."""
         return self._client
 
     @property

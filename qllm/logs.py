@@ -14,7 +14,7 @@ VARIABLE = "QLLM_LOG_FORMAT"
 
 
 class _TextLines(logging.Formatter):
-    """Formatter of text lines; it formats each second once for all lines in it."""
+    """Formatter of text lines. It formats the time once per second for all lines."""
 
     _second = -1
     _shown = ""
@@ -47,7 +47,10 @@ class _JsonLines(logging.Formatter):
 
 
 def _name(record: logging.LogRecord) -> str:
-    """Return the name of a record's logger; `uvicorn.error` logs all kinds and is `uvicorn`."""
+    """Return the name of a record's logger.
+
+    `uvicorn.error` logs all levels, so its name is `uvicorn`.
+    """
     return record.name.removesuffix(".error")
 
 
@@ -73,7 +76,7 @@ def log_config(log_format: str) -> dict[str, Any]:
 
 @contextmanager
 def configured(log_format: str) -> Iterator[None]:
-    """Log in a format during the block, also in processes that this one starts.
+    """Log in a format during the block, also in processes that this process starts.
 
     Args:
         log_format: Format, "text" or "json".
@@ -83,7 +86,7 @@ def configured(log_format: str) -> Iterator[None]:
     environ = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = log_format
     logging.config.dictConfig(log_config(log_format))
-    logging.getLogger().handlers = logging.getLogger("qllm").handlers  # warnings of libraries
+    logging.getLogger().handlers = logging.getLogger("qllm").handlers  # for warnings of libraries
     try:
         yield
     finally:

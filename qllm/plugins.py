@@ -15,7 +15,7 @@ GROUP = "qllm.policies"
 
 
 def installed_policies() -> dict[str, EntryPoint]:
-    """Return entry points by policy name; two packages with one name are an error."""
+    """Return entry points by policy name. Two packages with the same name are an error."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         other = found.get(point.name)
@@ -74,14 +74,14 @@ def spelled_for(policy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of a policy with values read from text, each by its field's type.
 
     Raises:
-        ConfigError: A text is no value of its setting, or the policy is unknown.
+        ConfigError: A text is not a value of its setting, or the policy is unknown.
     """
     factory = _factory(policy)
     return read_all(settings, get_type_hints(factory) if is_dataclass(factory) else {})
 
 
 def cap_names(caps: Cap) -> str:
-    """Return capabilities as text: `layer_range, yield_layer`."""
+    """Return capabilities as text, such as `layer_range, yield_layer`."""
     return ", ".join((cap.name or "").lower() for cap in caps)
 
 
@@ -105,7 +105,7 @@ def unpickled_policy(data: bytes) -> Any:
     """Return the policy object from its pickle.
 
     Raises:
-        ConfigError: Its class cannot be imported here.
+        ConfigError: The class of the policy cannot be imported in this process.
     """
     try:
         with contained():

@@ -1,8 +1,8 @@
 """The plug-in surface: the state that a policy gets, and the plan that it returns.
 
-There are two ways to write a policy. A `RankPolicy` is one pure function of integers, with
-parameters of a closed set of shapes around it. The scheduler, or a device, turns ranks into plans.
-A `Policy` makes its own plans. Both are found through the entry-point group `qllm.policies`.
+There are two ways to write a policy. A `RankPolicy` is one pure function of integers, and
+parameters that choose the shape of plans. The scheduler, or a device, turns ranks into plans. A
+`Policy` makes its own plans. Both are found through the entry-point group `qllm.policies`.
 
     @dataclass(frozen=True, kw_only=True)
     class ShortestFirst(RankPolicy):
@@ -118,29 +118,29 @@ class RequestView(Protocol):
 
 
 class FrameView(NamedTuple):
-    """A parked frame: the rows that would resume it, in its order."""
+    """A parked frame: the rows of a plan that would resume it, in the order of the frame."""
 
     frame_id: FrameId
     rows: tuple[Row, ...]
-    """Live rows, from their frontier to the layer they were planned to."""
+    """Live rows, from the first uncomputed layer to the last planned layer."""
     parked_ns: int
-    """Time when it was parked."""
+    """Time when the frame was parked."""
     alarm_ns: int | None = None
-    """Time when an arrival stopped it that still has to wait for it (`max_preemptions`)."""
+    """Time when an arrival stopped the frame and still has to wait for it (`max_preemptions`)."""
 
 
 class Tier(enum.IntEnum):
-    """Place of KV outside the blocks of its request; an index of cost tables."""
+    """Place of KV outside the blocks of its request. The value is an index of cost tables."""
 
     MEMORY = 0
-    """Main memory. On a CPU, KV is there already and does not move."""
+    """Main memory. On a CPU, KV is always in main memory and does not move."""
     FILE = 1
 
 
 class CostTable(NamedTuple):
-    """Predicted times, fitted by the engine; every change is a trace event.
+    """Predicted times in nanoseconds, fitted by the engine. Every change is a trace event.
 
-    Integers only, so that the same table predicts the same on a device.
+    All values are integers, so that a device computes the same predictions.
     """
 
     decode_ns: tuple[int, ...]
@@ -166,18 +166,18 @@ class CostTable(NamedTuple):
         return max(0, self.decode(num_rows + num_more) - self.decode(num_rows))
 
     def pays_to_keep(self, tier: Tier, num_moved: int, num_lost: int) -> bool:
-        """Return True if storing KV in a tier and loading it is quicker than computing it again.
+        """Return True if storing and loading KV in a tier is quicker than computing the KV again.
 
         Args:
-            tier: Tier that stores it; the answer is False for one that was not measured.
-            num_moved: Number of tokens to store, without those whose KV is there already.
-            num_lost: Number of tokens to compute otherwise.
+            tier: Tier that stores the KV. The result is False for a tier that was not measured.
+            num_moved: Number of tokens to store, without tokens whose KV is in the tier already.
+            num_lost: Number of tokens to compute if nothing is stored.
         """
         there_ns = self.move(tier, num_moved)
         return there_ns is not None and 2 * there_ns < num_lost * self.prefill_token_ns
 
     def move(self, tier: Tier, num_tokens: int) -> int | None:
-        """Return the predicted time to store KV in a tier, or to load it; None if not measured."""
+        """Return the predicted time to store KV in a tier or to load it; None if not measured."""
         if tier >= len(self.move_token_ns):
             return None
         return num_tokens * self.move_token_ns[tier]
@@ -211,31 +211,34 @@ class View:
     num_blocks: int
     costs: CostTable
     finest_grain: Grain
-    """Setting `preempt_at`: a finer grain in a plan becomes this one."""
+    """Value of the setting `preempt_at`. A finer grain in a plan becomes this grain."""
     max_segment_ns: int
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
     ride_margin_ns: int
-    """Time in a gap under a TPOT target that is left free for errors of predictions."""
+    """Time in a gap under a TPOT target that is reserved for errors of predictions."""
     ride_used_ns: int
     """Time since the best tier last ran, if worse tiers ran since; else 0."""
     capabilities: Cap
     """Capabilities of the engine, for policies that `want` more than they need."""
     cuts: CutRule | None
-    """Rule of where chunks end (level L2): the scheduler aligns other rows. None: anywhere."""
+    """Rule of the places where chunks end at level L2.
+
+    The scheduler shortens other rows. None is no rule.
+    """
     whole_steps: bool = False
-    """True if steps that nothing would stop run whole, as each boundary costs a launch."""
+    """True if steps that nothing would stop run whole, because each boundary costs a launch."""
     num_free_swap_blocks: int = 0
     """Free space for swapped-out KV, in blocks (`Cap.KV_SWAP`)."""
     shared_blocks: Mapping[int, int] = field(default_factory=dict)
     """Number of holders of each block that several requests hold (see `Freed`)."""
     found_blocks: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)
-    """Blocks that each request without KV would share with others."""
+    """Blocks that each request without KV would share with other requests."""
     idle: Sequence[RequestView] = ()
-    """Streaming prompts that wait for input and hold KV, which others may take."""
+    """Streaming prompts that wait for input and hold KV. Other requests may take that KV."""
 
     def blocks_needed(self, row: Row) -> int:
-        """Return the number of blocks that `row` would take beyond those of its request."""
+        """Return the number of blocks that `row` needs in addition to the blocks of its request."""
         request, hi = self.by_id[row.request_id], row.hi
         if self.cuts is not None and request.frontier is None and hi < request.num_tokens:
             hi = chunk_end(row, request.num_tokens, self.cuts, request.num_prompt_tokens)
@@ -245,18 +248,18 @@ class View:
         return need if need > 0 else 0
 
     def blocks_freed(self, requests: Iterable[RequestView]) -> int:
-        """Return the number of blocks that come free if these requests lose theirs (`Freed`)."""
+        """Return the number of blocks that become free if these requests lose them (`Freed`)."""
         return sum(map(Freed.of(self).add, requests))
 
 
 class Freed:
-    """Counter of blocks that come free as requests lose theirs, one after the other.
+    """Counter of blocks that become free when requests lose their blocks, one after the other.
 
-    A shared block comes free with its last holder. A block that a waiting request has found does
-    not count, since that request may be planned in the same step and hold it.
+    A shared block becomes free when its last holder loses it. A block that a waiting request has
+    found does not count, because that request may be planned in the same step and hold the block.
 
     Args:
-        shared: Number of holders of each block that has several.
+        shared: Number of holders of each block that has several holders.
         found: Blocks that waiting requests would share.
     """
 
@@ -271,11 +274,11 @@ class Freed:
         return cls(view.shared_blocks, view.found_blocks.values())
 
     def copy(self) -> "Freed":
-        """Return a copy that counts on its own."""
+        """Return a copy that counts independently."""
         return Freed(self._left)
 
     def add(self, request: RequestView) -> int:
-        """Count a request that loses its blocks; return how many come free."""
+        """Count a request that loses its blocks; return how many blocks become free."""
         table, left = request.block_table, self._left
         if not left:
             return len(table)
@@ -288,12 +291,12 @@ class Freed:
 def next_row(
     request: RequestView, view: View, max_tokens: int | None = None, end_layer: int | None = None
 ) -> Row:
-    """Return the next row of a request, from its frontier.
+    """Return the next row of a request, from its first uncomputed layer.
 
     Args:
         request: Request with tokens left to compute.
         view: State with the number of layers.
-        max_tokens: Most tokens of a new row; a row part-way through the layers keeps its tokens.
+        max_tokens: Most tokens of a new row. A row part-way through the layers keeps its tokens.
         end_layer: Layer at which the row ends; the last by default.
     """
     end = view.shape.num_layers if end_layer is None else end_layer
@@ -313,7 +316,7 @@ class StepReport(NamedTuple):
     end_ns: int
     rows: tuple[Row, ...]
     done: bool
-    """True if the program reached its end; if not, its frame is parked."""
+    """True if the program reached its end. Otherwise its frame is parked."""
     sampled: tuple[RequestId, ...]
 
 
@@ -327,24 +330,27 @@ class Policy(Protocol):
     needs: Cap
 
     def plan(self, view: View) -> Plan:
-        """Return rows in rank order, or a time to wait until. It must not change anything."""
+        """Return rows in rank order, or a time until which to wait.
+
+        `plan` must not change anything.
+        """
         ...
 
 
 class Ride(NamedTuple):
-    """Shape in which worse tiers use time of the best tier while it only decodes."""
+    """Shape in which worse tiers use time of the best tier while the best tier only decodes."""
 
     unbounded: bool = False
     """True shares every step with every tier, as vLLM does."""
     frac: float = 0.0
-    """Most that worse tiers may add to a decode step without a TPOT target, as a part of it."""
+    """Largest fraction by which worse tiers may lengthen a decode step without a TPOT target."""
 
 
 class Slack(NamedTuple):
-    """Shape in which prefill takes the time until the first decode of its step is due."""
+    """Shape in which prefill takes the time until the first decode of the same step is due."""
 
     min_tokens: int
-    """Prefill tokens of a step, however late its decodes are."""
+    """Least prefill tokens of a step, however late the step's decodes are."""
     tpot_ms: int
     """TPOT target of requests that have none."""
 
@@ -365,7 +371,7 @@ class Groups(NamedTuple):
 
 
 class Reads(enum.IntEnum):
-    """The values that a rank depends on; when they change, the policy is asked again."""
+    """The values that a rank depends on. When they change, the policy is called again."""
 
     FIXED = 0
     """Only values that never change: arrival, class, prompt length."""
@@ -384,12 +390,12 @@ class RankPolicy:
     """
 
     compilable = True
-    """True if a device scheduler can run it."""
+    """True if a scheduler on a device can run the policy."""
     since: ClassVar[str] = "arrival_ns"
     """Field that `rank` gets as the arrival: "arrival_ns", or "revised_ns", the time of a prompt's
     last piece."""
     reads = Reads.TIME
-    """Arguments that `rank` reads; a policy that reads fewer is asked less often."""
+    """Arguments that `rank` reads. A policy that reads fewer arguments is called less often."""
 
     grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})
     chunk_tokens: int | None = None
@@ -415,7 +421,7 @@ class RankPolicy:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "rank" in vars(cls) and "reads" not in vars(cls):
-            cls.reads = Reads.TIME  # the parent's value was about the parent's `rank`
+            cls.reads = Reads.TIME  # the parent's value is for the parent's `rank`
 
     def __post_init__(self) -> None:
         least = [("chunk_tokens", self.chunk_tokens), ("step_tokens", self.step_tokens)]
@@ -448,7 +454,7 @@ class RankPolicy:
 
     @property
     def needs(self) -> Cap:
-        """Capabilities that its grain and shape need."""
+        """Capabilities that the policy's grain and shape need."""
         caps = {
             Grain.STEP: Cap.NONE,
             Grain.LAYER: Cap.YIELD_LAYER,
@@ -471,12 +477,12 @@ class RankPolicy:
         """Return (tier, key), smaller first. Only a strictly smaller tier preempts.
 
         Args:
-            arrival_ns: Time of its arrival, or of the field that `since` names.
+            arrival_ns: Time of the request's arrival, or the time in the field that `since` names.
             priority: Class of the request; smaller is sooner.
-            deadline_ns: Time when its next token is due; 2**62 without a target.
-            prompt_tokens: Length of its prompt.
+            deadline_ns: Time when the request's next token is due; 2**62 without a target.
+            prompt_tokens: Length of the prompt in tokens.
             done_tokens: Number of tokens whose KV exists.
-            served_ns: Time of its runs so far.
+            served_ns: Total time of the request's runs so far.
             now_ns: The engine's clock.
         """
         raise NotImplementedError

@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def private_fd(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that only its owner may read under any umask; create it if it is missing.
+    """Open a file that only its owner may read under any umask; create a missing file.
 
     A pipe or a terminal is opened with its present rights.
     """
@@ -22,12 +22,15 @@ def private_fd(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def write_private(path: str | os.PathLike[str]) -> TextIO:
-    """Open a private text file for writing; its old content is lost."""
+    """Open a private text file for writing. The old content is lost."""
     return open(private_fd(path, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter, under any umask; leave an existing one alone."""
+    """Make a folder that only its owner may enter, under any umask.
+
+    An existing folder is not changed.
+    """
     if not path.is_dir():
         path.mkdir(mode=0o700, parents=True)
         path.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Reader of settings written as text: one syntax for flags, the environment and files."""
+"""Reader of settings written as text, with one syntax for flags, the environment and files."""
 
 import json
 import re
@@ -46,11 +46,13 @@ UNITS: dict[str, Units] = {
     "_gib": (SIZES, 2**30, "8GiB or 500MB"),
     "_bytes": (SIZES, 1, "4MiB or 500kB"),
 }
-"""Units by the end of a setting's name: size of each unit, size of a number without unit, and an
-example."""
+"""Units by the end of a setting's name.
+
+Each has the sizes of its units, the size of a number without unit, and an example.
+"""
 NUMBER = re.compile(r"([+-]?(?:[\d_]+\.?[\d_]*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.I)
 MAX_DIGITS = 30
-"""Most digits of an integer: `1e999999999` would fill the memory."""
+"""Most digits of an integer. An integer like `1e999999999` would fill the memory."""
 
 
 class Unset(Enum):
@@ -60,14 +62,14 @@ class Unset(Enum):
 
 
 UNSET = Unset.UNSET
-"""Value of an empty text: the setting is not given here."""
+"""Value of an empty text, which means that the setting is not given."""
 
 
 def read(name: str, text: str, kind: Any) -> Any:
     """Return the value of a text, or UNSET.
 
     Args:
-        name: Name of the setting; its end decides the unit of numbers.
+        name: Name of the setting. The end of the name decides the unit of numbers.
         text: Text of a flag, a variable or a file.
         kind: Type of the setting.
 
@@ -85,10 +87,10 @@ def read(name: str, text: str, kind: Any) -> Any:
 
 
 def read_all(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of settings by their types; empty texts are left out.
+    """Return the values of settings by their types. Empty texts are left out.
 
-    A bool or a number of a file is read like its text, so that all places agree. A name without a
-    type is read as `Any`.
+    A bool or a number in a file is read like its text, so that files, flags and variables agree. A
+    name without a type is read as `Any`.
     """
     found = {name: _value(name, x, kinds.get(name, Any)) for name, x in given.items()}
     return {name: value for name, value in found.items() if value is not UNSET}
@@ -142,7 +144,7 @@ def allowed(name: str, kind: Any) -> str:
 
 
 def units_of(name: str) -> Units | None:
-    """Return the units for the end of a name; None without one."""
+    """Return the units for the end of a name; None if the name has no unit."""
     return next((units for end, units in UNITS.items() if name.endswith(end)), None)
 
 
@@ -154,7 +156,7 @@ def _value(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, dict):
         return value
     of_values = next((get_args(x)[1] for x in alternatives(kind) if get_args(x)[1:]), Any)
-    if of_values is Any:  # the table is read later, by its own types
+    if of_values is Any:  # the table's values are read later, by types of their own
         return value
     return {key: _value(f"{name}.{key}", x, of_values) for key, x in value.items()}
 
@@ -172,13 +174,13 @@ def _rank(kind: Any) -> int:
 
 
 def _unquoted(word: str) -> str:
-    """Return a text without its quotes: shells remove them, readers of variable files may not."""
+    """Return a text without its quotes. Shells remove quotes; readers of variable files may not."""
     is_quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "\"'"
     return word[1:-1] if is_quoted else word
 
 
 def _read_as(name: str, text: str, word: str, kind: Any) -> Any:
-    """Return the value of a text for this alternative, or UNSET if it has none."""
+    """Return the value of a text for this alternative, or UNSET if the text has no such value."""
     low, plain = word.lower(), _plain(kind)
     if isinstance(kind, str):
         return kind if low == kind.lower() else UNSET
@@ -196,7 +198,8 @@ def _read_as(name: str, text: str, word: str, kind: Any) -> Any:
         return _anything(word)
     if plain is str or (isinstance(plain, type) and issubclass(plain, PurePath)):
         return plain(word)
-    return text  # a secret is taken literally: quotes are part of it, and "none" is no None
+    # a secret is taken literally: quotes are part of the secret, and "none" is not None
+    return text
 
 
 def _number(name: str, low: str, kind: type[Any]) -> Any:

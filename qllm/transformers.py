@@ -6,10 +6,11 @@
     )
     model.generate(**inputs)
 
-The import registers "qllm" in transformers' `ALL_EXPERTS_FUNCTIONS`. At its first call, each block
-of experts is packed and replaces the module's weights, so the weights are in memory once. Until
-they are restored, the module's parameters are on the meta device. `release(model)` restores every
-bit; `state_dict()`, and so `save_pretrained`, does it too.
+The import registers "qllm" in transformers' `ALL_EXPERTS_FUNCTIONS`. The first call of each block
+of experts packs the weights. The packed weights replace the module's weights, so weights are in
+memory once. Until weights are restored, the module's parameters are on the meta device.
+`release(model)` restores every bit. `state_dict()`, and so `save_pretrained`, restores the weights
+too.
 
 Some calls run with `grouped_mm`: experts that the kernels do not support (another activation or
 gate, another dtype or device, quantised weights), calls that need gradients, and blocks whose check
@@ -34,8 +35,10 @@ NAME = "qllm"
 CHECKED_ROWS = 16
 """Number of rows of the first call that are compared with `grouped_mm`."""
 BOUND = 8.0
-"""Largest allowed difference, as a multiple of the change by one rounding of the input; the same as
-in the start-up check."""
+"""Largest allowed difference, in changes caused by one rounding of the input.
+
+The start-up check has the same bound.
+"""
 _HELD, _FAILED = "_qllm_experts", "_qllm_failed"
 _log = logging.getLogger("qllm")
 _said: set[str] = set()
@@ -95,10 +98,11 @@ def experts_forward(
 
 
 def release(model: nn.Module) -> None:
-    """Put the weights of all experts of a model back into its modules, with the same bits.
+    """Put the weights of all experts of a model back into the modules, with the same bits.
 
     Args:
-        model: Model with `experts_implementation="qllm"`; its next call packs the weights again.
+        model: Model with `experts_implementation="qllm"`. The model's next call packs the weights
+            again.
     """
     for module in model.modules():
         _give_back(module)
@@ -116,7 +120,7 @@ def _give_back(module: nn.Module) -> None:
 
 
 def _why_not(module: Any, x_TD: Tensor, is_packed: bool) -> str | None:
-    """Return why our kernels cannot run a call, or None if they can."""
+    """Return the reason why our kernels cannot run a call; None if they can."""
     if cpu.MISSING is not None:
         return cpu.MISSING
     if vars(module).get(_FAILED):
@@ -139,7 +143,10 @@ def _say(name: str, why: str) -> None:
 
 
 def _taken(module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Check the first rows, pack the weights, and run; run as transformers if the check fails."""
+    """Check the first rows, pack the weights, and run.
+
+    If the check fails, run transformers' code.
+    """
     if any(getattr(module, name).device.type == "meta" for name in WEIGHTS):
         raise ModelError(
             "the experts of this model are packed for an engine that serves it; close that engine "

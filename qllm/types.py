@@ -1,7 +1,7 @@
 """Types that the whole project uses: classes of requests, grains, capabilities, sampling.
 
-All are plain values. All internal time is `int` nanoseconds of the engine's clock, whose zero is
-the start of the engine.
+All types are plain values. All internal time is `int` nanoseconds of the engine's clock, whose zero
+is the start of the engine.
 """
 
 import enum
@@ -15,24 +15,30 @@ from typing import Any, NamedTuple
 from qllm.errors import InvalidRequestError, check_text, shown
 
 RequestId = int
-"""Engine-internal id of a request; ids grow with submission order."""
+"""Id of a request inside the engine. Later requests have larger ids."""
 FrameId = int
-"""Id of an accepted program and of the tensors that travel with it."""
+"""Id of an accepted program and of its tensors."""
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 MAX_TIME_MS = 1_000_000_000
-"""Largest time in a request or a setting: 11.6 days. Sums of thousands of them fit 64 bits."""
+"""Largest time in a request or a setting: 11.6 days.
+
+Sums of thousands of such times fit 64 bits.
+"""
 MAX_TIME_S = MAX_TIME_MS // 1000
 MAX_CLOCK_NS = 1 << 60
-"""Largest distance of a time from the start of the engine's clock, in both directions: 36 years."""
+"""Largest distance of a time from the start of the engine's clock, before or after: 36 years."""
 PRIORITY_LIMIT = 1 << 20
 """Limit of classes, which lie in [-PRIORITY_LIMIT, PRIORITY_LIMIT]."""
 
 
 class Priority(enum.IntEnum):
-    """The two named classes. Any other integer is a class of its own; smaller is sooner."""
+    """The two named classes.
+
+    Any other integer is a class of its own. A smaller class is served sooner.
+    """
 
     LS = 0
     """Latency-sensitive: a person waits."""
@@ -52,7 +58,10 @@ class Grain(enum.IntEnum):
 
 
 class Cap(enum.Flag):
-    """Capabilities of an engine that a policy may need. Missing ones are refused at start (I7)."""
+    """Capabilities of an engine that a policy may need.
+
+    The engine refuses missing ones at start (I7).
+    """
 
     NONE = 0
     LAYER_RANGE = enum.auto()
@@ -70,20 +79,20 @@ class Evict(enum.Enum):
     """Way in which a victim loses its KV blocks."""
 
     RECOMPUTE = "recompute"
-    """It starts again from its first token."""
+    """The victim starts again from its first token."""
     SWAP = "swap"
-    """Its KV is swapped out if the engine has room for it; if not, it starts again."""
+    """The victim's KV is swapped out if there is room for it. Otherwise the victim starts again."""
 
 
 class FinishReason(enum.StrEnum):
-    """Reason for the end of a request. Every request ends with exactly one (I13)."""
+    """Reason for the end of a request. Every request ends with exactly one reason (I13)."""
 
     STOP = "stop"
     """An EOS id, a stop id or a stop string was produced."""
     LENGTH = "length"
     """`max_tokens` were produced."""
     CANCELLED = "cancelled"
-    """The caller cancelled, or the engine was closed with the request in flight."""
+    """The caller cancelled the request, or the engine was closed before the request's end."""
     TIMEOUT = "timeout"
     """`timeout_s` passed."""
     ERROR = "error"
@@ -94,15 +103,15 @@ class RequestStatus(enum.StrEnum):
     """State of a request, as callers see it."""
 
     WAITING = "waiting"
-    """It is submitted and holds no KV."""
+    """The request is submitted and holds no KV."""
     RUNNING = "running"
-    """It holds KV and takes part in steps."""
+    """The request holds KV and takes part in steps."""
     PARKED = "parked"
-    """It is part of a frame that was stopped at a boundary."""
+    """The request is in a frame that was stopped at a boundary."""
     PAUSED = "paused"
-    """Its caller stopped it until it is resumed."""
+    """The caller stopped the request until it is resumed."""
     OPEN = "open"
-    """It waits for the next piece of its prompt."""
+    """The request waits for the next piece of its prompt."""
     FINISHED = "finished"
 
 
@@ -116,16 +125,16 @@ class Exactness(enum.StrEnum):
 
 
 class Driver(enum.StrEnum):
-    """The driver of a layer; every result names that of each layer."""
+    """The driver of a layer. Every benchmark result names the driver of each layer."""
 
     FAST = "fast"
     """Our code around the model's own submodules, for a layer whose fingerprint is known."""
     HOOKED = "hooked"
-    """Hooks on the unmodified layer; they leave its forward at the router."""
+    """Hooks on the unmodified layer, which leave the layer's forward at the router."""
     DENSE = "dense"
     """A layer without experts, which runs whole."""
     AROUND = "around"
-    """A layer called as in the model's own forward, with hooks if it has experts."""
+    """A layer that runs by the model's own code, with hooks if the layer has experts."""
 
 
 class Slo(NamedTuple):
@@ -141,7 +150,7 @@ class Frontier(NamedTuple):
     lo: int
     hi: int
     layer: int
-    """First unfinished layer. A frame parked inside a layer still owes that layer."""
+    """First unfinished layer. A layer in which a frame is parked is unfinished."""
 
 
 Message = Mapping[str, Any]
@@ -165,7 +174,8 @@ def _check_count(name: str, count: int, most: int) -> None:
 def _is_number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) <= sys.float_info.max  # no NaN, no infinity, no int that no float holds
+    # not NaN, not infinity, and not an int that is too large for a float
+    return abs(value) <= sys.float_info.max
 
 
 def _is_int(value: Any) -> bool:
@@ -179,7 +189,7 @@ MOST_STOP_CHARS = 16_384
 MOST_STOP_TOKENS = 1024
 """Most stop token ids of a request."""
 MOST_BIASES = 4096
-"""Most tokens with a bias, and most allowed token ids."""
+"""Most tokens with a bias, and also most allowed token ids."""
 MOST_CHOICES = 1024
 """Most answers to choose from."""
 MOST_BAD_WORDS, MOST_BAD_CHARS = 256, 16_384
@@ -195,10 +205,10 @@ NUM_SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Grammar of an answer; exactly one of the fields defines it. The names are vLLM's.
+    """Grammar of an answer. Exactly one of the fields defines the grammar. The names are vLLM's.
 
     Raises:
-        InvalidRequestError: No field or several are given, or one has a wrong type.
+        InvalidRequestError: No field or several fields are given, or a field has a wrong type.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -248,7 +258,7 @@ class StructuredOutputs:
         return next(name for name in _FORMS if getattr(self, name) is not None)
 
     def text(self) -> str:
-        """Return the value of the given field: a string as it is, other values as JSON."""
+        """Return the value of the given field: a string unchanged, other values as JSON."""
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else dumps(value)
 
@@ -258,7 +268,7 @@ _FORMS = ("json", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings of how the next token is chosen. The names and defaults are those of vLLM.
+    """Settings of the choice of the next token. The names and defaults are those of vLLM.
 
     Raises:
         InvalidRequestError: A value is not finite or out of its range.
@@ -273,8 +283,10 @@ class SamplingParams:
     min_p: float = 0.0
     """Fraction of the highest probability below which tokens are dropped."""
     repetition_penalty: float = 1.0
-    """Number that divides positive and multiplies negative logits of tokens seen so far, also in
-    the prompt."""
+    """Number that divides positive and multiplies negative logits of earlier tokens.
+
+    Tokens of the prompt count too.
+    """
     presence_penalty: float = 0.0
     """Number that is subtracted once from the logits of tokens already produced."""
     frequency_penalty: float = 0.0
@@ -282,7 +294,7 @@ class SamplingParams:
     seed: int | None = None
     """Key of the request's own random numbers; None draws one at submission."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer and are not part of it. A single string is accepted."""
+    """Strings that end the answer and are not part of it. A single string is also accepted."""
     stop_token_ids: tuple[int, ...] = ()
     """Further ids that end the answer."""
     ignore_eos: bool = False
@@ -297,17 +309,19 @@ class SamplingParams:
     """Grammar of the answer. It holds from the first token, or after the reasoning if the prompt
     ends with `<think>`. EOS ends the answer."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Ids that may be produced, and no others. Ids that end the answer need to be among them."""
+    """Only ids that may be produced. They must include the ids that end the answer."""
     bad_words: tuple[str, ...] = ()
-    """Words, as the tokenizer splits each alone, that the answer may not contain."""
+    """Words that the answer may not contain. Each word is tokenised alone."""
     min_tokens: int = 0
-    """Least number of tokens before an id that ends the answer, if another token is possible. Stop
-    strings do not count among them."""
+    """Least number of tokens before an id that ends the answer, if another token is possible.
+
+    Stop strings are ignored in them.
+    """
 
     thinking_token_budget: int | None = None
     """Most tokens after `<think>` before `</think>` is forced; None sets no limit."""
     include_stop_str_in_output: bool = False
-    """True makes the stop string that ended the answer part of it."""
+    """True adds the stop string that ended the answer to the answer."""
     skip_special_tokens: bool = True
     """True leaves out the text of special tokens. The token that ends the answer never has text."""
     max_tokens: int | None = None
@@ -328,7 +342,7 @@ class SamplingParams:
             self._check_rest()
 
     def _check_rest(self) -> None:
-        """Check the fields that have other values than their defaults."""
+        """Check the fields whose values differ from the defaults."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -372,7 +386,7 @@ class SamplingParams:
     def _check_limits(self) -> None:
         """Check the fields that forbid tokens."""
         form = self.structured_outputs
-        if isinstance(form, Mapping):  # read from a file
+        if isinstance(form, Mapping):  # a mapping that was read from a file
             object.__setattr__(self, "structured_outputs", StructuredOutputs(**form))
         elif form is not None and not isinstance(form, StructuredOutputs):
             _check("structured_outputs", form, False, "StructuredOutputs, or None")
@@ -426,7 +440,7 @@ class SamplingParams:
         return self.temperature == 0
 
 
-_USUAL = [  # fields whose defaults need no check
+_USUAL = [  # fields whose default values need no check
     (x.name, {} if x.name == "logit_bias" else x.default)
     for x in fields(SamplingParams)
     if x.name not in ("temperature", "seed", "ignore_eos")
@@ -438,14 +452,14 @@ class Logprobs(NamedTuple):
 
     chosen: float
     top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), most likely first."""
+    """Pairs (token id, log-probability), most likely first."""
 
 
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of a prompt's tokens except the first, in order, as fp32."""
 
     num_top: int
-    """Alternatives per token."""
+    """Number of alternatives per token."""
     chosen: "array[float]"
     """Log-probabilities of the prompt's own tokens."""
     top: "array[float]"
@@ -455,17 +469,17 @@ class PromptLogprobs(NamedTuple):
 
     @classmethod
     def empty(cls, num_top: int) -> "PromptLogprobs":
-        """Make one without tokens."""
+        """Make a value without tokens."""
         return cls(num_top, array("f"), array("f"), array("I"))
 
     def add(self, token: Logprobs) -> None:
-        """Append one token; it has `num_top` alternatives."""
+        """Append one token, which has `num_top` alternatives."""
         self.chosen.append(token.chosen)
         self.top.extend(value for _, value in token.top)
         self.top_ids.extend(i for i, _ in token.top)
 
     def part(self, start: int, stop: int) -> "PromptLogprobs":
-        """Return those of tokens [start, stop)."""
+        """Return the log-probabilities of tokens [start, stop)."""
         k = self.num_top
         tops = slice(start * k, stop * k)
         return PromptLogprobs(k, self.chosen[start:stop], self.top[tops], self.top_ids[tops])
@@ -493,4 +507,4 @@ class Sampled(NamedTuple):
     prompt: PromptLogprobs | None = None
     """Log-probabilities of the prompt, with the first token of a request that asked for them."""
     error: str | None = None
-    """Reason why there is no token. It ends this request, and no other."""
+    """Reason why there is no token. The error ends this request, and no other request."""
