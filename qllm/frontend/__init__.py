@@ -1,1 +1,1 @@
-"""The caller's side: handles, prompts, and the clients that reach an engine."""
+"""The code in the caller's process: handles, prompts, and the clients that reach an engine."""

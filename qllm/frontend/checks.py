@@ -39,7 +39,7 @@ def priority_class(value: str | int | Priority) -> int:
     """Return a class as an integer.
 
     Raises:
-        InvalidRequestError: The value is no class.
+        InvalidRequestError: The value is not a class.
     """
     if isinstance(value, str) and value.upper() in Priority.__members__:
         return int(Priority[value.upper()])
@@ -54,10 +54,10 @@ def priority_class(value: str | int | Priority) -> int:
 
 
 def check_request_id(value: Any) -> None:
-    """Raise if a request may not have this id; None lets the engine choose one.
+    """Raise if a request may not have this id. None lets the engine choose an id.
 
     Raises:
-        InvalidRequestError: The id is no string, empty, or no text.
+        InvalidRequestError: The id is not a string, is empty, or cannot be encoded.
     """
     if value is not None and (not isinstance(value, str) or not value):
         raise InvalidRequestError(f"request_id={shown(value)} must be a non-empty string")
@@ -65,24 +65,24 @@ def check_request_id(value: Any) -> None:
 
 
 def is_int(value: Any) -> bool:
-    """Return True for an integer of any kind (numpy's too), but no bool."""
+    """Return True for an integer of any type (numpy's too), and False for a bool."""
     try:
         return operator.index(value) is not None and not isinstance(value, bool)
-    except (TypeError, ValueError):  # an array has __index__ too
+    except (TypeError, ValueError):  # an array also has __index__
         return False
 
 
 def is_time(value: Any, most: int) -> bool:
     """Return True for a number in (0, most], `most` included."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value <= most  # NaN compares with nothing
+    return is_number and 0 < value <= most  # all comparisons with NaN are False
 
 
 def check_timeout(name: str, value: Any) -> None:
-    """Raise unless a time-out is None or an allowed number of seconds.
+    """Raise if a time-out is neither None nor an allowed number of seconds.
 
     Raises:
-        InvalidRequestError: The value is neither.
+        InvalidRequestError: The value is neither None nor an allowed number.
     """
     if value is not None and not is_time(value, MAX_TIME_S):
         raise InvalidRequestError(
@@ -91,10 +91,10 @@ def check_timeout(name: str, value: Any) -> None:
 
 
 def slo_of(value: Any, default: Slo) -> Slo:
-    """Return latency targets, with the default's in place of missing ones.
+    """Return latency targets; a missing target gets the value of `default`.
 
     Raises:
-        InvalidRequestError: The value is no Slo, or a target is not in (0, MAX_TIME_MS] ms.
+        InvalidRequestError: The value is not an Slo, or a target is not in (0, MAX_TIME_MS] ms.
     """
     if value is None:
         return default
@@ -120,16 +120,16 @@ def most_tokens(
     """Return the largest number of tokens that a request may produce.
 
     Args:
-        num_prompt_tokens: Length of its prompt.
-        max_tokens: Requested upper limit; room caps it. None is the default. "fit" is the default
-            if one is set, else all that fits.
+        num_prompt_tokens: Length of the request's prompt in tokens.
+        max_tokens: Requested upper limit, which may be cut to the room. None is the default limit.
+            "fit" is the default limit if one is set, else all tokens that fit.
         config: Settings of the engine.
         shape: Shape of the model.
 
     Raises:
-        InvalidRequestError: `max_tokens` is no integer >= 1.
-        ContextLengthError: The prompt and one more token do not fit; or, without the setting
-            `clamp_max_tokens`, the prompt and `max_tokens` do not.
+        InvalidRequestError: `max_tokens` is not an integer >= 1.
+        ContextLengthError: The prompt and one more token do not fit. Without the setting
+            `clamp_max_tokens` it is also raised if the prompt and `max_tokens` do not fit.
     """
     most = longest(config, shape)
     name = "the model's longest sequence" if most == shape.max_position else "max_kv_tokens"
@@ -157,7 +157,7 @@ def salt_digest(salt: str, owner: str = "") -> bytes:
     """Return digests of a `cache_salt` and its owner, 16 bytes each; empty if both are empty.
 
     Raises:
-        InvalidRequestError: One is no text, or longer than 256 bytes.
+        InvalidRequestError: The salt or the owner is not a text, or is longer than 256 bytes.
     """
     parts = text_digest("cache_owner", owner), text_digest("cache_salt", salt)
     return b"".join(parts) if salt or owner else b""
@@ -167,7 +167,7 @@ def kv_tag(salt: str | None, owner: str) -> bytes:
     """Return the tag of cached KV: of one salt of an owner (32 bytes), or of all salts (16 bytes).
 
     Raises:
-        InvalidRequestError: The salt or the owner is no text, or longer than 256 bytes.
+        InvalidRequestError: The salt or the owner is not a text, or is longer than 256 bytes.
     """
     tag = text_digest("cache_owner", owner)
     return tag if salt is None else tag + text_digest("cache_salt", salt)
@@ -177,7 +177,7 @@ def text_digest(name: str, text: str) -> bytes:
     """Return a 16-byte digest of a text.
 
     Raises:
-        InvalidRequestError: The value is no text, or longer than 256 bytes.
+        InvalidRequestError: The value is not a text, or is longer than 256 bytes.
     """
     if not isinstance(text, str):
         raise InvalidRequestError(f"{name}={shown(text)} must be text")

@@ -1,8 +1,8 @@
-"""Clients of an engine loop: the ways in which `QLLMEngine` reaches it.
+"""Clients of an engine loop: the ways in which `QLLMEngine` reaches the loop.
 
-The thread client runs the loop on a thread of this process, the process client in its own process,
-and the remote client reaches one on another host. Callers hold a `Handle` per request. A client
-ends every handle that it received, even when the loop crashes.
+The thread client runs the loop on a thread of this process. The process client runs the loop in a
+process of its own. The remote client reaches a loop on another host. Callers hold a `Handle` per
+request. A client ends every handle that it received, even when the loop crashes.
 """
 
 import _thread
@@ -28,44 +28,47 @@ MakeHandle = Callable[[RequestId, str | None, tuple[int, ...], SamplingParams], 
 
 
 class Client(ABC):
-    """A client that runs or reaches one engine. Every method may be called from any thread."""
+    """A client that runs or reaches one engine. Any thread may call any method."""
 
     info: ModelInfo
     can_hold = False
-    """True if the client has `hold` and `release`; submitting never blocks then."""
+    """True if the client has `hold` and `release`. Then `submit` never blocks."""
 
     def __init__(self) -> None:
         self.admission_lock = threading.RLock()
-        """Lock for new requests, so that none enters a client that has ended."""
+        """Lock for new requests, so that no request enters a client that has ended."""
         self.handles: dict[RequestId, Handle] = {}
         """Open requests by id."""
         self.is_leaving = False
-        """True if it is closed or about to be: no engine is left to ask."""
+        """True if the client is closed or about to be closed, so that no engine can be asked."""
         self._numbers: Iterator[int] = itertools.count()
         self._pid = os.getpid()
 
     # -- how it ends
 
     def _register(self) -> None:
-        """Close it at the end of this process. A subclass calls this once it serves."""
+        """Register the client to be closed at exit.
+
+        A subclass calls this once the client serves.
+        """
         _OPEN.add(self)
 
     def _unregister(self) -> None:
-        """Remove the client from those that are closed at exit."""
+        """Remove the client from the clients that are closed at exit."""
         _OPEN.discard(self)
 
     def close(self) -> None:
         """End the loop and wait for its end. Idempotent.
 
-        In a child of `os.fork` it does nothing: the engine belongs to the parent, and a model on a
-        thread keeps the engine's state.
+        In a child of `os.fork` this does nothing, because the engine belongs to the parent. A model
+        on a thread keeps the engine's state.
         """
         if not self._is_inherited:
             self._close()
 
     @abstractmethod
     def _close(self) -> None:
-        """End the loop and wait for its end, in the process that made it."""
+        """End the loop and wait for its end, in the process that made the client."""
 
     @property
     def _is_inherited(self) -> bool:
@@ -79,7 +82,7 @@ class Client(ABC):
         )
 
     def disown(self) -> None:
-        """Release engine, rings and threads in a child of `os.fork`: they belong to the parent.
+        """Release engine, rings and threads in a child of `os.fork`, because the parent owns them.
 
         Other threads of the parent may have held the locks.
         """
@@ -109,8 +112,8 @@ class Client(ABC):
         """Raise if the loop has ended.
 
         Raises:
-            EngineClosedError: The engine was closed, has crashed, or belongs to the process that
-                this one was forked from.
+            EngineClosedError: The engine was closed, has crashed, or belongs to the parent of this
+                forked process.
         """
         if self._is_inherited:
             raise EngineClosedError(self._whose())
@@ -133,16 +136,16 @@ class Client(ABC):
         """Submit a request. The caller holds `admission_lock`.
 
         Raises:
-            QueueFullError: The engine has no room for it now.
+            QueueFullError: The engine has no room for the request now.
         """
 
     def replay(self, entry: SavedRequest) -> None:
         """Continue a request that another engine left unfinished.
 
         Raises:
-            ConfigError: This client cannot continue requests of others.
+            ConfigError: This client cannot continue requests of other engines.
             EngineClosedError: The engine has ended too.
-            QueueFullError: The engine has no room for it now.
+            QueueFullError: The engine has no room for the request now.
         """
         raise ConfigError("an engine of this process takes over no requests")
 
@@ -156,7 +159,7 @@ class Client(ABC):
 
         Raises:
             ConfigError: The engine's loop runs on a device.
-            QueueFullError: The engine has no room for it now.
+            QueueFullError: The engine has no room for the update now.
         """
 
     @abstractmethod
@@ -165,11 +168,11 @@ class Client(ABC):
 
         Args:
             number: Id of the request, which may have ended.
-            item: New prompt, with times that count from now.
+            item: New prompt, with times relative to now.
 
         Raises:
-            QueueFullError: The engine has no room for it now; nothing has changed.
-            InvalidRequestError: It would never fit.
+            QueueFullError: The engine has no room for the revision now. The prompt has not changed.
+            InvalidRequestError: The revision would never fit.
         """
 
     @property
@@ -212,7 +215,10 @@ class Client(ABC):
 
     @abstractmethod
     def delete_kv(self, tag: bytes) -> int:
-        """Delete cached KV of an owner (16 bytes) or a salt (32), and return the page count."""
+        """Delete cached KV of an owner (16 bytes) or a salt (32 bytes).
+
+        Return the number of pages.
+        """
 
     @abstractmethod
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
@@ -222,21 +228,21 @@ class Client(ABC):
         """End an engine that has work and makes no progress for `after_s` seconds.
 
         Raises:
-            ConfigError: The engine runs in this process, or belongs to another one.
+            ConfigError: The engine runs in this process, or belongs to another process.
         """
         raise ConfigError("only an engine in a process of its own, made here, can be ended")
 
     @abstractmethod
     def drain(self) -> None:
-        """Take no new requests from now on.
+        """Refuse new requests from now on.
 
         Raises:
-            EngineClosedError: The engine belongs to the process that this one was forked from.
+            EngineClosedError: The engine belongs to the parent of this forked process.
         """
 
 
 class FarClient(Client):
-    """A client that refuses calls for the engine's own host."""
+    """A client that refuses calls that need the engine's own host."""
 
     @property
     @abstractmethod
@@ -261,10 +267,13 @@ class FarClient(Client):
 
 
 class ManyClient(Client):
-    """A client of several engines; requests of one that has ended continue at another."""
+    """A client of several engines.
+
+    Requests of an engine that has ended continue at another engine.
+    """
 
     log: RequestLog
-    """Requests that wait between two engines."""
+    """Requests that have left one engine and wait for another."""
 
     def now_ns(self) -> int:
         """Return the local clock that is used for all engines, in nanoseconds."""
@@ -272,7 +281,7 @@ class ManyClient(Client):
 
     @property
     def failure(self) -> str | None:
-        """None: the client does not end when an engine does."""
+        """Always None, because the client does not end when an engine ends."""
         return None
 
     @property
@@ -289,9 +298,9 @@ class ManyClient(Client):
     def engines(self) -> list[dict[str, Any]]:
         """Return one record per engine, for health and metrics.
 
-        Fields: name (`engine`), `up` and `why` not, times it was `met`, requests that it got
-        (`sent`), had open when it ended (`taken`) and migrated away (`moved`), its `pool`, and open
-        requests by class.
+        Fields: `engine`, the name; `up`; `why` it is not up; `met`, the number of connections;
+        `sent`, the requests that the engine got; `taken`, the requests that were open when it
+        ended; `moved`, the requests that migrated away; `pool`; and open requests by class.
         """
 
 
@@ -300,10 +309,10 @@ _OPEN: set[Client] = set()
 
 
 def close_collected(client: Client) -> None:
-    """Close a client whose `QLLMEngine` was collected without `close`; returns at once.
+    """Close a client whose `QLLMEngine` was garbage collected without `close`. Returns at once.
 
-    A collection may interrupt a thread that holds any lock. So this waits for nothing, and asks
-    `threading` for no thread.
+    A garbage collection may interrupt a thread that holds any lock. So this function waits for
+    nothing, and starts no thread through `threading`.
     """
     if client in _OPEN:
         _thread.start_new_thread(client.close, ())

@@ -1,10 +1,10 @@
 """Text of token ids while they arrive, up to the request's stop strings.
 
-Delivered text is never taken back. So two things wait: incomplete characters, which a decoder shows
-as U+FFFD, and text that may begin a stop string.
+Delivered text never changes. So two kinds of text wait: incomplete characters, which a decoder
+shows as U+FFFD, and text that may begin a stop string.
 
-A special token has no text here. Where one matters, as a tag of the answer or a part of a stop
-string, a *mark* stands for it: half of a surrogate pair, which no decoded text contains.
+A special token has no text in an answer. If a special token is a tag of the answer or a part of a
+stop string, a *mark* replaces it: half of a surrogate pair, which no decoded text contains.
 """
 
 import re
@@ -18,16 +18,16 @@ from qllm.types import SamplingParams
 
 INCOMPLETE = "\ufffd"
 MAX_WINDOW = 64
-"""Largest number of tokens decoded together; only broken text needs more than a handful."""
+"""Largest number of tokens decoded together. Only broken text needs more than a few tokens."""
 CONTEXT = 16
-"""Number of tokens that remain when a full window is cut."""
+"""Number of tokens that remain in the window when a full window is cut."""
 MAX_PENDING_CHARS = 3
-"""U+FFFDs that the next token may still turn into one character (byte fallback: 3 bytes of 4)."""
+"""Most U+FFFDs that the next token can turn into one character (byte fallback: 3 bytes of 4)."""
 
 
 NO_TOKEN = -1
 STOP_MARKS = 0xDC00
-"""First mark of special tokens in stop strings; a `Reading` has the marks from 0xD800 on."""
+"""First mark of special tokens in stop strings. A `Reading` uses the marks from 0xD800 on."""
 
 
 class Tokenizer(Protocol):
@@ -73,10 +73,11 @@ FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
-    """Return the UTF-8 of a token, even if it is only a part of a character.
+    """Return the UTF-8 bytes of a token, even if they are only a part of a character.
 
     Args:
-        tokenizer: Tokenizer, byte-level or with byte fallback (`<0xE2>`); for others `text` counts.
+        tokenizer: Tokenizer. If it is neither byte-level nor has byte fallback (`<0xE2>`), `text`
+            gives the bytes.
         token_id: The token.
         text: Decoded text of the token alone.
     """
@@ -108,7 +109,8 @@ def token_texts(
         tokenizer: Tokenizer of the model.
         token_ids: All ids.
         special: True if special tokens are part of the text.
-        is_whole: True if no token follows: the last one adds its incomplete character too.
+        is_whole: True if no token follows, so that the last token also adds its incomplete
+            character.
     """
     text_of = Detokenizer(tokenizer, special=special)
     found = [text_of.push([token_id])[0] for token_id in token_ids]
@@ -122,7 +124,7 @@ def token_texts(
 
 
 def certain_text(tokenizer: Any, token_ids: Sequence[int], *, special: bool) -> tuple[str, int]:
-    """Return the text of ids that later ids cannot change; an incomplete character may change.
+    """Return the text of ids that later ids cannot change. An incomplete character may change.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -135,12 +137,13 @@ def certain_text(tokenizer: Any, token_ids: Sequence[int], *, special: bool) -> 
     text = decoded(tokenizer, token_ids, special=special)
     num = _num_open(tokenizer, token_ids) if text.endswith(INCOMPLETE) else 0
     if num and FALLBACK.fullmatch(str(tokenizer.convert_ids_to_tokens(token_ids[-num]))):
-        return decoded(tokenizer, token_ids[:-num], special=special), num  # all of a run is broken
+        # all tokens of the run are broken
+        return decoded(tokenizer, token_ids[:-num], special=special), num
     return text[: len(text) - bool(num)], num
 
 
 def _num_open(tokenizer: Any, token_ids: Sequence[int]) -> int:
-    """Count the last ids that hold the first bytes of a character without its last ones."""
+    """Return the number of last ids that hold first bytes of a character without its last bytes."""
     data = b""
     for num, token_id in enumerate(reversed(token_ids), 1):
         if _is_special(tokenizer, token_id):
@@ -168,7 +171,10 @@ def _is_inside(tokenizer: Any, token_id: int) -> bool:
 
 
 class Reading(Protocol):
-    """A detector of an answer's tags, so of its reasoning: nothing ends the answer there."""
+    """A detector of an answer's tags, and so of its reasoning.
+
+    Nothing ends the answer in reasoning.
+    """
 
     @property
     def marks(self) -> Mapping[int, str]:
@@ -184,18 +190,18 @@ class Reading(Protocol):
         """Split the text of a token into parts.
 
         Returns:
-            Parts of the text, each with True if it is reasoning. Undecided text comes with later
-                tokens.
+            Parts of the text, each with True if the part is reasoning. Undecided text is returned
+            with later tokens.
         """
         ...
 
     def undecided(self) -> str:
-        """The text that is in no part yet; it is no reasoning if the answer ends here."""
+        """The text that no part contains yet. It is not reasoning if the answer ends here."""
         ...
 
 
 MakeReading = Callable[[Any, Sequence[int]], Reading]
-"""Function that makes the reading of an answer, from the tokenizer and the ids of its prompt."""
+"""Function that makes the `Reading` of an answer, from tokenizer and prompt ids."""
 
 
 class Detokenizer:
@@ -206,22 +212,24 @@ class Detokenizer:
 
         ids    [ context | pending ]      text   [ sent | new ]
 
-    The window begins with the end of the prompt. Joined, the pieces are the text that
-    `tokenizer.decode` gives for the prompt and the answer, without the text of the prompt alone
+    The window begins with the end of the prompt. The joined pieces are the text that
+    `tokenizer.decode` gives for prompt and answer together, without the text of the prompt alone
     (`certain_text`). There are two exceptions. Spaces are not cleaned up, because that would change
     delivered text. And if bytes are not valid UTF-8, a byte-fallback decoder also breaks the valid
-    characters around them, but characters that were delivered before stay as they are.
+    characters around them, but delivered characters do not change.
 
     Args:
         tokenizer: Tokenizer of the model.
-        stop: Stop strings. The text of a special token in them stands for that token too.
+        stop: Stop strings. The text of a special token in a stop string also matches the token
+            itself.
         keep_stop: True if the stop string is part of the text.
         min_tokens: Number of first tokens in which nothing ends the answer.
-        stop_ids: Tokens that end the answer where it does not reason.
-        prompt: Ids before the answer. A character that begins in them is part of the answer.
+        stop_ids: Tokens that end the answer outside reasoning.
+        prompt: Ids before the answer. A character that begins in the prompt and ends in the answer
+            is part of the answer.
         special: True if special tokens are part of the text.
-        ends: Tokens with which the engine ends the answer: special ones have no text.
-        reading: Function that makes the reading of the answer's tags; None for no tags.
+        ends: Tokens with which the engine ends the answer. Special tokens among them have no text.
+        reading: Function that makes the detector of the answer's tags; None finds no tags.
     """
 
     def __init__(
@@ -247,24 +255,27 @@ class Detokenizer:
         self._texts = _special_in(tokenizer, stop)
         """Texts of the special tokens in stop strings, by id."""
         self._marks = {id_: chr(STOP_MARKS + n) for n, id_ in enumerate(self._texts)}
-        """Marks of these tokens, by id: characters that replace them in the text."""
+        """Marks of the special tokens in stop strings, by id.
+
+        A mark replaces its token in the text.
+        """
         self._hidden = {
             ord(mark): self._texts[id_] if special else None for id_, mark in self._marks.items()
         }
-        """Replacements in the text for marks that are not part of it."""
+        """Replacements for marks, which are not part of the delivered text."""
         self._stop = {s: s for s in stop}
-        """Searched strings, each with its stop string."""
+        """Stop strings with marks, as they are searched in the text, each with its stop string."""
         self._prompt, self._special = prompt, special
         self._silent = {i for i in ends if special and _is_special(tokenizer, i)}
         self.added = ""
-        """Text that the last token adds, certain or held back."""
+        """Text that the last token adds, including text that is held back."""
         self._ids: list[int] = []
         self._num_context = 0
-        """Leading ids of the window whose text is delivered."""
+        """Number of first ids of the window whose text is delivered."""
         self._num_sent = 0
-        """Leading characters of the window's text that are delivered."""
+        """Number of first characters of the window's text that are delivered."""
         self._held = ""
-        """Read, but may begin a stop string."""
+        """Text that was read, but may begin a stop string."""
         self._has_begun = self._stopped = False
         self.stop_string: str | None = None
         """The stop string that ended the answer."""
@@ -295,7 +306,7 @@ class Detokenizer:
 
     @property
     def can_stop(self) -> bool:
-        """True if a stop can end the answer here, before the engine knows."""
+        """True if the detokenizer can end the answer, before the engine ends it."""
         return bool(self._stop or self._stop_ids)
 
     def _begin(self) -> None:
@@ -316,7 +327,7 @@ class Detokenizer:
             self._stop[marked] = stop
 
     def _follow(self) -> None:
-        """Begin the window with the end of the prompt; with all of it if that has no text."""
+        """Begin the window with the end of the prompt, or with all of it if the end has no text."""
         for num in (CONTEXT, len(self._prompt)):
             ids = list(self._prompt[-num:])
             while ids and _is_inside(self._tokenizer, ids[0]):
@@ -333,8 +344,8 @@ class Detokenizer:
         """Take further ids.
 
         Returns:
-            The text that is now certain, and True if the answer has ended by a stop string or a
-                stop id. The text before the stop string is complete then; further ids are ignored.
+            The text that is certain now, and True if a stop string or a stop id has ended the
+            answer. The text is complete then, and further ids are ignored.
         """
         if not self._has_begun:
             self._begin()
@@ -361,7 +372,9 @@ class Detokenizer:
         return text + self._end() if is_end else text
 
     def _passed(self, part: str, is_free: bool) -> str:
-        """Return the text that is certain after a part; a free part does not end the answer.
+        """Return the text that is certain after a part of the text.
+
+        A free part does not end the answer.
 
         A stop string does not begin before a free part and end after it.
         """
@@ -394,8 +407,8 @@ class Detokenizer:
         return text.translate(self._hidden)
 
     def _unread(self) -> str:
-        """Return the text that waits for more bytes of a character."""
-        if self._num_context == len(self._ids):  # nothing came since
+        """Return the text that waits for the next bytes of a character."""
+        if self._num_context == len(self._ids):  # no id came since then
             return ""
         return self._decode(self._ids)[self._num_sent :]
 
@@ -418,7 +431,8 @@ class Detokenizer:
         is_full = len(self._ids) > MAX_WINDOW
         if text.endswith(INCOMPLETE):
             return self._cut(text) if is_full else ""
-        if len(text) <= self._num_sent:  # a special token, or a space stripped at the start
+        # the id is a special token, or a space that is stripped at the start
+        if len(text) <= self._num_sent:
             if text or is_full:
                 self._ids.pop()
             return ""
@@ -431,7 +445,7 @@ class Detokenizer:
         return new
 
     def _cut(self, text: str) -> str:
-        """Shorten a window full of broken characters: only its end can still change."""
+        """Shorten a window full of broken characters. Only the window's end can still change."""
         certain = max(self._num_sent, len(text) - MAX_PENDING_CHARS)
         self._ids = self._ids[-CONTEXT:]
         shorter = self._decode(self._ids)
@@ -443,7 +457,10 @@ class Detokenizer:
         return new
 
     def _release(self, new: str) -> str:
-        """Return text that cannot belong to a stop string; cut at the one that ends first."""
+        """Return text that cannot belong to a stop string.
+
+        The stop string that ends first cuts it.
+        """
         if not self._stop:
             return new
         text = self._held + new

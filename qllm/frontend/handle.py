@@ -1,7 +1,7 @@
-"""The caller's side of a request: iterate it, await it, or ask for the result.
+"""The caller's object for a request. A caller iterates it, awaits it, or calls `result`.
 
-Tokens arrive on the engine's thread. The caller's thread turns them into text, unless the request
-has stop strings: then the engine's thread does, because the text decides when the answer ends.
+Tokens arrive on the engine's thread. The caller's thread turns tokens into text. If the request has
+stop strings, the engine's thread makes the text, because the text decides when the answer ends.
 """
 
 import asyncio
@@ -31,16 +31,16 @@ class Piece(NamedTuple):
     """The text and data that one or more new tokens add to the answer."""
 
     text: str
-    """Text; may be empty, because a token can be part of a character or of a stop string."""
+    """Text. It may be empty, because a token can be part of a character or of a stop string."""
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
     """One entry per token if requested, else empty."""
     prompt: PromptLogprobs | None = None
-    """Log-probabilities of all prompt tokens but the first, if requested; in the first piece."""
+    """Requested log-probabilities of all prompt tokens but the first. Only in the first piece."""
     ends: tuple[int, ...] = ()
     """Characters of the text that were certain after each token; empty without a tokenizer."""
     added: tuple[str, ...] = ()
-    """Text that each token adds, certain or not; empty without a tokenizer."""
+    """Text that each token adds, including text that may change; empty without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Result:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Output ids, including the id that ended it."""
+    """Output ids, including the id that ended the answer."""
     text: str
     finish_reason: FinishReason
     logprobs: tuple[Logprobs, ...] | None
@@ -59,26 +59,26 @@ class Result:
     metrics: RequestMetrics
 
     def __str__(self) -> str:
-        """Return the answer and below it its metrics, for people; `repr` has every field."""
+        """Return the answer and its metrics as readable text. `repr` has every field."""
         return f"{self.text}\n\n{self.metrics}"
 
 
 class RequestedState(NamedTuple):
-    """The class and the pause that calls of `Handle.update` asked for.
+    """The class and the pause that calls of `Handle.update` requested.
 
-    Sent to every engine that has the request. Each call makes a new object, so `is` tells whether a
-    later call has changed anything.
+    It is sent to every engine that has the request. Each call makes a new object, so `is` shows if
+    a later call has changed the state.
     """
 
     priority: int | None = None
-    """None leaves the class that the request was submitted with."""
+    """Requested class; None leaves the class of the submission."""
     paused: bool | None = None
 
 
 class RequestKeeper(Protocol):
     """A store of requests that continue at another engine: `qllm.frontend.request_log.RequestLog`.
 
-    Its entries are `qllm.frontend.saved_request.SavedRequest` objects, which know their handle.
+    Its entries are `qllm.frontend.saved_request.SavedRequest` objects, each with its handle.
     """
 
     def take(self, entry: Any, engine_ns: int, why: str) -> None:
@@ -90,15 +90,15 @@ class RequestKeeper(Protocol):
         ...
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
-        """Continue a request that its engine migrated; `back` submits it to that engine again."""
+        """Continue a request that its engine gave away. `back` submits it to that engine again."""
         ...
 
 
 class Handle:
     """One submitted request. Safe to use from any thread.
 
-    Iterating yields `Piece`s as they come; `async for` and `await` do the same on an event loop
-    (`await handle` gives the `Result`).
+    Iteration yields a `Piece` whenever one arrives. `async for` does the same on an event loop, and
+    `await handle` gives the `Result`.
     """
 
     def __init__(
@@ -115,31 +115,33 @@ class Handle:
     ) -> None:
         self.number = number
         self.request_id = request_id
-        """The caller's id, or a generated one."""
+        """The caller's id, or a generated id."""
         self.prompt_token_ids = prompt_token_ids
         self._detokenizer = detokenizer
         self._stop_on_text = detokenizer is not None and detokenizer.can_stop
         self._cancel, self._status = cancel, status
         self._update, self._revise = update, revise
         self.prompt_lock = threading.RLock()
-        """Lock for changes of its prompt and for its migration. Taken before any other lock."""
+        """Lock for changes of the prompt and for migration. It is taken before any other lock."""
         self.asked = RequestedState()
-        """The state that all calls of `update` together asked for."""
+        """The state that all calls of `update` together have requested."""
         self.log: RequestKeeper | None = None
-        """The store that receives the request when its engine dies; None ends it in `error`
-        then."""
+        """The store that gets the request when its engine dies.
+
+        None ends the request in `error` then.
+        """
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._sampled: list[Sampled] = []
         self._prompt: PromptLogprobs | None = None
         self._pieces: list[Piece] = []
         self._num_read = 0
-        """Number of tokens that are in `_pieces`."""
+        """Number of tokens whose text is in `_pieces`."""
         self._reason: FinishReason | None = None
         self._error: str | None = None
         self._metrics: RequestMetrics | None = None
         self._ended = False
-        """True once the engine has finished the request; after `cancel` that is a moment later."""
+        """True once the engine has finished the request. After `cancel` that takes a moment."""
 
     def __repr__(self) -> str:
         return f"Handle({self.request_id!r}, {self.status.value}, tokens={len(self._sampled)})"
@@ -160,7 +162,7 @@ class Handle:
     def on_prompt(self, first: int, part: PromptLogprobs) -> None:
         """Take log-probabilities of the prompt, in order, before the first token.
 
-        After an engine died, the next one begins again at the first.
+        After an engine has died, the next engine starts again at the first token.
         """
         with self._changed:
             if first == 0 or self._prompt is None:
@@ -188,8 +190,8 @@ class Handle:
     ) -> None:
         """Connect the request to another engine.
 
-        A `cancel` or `update` before this may not have reached that engine; `tell` sends the
-        update.
+        An earlier `cancel` or `update` may not have reached the new engine. `tell` sends the update
+        again.
         """
         with self._changed:
             self.number, self._cancel, self._status = number, cancel, status
@@ -202,7 +204,7 @@ class Handle:
 
         Raises:
             RequestFailedError: The request has ended.
-            QueueFullError: The ring has no room now; nothing has changed.
+            QueueFullError: The ring has no room now. The prompt has not changed.
         """
         self.raise_if_ended()
         assert self._revise is not None
@@ -222,7 +224,7 @@ class Handle:
                 )
 
     def sent(self, prompt_token_ids: tuple[int, ...], detokenizer: Detokenizer | None) -> None:
-        """Store the whole prompt of a streaming prompt, before its first token."""
+        """Store the whole prompt of a streaming prompt, before the first token of the answer."""
         with self._changed:
             self.prompt_token_ids = prompt_token_ids
             self._detokenizer = detokenizer
@@ -231,12 +233,12 @@ class Handle:
     def tell(self, told: RequestedState) -> None:
         """Send the requested state to the request's engine, unless the engine has it already.
 
-        Calls may overlap with each other, with `update` and with `move`: the last state that an
-        engine receives is the last one that was requested.
+        Calls may overlap with each other, with `update` and with `move`. The last state that an
+        engine receives is the last state that was requested.
 
         Args:
-            told: State that the caller last sent to an engine. After `move`, the caller sends it to
-                the next engine.
+            told: State that the caller last sent to an engine. After `move`, the caller sends the
+                state to the next engine.
 
         Raises:
             QueueFullError: The engine has not taken many earlier updates.
@@ -249,8 +251,9 @@ class Handle:
             update(Update(number, told.priority, told.paused))
 
     def disown(self, error: str) -> None:
-        """End the request in a child of `os.fork`; pieces so far stay readable."""
-        self._changed = threading.Condition()  # another thread of the parent may have held them
+        """End the request in a child of `os.fork`. Pieces that have arrived stay readable."""
+        # another thread of the parent may have held the old locks
+        self._changed = threading.Condition()
         self.prompt_lock = threading.RLock()
         if not self._ended:
             self._reason, self._error, self._ended = FinishReason.ERROR, error, True
@@ -296,7 +299,7 @@ class Handle:
 
     @property
     def has_ended(self) -> bool:
-        """True once the engine has finished the request: `result` returns at once."""
+        """True once the engine has finished the request, so that `result` returns at once."""
         return self._ended
 
     @property
@@ -305,17 +308,17 @@ class Handle:
         return self._reason
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, on any thread, whenever there is something new."""
+        """Call `wake`, on any thread, whenever the request has changed."""
         with self._changed:
             self._listeners.append(wake)
 
     def unlisten(self, wake: Callable[[], None]) -> None:
-        """Call it no more."""
+        """Stop calling `wake`."""
         with self._changed:
             self._listeners.remove(wake)
 
     def cancel(self) -> None:
-        """End the request at once; its tokens so far stay readable. Idempotent."""
+        """End the request at once. Tokens that have arrived stay readable. Idempotent."""
         with self._changed:
             if self._reason is not None:
                 return
@@ -329,8 +332,9 @@ class Handle:
     ) -> None:
         """Change the class of the request, pause it, or resume it. Returns at once.
 
-        The answer is the same. A paused request does no work and holds its KV until others need the
-        memory. Its `timeout_s` and its targets do not change. A finished request stays finished.
+        The answer does not change. A paused request does no work, and holds its KV until other
+        requests need the memory. Its `timeout_s` and its targets do not change. A finished request
+        stays finished.
 
         Args:
             priority: "LS", "BE" or an integer class; None does not change it.
@@ -365,7 +369,7 @@ class Handle:
         self.tell(asked)
 
     def pause(self) -> None:
-        """Stop working on the request until `resume`; see `update`."""
+        """Pause the request until `resume`; see `update`."""
         self.update(paused=True)
 
     def resume(self) -> None:
@@ -373,7 +377,7 @@ class Handle:
         self.update(paused=False)
 
     def _next(self, position: int) -> Piece | None:
-        """Return the piece at `position` if it is there now. The caller holds the lock."""
+        """Return the piece at `position` if it has arrived. The caller holds the lock."""
         if position >= len(self._pieces):
             self._read()
         if position < len(self._pieces):
@@ -386,7 +390,7 @@ class Handle:
         return None
 
     def at(self, position: int) -> Piece | FinishReason | None:
-        """Return the piece at `position`, or None if it is not there yet.
+        """Return the piece at `position`, or None if it has not arrived yet.
 
         After the last piece, return the reason why the request ended.
 
@@ -444,7 +448,8 @@ class Handle:
         """Wait for the end of the request.
 
         Args:
-            timeout: Seconds to wait; None waits for ever. After a time-out the request continues.
+            timeout: Seconds to wait; None waits without a limit. After a time-out the request
+                continues.
 
         Raises:
             TimeoutError: The request did not end in time.
@@ -473,19 +478,19 @@ class Handle:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the answer, if one has."""
+        """The stop string that ended the answer; None if no stop string did."""
         return None if self._detokenizer is None else self._detokenizer.stop_string
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache; 0 until the request has ended."""
+        """Number of prompt tokens from the prefix cache; 0 until the request has ended."""
         return 0 if self._metrics is None else self._metrics.num_cached_tokens
 
 
 class Listener:
     """An event of the running event loop that is set whenever one of some handles changes.
 
-    Clear it before looking at the handles, so that no change is missed between a look and a wait.
+    Clear the event before a look at the handles, so that no change between look and wait is missed.
     """
 
     def __init__(self, handles: Sequence[Handle]) -> None:

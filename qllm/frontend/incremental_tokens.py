@@ -1,13 +1,13 @@
 """Tokens of a streaming prompt, without tokenising the whole text for every piece.
 
     text      [ ............... looked at .......... | new ]
-    tokens    [ ... as they were ... | context | held ]
+    tokens    [ ... unchanged ...... | context | held ]
                                   |--- tokenised again, with what is new ----|
 
 The context is tokenised again. If its tokens are unchanged, the tokens before it stay. If they
-differ, the whole text is tokenised, and not again before an eighth more of it has arrived. The
-last tokens are held: more text may change them. All this is a guess that saves time. `finish`
-tokenises the whole text, and its result counts.
+differ, the whole text is tokenised, and not again before an eighth more of it has arrived. The last
+tokens are held back, because more text may change them. The tokens so far are only a guess, which
+saves time. `finish` tokenises the whole text, and its result is the prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,14 @@ from qllm.models.tokenizer import ids_of, num_doubled
 LEAST_CHARS = 64
 """Number of characters of new text that are collected before tokenising."""
 CONTEXT, AGREE, HELD = 48, 8, 8
-"""Number of last tokens that are tokenised again and must be unchanged; also the number of tokens
-at the end that more text may change."""
+"""Numbers of last tokens that are tokenised again, must be unchanged, and are held back."""
 MOST_AT_ONCE = 16_384
-"""Largest number of characters in one tokeniser call, which holds the interpreter's lock for a part
-of its time."""
+"""Largest number of characters in one tokeniser call.
+
+A call holds the interpreter's lock for a part of its time.
+"""
 SET_ASIDE = 4096
-"""Number of characters that are set aside together once they are no longer tokenised again."""
+"""Number of characters that are set aside together, after the last time that they are tokenised."""
 
 Finish = Callable[[str], Sequence[int]]
 """Function from the whole text of a prompt to its tokens."""
@@ -38,11 +39,11 @@ class IncrementalTokens(Protocol):
     token_ids: list[int]
     """Tokens of the text that was tokenised so far."""
     num_same: int
-    """Number of first tokens that have not changed since this was last set."""
+    """Number of first tokens that have not changed since this number was last set."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of what arrived: UTF-8 bytes, or 4 per token id."""
+        """Size of the input so far: UTF-8 bytes of text, or 4 bytes per token id."""
         ...
 
     @property
@@ -63,11 +64,11 @@ class IncrementalTokens(Protocol):
         ...
 
     def replace(self, from_token: Any, piece: Any) -> None:
-        """Replace everything after the first tokens with a piece."""
+        """Replace everything after the first `from_token` tokens with a piece."""
         ...
 
     def look(self) -> None:
-        """Tokenise new input. Does nothing if there is none."""
+        """Tokenise new input. Does nothing without new input."""
         ...
 
     def finish(self) -> list[int]:
@@ -84,7 +85,7 @@ def check_from(value: Any, num_tokens: int, least: int = 0) -> int:
         least: Number of first tokens that may not change.
 
     Raises:
-        InvalidRequestError: The value is no integer in [least, num_tokens].
+        InvalidRequestError: The value is not an integer in [least, num_tokens].
     """
     if not is_int(value) or not least <= value <= num_tokens:
         raise InvalidRequestError(
@@ -108,7 +109,7 @@ class IncrementalIds:
 
     @property
     def num_sure(self) -> int:
-        return max(0, len(self.token_ids) - 1)  # the last one is computed for its logits
+        return max(0, len(self.token_ids) - 1)  # the last token is computed for its logits
 
     def num_bytes_before(self, from_token: Any) -> int:
         return 4 * check_from(from_token, len(self.token_ids))
@@ -122,7 +123,7 @@ class IncrementalIds:
         self.num_same = min(self.num_same, keep)
 
     def look(self) -> None:
-        """Do nothing: ids are never held."""
+        """Do nothing, because ids are never held back."""
 
     def finish(self) -> list[int]:
         return self.token_ids
@@ -144,7 +145,7 @@ class IncrementalIds:
 class _Tokens(NamedTuple):
     ids: list[int]
     starts: list[int] | None
-    """Character at which each token begins; None if the tokenizer does not report it."""
+    """Character at which each token begins; None if the tokenizer does not report characters."""
 
 
 class IncrementalText:
@@ -153,7 +154,7 @@ class IncrementalText:
     Args:
         tokenizer: A transformers tokenizer.
         finish: Function that tokenises the whole text.
-        head: Text that the chat template puts before; None without a template.
+        head: Text that the chat template puts before the prompt; None without a template.
     """
 
     def __init__(self, tokenizer: Any, finish: Finish, head: str | None = None) -> None:
@@ -164,9 +165,9 @@ class IncrementalText:
         self._num_aside = 0
         self._tail = self._head
         self._new: list[str] = []
-        """Text after `_tail` that was not tokenised yet."""
+        """Pieces of text after `_tail` that were not tokenised yet."""
         self._num_new, self._num_wanted = 0, LEAST_CHARS
-        """Number of its characters, and the number at which it is tokenised."""
+        """Number of characters of the new text, and the number at which it is tokenised."""
         self.token_ids: list[int] = []
         self._starts: list[int] | None = []
         self.num_same = self._num_bytes = 0
@@ -264,7 +265,7 @@ class IncrementalText:
         self._num_wanted = max(LEAST_CHARS, len(text) // 8)
 
     def _set_aside(self) -> None:
-        """Set aside text that is not tokenised again, so that it is not joined again."""
+        """Set aside text that is not tokenised again, so that the text is not joined again."""
         base = len(self.token_ids) - HELD - CONTEXT
         if self._starts is not None and base > 0:
             num = self._starts[base] - self._num_aside
@@ -273,10 +274,13 @@ class IncrementalText:
                 self._num_aside, self._tail = self._num_aside + num, self._tail[num:]
 
     def _follow(self, keep: int, at: int) -> bool:
-        """Tokenise from a character on; return True if the tokens before `keep` are unchanged."""
+        """Tokenise the text from a character on.
+
+        Return True if tokens before `keep` are unchanged.
+        """
         starts = self._starts
         assert starts is not None
-        while at < self._num_aside:  # there are fewer tokens now than when it was set aside
+        while at < self._num_aside:  # there are fewer tokens now than when the text was set aside
             self._tail = self._aside[-1] + self._tail
             self._num_aside -= len(self._aside.pop())
         text = self._tail[at - self._num_aside :]
@@ -299,7 +303,7 @@ class IncrementalText:
         found = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         ids, spans = list(found["input_ids"]), found["offset_mapping"]
         while len(ids) > 1 and spans[len(ids) - 1][1] == 0:
-            ids.pop()  # a token that ends every text
+            ids.pop()  # the tokenizer adds this token at the end of every text
         first = num_doubled(self._tokenizer, ids) if special else 0
         return _Tokens(ids[first:], [start for start, _ in spans[first : len(ids)]])
 
@@ -308,7 +312,7 @@ def _num_bytes(piece: Any) -> int:
     """Return the size of a text in bytes.
 
     Raises:
-        InvalidRequestError: The value is no text.
+        InvalidRequestError: The value is not a text.
     """
     if not isinstance(piece, str):
         raise InvalidRequestError(
@@ -319,7 +323,7 @@ def _num_bytes(piece: Any) -> int:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two lists."""
     least = min(len(a), len(b))
     if a[:least] == b[:least]:
         return least

@@ -1,4 +1,4 @@
-"""Many requests in one call that waits for them: `generate` and `chat`, as vLLM has them."""
+"""Many requests in one call, which waits for them: `generate` and `chat`, as in vLLM."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +17,10 @@ def run_all(
     max_waiting: int,
     progress: bool,
 ) -> list[Result]:
-    """Submit requests and wait for all. If one fails, cancel the others.
+    """Submit requests and wait for all. If a request fails, cancel the other requests.
 
     Args:
-        submit: `QLLMEngine.submit` with all arguments but the prompt and its sampling.
+        submit: `QLLMEngine.submit` with all arguments except the prompt and its sampling.
         asked: Prompts with their sampling.
         max_waiting: Number of requests that may be open at once.
         progress: True to show a progress bar.
@@ -37,7 +37,7 @@ def run_all(
                 prompt, sampling = asked[len(handles)]
                 handles.append(submit(prompt, sampling=sampling))
             results.append(handles[done].result())
-    finally:  # one was refused or failed: results of the rest cannot be returned
+    finally:  # a request was refused or failed, so results of the other requests cannot be returned
         for handle in handles[len(results) :]:
             handle.cancel()
     return results
@@ -54,7 +54,8 @@ def render_chats(
     """Render one conversation or several to token ids, with keywords of `render_chat`.
 
     Raises:
-        InvalidRequestError: A conversation is no list of messages, or the template refuses it.
+        InvalidRequestError: A conversation is not a list of messages, or the template refuses the
+            conversation.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(
@@ -83,7 +84,7 @@ def render_chats(
 def class_and_sampling(
     priority: str | int | Priority | SamplingParams, sampling: SamplingParams | None, usual: str
 ) -> tuple[str | int | Priority, SamplingParams | None]:
-    """Return class and sampling; as in vLLM, SamplingParams may stand in the place of the class."""
+    """Return class and sampling. As in vLLM, the class argument may be SamplingParams."""
     if not isinstance(priority, SamplingParams):
         return priority, sampling
     if sampling is not None:
@@ -95,7 +96,7 @@ def class_and_sampling(
 
 
 def _prompts_of(prompts: Any) -> list[Any]:
-    """Return a list of prompts; one prompt becomes a list of one."""
+    """Return a list of prompts. A single prompt becomes a list of one prompt."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -110,7 +111,7 @@ def _prompts_of(prompts: Any) -> list[Any]:
 def each_answer(
     prompts: Prompt | Iterable[Prompt], sampling: SamplingParams
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Return each prompt `n` times, every time with a seed of its own."""
+    """Return each prompt `n` times, each time with another seed."""
     seeds = (
         None if sampling.seed is None else (sampling.seed + i) % NUM_SEEDS
         for i in range(sampling.n)

@@ -1,8 +1,8 @@
-"""The front end's side of an engine loop in its own process.
+"""A front end's client of an engine loop in a process of its own.
 
 Tokenising, detokenising and stop strings stay in the caller's process, away from the engine's core.
 Requests, cancels and tokens go through shared memory. Start-up, statistics, trace and checkpoints
-go through a connection, whose end also shows that the other side has ended.
+go through a connection. If the connection ends, the process at its other end has ended.
 """
 
 import itertools
@@ -46,17 +46,17 @@ _BOOT = (  # torch and transformers make a million objects, all of them in use
 WATCH_S = 1.0
 """Largest number of seconds between two checks of the engine's heartbeat."""
 MOST_RESTORED = 1 << 20
-"""Largest number of request ids that a restore may take; they are not reused after a failure."""
+"""Largest number of request ids that a restore may take. The ids are not reused after a failure."""
 SILENT = "the engine is silent"
 NAP_S = 0.0002
-"""Seconds between two looks into the token ring of a device, which rings no doorbell."""
+"""Seconds between two looks into the token ring of a device. A device rings no doorbell."""
 
 
 class Watchdog:
     """A check for an engine that has work and makes no progress.
 
-    Only watched time counts: of the time between two checks at most twice `WATCH_S`. So after a
-    suspension of the machine the engine still counts as alive.
+    Between two checks, at most twice `WATCH_S` of time counts. So an engine still counts as alive
+    after a suspension of the machine.
     """
 
     def __init__(self, limit_s: float, now_ns: int) -> None:
@@ -65,7 +65,7 @@ class Watchdog:
         self._beat_ns = self._still_ns = 0
 
     def is_stuck(self, beat_ns: int, has_work: bool, now_ns: int) -> bool:
-        """Check the engine's heartbeat once, with its work and the time."""
+        """Check the engine's heartbeat once; return True if the engine is stuck."""
         passed_ns = min(now_ns - self._looked_ns, int(2 * WATCH_S * NS_PER_S))
         self._looked_ns = now_ns
         if beat_ns == self._beat_ns and has_work:
@@ -76,7 +76,7 @@ class Watchdog:
 
 
 def start_process(fd: int) -> "subprocess.Popen[bytes]":
-    """Start a Python that becomes an engine for the other end of the socket `fd`."""
+    """Start a Python process that becomes the engine at the other end of the socket `fd`."""
     command = [sys.executable, "-c", _BOOT, json.dumps(list(map(str, sys.path))), str(fd)]
     return subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL)
 
@@ -86,13 +86,14 @@ class ProcessClient(RingClient):
 
     Args:
         connection: Connection to the engine's process, which already has its start message.
-        process: The engine's process if this one started it; closing ends it then.
+        process: The engine's process, if this process started it. `close` ends the engine's process
+            then.
         listen: Path of the socket at which the engine takes further front ends.
-        may_be_silent: True to wait for answers without a limit. Else an answer that takes longer
-            than `LIVENESS_S` means that the engine has ended.
+        may_be_silent: True to wait for answers without a limit. Otherwise the engine counts as
+            ended after `LIVENESS_S` without an answer.
 
     Raises:
-        QllmError: The error that stopped the start, as the engine's process raised it.
+        QllmError: The engine's process raised this error at start.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ProcessClient(RingClient):
 
         Raises:
             ConfigError: The system has no memfd and eventfd, or the policy cannot be pickled.
-            QllmError: The error that stopped the start.
+            QllmError: The engine's process raised this error at start.
         """
         if not available():
             raise ConfigError("run_in='process' needs Linux; pass run_in='thread'")
@@ -140,9 +141,9 @@ class ProcessClient(RingClient):
         with theirs:
             process = start_process(theirs.fileno())
         connection = Connection(ours.detach())
-        with suppress(BrokenPipeError):  # it has ended already: receiving gets the reason
+        with suppress(BrokenPipeError):  # the process has ended already, and `recv` gets the reason
             connection.send(start)
-        # while the engine's process imports torch
+        # runs while the engine's process imports torch
         import_tokenizers(start.model, start.load["trust_remote_code"])
         return cls(connection, process, start.listen)
 
@@ -151,12 +152,12 @@ class ProcessClient(RingClient):
         """Become a further front end of an engine that listens at `path`.
 
         Args:
-            path: Path of its socket.
-            may_be_silent: Flag as for the class; an engine that still loads its model is silent.
+            path: Path of the engine's socket.
+            may_be_silent: Flag as for the class. An engine that still loads its model is silent.
 
         Raises:
-            ConfigError: No engine listens there.
-            EngineClosedError: It ended before the handshake, or is silent.
+            ConfigError: No engine listens at the path.
+            EngineClosedError: The engine ended before the handshake, or is silent.
         """
         link = socket.socket(socket.AF_UNIX)
         try:
@@ -197,7 +198,8 @@ class ProcessClient(RingClient):
         """Take tokens until the engine ends, then end the remaining requests."""
         poll = select.poll()
         poll.register(self._front_end.doorbell.fd, select.POLLIN)
-        poll.register(self._connection.fileno(), 0)  # only the hang-up: other threads read answers
+        # only for the hang-up, because other threads read answers
+        poll.register(self._connection.fileno(), 0)
         pidfd = None if self._process is None else os.pidfd_open(self._process.pid)
         if pidfd is not None:
             poll.register(pidfd, select.POLLIN)
@@ -233,7 +235,7 @@ class ProcessClient(RingClient):
             process.kill()
 
     def _hang_up(self) -> None:
-        """Shut down the socket, so that the engine and the receiver thread both see its end."""
+        """Shut down the socket, so that the engine and the receiver thread see end of file."""
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
 
@@ -264,13 +266,13 @@ class ProcessClient(RingClient):
         self._front_end.hold()
 
     def release(self) -> None:
-        with suppress(OSError):  # the client was closed meanwhile: no thread is there to wake
+        with suppress(OSError):  # the client was closed meanwhile, so there is no thread to wake
             self._front_end.release()
 
     def _put(self, entry: SavedRequest, submission: Submission) -> None:
         super()._put(entry, submission)
         if self.hello.config.on_device:
-            self._front_end.doorbell.ring()  # our receiver: from now on it looks by itself
+            self._front_end.doorbell.ring()  # wake the receiver, which looks by itself from now on
 
     @property
     def config(self) -> EngineConfig:
@@ -320,11 +322,12 @@ class ProcessClient(RingClient):
         return int(self._ask("delete_kv", tag))
 
     def restore(self, path: str | os.PathLike[str], make: MakeHandle) -> list[Handle]:
-        with self.admission_lock:  # the receiver waits with tokens of requests it does not know
+        # the receiver waits with tokens of requests that it does not know
+        with self.admission_lock:
             first = self.new_number()
             self._numbers = itertools.count(
                 first + MOST_RESTORED
-            )  # if it fails, no request has them
+            )  # if it fails, no request has these numbers
             restored: list[Restored] = self._ask("restore", os.path.abspath(path), first)
             self._numbers = itertools.count(first + max(1, len(restored)))
             handles = []
@@ -348,7 +351,7 @@ class ProcessClient(RingClient):
 
     def _close(self) -> None:
         until = time.monotonic() + CLOSE_S
-        # `restore` holds it until the answer arrives
+        # `restore` holds the lock until the answer arrives
         has_lock = self.admission_lock.acquire(timeout=CLOSE_S)
         try:
             if self._closing or threading.current_thread() is self._receiver:
@@ -364,7 +367,7 @@ class ProcessClient(RingClient):
         self._hang_up()
         self._receiver.join()
         if self._process is not None:
-            self._how_it_went()  # nothing remains of it
+            self._how_it_went()  # no zombie process remains
         self._connection.close()
         self._front_end.close()
         self._unregister()
@@ -373,7 +376,7 @@ class ProcessClient(RingClient):
                 os.unlink(self._listen)
 
     def _end_engine(self, until: float) -> None:
-        """Tell the engine to end; kill it if it does not end or leaves a question open."""
+        """Tell the engine to end. Kill an engine that does not end or does not answer."""
         assert self._process is not None
         self._front_end.stop()
         if self._ask_lock.acquire(timeout=max(0.0, until - time.monotonic())):
@@ -398,7 +401,7 @@ class ProcessClient(RingClient):
             self._connection.send((op, args))
             if not self._may_be_silent and is_silent(self._connection.fileno()):
                 self._verdict = f"{SILENT}: it stands still, or is overloaded"
-                self._hang_up()  # a late answer would be taken for the next one
+                self._hang_up()  # a late answer would be taken for the next answer
             if not self._connection.poll(timeout_s):
                 raise TimeoutError
             kind, value = self._connection.recv()

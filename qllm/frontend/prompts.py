@@ -22,9 +22,9 @@ from qllm.types import THOUGHT, Prompt, SamplingParams
 SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
 MARK = "\ue000\ue001\ue000"
-"""Placeholder for the content of the last message: characters that texts do not use."""
+"""Placeholder for the content of the last message, with characters that texts do not use."""
 MOST_STOP_IDS = 8
-"""Ids that end a request in a loop that is not the host's (`qllm.device.serving`)."""
+"""Most ids that end a request in a loop on a device (`qllm.device.serving`)."""
 
 
 def check_sampling(
@@ -41,15 +41,15 @@ def check_sampling(
         sampling: Settings of one choice.
         vocabulary: Vocabulary of the model.
         tokenizer: Tokenizer of the model, or None.
-        loop: The engine's setting.
+        loop: The engine's setting `loop`.
         max_tokens: Largest number of tokens to produce.
-        has_reading: True if the front end itself looks for `stop_token_ids`, where they count.
+        has_reading: True if the front end itself looks for `stop_token_ids`, outside reasoning.
 
     Returns:
         The ids that end the answer in the engine.
 
     Raises:
-        InvalidRequestError: The engine cannot serve the settings; the message states why.
+        InvalidRequestError: The engine cannot serve the settings; the message has the reason.
     """
     ids = (*sampling.stop_token_ids, *sampling.logit_bias, *(sampling.allowed_token_ids or ()))
     wrong = [i for i in ids if i >= vocabulary.vocab_size]
@@ -68,10 +68,10 @@ def check_sampling(
 
 
 def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> None:
-    """Raise unless an engine with this loop can sample so (`EngineConfig.loop`).
+    """Raise if an engine with this loop cannot sample with these settings (`EngineConfig.loop`).
 
     Raises:
-        InvalidRequestError: The engine cannot; the message names what it lacks.
+        InvalidRequestError: The engine cannot; the message names the missing ability.
     """
     if loop == "host":
         return
@@ -99,10 +99,11 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
 
 
 def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: int) -> None:
-    """Raise unless the model can obey the limits that a request sets.
+    """Raise if the model cannot obey the limits that a request sets.
 
     Raises:
-        InvalidRequestError: The model cannot; the message states why, and where in a schema.
+        InvalidRequestError: The model cannot; the message has the reason, and the place in a
+            schema.
     """
     if sampling.structured_outputs is not None:
         vocabulary.check(sampling.structured_outputs)
@@ -121,7 +122,7 @@ def asked_sampling(
     """Combine the sampling settings of a caller.
 
     Args:
-        sampling: Settings from the caller; None is greedy but for `defaults`.
+        sampling: Settings from the caller; None is greedy sampling with `defaults`.
         options: Fields of SamplingParams by name, in place of those in `sampling`.
         defaults: Keywords of SamplingParams, from the model's generation config.
 
@@ -142,7 +143,7 @@ def asked_sampling(
 def to_sampling(
     sampling: SamplingParams, stop: str | Sequence[str] | None = None
 ) -> SamplingParams:
-    """Add the stop strings, and a seed if there is none."""
+    """Add the stop strings, and a random seed if there is no seed."""
     if stop is not None:
         if not isinstance(stop, str | Sequence):
             raise InvalidRequestError(f"stop={shown(stop)} must be a string or a list of them")
@@ -152,7 +153,7 @@ def to_sampling(
 
 
 def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """Return the settings with an allowed seed; no other value is checked again."""
+    """Return the settings with an allowed seed. Other values are not checked again."""
     made = object.__new__(SamplingParams)
     for name in SamplingParams.__slots__:
         object.__setattr__(made, name, getattr(sampling, name))
@@ -175,7 +176,7 @@ def for_one(
 
     Args:
         sampling: Settings from the caller.
-        max_tokens: Separately given limit; None takes the one in `sampling`.
+        max_tokens: Limit from the caller; None takes the limit in `sampling`.
 
     Raises:
         InvalidRequestError: Several answers are requested, or two different `max_tokens`.
@@ -208,14 +209,15 @@ def to_token_ids(
     Args:
         prompt: Text, a list of messages (`role`, `content`), or a list of token ids.
         tokenizer: A transformers tokenizer, or None if the model came without one.
-        vocab_size: Ids must be in [0, vocab_size).
-        most_tokens: Limit in tokens: a text that must exceed it is refused before it is encoded.
-        special: True to add the tokenizer's special tokens; None adds them to a text, not to a
-            chat.
+        vocab_size: Number of token ids: each id must be in [0, vocab_size).
+        most_tokens: Limit in tokens. A text that must exceed the limit is refused before it is
+            encoded.
+        special: True to add the tokenizer's special tokens; None adds special tokens to a text, not
+            to a chat.
 
     Raises:
-        InvalidRequestError: The prompt is empty, has another shape, is no text, or holds an unknown
-            id.
+        InvalidRequestError: The prompt is empty, has another shape, cannot be encoded, or contains
+            an unknown id.
         ContextLengthError: The text must have more than `most_tokens`.
     """
     if isinstance(prompt, str):
@@ -247,7 +249,10 @@ def to_token_ids(
 def ids_that_fit(
     prompt: Prompt, tokenizer: Any, config: EngineConfig, shape: ModelShape
 ) -> tuple[int, ...]:
-    """Return the token ids of a prompt; refuse one that is too long before encoding it."""
+    """Return the token ids of a prompt.
+
+    A prompt that is too long is refused before it is encoded.
+    """
     if isinstance(prompt, array):
         most_tokens(len(prompt), None, config, shape)
     return to_token_ids(prompt, tokenizer, shape.vocab_size, longest(config, shape))
@@ -299,16 +304,17 @@ def render_chat(
     Args:
         messages: Mappings with `role` and `content`.
         tokenizer: A transformers tokenizer, or None if the model came without one.
-        tools: JSON schemas of functions, for templates that know tools.
+        tools: JSON schemas of functions, for templates that support tools.
         variables: Further variables of the template.
         add_generation_prompt: True to begin the assistant's answer.
         continue_final_message: True to leave the last message open, so that the answer continues
-            it.
+            this message.
         most_tokens: Limit as for `to_token_ids`, for the rendered text.
         special: True to add the tokenizer's special tokens.
 
     Raises:
-        InvalidRequestError: A message has another shape or is no text, or the template refuses it.
+        InvalidRequestError: A message has another shape or cannot be encoded, or the template
+            refuses it.
         ContextLengthError: The text must have more than `most_tokens`.
     """
     for name, value in (("messages", messages), ("tools", tools), ("variables", variables)):
@@ -373,7 +379,7 @@ def template_head(
         most_tokens: Limit as for `to_token_ids`.
 
     Raises:
-        InvalidRequestError: An error of `render_chat`.
+        InvalidRequestError: `render_chat` raised it.
         ContextLengthError: The text has more than `most_tokens`.
     """
     marked = [*messages[:-1], {**messages[-1], "content": MARK}]
@@ -408,9 +414,9 @@ def _check_last(messages: Sequence[Any]) -> None:
 
 
 def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message in the form that every template takes.
+    """Return a message in the shape that every template supports.
 
-    Its content becomes one string, and arguments of tool calls become objects.
+    The content becomes one string, and arguments of tool calls become objects.
 
     Args:
         message: Message whose content is text, or a list of parts `{"type": "text", "text": ...}`,
@@ -418,13 +424,13 @@ def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
             null.
 
     Raises:
-        InvalidRequestError: A part is no text, or arguments of a call are no JSON.
+        InvalidRequestError: A part is not a text, or arguments of a call are not JSON.
     """
     content = message.get("content")
     calls = message.get("tool_calls")
     if content is None and (message.get("role") in ("assistant", "tool") or calls):
         message = {**message, "content": ""}
-    if "tool_calls" in message and not calls:  # templates ask whether it is there
+    if "tool_calls" in message and not calls:  # templates test if the key exists
         message = {name: x for name, x in message.items() if name != "tool_calls"}
     elif calls:
         if not isinstance(calls, list):
@@ -438,7 +444,7 @@ def _joined(parts: Sequence[Any]) -> str:
 
 
 def _text_of(part: Any) -> str:
-    """Return the text of a content part; for an earlier refusal, the text of the refusal."""
+    """Return the text of a content part: of a text, or of an earlier refusal."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("text", "refusal"):
         raise InvalidRequestError(

@@ -31,15 +31,20 @@ from qllm.plan import ModelShape
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
-"""Seconds between two requests for the engine's time, which also show that it lives."""
+"""Seconds between two requests for the engine's time.
+
+The answers also show that the engine is alive.
+"""
 IDLE_S = 0.05
-"""Seconds between two looks at the rings without open requests; else `nap_s` of the front end. No
-doorbell rings from another host."""
+"""Seconds between two looks at the rings if there are no open requests.
+
+With open requests it is `nap_s` of the front end. No doorbell rings from another host.
+"""
 FIRST_ECHOES = 8
 
 
 class Echo(NamedTuple):
-    """A question for the engine's time and its answer, in nanoseconds."""
+    """The times of a question for the engine's time, and the answer, in nanoseconds."""
 
     round_trip_ns: int
     offset_ns: int
@@ -49,8 +54,8 @@ class Echo(NamedTuple):
 class Clock:
     """The engine's clock, estimated on another host.
 
-    Of the latest echoes the one with the shortest round trip counts: its error is at most half of
-    that. New echoes replace old ones, so the estimate follows clocks that drift.
+    The echo with the shortest round trip among the latest echoes counts. Its error is at most half
+    of the round trip. New echoes replace old echoes, so the estimate follows clocks that drift.
     """
 
     MOST = 16
@@ -60,13 +65,13 @@ class Clock:
         self._offset_ns = 0
 
     def add(self, sent_ns: int, engine_ns: int, received_ns: int) -> None:
-        """Add an echo: our clock at the question and at the answer, and the engine's in between."""
+        """Add an echo: our time at the question, the engine's time, and our time at the answer."""
         middle = (sent_ns + received_ns) // 2
         self._echoes.append(Echo(received_ns - sent_ns, engine_ns - middle))
         self._offset_ns = min(self._echoes).offset_ns
 
     def now_ns(self) -> int:
-        """Return the engine time now."""
+        """Return the present engine time in nanoseconds."""
         return time.monotonic_ns() + self._offset_ns
 
     @property
@@ -76,7 +81,7 @@ class Clock:
 
 
 class RemoteHello(NamedTuple):
-    """The engine's description of itself."""
+    """An engine's description of itself."""
 
     info: ModelInfo
     config: EngineConfig
@@ -101,7 +106,7 @@ class RemoteClient(FarClient, RingClient):
         address: Address of the engine, for messages.
         wire: Connection to the engine, after the handshake.
         hello: Description that the engine sent.
-        front_end: Our copy of the rings, with its link to the engine's.
+        front_end: Our copy of the rings, with a link to the engine's copy.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class RemoteClient(FarClient, RingClient):
         self.hello, self.info = hello, hello.info
         self.clock = Clock()
         self._far: dict[str, Any] = {"draining": False, "error": None, "costs_ns": None}
-        """Latest report of the engine."""
+        """Latest report from the engine."""
         self._ask_lock = threading.Lock()
         self._drains = False
         self._ended = threading.Event()
@@ -133,7 +138,8 @@ class RemoteClient(FarClient, RingClient):
 
         Raises:
             ConfigError: The address needs a secret, NIXL is missing, or the profiles differ.
-            EngineClosedError: Nothing answers there, or another program than the engine does.
+            EngineClosedError: No program answers at the address, or another program than the engine
+                answers.
         """
         where = parse_address(address)
         secret = read_secret(secret_file, where)
@@ -201,12 +207,12 @@ class RemoteClient(FarClient, RingClient):
         self._front_end.close()
 
     def _beats(self) -> None:
-        """Ask for the engine's time repeatedly; a silent engine counts as ended."""
+        """Request the engine's time repeatedly. An engine that does not answer counts as ended."""
         while not self._ended.wait(BEAT_S):
             try:
                 self._beat()
             except EngineClosedError:
-                self._wire.hang_up()  # the receiver sees it
+                self._wire.hang_up()  # the receiver sees the end of the connection
                 return
 
     def _beat(self) -> None:
@@ -251,7 +257,7 @@ class RemoteClient(FarClient, RingClient):
             self._wire.send({"op": op, "args": list(args)})
             answer = self._wire.receive()
         except MeetingError as error:
-            self._wire.hang_up()  # a late answer would be taken for the next one
+            self._wire.hang_up()  # a late answer would be taken for the next answer
             raise EngineClosedError(f"the engine at {self._address} is gone: {error}") from error
         if "error" in answer:
             raise ConfigError(str(answer["error"]))
@@ -268,7 +274,7 @@ class RemoteClient(FarClient, RingClient):
         return f"the engine's own host; this front end meets it at {self._address}"
 
     def drain(self) -> None:
-        """Stop taking requests here only: the engine has other front ends."""
+        """Refuse new requests at this front end only, because the engine has other front ends."""
         self.raise_if_closed()
         self._drains = True
 

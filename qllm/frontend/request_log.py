@@ -1,12 +1,13 @@
-"""A store of a front end's open requests, so that they outlive their engine.
+"""A store of a front end's open requests, so that requests outlive their engine.
 
     engine dies -> `take` -> waits -> `go_on` -> `QLLMEngine.replay` of the new engine
                                |
                                `-> timeout, cancelled, or `error` without a further engine
 
-A replayed request is its prompt and the output that the front end has, as after an eviction. The
-engine recomputes delivered tokens and does not sample them again, so no token comes twice. Times
-are on CLOCK_MONOTONIC while a request is here, because every engine has its own clock.
+A replayed request has its prompt and the output that the front end has received, as after an
+eviction. The engine computes the KV of these tokens again and does not sample them again, so no
+token is delivered twice. Times are on CLOCK_MONOTONIC while a request is in this store, because
+every engine has its own clock.
 """
 
 import itertools
@@ -22,16 +23,17 @@ from qllm.types import FinishReason, RequestId, RequestStatus
 
 
 class RequestLog:
-    """Requests that wait for another engine after theirs has died. Callable from any thread.
+    """Requests that wait for another engine after their engine has died. Callable from any thread.
 
-    They are replayed by class and arrival. Each starts when the one before has got a token or
-    ended. If the engine dies again, only the request on trial ends in `error`.
+    Requests are replayed by class and arrival, one on trial at a time. The next request follows
+    when the request on trial has a token or has ended. If the engine dies again, only the request
+    on trial ends in `error`.
 
     Args:
         max_replays: Largest number of replays of one request; 0 disables them.
         on_replay: Function called for each replayed request.
-        max_trials: Number of engines that may die during a request's trial before it ends in
-            `error`.
+        max_trials: Number of engines that may die during a request's trial before the request ends
+            in `error`.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class RequestLog:
         """Waiting requests, in the order of replay."""
         self._numbers = itertools.count()
         self._replay: Callable[[SavedRequest], None] | None = None
-        """Function that submits a request to the present engine; None while there is none."""
+        """Function that submits a request to the present engine; None while there is no engine."""
         self._trial: SavedRequest | None = None
         """Request that was replayed and has no token yet."""
         self._over: str | None = None
@@ -60,8 +62,8 @@ class RequestLog:
             return [entry.handle for entry in self._waiting.values()]
 
     def disown(self, error: str) -> None:
-        """Drop the waiting requests in a child of `os.fork`: they belong to the parent."""
-        self._lock = threading.RLock()  # another thread of the parent may have held it
+        """Drop the waiting requests in a child of `os.fork`, because the parent owns them."""
+        self._lock = threading.RLock()  # another thread of the parent may have held the old lock
         for entry in self._waiting.values():
             entry.handle.disown(error)
         self._waiting.clear()
@@ -75,14 +77,14 @@ class RequestLog:
     # -- an engine has died
 
     def take(self, entry: SavedRequest, engine_ns: int, why: str, *, had_it: bool = True) -> None:
-        """Store a request whose engine has ended, or end it.
+        """Store a request whose engine has ended, or end the request.
 
         Args:
             entry: The request.
-            engine_ns: Present time on that engine's clock.
+            engine_ns: Present time on the ended engine's clock.
             why: Reason why the engine ended.
-            had_it: True if the request may have killed the engine; False if the engine never had
-                it.
+            had_it: True if the request may have killed the engine; False if the engine never got
+                the request.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         with entry.handle.prompt_lock, self._lock:
@@ -104,7 +106,10 @@ class RequestLog:
             self.cancel(number)
 
     def _move_here(self, number: RequestId, entry: SavedRequest) -> None:
-        """Connect the handle to this log; it sends updates to the next engine itself."""
+        """Connect the handle to this log.
+
+        The handle sends its updates to the next engine itself.
+        """
         entry.handle.move(number, self.cancel, _status_of(entry), lambda _: None, self.revise)
 
     def _hopeless(self, entry: SavedRequest, why: str, had_it: bool) -> End | None:
@@ -125,8 +130,9 @@ class RequestLog:
 
         Args:
             entry: The request.
-            engine_ns: Present time on the clock of the engine that it leaves.
-            back: Function that submits it to that engine again, if there is no other one.
+            engine_ns: Present time on the clock of the engine that the request leaves.
+            back: Function that submits the request to that engine again, if there is no other
+                engine.
         """
         entry.shift(time.monotonic_ns() - engine_ns)
         entry.has_moved = True
@@ -144,15 +150,16 @@ class RequestLog:
         except QllmError as error:
             if self.max_replays and isinstance(error, EngineClosedError | QueueFullError):
                 entry.num_replays += 1
-                self._put_back(number, entry)  # it waits like one whose engine has died
+                # the request waits like a request whose engine has died
+                self._put_back(number, entry)
                 return
             end = FinishReason.ERROR, str(error)
         entry.finish(number, end)
 
-    # -- a new one
+    # -- a new engine
 
     def go_on(self, replay: Callable[[SavedRequest], None]) -> None:
-        """Replay waiting requests with `QLLMEngine.replay` of the new engine."""
+        """Replay waiting requests with `QLLMEngine.replay` of a new engine."""
         with self._lock:
             self._replay = replay
             ranked = sorted(self._waiting.items(), key=lambda item: item[1].rank)
@@ -168,7 +175,7 @@ class RequestLog:
 
     def _next(self) -> None:
         while (entry := self._first()) is not None:
-            with entry.handle.prompt_lock:  # it migrates between two pieces of its prompt
+            with entry.handle.prompt_lock:  # the request migrates between two pieces of its prompt
                 if not self._try(entry):
                     return
 
@@ -179,7 +186,7 @@ class RequestLog:
             return next(iter(self._waiting.values()), None)
 
     def _try(self, entry: SavedRequest) -> bool:
-        """Replay the first waiting request; return True if the next one may follow."""
+        """Replay the first waiting request; return True if the next request may follow."""
         with self._lock:
             if self._first() is not entry:
                 return True
@@ -191,7 +198,8 @@ class RequestLog:
         assert replay is not None
         try:
             replay(entry)
-        except (EngineClosedError, QueueFullError):  # the next engine, or the next look
+        # the next engine, or the next `look`, tries again
+        except (EngineClosedError, QueueFullError):
             self._put_back(number, entry)
             return False
         except QllmError as error:
@@ -210,10 +218,13 @@ class RequestLog:
         if entry.handle.finish_reason is not None:
             self.cancel(number)
 
-    # -- while they wait
+    # -- requests that wait
 
     def look(self) -> None:
-        """End requests past their deadline, and retry those without room. Call it often."""
+        """End requests past their deadline, and retry requests that found no room.
+
+        Call it often.
+        """
         now = time.monotonic_ns()
         with self._lock:
             late = [n for n, entry in self._waiting.items() if entry.is_late(now)]
@@ -229,11 +240,11 @@ class RequestLog:
                 entry.revise(item.put_at(number, time.monotonic_ns()))
 
     def cancel(self, number: RequestId) -> None:
-        """End a request that its caller has cancelled."""
+        """End a request that the caller has cancelled."""
         self._end(number, FinishReason.CANCELLED, None)
 
     def end_all(self, why: str) -> None:
-        """End all waiting and later requests in `error`: there is no further engine."""
+        """End all waiting and later requests in `error`, because there will be no other engine."""
         with self._lock:
             self._over = why
             waiting = list(self._waiting)

@@ -1,4 +1,4 @@
-"""The base of clients that reach their engine through rings, on this host or another."""
+"""The base class of clients that reach an engine through rings, on this host or another host."""
 
 import itertools
 import time
@@ -22,18 +22,18 @@ from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, FinishReason, Priority, RequestId, RequestStatus, Sampled
 
 CLOSE_S = 30.0
-"""Seconds after which a closing engine is killed or left."""
+"""Seconds after which a closing engine is killed, or left alone."""
 
 
 class RingClient(Client):
-    """The front end of an engine elsewhere: handles here, rings between.
+    """The front end of an engine in another process: handles here, rings between the processes.
 
     A subclass makes `_front_end`, calls `_take` on its receiver thread and `_end_all` when the
     engine has ended, and implements `_ask`.
     """
 
     meets_at = ""
-    """Address at which other engines reach the engine; empty if there is none."""
+    """Address at which other engines reach the engine; empty without an address."""
     hello: Any
     """The engine's description: `info`, `config`, `trace_meta`, `model`."""
 
@@ -42,12 +42,12 @@ class RingClient(Client):
         self._front_end = front_end
         self._closing = False
         self._over: str | None = None
-        """The reason why nothing more arrives from the engine."""
+        """The reason why no more records arrive from the engine."""
         self.number_from(itertools.count())
         self._open: dict[RequestId, SavedRequest] = {}
 
     def number_from(self, counts: Iterator[int]) -> None:
-        """Number requests by a count that several clients share, so that no two have one."""
+        """Number requests by a count that several clients share, so that all numbers differ."""
         first = self._front_end.number << NUMBER_BITS
         self._numbers = (first + count for count in counts)
 
@@ -67,7 +67,7 @@ class RingClient(Client):
     def _entry(self, request_id: RequestId) -> SavedRequest | None:
         entry = self._open.get(request_id)
         if entry is None:
-            with self.admission_lock:  # it may be one that `restore` is about to register
+            with self.admission_lock:  # the request may be one that `restore` is about to register
                 entry = self._open.get(request_id)
         return entry
 
@@ -105,10 +105,10 @@ class RingClient(Client):
             log.heard_of(entry)
 
     def _left(self, number: RequestId) -> None:
-        """Ignore a request that an ending engine ended: `_end_all` follows."""
+        """Ignore a request that a closing engine ended, because `_end_all` follows."""
 
     def _is_of_the_engine(self, end: End, entry: SavedRequest) -> bool:
-        """Return True if a request ended because the engine ends, and no caller cancelled it."""
+        """Return True if a request ended because its engine ended, and not by a caller's cancel."""
         if end.error is not None:
             return end.error.startswith(CRASHED)
         is_cancelled = end.reason is FinishReason.CANCELLED
@@ -116,7 +116,7 @@ class RingClient(Client):
         return is_cancelled and not ended_here and not self._closing
 
     def _moved(self, entry: SavedRequest, ticket: str) -> None:
-        """Continue a migrated request at the next engine, or here without its KV."""
+        """Continue a migrated request at the next engine, or at this engine without its KV."""
         log = entry.handle.log or RequestLog(0, lambda: None)
         entry.source = Source(self.meets_at, ticket) if self.meets_at and ticket else None
         log.move_on(entry, self.now_ns(), self.replay)
@@ -151,9 +151,9 @@ class RingClient(Client):
 
     @abstractmethod
     def costs_ns(self) -> Sequence[float] | None:
-        """Return the costs of a prompt token, a one-row decode step, and a token of a full step.
+        """Return the costs of a prompt token, of a decode step of one row, and of a batched token.
 
-        In nanoseconds; None if unknown.
+        The costs are in nanoseconds. A batched token is one of a full step. None if unknown.
 
         Raises:
             EngineClosedError: The engine has ended.
@@ -166,7 +166,7 @@ class RingClient(Client):
 
     @abstractmethod
     def _ask(self, op: str, *args: Any) -> Any:
-        """Ask the engine's process.
+        """Send a question to the engine's process; return the answer.
 
         Raises:
             EngineClosedError: The engine has ended.
@@ -189,7 +189,8 @@ class RingClient(Client):
         with self.admission_lock:
             number = self.new_number()
         self._announce(number, entry.source)
-        with entry.handle.prompt_lock, self.admission_lock:  # no piece of it arrives meanwhile
+        # no piece of the prompt arrives meanwhile
+        with entry.handle.prompt_lock, self.admission_lock:
             self.raise_if_closed()
             by_ns = self.now_ns() - time.monotonic_ns()
             entry.shift(by_ns)
@@ -205,18 +206,18 @@ class RingClient(Client):
             self.cancel(number)
 
     def _announce(self, number: RequestId, source: Source | None) -> None:
-        """Tell the engine the place of a migrating request's KV; else it is recomputed."""
+        """Tell the engine the place of a migrating request's KV. Otherwise KV is computed again."""
         if source is not None and source.address != self.meets_at:
-            with suppress(ConfigError):  # it takes none
+            with suppress(ConfigError):  # the engine fetches no KV
                 self._ask("expect", number, *source)
 
     @property
     def hands_over(self) -> bool:
-        """True if requests can migrate from the engine and to it, with their KV."""
+        """True if requests can migrate from the engine and to the engine with their KV."""
         return bool(self.config.handover_gib and self.meets_at)
 
     def standing(self) -> Iterator[tuple[SavedRequest, float]]:
-        """Yield open BE requests that are not paused, and the seconds since their progress."""
+        """Yield open BE requests that are not paused, and the seconds since their last progress."""
         now_ns = self.now_ns()
         for entry in list(self._open.values()):
             waits_for_us = entry.is_paused or entry.is_open or entry.ended is not None
@@ -225,9 +226,9 @@ class RingClient(Client):
                 yield entry, (now_ns - last_ns) / NS_PER_S
 
     def give_away(self, request_id: RequestId) -> bool:
-        """Ask the engine to release a request for another one; return True if it does.
+        """Ask the engine to release a request for another engine; return True if it does.
 
-        It does not if it does not know the request, or if the prompt is still streaming.
+        The engine keeps a request that it does not know, or whose prompt is still streaming.
 
         Raises:
             ConfigError: The engine cannot migrate requests.
@@ -240,8 +241,8 @@ class RingClient(Client):
 
         Args:
             entry: The request.
-            number: Id of the request here.
-            asked: State that it was submitted with.
+            number: Id of the request at this engine.
+            asked: State with which the request was submitted.
         """
         handle = entry.handle
         try:
@@ -254,7 +255,7 @@ class RingClient(Client):
             self._front_end.cancel(Cancel(number))
             raise
         if asked.paused and handle.log is not None:
-            handle.log.heard_of(entry)  # it may have been paused after it was put on trial
+            handle.log.heard_of(entry)  # the request may have been paused after its trial began
 
     def _put(self, entry: SavedRequest, submission: Submission) -> None:
         if len(self._open) >= MAX_OPEN:
@@ -283,14 +284,14 @@ class RingClient(Client):
         if entry is not None and self._over is None:
             self._front_end.update(item)
             if entry.is_paused and entry.handle.log is not None:
-                entry.handle.log.heard_of(entry)  # it gets no token for now
+                entry.handle.log.heard_of(entry)  # a paused request gets no token for now
 
     def revise(self, number: RequestId, item: Revision) -> None:
         entry = self._open.get(number)
         if entry is None:
             return
         item = item.put_at(number, self.now_ns())
-        if self._over is None:  # else the next engine gets it with the rest
+        if self._over is None:  # otherwise the next engine gets the new prompt
             rest = replace(item.rest, priority=entry.sent_priority)
             self._front_end.revise(Revision(item.keep, rest))
         entry.revise(item)
@@ -308,7 +309,7 @@ class RingClient(Client):
         return [self._unseen(i) if status is None else RequestStatus(status) for i, status in pairs]
 
     def _unseen(self, request_id: RequestId) -> RequestStatus:
-        """Return the state of a request that the engine does not hold: new, or about to end."""
+        """Return the state of a request that the engine does not have: new, or about to end."""
         entry = self._open.get(request_id)
         is_new = entry is not None and not entry.token_ns
         return RequestStatus.WAITING if is_new else RequestStatus.FINISHED

@@ -15,10 +15,10 @@ class SavedRequest:
     """An open request: its handle, and the data to submit it again.
 
     Args:
-        handle: Handle of the caller; it has the output so far.
+        handle: Handle of the caller, with the output so far.
         arrival_ns: Arrival time of the request.
-        priority: Its class.
-        submission: Submission as first sent; None if it came from a checkpoint.
+        priority: Class of the request.
+        submission: First submission; None for a request of a checkpoint.
     """
 
     def __init__(
@@ -29,22 +29,27 @@ class SavedRequest:
         self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
         self.token_ns: list[int] = []
         self.ended: End | None = None
-        """End that its text caused before the engine knew; None before that."""
+        """End that the request's text caused, before the engine reported an end.
+
+        None without such an end.
+        """
         self.num_replays = self.num_trials = 0
         self.has_moved = False
-        """True after its engine has migrated it."""
+        """True after an engine has migrated the request."""
         self.source: Source | None = None
-        """The place of its KV then, for the next engine."""
+        """The place of the KV of a migrated request, for the next engine."""
         self.sent_priority = priority
-        """Its class at submission: pieces of its prompt go into the ring of that class."""
+        """Class at submission. Pieces of the prompt go into the ring of that class."""
         self.num_had = self.num_cached = 0
-        """Tokens that it had when its present engine got it; and prompt tokens that the first
-        engine found cached, if reported. A later engine's cache hits are not included."""
+        """Number of tokens at submission to the present engine, and number of cached prompt tokens.
+
+        Only the first engine's report of cached tokens counts.
+        """
         self.put_ns = arrival_ns
-        """Time of its submission to its present engine, on that engine's clock."""
+        """Time of submission to the present engine, on that engine's clock."""
 
     def revise(self, item: Revision) -> None:
-        """Apply a change of its prompt, also to the data to submit it again."""
+        """Apply a change of the prompt, also to the data for another submission."""
         if (before := self.submission) is not None:
             ids = (*before.token_ids[: item.keep], *item.rest.token_ids)
             self.submission = replace(
@@ -58,27 +63,27 @@ class SavedRequest:
 
     @property
     def is_open(self) -> bool:
-        """True while its prompt is streaming."""
+        """True while the request's prompt is streaming."""
         return self.submission is not None and self.submission.is_open
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: the smallest is replayed first."""
+        """Sort key. The request with the smallest key is replayed first."""
         return self.priority, self.unknown.arrival_ns
 
     @property
     def priority(self) -> int:
-        """Its present class."""
+        """Present class of the request."""
         asked = self.handle.asked.priority
         return self.unknown.priority if asked is None else asked
 
     @property
     def is_paused(self) -> bool:
-        """True if it is to be paused."""
+        """True if the caller has paused the request."""
         return bool(self.handle.asked.paused)
 
     def shift(self, by_ns: int) -> None:
-        """Add a difference to all its times, which converts them to another clock."""
+        """Add a difference to all times of the request, which converts them to another clock."""
         self.unknown = replace(self.unknown, arrival_ns=self.unknown.arrival_ns + by_ns)
         self.token_ns[:] = [at_ns + by_ns for at_ns in self.token_ns]
         if (item := self.submission) is not None:
@@ -87,7 +92,7 @@ class SavedRequest:
             self.submission = replace(item, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
 
     def rest(self, number: RequestId) -> Submission:
-        """Return the remaining work as a request."""
+        """Return the remaining work as a submission."""
         assert self.submission is not None
         done = self.handle.token_ids
         token_ids = (*self.submission.token_ids, *done)
@@ -100,12 +105,12 @@ class SavedRequest:
         )
 
     def is_late(self, now_ns: int) -> bool:
-        """Return True if its deadline has passed."""
+        """Return True if the request's deadline has passed."""
         deadline_ns = None if self.submission is None else self.submission.deadline_ns
         return deadline_ns is not None and deadline_ns <= now_ns
 
     def end(self) -> End | None:
-        """Return its end, if it ended before its engine could report one."""
+        """Return the end, if the request ended before an engine could report an end."""
         item, done = self.submission, self.handle.token_ids
         if self.ended is not None or item is None:
             return self.ended
@@ -118,7 +123,8 @@ class SavedRequest:
     def finish(self, number: RequestId, end: End, known: EngineMetrics | None = None) -> None:
         """Finish the handle, with the engine's report if there is one."""
         known = known or replace(self.unknown, priority=self.priority)
-        if self.num_replays or self.has_moved:  # the engine that planned it first took that along
+        # only the first engine knows when the request was first planned
+        if self.num_replays or self.has_moved:
             known = replace(known, queue_ms=None)
         if self.num_had:
             known = replace(known, num_cached_tokens=self.num_cached)

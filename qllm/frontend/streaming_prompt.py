@@ -63,12 +63,12 @@ PIECE_TOKENS = 16
 Piece = str | Sequence[int]
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 UNSAID = SamplingParams(temperature=0, seed=0)
-"""Sampling of a streaming prompt before `send`: unused, because no token is sampled."""
+"""Sampling of a streaming prompt before `send`. It is unused, because no token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEngine:
-    """The parts of an engine that a streaming prompt needs."""
+    """The members of an engine that a streaming prompt needs."""
 
     client: Client
     tokenizer: Any
@@ -83,7 +83,7 @@ class PromptEngine:
 
 
 class StreamingPrompt:
-    """A prompt that the engine computes while it arrives. Safe to use from any thread.
+    """A prompt that the engine computes while its pieces arrive. Safe to use from any thread.
 
     At the end of a `with` (or `async with`) block, a prompt that was not sent is cancelled.
 
@@ -91,16 +91,16 @@ class StreamingPrompt:
         handle: Handle of the prompt's request.
         engine: Engine that has the request.
         priority: Integer class.
-        salt: Digests of its cache salt and owner.
+        salt: Digests of the prompt's cache salt and owner.
     """
 
     def __init__(self, handle: Handle, engine: PromptEngine, priority: int, salt: bytes) -> None:
         self.handle = handle
-        """The handle of the answer; it has no token before `send`."""
+        """The handle of the answer. It has no token before `send`."""
         self._engine, self._priority, self._salt = engine, priority, salt
         self._tokens: IncrementalTokens | None = None
         self._told: list[int] = []
-        """Tokens that the engine has."""
+        """Tokens that were sent to the engine."""
         self._is_sent = False
 
     def __repr__(self) -> str:
@@ -114,18 +114,21 @@ class StreamingPrompt:
 
     @property
     def is_sent(self) -> bool:
-        """True once the prompt is whole and its answer is being made."""
+        """True once the prompt is whole and the engine makes the answer."""
         return self._is_sent
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that arrived so far: UTF-8, or 4 per token id; of a chat, its last message."""
+        """Bytes that arrived so far: UTF-8 bytes, or 4 per token id.
+
+        In a chat only the last message counts.
+        """
         tokens = self._tokens
         return 0 if tokens is None else tokens.num_bytes
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that arrived so far; later pieces may change the last ones."""
+        """Number of tokens that arrived so far. Later pieces may change the last tokens."""
         with self.handle.prompt_lock:
             if self._tokens is None:
                 return 0
@@ -137,20 +140,20 @@ class StreamingPrompt:
         """Return the size of the first `from_token` tokens, in bytes as for `num_bytes`.
 
         Raises:
-            InvalidRequestError: As for `replace`.
+            InvalidRequestError: An error of `replace`.
         """
         with self.handle.prompt_lock:
             return 0 if self._tokens is None else self._tokens.num_bytes_before(from_token)
 
     def begin(self, prompt: Prompt, template: Mapping[str, Any] = NO_OPTIONS) -> None:
-        """Take the beginning of the prompt. Of messages, the last one receives the later pieces.
+        """Take the beginning of the prompt. In a chat, the last message receives the later pieces.
 
         Args:
-            prompt: Text, token ids or messages; may be empty.
+            prompt: Text, token ids or messages. It may be empty.
             template: Keywords of `render_chat`.
 
         Raises:
-            InvalidRequestError: The prompt has another shape, or is no text.
+            InvalidRequestError: The prompt has another shape, or cannot be encoded.
         """
         engine = self._engine
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -175,13 +178,14 @@ class StreamingPrompt:
     def append(self, piece: Piece) -> None:
         """Append text, or token ids if the prompt began with token ids.
 
-        The engine computes it while this returns and the caller makes the next piece.
+        The engine computes the piece after this call returns, while the caller makes the next
+        piece.
 
         Raises:
-            InvalidRequestError: The prompt was sent, or the piece is no text (no token ids).
-            ContextLengthError: The prompt is too long now. The caller may replace a part, or
-                cancel.
-            RequestFailedError: The request has ended: it was cancelled, or its engine has ended.
+            InvalidRequestError: The prompt was sent, or the piece is not a text (not token ids).
+            ContextLengthError: The prompt is too long now. The caller may replace a part of the
+                prompt, or cancel.
+            RequestFailedError: The request was cancelled, or its engine has ended.
         """
         with self.handle.prompt_lock:
             tokens = self._of(piece)
@@ -192,12 +196,14 @@ class StreamingPrompt:
     def replace(self, from_token: int, piece: Piece) -> None:
         """Replace everything after the first `from_token` tokens with a piece.
 
-        Computed KV stays valid as far as the new prompt begins like the old one.
+        Computed KV stays valid for the tokens that the new prompt has in common with the old
+        prompt.
 
         Raises:
-            InvalidRequestError: As for `append`; or the prompt has fewer tokens (`num_tokens`).
-            ContextLengthError: As for `append`.
-            RequestFailedError: As for `append`.
+            InvalidRequestError: An error of `append`; or the prompt has fewer tokens
+                (`num_tokens`).
+            ContextLengthError: An error of `append`.
+            RequestFailedError: An error of `append`.
         """
         with self.handle.prompt_lock:
             tokens = self._of(piece)
@@ -212,7 +218,7 @@ class StreamingPrompt:
         return self
 
     def _of(self, piece: Any) -> IncrementalTokens:
-        """Return the tokens that a piece extends; the first piece decides text or ids."""
+        """Return the tokens that a piece extends. The first piece decides between text and ids."""
         self._raise_if_sent()
         if self._tokens is not None:
             return self._tokens
@@ -293,12 +299,12 @@ class StreamingPrompt:
     ) -> Handle:
         """Declare the prompt whole and request its answer, with the arguments of `submit`.
 
-        The answer is that of a request with the whole prompt: its tokens are those that the
-        tokenizer makes of the whole text. Targets and `timeout_s` count from now.
+        The answer equals that of a request with the whole prompt. The prompt's tokens are those
+        that the tokenizer makes of the whole text. Targets and `timeout_s` count from now.
 
         Raises:
             InvalidRequestError: An argument is wrong; the prompt stays open.
-            QueueFullError: The engine has no room for it now; the prompt stays open.
+            QueueFullError: The engine has no room for the request now; the prompt stays open.
             RequestFailedError: The request has ended.
             TypeError: A keyword is unknown.
         """
@@ -346,7 +352,7 @@ class StreamingPrompt:
         return self.handle
 
     def cancel(self) -> None:
-        """End the request, sent or not. Idempotent."""
+        """End the request, whether the prompt was sent or not. Idempotent."""
         self.handle.cancel()
 
     def __enter__(self) -> Self:

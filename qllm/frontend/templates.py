@@ -1,8 +1,8 @@
 """Behaviour of chat templates, found by rendering sample messages.
 
-A template is a program of the checkpoint. Some silently leave out a message whose role they do not
-know. Some add the arguments of a call to a text, which fails with an object. Each template is tried
-once per shape of a conversation.
+A template is a program in the checkpoint. Some templates silently leave out a message with an
+unknown role. Some templates add the arguments of a call to a text, which fails if the arguments are
+an object. Each template is tried once per shape of a conversation.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 from qllm.errors import InvalidRequestError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's API. A template may know more: it names them."""
+"""Roles of OpenAI's API. A template may support more roles, whose names it contains."""
 _KEY, _VALUE = "q7x", "x7q"
-_CALL_ID = "abcdefghi"  # Mistral's templates take ids of nine characters only
+_CALL_ID = "abcdefghi"  # Mistral's templates accept only ids of nine characters
 _TOOL = {
     "type": "function",
     "function": {
@@ -26,14 +26,14 @@ _TOOL = {
 }
 
 Shape = tuple[str, bool, tuple[str, ...]]
-"""A message's role, True if it has content that must be shown, and its other fields."""
+"""A message's role, True if the message has content that must be shown, and its other fields."""
 
 
 def suited(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the messages as the template takes them.
+    """Return the messages as the template accepts them.
 
-    Role `developer` becomes `system` where the template does not know it. Arguments of calls become
-    text where the template cannot show objects.
+    Role `developer` becomes `system` if the template does not support `developer`. Arguments of
+    calls become text if the template cannot show objects.
 
     Raises:
         InvalidRequestError: A role is unknown.
@@ -54,7 +54,8 @@ def suited(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[s
         if role == "developer" and not _names(template, role):
             made["role"] = "system"
             if len(found) == 1 and found[0]["role"] == "system":
-                found[0]["content"] += f"\n\n{made['content']}"  # templates know one
+                # templates support one system message
+                found[0]["content"] += f"\n\n{made['content']}"
                 continue
         if as_text and made.get("tool_calls"):
             made["tool_calls"] = [_with_text(call) for call in made["tool_calls"]]
@@ -69,10 +70,10 @@ def check_all_shown(
     variables: Mapping[str, Any],
     **how: bool,
 ) -> None:
-    """Raise unless the template shows the content of every message; next to calls it need not.
+    """Raise if the template leaves out the content of a message that has no tool calls.
 
     Raises:
-        InvalidRequestError: The template leaves one out; the message names it.
+        InvalidRequestError: The template leaves out a message; the error names it.
     """
     shape = tuple(
         (
@@ -84,7 +85,7 @@ def check_all_shown(
     )
     try:
         given = json.dumps(variables)
-    except (TypeError, ValueError):  # the caller's own objects: unknown
+    except (TypeError, ValueError):  # the caller's own objects are not checked
         return
     where = _left_out(tokenizer, str(tokenizer.chat_template), shape, has_tools, given, **how)
     if where is not None:
@@ -96,7 +97,7 @@ def check_all_shown(
 
 
 def _names(template: str, role: str) -> bool:
-    """Return True if a template has this literal."""
+    """Return True if a template contains this role as a literal."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 
@@ -115,17 +116,17 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> str
     """Return the text of messages; None if the template refuses them."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **how))
-    except Exception:  # noqa: BLE001 - whatever a template raises
+    except Exception:  # noqa: BLE001 - a template may raise any error
         return None
 
 
 @lru_cache(maxsize=16)
 def _adds_arguments(tokenizer: Any, template: str) -> bool:
-    """Return True if a template takes arguments only as text: objects fail, or look like Python.
+    """Return True if a template needs arguments as text: objects fail, or look like Python.
 
     Args:
         tokenizer: Tokenizer with the template.
-        template: Text of the template, because a tokenizer may get another one.
+        template: Text of the template, because a tokenizer may get another template.
     """
 
     def shows(arguments: Any) -> str | None:
@@ -152,9 +153,9 @@ def _left_out(
     variables: str,
     **how: bool,
 ) -> int | None:
-    """Return the first message whose content a template leaves out; None if there is none.
+    """Return the index of the first message whose content a template leaves out; None if none.
 
-    Samples that the template refuses are skipped: it refuses the messages themselves then.
+    Samples that the template refuses are skipped, because it then refuses the messages too.
     """
     as_text = _adds_arguments(tokenizer, template)
     arguments: Any = json.dumps({_KEY: _VALUE}) if as_text else {_KEY: _VALUE}

@@ -25,17 +25,17 @@ from qllm.types import FinishReason, RequestId, RequestStatus, Sampled, Sampling
 class ThreadClient(Client):
     """A client that runs the loop on its own thread. A model object has one such client at a time.
 
-    It has many methods because it is a client and the sink of the loop.
+    It has many methods because it is both a client and the loop's receiver of tokens.
 
     Args:
         loaded: The model.
         policy: A policy object.
         config: Settings.
-        threads: Threads torch computes with; None leaves torch's choice.
+        threads: Number of threads of torch; None leaves torch's choice.
 
     Raises:
-        ConfigError: A setting that the device does not have.
-        ModelError: Another engine serves this model, or it cannot be driven safely.
+        ConfigError: The device does not support a setting.
+        ModelError: Another engine serves this model, or the model cannot be driven safely.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ThreadClient(Client):
         self._closed = self._draining = False
         self._crash: BaseException | None = None
         self._ending = threading.RLock()
-        """Lock of the end of the loop and the release of the model, which happen once."""
+        """Lock for the end of the loop and the release of the model. Both happen once."""
         self._model_key = id(base_model(loaded.model))
         self._take_model()
         try:
@@ -70,23 +70,24 @@ class ThreadClient(Client):
         try:
             freeze_garbage()
             self._thread.start()
-            self._register()  # torch aborts when a thread of its own outlives the interpreter
+            self._register()  # torch aborts if one of its threads outlives the interpreter
         except BaseException:
             self._close()
             raise
 
     def _take_model(self) -> None:
-        """Take the model; wait for one that is being closed.
+        """Take the model, after an earlier engine of the model has closed.
 
-        A runner changes the model's modules, and so does its start-up check: a second one would
-        compute with the changes of the first, and lose its own when the first is closed.
+        A runner and its start-up check change the model's modules. A second runner would compute
+        with the changes of the first runner, and lose its own changes when the first runner is
+        closed.
 
         Raises:
-            ModelError: Another engine serves it.
+            ModelError: Another engine serves the model.
         """
         while (other := _SERVED.setdefault(self._model_key, self)) is not self:
             if not other.is_leaving:
-                gc.collect()  # its engine may be garbage
+                gc.collect()  # the model's earlier engine may be garbage
             if other.is_leaving or other.failure is not None:
                 other.close()
             if _SERVED.get(self._model_key) is other:
@@ -101,10 +102,10 @@ class ThreadClient(Client):
             self._closed = True
         self._core.end_all(self.handles, self._crash)
 
-    # -- sink of the loop
+    # -- receiver of the loop's tokens
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """Take a token. The loop calls this."""
+        """Pass a token to its handle. The loop calls this."""
         return self.handles[sampled.request_id].on_token(sampled)
 
     def on_finish(
@@ -114,7 +115,7 @@ class ThreadClient(Client):
         error: str | None,
         metrics: RequestMetrics | None,
     ) -> None:
-        """Take the end of a request. The loop calls this."""
+        """Pass the end of a request to its handle. The loop calls this."""
         self.handles.pop(request_id).on_finish(reason, error, metrics)
 
     # -- as a client
@@ -229,7 +230,8 @@ class ThreadClient(Client):
                 self._thread.join()
                 gc.unfreeze()
             self._closed = True
-            if _SERVED.get(self._model_key) is self:  # afterwards another client may have it
+            # after this, another client may take the model
+            if _SERVED.get(self._model_key) is self:
                 self.runner.close()
                 self._unregister()
                 del _SERVED[self._model_key]
@@ -240,5 +242,7 @@ class ThreadClient(Client):
 
 
 _SERVED: dict[int, ThreadClient] = {}
-"""Client that serves a model, by the id of its decoder; changed by single operations, without a
-lock."""
+"""Client that serves a model, by the id of the model's decoder.
+
+Single operations change the dict, without a lock.
+"""

@@ -8,7 +8,7 @@ from qllm.models.tokenizer import load_tokenizer, longest_token, vocabulary_of
 
 
 def tokenizer_of(client: Client, where: str, trust_remote_code: bool) -> Any:
-    """Load a front end's tokenizer; close the client if that fails."""
+    """Load a front end's tokenizer. If that fails, close the client."""
     try:
         tokenizer = load_tokenizer(where, trust_remote_code=trust_remote_code)
         if client.info.vocabulary and vocabulary_of(tokenizer) not in (
@@ -26,5 +26,5 @@ def tokenizer_of(client: Client, where: str, trust_remote_code: bool) -> Any:
 
 
 def prepare(tokenizer: Any) -> None:
-    """Compute the longest token now, not with the first long text."""
+    """Compute the longest token now, so that the first long text does not wait for it."""
     longest_token(tokenizer)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 
 class Waker:
-    """A queue of calls for one event loop; calls at one moment wake it once."""
+    """A queue of calls for one event loop. Several calls at one moment wake the loop once."""
 
     _all: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, "Waker"]] = WeakKeyDictionary()
 
@@ -27,12 +27,16 @@ class Waker:
         return found
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function on the loop, in order; never if it is closed. From any thread."""
-        self._due.append(function)  # before the check: `_call_all` clears the mark first
+        """Call a function on the event loop, in order.
+
+        A closed loop calls nothing. From any thread.
+        """
+        # must be before the check, because `_call_all` clears the mark first
+        self._due.append(function)
         if self._will_wake or (loop := self._loop()) is None:
             return
         self._will_wake = True
-        with suppress(RuntimeError):  # the event loop was closed: no task waits
+        with suppress(RuntimeError):  # the event loop was closed, so no task waits
             loop.call_soon_threadsafe(self._call_all)
 
     def _call_all(self) -> None:
