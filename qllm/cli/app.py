@@ -70,13 +70,14 @@ def one_line(error: Exception) -> str:
 
 
 def quiet() -> None:
-    """Turn off the progress bars and advice of libraries: stdout and stderr are ours."""
+    """Turn off the progress bars and advice of libraries, because stdout and stderr are ours."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.simplefilter("ignore")
-    bars = sys.modules.get("transformers.utils.logging")  # imported later, it reads the variable
+    # a module that is imported later reads the variable
+    bars = sys.modules.get("transformers.utils.logging")
     if bars is not None:
         bars.disable_progress_bar()
 
@@ -98,7 +99,7 @@ def engine_settings(texts: Iterable[str] | None) -> dict[str, Any]:
     """Return settings of the engine from `--set NAME=VALUE`.
 
     Raises:
-        ConfigError: A name is no setting of the engine (the message says where it belongs), or its
+        ConfigError: A name is not a setting of the engine (the message names its place), or the
             value is not allowed.
     """
     from qllm.config import spelled
@@ -122,10 +123,11 @@ def _of_engine(texts: Iterable[str] | None) -> dict[str, str]:
 
 
 def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return texts of the engine's settings, and of the policy's, which begin with `policy.`.
+    """Return texts of the engine's settings, and of the policy's settings (`policy.NAME`).
 
     Raises:
-        ConfigError: A name belongs to neither; the message says where it belongs.
+        ConfigError: A name belongs neither to the engine nor to the policy; the message names its
+            place.
     """
     given = list(texts or ())
     of_policy = [text for text in given if text.startswith(OF_POLICY)]

@@ -33,9 +33,9 @@ def docs(
 
 
 def find_pages() -> dict[str, Path]:
-    """Return the files by their path in `docs/`, without the suffix `.md`.
+    """Return the files by path in `docs/`, without the suffix `.md`.
 
-    A wheel has them in the package, a checkout next to it.
+    A wheel has the files in the package, a checkout has them next to the package.
 
     Raises:
         ConfigError: The files are in neither place.

@@ -87,7 +87,7 @@ def doctor(
 
 
 def _floor(config: "EngineConfig") -> str:
-    """Return the share of time that BE gets, and the longest time that LS waits for it."""
+    """Return the part of the time that BE gets, and the longest time that LS waits for BE."""
     floor = config.floor
     if not floor.rate:
         return "none; --set min_be_share=0.05 says here what one costs LS"

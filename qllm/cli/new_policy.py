@@ -11,7 +11,7 @@ from qllm.errors import ConfigError
 from qllm.plugins import installed_policies
 
 KINDS = ("rank", "plan")
-"""A `RankPolicy`, or a full `Policy` that plans by itself."""
+"""Kinds of template: a `RankPolicy`, or a full `Policy` that makes its own plans."""
 _IMPORT = "from qllm.sim.world import World\n"
 
 
@@ -19,9 +19,9 @@ def new_policy(name: str, kind: str = "rank", out: Path = Path()) -> Path:
     """Write a package with a policy: module, entry point, tests and README.
 
     Args:
-        name: Name of the module, like `my_policy`; the policy's name is then `my-policy`.
+        name: Name of the module, like `my_policy`. The policy's name is then `my-policy`.
         kind: Member of `KINDS`.
-        out: Folder that gets a folder `my_policy`.
+        out: Folder in which the folder `my_policy` is made.
 
     Returns:
         The new folder.

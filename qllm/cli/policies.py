@@ -54,9 +54,9 @@ def _describe(point: Any) -> tuple[str, str, str]:
         factory = load_factory(point)
         needs = factory.needs  # a value of the class, or a property that needs an object
         needs = factory().needs if isinstance(needs, property) else needs
-    except ConfigError as error:  # list the others
+    except ConfigError as error:  # the other policies are still listed
         return str(error), "", ""
-    except Exception as error:  # noqa: BLE001 - other people's code, and only a list
+    except Exception as error:  # noqa: BLE001 - code of a plug-in, and only a list
         return f"broken: {type(error).__name__}: {error}", "", ""
     doc = (inspect.getdoc(factory) or "").splitlines() or [""]
     return (

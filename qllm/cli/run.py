@@ -80,7 +80,7 @@ def run(
 
 
 def _sampling(temperature: float | None, seed: int | None) -> dict[str, Any]:
-    """Return the given keywords of SamplingParams, checked before a model is loaded."""
+    """Return the given keywords of SamplingParams. They are checked before a model is loaded."""
     from qllm.types import SamplingParams
 
     asked = {"temperature": temperature, "seed": seed}
@@ -101,7 +101,7 @@ class _Talk:
         self._history: list[Message] = []
 
     def answer(self, text: str) -> bool:
-        """Stream an answer; return False if it was stopped. A refused question leaves no trace."""
+        """Stream an answer; return False if it was stopped. A refused question is not stored."""
         asked: list[Message] = [*self._history, {"role": "user", "content": text}]
         prompt: Prompt = text if self._raw else asked
         said, stopped = self._show(self._engine.submit(prompt, "LS", **self._sampling))
@@ -110,10 +110,10 @@ class _Talk:
         return not stopped
 
     def answer_stdin(self, begin: str) -> bool:
-        """Answer a prompt from a pipe, computed as it arrives; return False if it was stopped.
+        """Answer a prompt from a pipe, computed while it arrives; return False if it was stopped.
 
         Raises:
-            InvalidRequestError: The prompt is no UTF-8, or too long.
+            InvalidRequestError: The prompt is not UTF-8, or too long.
         """
         first: Prompt = begin if self._raw else [{"role": "user", "content": begin}]
         decoder, num_bytes = getincrementaldecoder("utf-8")(), 0

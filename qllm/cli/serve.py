@@ -136,7 +136,7 @@ def serve(
     quiet()
     if loaded.ray is not None:
         from qllm.ray import serve as run
-    elif loaded.device == "cpu":  # torch is asked whether it sees a GPU
+    elif loaded.device == "cpu":  # torch reports if there is a GPU
         forgo_torch()
     if loaded.role in ENGINE_ROLES:
         run = serve_engine
@@ -149,5 +149,5 @@ def serve(
 
 
 def _all_of(name: str, texts: list[str] | None) -> tuple[str, ...] | None:
-    """Return the items of a flag that may be repeated, each of which may be a list."""
+    """Return the items of a flag that may be repeated. Each value may be a list of items."""
     return tuple(item for text in texts or () for item in read_list(name, text)) or None

@@ -17,8 +17,8 @@ class WithSettings(TyperCommand):
     """A command whose help ends with the engine's settings, and that explains unknown flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the line; an unknown flag raises an error with the known ones."""
-        words = list(args)  # parsing removes them
+        """Parse the command line. An unknown flag raises an error with the known flags."""
+        words = list(args)  # parsing removes the words
         try:
             rest: list[str] = super().parse_args(ctx, args)
             return rest
@@ -51,14 +51,14 @@ class WithSettings(TyperCommand):
 FLAGS = "qllm.server.flags"
 """Key in a context's `meta` of the server's settings that were given as flags."""
 NO_FLAGS = ("model", "engine", "policy_settings", "objectives", "api_keys", "engine_address", "ray")
-"""Settings that the command takes in another form."""
+"""Settings for which the command has other arguments."""
 
 
 class WithServerSettings(WithSettings):
-    """A command that takes every setting of the server as a flag; its help shows the defaults."""
+    """A command that takes every setting of the server as a flag. Its help shows the defaults."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remove the flags that are settings of the server from the line."""
+        """Remove flags that are settings of the server from the command line."""
         names = self._names()
         found, rest, items = ctx.meta.setdefault(FLAGS, {}), [], iter(args)
         for item in items:
@@ -77,10 +77,10 @@ class WithServerSettings(WithSettings):
         return super().parse_args(ctx, rest)
 
     def _names(self) -> dict[str, str]:
-        """Return settings by flag, without parameters of the command."""
+        """Return settings by flag, without those that are parameters of the command."""
         try:
             from qllm.server.config import ServerConfig
-        except ModuleNotFoundError:  # the command reports it when it runs
+        except ModuleNotFoundError:  # the command reports the error when it runs
             return {}
         taken = {flag for param in self.params for flag in param.opts}
         fields = {

@@ -162,7 +162,7 @@ def sim(
 def _arms(
     variants: "list[Variant]", engines: int, route: str
 ) -> "list[tuple[str, Callable[..., Simulated]]]":
-    """Return the runs to compare: policies, and routes if there are several engines."""
+    """Return the runs to compare: one per policy and, with several engines, route."""
     from qllm.fleet.routes import load_route
     from qllm.sim.fleet import simulate_fleet
     from qllm.sim.run import simulate

@@ -52,7 +52,7 @@ class Scrape:
 
 
 def quantile(buckets: dict[float, float], p: float) -> float | None:
-    """Return the upper bound of the bucket with the p-quantile; None if it is empty."""
+    """Return the upper bound of the bucket with the p-quantile; None for an empty histogram."""
     bounds = sorted(buckets)
     count = buckets[bounds[-1]] if bounds else 0.0
     if not count:

@@ -1,4 +1,4 @@
-"""The command `qllm upcycle`: a model with experts, made from a dense one."""
+"""The command `qllm upcycle`: a model with experts, made from a dense model."""
 
 import time
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""One front end to several engines: a client whose requests go where a route sends them.
+"""One front end of several engines: a client whose route chooses the engine of each request.
 
     submit -> Router.choose -> the engine's own client (`RemoteClient`, or `ProcessClient`)
                                    |
     the engine dies -> RequestLog -'-> another engine, with the tokens so far
 
-The engines are equal (`Card.check`). So an answer does not depend on the engines that gave it, nor
-on the number of migrations.
+The engines are equal (`Card.check`). So an answer does not depend on the engines that compute it,
+and not on the number of migrations.
 """
 
 import itertools
@@ -40,9 +40,9 @@ from qllm.ingress import Revision, Submission, Update
 from qllm.types import NS_PER_S, RequestId, RequestStatus
 
 LOOK_S = 0.05
-"""Seconds between two checks of engines and of requests that wait for one."""
+"""Seconds between two checks of engines, and of requests that wait for an engine."""
 COST_EVERY = 20
-"""Number of checks of which one asks for the engine's speed."""
+"""Number of checks for each check that also asks for the engine's speed."""
 _log = logging.getLogger("qllm.fleet")
 
 
@@ -52,18 +52,18 @@ def meet(
     secret_file: str | os.PathLike[str] | None,
     fleet: Mapping[str, Any],
 ) -> "RemoteClient | FleetClient":
-    """Connect to the engine at an address, or to several with commas between.
+    """Connect to the engine at an address, or to several engines at addresses with commas between.
 
     Args:
         address: Address as for `QLLMEngine.connect`.
         profile: Transport of rings to other hosts.
-        secret_file: File with the secret that both sides share.
+        secret_file: File with the secret that front end and engines share.
         fleet: Arguments of `FleetClient.connect`; `route` may be a name.
 
     Raises:
-        ConfigError: An error of `RemoteClient.connect` or `FleetClient.connect`; or a single engine
-            got arguments of a fleet.
-        EngineClosedError: None answers.
+        ConfigError: An error of `RemoteClient.connect` or `FleetClient.connect`, or arguments of a
+            fleet for a single engine.
+        EngineClosedError: No engine answers.
     """
     file = None if secret_file is None else Path(secret_file)
     names = [name.strip() for name in address.split(",") if name.strip()]
@@ -77,18 +77,18 @@ def meet(
 
 
 class FleetClient(FarClient, ManyClient):
-    """A client of several engines. Every method may be called from any thread.
+    """A client of several engines. Any thread may call any method.
 
     Args:
         members: The engines.
         card: Properties that all engines share.
         met: Clients of the engines that answer.
-        route: Function that chooses among them.
-        max_replays: Largest number of times that a request continues elsewhere after its engine
-            died.
-        max_trials: Largest number of these that end before a token there (see `RequestLog`).
+        route: Function that chooses among the engines.
+        max_replays: Largest number of times that a request continues at another engine after its
+            engine died.
+        max_trials: Number of engines that may die during a request's trial (see `RequestLog`).
         rebalance_s: Seconds after which a stalled BE request migrates with its KV to another
-            engine, where both allow it (`rebalance.choose_move`); 0 disables this.
+            engine, if both engines allow it (`rebalance.choose_move`); 0 disables migration.
         record: Function that is called with every entry of the router.
     """
 
@@ -109,7 +109,7 @@ class FleetClient(FarClient, ManyClient):
         self._card = card
         self._routing = SharedRouter(route, record)
         self.log: FleetLog = FleetLog(max_replays, max_trials, self._routing)
-        """Open requests between two engines."""
+        """Open requests that have left one engine and wait for another."""
         self.log.replay = self.replay
         self._rebalancer = None
         if rebalance_s:
@@ -139,19 +139,19 @@ class FleetClient(FarClient, ManyClient):
         backoff: Backoff | None = None,
         **settings: Any,
     ) -> "FleetClient":
-        """Connect to several engines; those that are down are tried again later.
+        """Connect to several engines. Engines that are down are tried again later.
 
         Args:
             addresses: HOST:PORT of an engine's meeting, or the path at which it listens.
-            route: Function that chooses among them.
+            route: Function that chooses among the engines.
             profile: Transport of rings to other hosts.
-            secret_file: File with the secret that all share.
+            secret_file: File with the secret that front end and engines share.
             backoff: Delays before the fleet connects again to an engine that has ended.
             **settings: Further arguments of the class.
 
         Raises:
-            ConfigError: Engines differ, an address comes twice, or a setting is wrong.
-            EngineClosedError: None answers.
+            ConfigError: Engines differ, an address occurs twice, or a setting is wrong.
+            EngineClosedError: No engine answers.
         """
         twice = {address for address in addresses if addresses.count(address) > 1}
         if twice:
@@ -173,7 +173,7 @@ class FleetClient(FarClient, ManyClient):
         return fleet
 
     def start(self) -> None:
-        """Start the threads that watch the engines, one for each."""
+        """Start the threads that watch the engines, one thread for each engine."""
         work: list[Callable[[], None]] = [self._look]
         work += [partial(self._keep, member) for member in self.members.values()]
         if self._rebalancer is not None:
@@ -186,7 +186,7 @@ class FleetClient(FarClient, ManyClient):
     # -- engines come and go
 
     def _enter(self, member: Member, client: RingClient) -> None:
-        client._unregister()  # the fleet closes it
+        client._unregister()  # the fleet closes the client
         client.number_from(self._counts)
         config = client.config
         with self._routing.lock:
@@ -208,7 +208,7 @@ class FleetClient(FarClient, ManyClient):
             count += 1
 
     def look_at(self, member: Member, *, asks_costs: bool = False) -> None:
-        """Check one engine, and connect again after it has ended.
+        """Check one engine, and connect again after the engine has ended.
 
         Args:
             member: The engine.
@@ -246,7 +246,7 @@ class FleetClient(FarClient, ManyClient):
             wait_s = member.is_out(why)
             others = self._serves
         _log.error("%s; it is tried again in %.1f s", why, wait_s)
-        client.close()  # from now on the log has all its requests
+        client.close()  # from now on the log has all requests of the client
         self._stats.gone(member.name)
         if others:
             self.log.go_on(self.replay)
@@ -328,7 +328,7 @@ class FleetClient(FarClient, ManyClient):
         put: Callable[[RingClient], None],
         wanted: str | None = None,
     ) -> None:
-        """Submit a request to the engine of the route, or to another that has room.
+        """Submit a request to the engine of the route, or to another engine that has room.
 
         Raises:
             EngineClosedError: No engine takes requests.
@@ -398,7 +398,7 @@ class FleetClient(FarClient, ManyClient):
         return min((c.num_waiting for c in taking if c is not None), default=0)
 
     def stats(self) -> dict[str, Any]:
-        """Return sums and extremes over the engines; counts include engines that have ended."""
+        """Return sums and extremes over the engines. Counts include engines that have ended."""
         told = {}
         for name, member in self.members.items():
             if (client := member.client) is not None:
@@ -432,7 +432,8 @@ class FleetClient(FarClient, ManyClient):
         """Ask every engine.
 
         Raises:
-            EngineClosedError: An engine that may have KV in a file is out; the others were asked.
+            EngineClosedError: An engine that may have KV in a file is out. The other engines were
+                asked.
         """
         answers, missed = [], []
         for name, member in self.members.items():
@@ -450,7 +451,7 @@ class FleetClient(FarClient, ManyClient):
         return answers
 
     def drain(self) -> None:
-        """Take no new requests from this front end; the engines have other front ends."""
+        """Refuse new requests at this front end. The engines may have other front ends."""
         self.raise_if_closed()
         self._drains = True
 
@@ -465,7 +466,7 @@ class FleetClient(FarClient, ManyClient):
             if self._ended.is_set():
                 return
             self._ended.set()
-        for thread in self._threads:  # one may be connecting to an engine that does not answer
+        for thread in self._threads:  # a thread may be connecting to an engine that does not answer
             if thread is not threading.current_thread():
                 thread.join(1)
         for handle in self.log.handles():

@@ -1,6 +1,6 @@
 """Engines of a fleet: their addresses, states and times of the next attempt.
 
-out --(met, and equal to the others)--> up --(gone)--> out, for a time that grows
+out --(connected, and equal to the others)--> up --(ended)--> out, for a growing time
 """
 
 import json
@@ -18,7 +18,7 @@ OF_ONE_ENGINE = {
     "conformance", "handover_gib", "kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "role",
     "swap_kv_tokens",
 }  # fmt: skip
-"""Settings that may differ between the engines of a fleet: no answer depends on them."""
+"""Settings that may differ between the engines of a fleet, because no answer depends on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Backoff:
     """Delays in seconds before the fleet connects again to an engine that has ended."""
 
     first_s: float = 1.0
-    """Delay after the first end in seconds; doubled each further time."""
+    """Delay in seconds after the first end. It doubles after each further end."""
     cap_s: float = 60.0
     """Upper limit of the doubled delay."""
     calm_s: float = 600.0
@@ -42,7 +42,7 @@ class Member:
 
     Args:
         name: Address of the engine.
-        meet: Function that connects to it.
+        meet: Function that connects to the engine.
         backoff: Delays before new attempts.
     """
 
@@ -51,24 +51,27 @@ class Member:
         self.client: RingClient | None = None
         """The client while the engine is up."""
         self.why = "it was not met yet"
-        """The reason why the engine is out."""
+        """The reason why the engine does not serve."""
         self.num_met = 0
-        """Number of engines that were met at the address, one after the other."""
+        """Number of connections to engines at the address, one after the other."""
         self.keeps_file = True
-        """True if KV in its file may outlive it; assumed until the first connection."""
+        """True if KV in the engine's file may outlive the engine.
+
+        It is True until the first connection.
+        """
         self._num_gone = 0
         self._up_s = 0.0
         self.next_s = 0.0
-        """Time of the next attempt, on the clock of `time.monotonic`."""
+        """Time of the next attempt to connect, on the clock of `time.monotonic`."""
 
     def meet(self, like: "Card | None") -> RingClient:
-        """Connect to the engine. The caller then adds it, or calls `is_out`.
+        """Connect to the engine. The caller then adds the engine, or calls `is_out`.
 
         Args:
-            like: Card that it must be equal to.
+            like: Card to which the engine's card must be equal.
 
         Raises:
-            ConfigError: It differs from the fleet's other engines, or settings are wrong.
+            ConfigError: The engine differs from the fleet's other engines, or settings are wrong.
             EngineClosedError: No engine answers.
         """
         client = self._meet()
@@ -107,10 +110,10 @@ class Card:
     parts: dict[str, Any]
 
     def check(self, other: "Card") -> None:
-        """Raise unless another engine may serve in the same fleet.
+        """Raise if another engine may not serve in the same fleet.
 
         Raises:
-            ConfigError: The engines differ; the message states in what.
+            ConfigError: The engines differ; the message names the differences.
         """
         for part, ours in self.parts.items():
             theirs = other.parts[part]
@@ -124,13 +127,13 @@ class Card:
 
     @property
     def digest(self) -> str:
-        """A digest that equal cards share in all processes."""
-        text = json.dumps(self.parts, sort_keys=True, default=sorted)  # of sets
+        """A digest that is equal for equal cards, in all processes."""
+        text = json.dumps(self.parts, sort_keys=True, default=sorted)  # `sorted` writes sets
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def card_of(name: str, hello: Any) -> Card:
-    """Return the card of an engine: the properties that its answers depend on.
+    """Return the card of an engine: the properties on which its answers depend.
 
     Args:
         name: Address of the engine.
@@ -138,7 +141,7 @@ def card_of(name: str, hello: Any) -> Card:
     """
     info, config = hello.info._asdict(), asdict(hello.config)
     parts = {what: config[what] for what in config if what not in OF_ONE_ENGINE}
-    del info["name"]  # the same model may lie at different places
+    del info["name"]  # the same model may have different names and places
     parts |= {what if what not in config else f"{what} in use": info[what] for what in info}
     return Card(name, {**parts, "policy": hello.trace_meta["policy"]})
 
@@ -150,7 +153,7 @@ def meet_all(members: list[Member]) -> tuple[Card, dict[Member, RingClient]]:
         The common card, and the engines that answer.
 
     Raises:
-        QllmError: None answers, or one that does differs from the others.
+        QllmError: No engine answers, or an engine differs from the others.
     """
     met: dict[Member, RingClient] = {}
     failed: dict[Member, Exception] = {}
@@ -189,7 +192,7 @@ def takes_requests(member: Member) -> bool:
 
 
 def is_full(member: Member) -> bool:
-    """Return True if as many requests wait at an engine as may."""
+    """Return True if as many requests wait at an engine as are allowed."""
     client = member.client
     return client is not None and client.num_waiting >= client.config.max_waiting
 

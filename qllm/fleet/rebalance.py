@@ -1,10 +1,10 @@
-"""Choice of the stalled BE request that migrates to another engine: a pure rule and its inputs.
+"""Choice of the stalled BE request that migrates to another engine.
 
-LS work has priority, so a BE request may stall for long at an engine that LS keeps busy, while
-another engine has room. Where both can migrate KV (docs/design/handover.md), the request migrates.
-The future is unknown. A request that has stalled for as long as a migration takes is expected to
-stall for as long again. So a migration then loses at most half of what knowing the future would
-have saved.
+LS work has priority. So a BE request may stall for long at an engine that LS keeps busy, while
+another engine has room. If both engines can migrate KV (docs/design/handover.md), the request
+migrates. Nothing here knows how long a request will stall. A request that has stalled for as long
+as a migration takes is expected to stall for the same time again. So a migration at that time saves
+at least half of the time that the best choice would save.
 """
 
 from collections import deque
@@ -19,16 +19,16 @@ REBALANCE_S = 5.0
 LOOK_S = 1.0
 """Seconds between two searches for a request to migrate."""
 LOST_S = 60.0
-"""Seconds after which a migration without a token no longer blocks the next one."""
+"""Seconds after which a migration without a token no longer blocks the next migration."""
 
 
 class Standing(NamedTuple):
-    """A BE request at an engine: neither paused nor a streaming prompt."""
+    """A BE request at an engine. It is not paused, and its prompt is whole."""
 
     key: Hashable
     engine: str
     still_s: float
-    """Seconds since its last token there, or since its arrival."""
+    """Seconds since its last token at the engine, or since its arrival."""
     num_tokens: int
     """Tokens of its prompt and of its answer so far."""
     is_begun: bool
@@ -48,7 +48,10 @@ class MoveCosts:
         self._last.append(seconds / max(1, num_tokens))
 
     def of(self, request: Standing, target: EngineView) -> float:
-        """Return the expected seconds of a migration; without measurements, of a recomputation."""
+        """Return the expected seconds of a migration.
+
+        Without measurements, assume a recomputation.
+        """
         each_s = median(self._last) if self._last else target.costs.token_s
         return request.num_tokens * each_s
 
@@ -59,9 +62,10 @@ def choose_move(
     """Choose a request to migrate and its engine, or return None.
 
     Args:
-        requests: Candidates; among possible ones, the one that has stalled longest wins.
+        requests: Candidates. Among the possible requests, the request that has stalled longest
+            wins.
         engines: Engines that are up.
-        after_s: Seconds of stalling before a migration; each migration doubles them.
+        after_s: Seconds of stalling before a migration. Each migration of a request doubles them.
         costs: Costs of migrations.
     """
     views = {engine.name: engine for engine in engines if engine.hands_over}
@@ -82,9 +86,9 @@ def choose_move(
 
 
 def _has_room(engine: EngineView, own: EngineView, is_begun: bool) -> bool:
-    """Return True if the request would run at once at the engine, with less LS than where it is.
+    """Return True if a request would run at once at the engine, with less LS than at its own.
 
-    That engine has a free seat, and no request waits there.
+    An engine with room has a free seat and no waiting request.
     """
     not_for_it = "prefill" if is_begun else "decode"
     waiting = engine.ls.num_waiting + engine.be.num_waiting

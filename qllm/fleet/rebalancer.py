@@ -21,7 +21,7 @@ _log = logging.getLogger("qllm.fleet")
 
 @dataclass(slots=True)
 class _Move:
-    """One migration under way."""
+    """One migration that has begun."""
 
     handle: Handle
     target: str
@@ -45,14 +45,14 @@ class Rebalancer:
         self._members, self._routing, self._after_s = members, routing, after_s
         self.costs = MoveCosts()
         self.num_moved = Counter[str]()
-        """Number of requests that each engine was ordered to migrate."""
+        """Number of requests that each engine was ordered to give away."""
         self._lock = threading.Lock()
         self._move: _Move | None = None
         self._times: WeakKeyDictionary[Handle, int] = WeakKeyDictionary()
         """Number of migrations of each open request."""
 
     def look(self) -> None:
-        """Begin a migration if one is due. Waits for an engine's answer."""
+        """Begin a migration if one is due. The call waits for an engine's answer."""
         now_s = time.monotonic()
         with self._lock:
             move = self._move

@@ -19,7 +19,7 @@ from qllm.ingress import Submission
 
 
 class FleetLog(RequestLog):
-    """The log of a fleet's requests. It reports every token and end to the router too."""
+    """The log of a fleet's requests. It also reports every token and end to the router."""
 
     def __init__(self, max_replays: int, max_trials: int, router: "SharedRouter") -> None:
         super().__init__(max_replays, lambda: None, max_trials)
@@ -49,7 +49,7 @@ class FleetLog(RequestLog):
 
 
 class SharedRouter:
-    """A router that threads share, with open requests as its keys."""
+    """A router that several threads share. Its keys are handles of open requests."""
 
     def __init__(self, route: Route, record: Callable[[Entry], object] | None) -> None:
         self.lock = threading.Lock()
@@ -72,8 +72,8 @@ class SharedRouter:
             handle: Handle of the request.
             submission: The request.
             members: The engines.
-            wanted: Engine that is preferred if it has room; else the route chooses.
-            without: Engines without room; the chosen engine is added if it has none.
+            wanted: Engine that is preferred if it has room. Otherwise the route chooses.
+            without: Engines without room. The chosen engine is added if it has no room.
 
         Raises:
             EngineClosedError: No engine takes requests.

@@ -1,12 +1,13 @@
 """The state of a router: a view of each engine, made from events, and the route.
 
-    up, down                      an engine takes prompts, or does no longer
+    up, down                      an engine takes prompts, or ends
     choose -> sent                a request goes to an engine
     heard                         the number of its tokens now
-    left                          it has ended, or its engine has
+    left                          the request, or its engine, has ended
 
-Only these calls change a view, and each is one entry of `record`: the same entries give the same
-choices, live and simulated (`replayed`). State grows with engines, open requests, cached pages.
+Only these calls change a view. Each call is one entry of `record`, so the same entries give the
+same choices, live and simulated (`replayed`). The state grows with engines, open requests and
+cached pages.
 """
 
 import logging
@@ -34,9 +35,9 @@ from qllm.fleet.routes import (
 from qllm.types import Priority
 
 UNKNOWN = RouteCosts()
-"""Costs of an engine that has not reported any."""
+"""Costs of an engine that has not reported its costs."""
 PERIOD_S = 1.0
-"""Seconds between two changes of pool."""
+"""Seconds between two changes of an engine's pool."""
 Entry = tuple[Any, ...]
 _log = logging.getLogger("qllm.router")
 
@@ -53,7 +54,10 @@ class CachedPrefixes(OrderedDict[int, None]):
         self.capacity = capacity
 
     def add(self, pages: Sequence[int]) -> None:
-        """Record that a prompt with these pages went there; the first pages stay longest."""
+        """Record that a prompt with these pages went to the engine.
+
+        The first pages stay longest.
+        """
         for page in reversed(pages):
             self[page] = None
             self.move_to_end(page)
@@ -73,7 +77,7 @@ class _Sent:
     num_done: int = 0
 
     def add(self, sign: int) -> None:
-        """Count it in its engine's view, or take it out."""
+        """Add the request to its engine's view, or remove it."""
         backlog: Backlog = self.engine.ls if self.is_ls else self.engine.be
         backlog.num += sign
         backlog.num_waiting += sign * self.is_waiting
@@ -82,7 +86,7 @@ class _Sent:
 
 
 class Router:
-    """The part of a fleet that chooses engines. Its caller lets one thread in at a time.
+    """The part of a fleet that chooses engines. Only one thread may call it at a time.
 
     Args:
         route: Function that chooses. If it raises or returns no engine, `routes.FALLBACK` chooses.
@@ -119,7 +123,7 @@ class Router:
             role: Role of the engine.
             costs: Speed of the engine.
             seats: Largest number of requests in one step.
-            kept_tokens: Largest number of tokens whose KV it caches.
+            kept_tokens: Largest number of tokens whose KV the engine caches.
             hands_over: Flag as in `EngineView`.
         """
         self._record(("up", name, role, costs, seats, kept_tokens, hands_over))
@@ -138,13 +142,16 @@ class Router:
         return view
 
     def _sort(self) -> None:
-        """Sort engines by what they take; if none has a role, all take its requests."""
+        """Sort engines by the requests that they take.
+
+        If no engine has the role for some requests, all engines take these requests.
+        """
         for is_begun, other in ((False, "decode"), (True, "prefill")):
             able = [engine for engine in self.engines if engine.role != other]
             self._taking[is_begun] = able or self.engines
 
     def down(self, name: str) -> None:
-        """Remove an engine. The caller reports each of its open requests as `left`."""
+        """Remove an engine. The caller reports each open request of the engine as `left`."""
         self._record(("down", name))
         self.engines = [engine for engine in self.engines if engine.name != name]
         self._sort()
@@ -166,14 +173,17 @@ class Router:
         *,
         is_begun: bool = False,
     ) -> RequestView:
-        """Return the route's view of a request; it names pages if the route uses them."""
+        """Return the route's view of a request.
+
+        The view has names of pages if the route uses them.
+        """
         pages = page_names(token_ids, salt) if self._uses_pages else ()
         return RequestView(priority, len(token_ids), max_tokens, pages=pages, is_begun=is_begun)
 
     def choose(
         self, request: RequestView, now_s: float, without: Sequence[str] = ()
     ) -> EngineView | None:
-        """Choose an engine; return None if there is none.
+        """Choose an engine; return None if no engine takes the request.
 
         Args:
             request: View from `view`.
@@ -199,7 +209,7 @@ class Router:
             if any(found is engine for engine in engines):
                 return found
             why = f"it returned {found!r:.80}, which is none of the engines"
-        except Exception as error:  # noqa: BLE001 - whatever a plug-in raises
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise any error
             why = told(error)
         self.num_errors += 1
         if self.num_errors == 1 or self.num_errors % 1000 == 0:
@@ -221,8 +231,8 @@ class Router:
         """Record that an engine gets a request, before its first token.
 
         Args:
-            key: The request, until `left`.
-            request: View that the choice was made with.
+            key: Key of the request, valid until `left`.
+            request: View of the request at the choice.
             engine: One of `engines`.
             num_done: Number of tokens that the request got from another engine.
         """

@@ -1,14 +1,15 @@
-"""Routes choose the engine of a request: pure functions of views of it and of the engines.
+"""Routes: functions that choose the engine of a request, from views of request and engines.
 
-A route is `route(request, engines) -> engine`. It gets a `RequestView` and one `EngineView` of
-each engine that takes this request now, at least one and always in the same order (engines that
-are down, are draining or have another role are left out), and returns one of them. It reads no
-clock and has no state, so equal views give equal choices in every caller:
-a live fleet (`qllm.fleet.client`), by the simulator (`qllm sim --engines`) and by routers of
-other systems.
-Time is in the views, which `qllm.fleet.router.Router` updates from events
-(sent, first token, tokens, end); a router of another system may fill views of its own and call
-`load_route(name)` alone. A choice costs one look at each view.
+A route is `route(request, engines) -> engine`. It gets a `RequestView`, and one `EngineView` of
+each engine that takes this request now, and returns one of these engines. There is at least one
+engine, and the order is always the same. Engines that are down, drain or have another role are left
+out. A route reads no clock and has no state. So equal views give equal choices in every caller: in
+a live fleet (`qllm.fleet.client`), in the simulator (`qllm sim --engines`), and in routers of other
+systems.
+
+Time is in the views, which `qllm.fleet.router.Router` updates from events (sent, first token,
+tokens, end). A router of another system may fill views of its own and only call `load_route(name)`.
+A choice costs one look at each view.
 """
 
 import math
@@ -25,16 +26,16 @@ from qllm.types import Priority
 Role = Literal["both", "prefill", "decode"]
 
 PAGE_TOKENS = 128
-"""Tokens of a page, the unit in which routes compare beginnings of prompts."""
+"""Tokens of a page. Routes compare the beginnings of prompts page by page."""
 MAX_PAGES = 32
-"""Number of compared pages of a prompt; later pages do not affect the choice."""
+"""Number of compared pages of a prompt. Later pages do not affect the choice."""
 SAMPLE = 4
-"""One of this many tokens is hashed for a page's name; hashing all would dominate the cost."""
+"""Every n-th token is hashed for a page's name. To hash all tokens would dominate the cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteCosts:
-    """Speeds of an engine. Only their ratios matter where all engines are alike."""
+    """Speeds of an engine. If all engines are alike, only the ratios of speeds matter."""
 
     token_s: float = 1 / 8000
     """Seconds to compute a token of a prompt."""
@@ -51,24 +52,26 @@ class RouteCosts:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A route's view of a request."""
+    """The view of a request that a route gets."""
 
     priority: int
-    """Its class, as `qllm.types.Priority`: smaller is sooner."""
+    """Class of the request, as in `qllm.types.Priority`. A smaller class is served sooner."""
     num_prompt_tokens: int
     max_tokens: int
-    """Largest number of tokens of its answer."""
+    """Largest number of tokens of the answer."""
     is_short: bool = True
-    """True if its prompt is at most as long as the fleet's boundary."""
+    """True if the prompt is at most as long as the fleet's boundary for short prompts."""
     pages: tuple[int, ...] = ()
-    """Names of the first whole pages of its prompt (`page_names`); empty if the route needs
-    none."""
+    """Names of the first whole pages of the prompt (`page_names`).
+
+    Empty if the route uses no pages.
+    """
     is_begun: bool = False
-    """True if another engine produced its first tokens."""
+    """True if another engine produced the first tokens of the answer."""
 
     @property
     def is_ls(self) -> bool:
-        """True if it is latency-sensitive."""
+        """True if the request is latency-sensitive."""
         return self.priority <= Priority.LS
 
 
@@ -81,46 +84,51 @@ class Backlog:
     num_waiting: int = 0
     """Number of open requests without a first token."""
     prompt_tokens: int = 0
-    """Known number of their prompt tokens that are not computed."""
+    """Number of prompt tokens of open requests that are not computed yet, as far as known."""
     output_tokens: int = 0
     """Largest number of tokens that open requests may still get."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineView:
-    """A route's view of an engine. A route must not change it."""
+    """The view of an engine that a route gets. A route must not change the view."""
 
     name: str
-    """Address or other unique name."""
+    """Address or another unique name of the engine."""
     role: Role = "both"
     is_short: bool = True
-    """True if it is in the pool for short prompts."""
+    """True if the engine is in the pool for short prompts."""
     costs: RouteCosts = RouteCosts()
     seats: int = 64
     """Largest number of requests in one step."""
     ls: Backlog = field(default_factory=Backlog)
     be: Backlog = field(default_factory=Backlog)
     kept: Container[int] = frozenset()
-    """Names of pages whose KV it probably caches: pages of its latest prompts."""
+    """Names of pages whose KV the engine probably caches: pages of its latest prompts."""
     num_sent: int = 0
-    """Number of requests that it ever got."""
+    """Number of requests that the engine ever got."""
     hands_over: bool = False
-    """True if requests can migrate from it and to it with their KV."""
+    """True if requests can migrate from and to the engine with their KV."""
     ls_start_s: float = 0.0
-    """Estimated seconds until an LS request that arrives now would be computed; see `refresh`."""
+    """Estimated seconds until the engine would compute an LS request that arrives now.
+
+    See `refresh`.
+    """
     busy_s: float = 0.0
-    """Estimated seconds of its work of all classes: an engine with less has more room for BE; see
-    `refresh`."""
+    """Estimated seconds of work of all classes; see `refresh`.
+
+    An engine with less work has more room for BE.
+    """
 
     def __post_init__(self) -> None:
-        """Estimate at once."""
+        """Make the first estimates."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Estimate `ls_start_s` and `busy_s` again, after a change of its work.
+        """Estimate `ls_start_s` and `busy_s` again, after a change of the engine's work.
 
-        BE work yields to LS. So LS waits only for prompts of LS, and for a seat if LS has all
-        seats.
+        BE work yields to LS. So an LS request waits only for prompts of LS, and for a seat if LS
+        has all seats.
         """
         ls, be, costs = self.ls, self.be, self.costs
         start_s = ls.prompt_tokens * costs.token_s
@@ -136,7 +144,7 @@ class EngineView:
         return self.ls.num + self.be.num
 
     def num_kept(self, request: RequestView) -> int:
-        """Return the number of tokens at the start of a prompt whose KV it probably caches.
+        """Return the number of first tokens of a prompt whose KV the engine probably caches.
 
         A page stays cached longer than the pages after it, so the first missing page ends the
         count.
@@ -155,15 +163,15 @@ _be_turns = attrgetter("busy_s", "num_open", "num_sent")
 
 
 def by_class(request: RequestView, engines: Engines) -> EngineView:
-    """Choose the engine where LS starts first; for BE, the one with the least work."""
+    """Choose the engine where LS starts first. For BE, choose the engine with the least work."""
     return min(engines, key=_ls_order if request.is_ls else _be_order)
 
 
 def by_length(request: RequestView, engines: Engines) -> EngineView:
     """Choose by class, but send long prompts to the engines of their pool (`pool_change`).
 
-    A long prompt leaves its pool if that saves it more time than its own prompt takes: then it
-    saves more than it makes short prompts wait. Short prompts go to any engine.
+    A long prompt leaves its pool if it saves more time than its own computation takes. It then
+    saves more time than short prompts wait for it. Short prompts go to any engine.
     """
     found = by_class(request, engines)
     pool = [engine for engine in engines if not engine.is_short]
@@ -180,19 +188,22 @@ def _load_s(request: RequestView, engine: EngineView) -> float:
 
 
 LOAD_RATIO = 1.25
-"""Largest ratio of a first token's time at the engine with cached KV to that elsewhere, in
-`by_prefix`.
+"""Largest ratio of two times until the first token, in `by_prefix`.
 
-A larger ratio finds more cached KV, but gathers prompts with one long beginning at one engine.
+The first time is at the engine with cached KV, the second at the engine chosen by class. A larger
+ratio finds more cached KV, but collects prompts with the same long beginning at one engine.
 """
 
 
 def by_prefix(request: RequestView, engines: Engines) -> EngineView:
-    """Choose the engine that caches most of the prompt's beginning, by class among equals.
+    """Choose the engine that caches most of the prompt's beginning.
+
+    Among equal engines, the class decides.
 
     The engine chosen by class wins if the first token would take more than `LOAD_RATIO` times as
-    long at the caching engine. Both times include the rest of the prompt. If loads are equal too,
-    the engine with the fewest requests wins: idle engines used in turns cache more than one alone.
+    long at the caching engine. Both times include the uncached rest of the prompt. If loads are
+    also equal, the engine with the fewest requests wins, because idle engines used in turns cache
+    more than a single engine.
     """
     order = _ls_turns if request.is_ls else _be_turns
     fallback = min(engines, key=order)
@@ -208,7 +219,7 @@ def by_prefix(request: RequestView, engines: Engines) -> EngineView:
 
 
 def _first_token_s(request: RequestView, engine: EngineView, kept: int) -> float:
-    """Return the seconds until its first token, if no other request arrives."""
+    """Return the seconds until the request's first token, if no other request arrives."""
     rest = max(1, request.num_prompt_tokens - kept)
     return _load_s(request, engine) + rest * engine.costs.token_s
 
@@ -231,18 +242,18 @@ ROUTES: dict[str, Route] = {
     "round-robin": round_robin,
 }
 FALLBACK: Route = least
-"""Route that is used where a plug-in's route raised, or returned no engine."""
+"""Route that is used if a plug-in's route raised, or returned no engine."""
 WITHOUT_PAGES = frozenset({by_class, by_length, least, round_robin})
-"""Routes that do not look at the pages of a prompt. For them, pages get no names."""
+"""Routes that do not read the pages of a prompt. For these routes, pages get no names."""
 WITHOUT_POOLS = frozenset({by_class, by_prefix, least, round_robin})
-"""Routes that do not look at pools or at `is_short`."""
+"""Routes that do not read pools or `is_short`."""
 
 
 def load_route(name: str) -> Route:
-    """Return a route by its name, or a function of yours as `module:function`.
+    """Return a route by its name, or a user's function as `module:function`.
 
     Raises:
-        ConfigError: There is none; the message lists the known ones.
+        ConfigError: There is no such route; the message lists the known routes.
     """
     if name in ROUTES:
         return ROUTES[name]
@@ -263,14 +274,17 @@ def load_route(name: str) -> Route:
 
 
 def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
-    """Name the first whole pages of a prompt, each by every fourth token up to its end.
+    """Return names of the first whole pages of a prompt.
 
-    Names are the same in every process. Two prompts may have one name by chance, or because they
-    differ in other tokens alone, which costs a choice that is not the best and nothing else.
+    Every fourth token up to a page's end is hashed.
+
+    Names are the same in every process. Two prompts may have the same name by chance, or because
+    they differ only in tokens that are not hashed. The choice is then not the best, but nothing
+    else goes wrong.
 
     Args:
         token_ids: The prompt.
-        salt: Salt of the prompt; KV is shared only between prompts of one salt.
+        salt: Salt of the prompt. KV is shared only between prompts with the same salt.
     """
     name, names = int.from_bytes(salt[:32], "little"), []
     num, step = min(len(token_ids) // PAGE_TOKENS, MAX_PAGES), PAGE_TOKENS // SAMPLE
@@ -284,7 +298,7 @@ def page_names(token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
 # -- pools of `by_length`
 
 WAITING_WEIGHT, WORK_WEIGHT, SPARE_WEIGHT = 0.1, 10.0, 1.0
-"""Weights of `pressure`: per waiting prompt, per second of prompt work, per free share of seats."""
+"""Weights of `pressure`, per waiting prompt, second of prompt work, and fraction of free seats."""
 HYSTERESIS = 1.0
 """An engine changes its pool if the pressures of the two pools differ by more than this."""
 
@@ -292,7 +306,8 @@ HYSTERESIS = 1.0
 def pressure(engine: EngineView) -> float:
     """Return the pressure on an engine: `a q + b e - g u` of PLA-Serve.
 
-    q is the number of waiting prompts, e the seconds to compute them, u the share of free seats.
+    q is the number of waiting prompts, e the seconds to compute these prompts, and u the fraction
+    of free seats.
     """
     waiting = engine.ls.num_waiting + engine.be.num_waiting
     work_s = (engine.ls.prompt_tokens + engine.be.prompt_tokens) * engine.costs.token_s
@@ -301,10 +316,10 @@ def pressure(engine: EngineView) -> float:
 
 
 def pool_change(engines: Engines) -> EngineView | None:
-    """Return the engine that should change its pool now, or None.
+    """Return the engine that should change its pool now; None if no engine should.
 
     The 90th percentiles of the pools' pressures are compared. The engine with the least pressure
-    leaves the pool with less pressure, unless it is the last one there.
+    leaves the pool with less pressure, if it is not the last engine of the pool.
     """
     short = sorted((e for e in engines if e.is_short), key=pressure)
     long = sorted((e for e in engines if not e.is_short), key=pressure)

@@ -12,9 +12,12 @@ COUNTS = {
     "loaded_bytes", "damaged_pages", "late_requests", "quicker_requests", "revisions",
     "lost_tokens", "restarts", "ls_s", "be_s", "floor_s",
 }  # fmt: skip
-"""Names of numbers that only grow while an engine lives."""
+"""Names of numbers that never decrease while an engine lives."""
 MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE", "min_be_share"}
-"""Names of numbers that are merged by their largest value; rings are named by their class."""
+"""Names of numbers that are merged by their largest value.
+
+Rings have the names of their classes.
+"""
 LATENCIES = "preempt_latencies_ms"
 MAX_LATENCIES = 1000
 Path = tuple[str, ...]
@@ -33,13 +36,13 @@ def described(
     """Return the record of one engine for `ManyClient.engines`.
 
     Args:
-        name: Address or other unique name.
-        view: The router's view; None if the engine is not up.
-        is_up: True if it takes requests.
-        why: Reason why it takes none.
-        num_met: Number of times that the fleet connected to it.
-        num_taken: Number of requests that it had open when it ended.
-        num_moved: Number of BE requests that migrated away from it.
+        name: Address or another unique name of the engine.
+        view: The router's view of the engine; None if the engine is not up.
+        is_up: True if the engine takes requests.
+        why: Reason why the engine takes no requests.
+        num_met: Number of times that the fleet connected to the engine.
+        num_taken: Number of requests that the engine had open when it ended.
+        num_moved: Number of BE requests that migrated away from the engine.
     """
     return {
         "engine": name,
@@ -66,12 +69,15 @@ class FleetStats:
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
 
     def gone(self, name: str) -> None:
-        """Record that an engine has ended: the next one of this name counts from 0."""
+        """Record that an engine has ended. The next engine of this name counts from 0."""
         for path, count in self._last.pop(name, {}).items():
             self._gone[path] = self._gone.get(path, 0) + count
 
     def merged(self, told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Merge statistics of engines by name; one that does not answer keeps its last counts."""
+        """Merge statistics of engines by name.
+
+        An engine that does not answer keeps its last counts.
+        """
         for name, stats in told.items():
             new = stats["num_preemptions"] - self._last.get(name, {}).get(("num_preemptions",), 0)
             self._latencies.extend(stats[LATENCIES][-int(new) :] if new else ())
@@ -102,9 +108,9 @@ def _add(found: dict[str, Any], path: Path, count: float) -> None:
 def merged(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the statistics of engines (`QLLMEngine.stats`), name by name.
 
-    Numbers are added, except names in MOST, where the largest counts. Lists are joined. Of texts,
-    and of values of different kinds, the first counts. None counts only if all values are None. The
-    `pid` of several engines is "several".
+    Numbers are added; for names in MOST, the result is the largest number. Lists are joined. For
+    texts, and for values of different types, the result is the first value. None is the result only
+    if all values are None. The `pid` of several engines is "several".
     """
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for stats in each for name in stats):

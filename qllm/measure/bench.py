@@ -23,14 +23,14 @@ from qllm.workloads.traced import engine_report
 
 CORPUS_BYTES = 400_000
 ANY_VOCABULARY = 1000
-"""Limit of the random ids that prompts consist of without a tokenizer."""
+"""Limit of the random ids in prompts that are made without a tokenizer."""
 Say = Callable[[str], None]
 
 
 OF_A_WORKLOAD = dict.fromkeys(("load", "ls_share", "cv", "length_scale", "ls_scale"), float) | {
     "max_len": int
 }
-"""Scales of a named workload, with their types."""
+"""Names of the scales of a named workload, with their types."""
 OF_A_TRACE = {
     "be_share": float,
     "be_where": str,
@@ -38,7 +38,7 @@ OF_A_TRACE = {
     "rate_scale": float,
     "limit": int,
 }
-"""Scales of a trace file, with their types."""
+"""Names of the scales of a trace file, with their types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class BenchLoad:
     """A load, and the time for which it is measured."""
 
     name: str | None = None
-    """Name of a workload; else `file`."""
+    """Name of a workload; None uses `file`."""
     file: Path | None = None
     scale: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `Workload`, or keywords of `read_requests`."""
@@ -85,7 +85,10 @@ class BenchLoad:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of warm-up, window and drain; requests arrive until the drain."""
+        """Return the seconds of warm-up, window and drain together.
+
+        Requests arrive until the drain.
+        """
         return self.warmup_s + self.window_s + self.drain_s
 
     @property
@@ -99,7 +102,7 @@ class BenchLoad:
         """Return the requests before the drain, and their nominal and offered rates by class.
 
         Raises:
-            ConfigError: A named workload without a capacity, or a wrong value.
+            ConfigError: A named workload has no capacity, or a value is wrong.
         """
         until_s = self.window.end_s
         if self.file is not None:
@@ -135,7 +138,7 @@ class BenchLoad:
 
 
 def corpus_of(tokenizer: Any) -> Sequence[int]:
-    """Return ids that prompts are cut from: source text, or random ids without a tokenizer."""
+    """Return ids for prompts: ids of source text, or random ids without a tokenizer."""
     if tokenizer is None:
         rng = random.Random(0)
         return [rng.randrange(10, ANY_VOCABULARY) for _ in range(20_000)]
@@ -163,7 +166,7 @@ def bench_engine(
         policies: Policies with their settings.
         device: Device of the model, "cpu" or "cuda".
         threads: Number of torch's threads.
-        capacity: Capacity of the machine; None measures it, if the load needs it.
+        capacity: Capacity of the machine. None measures the capacity if the load needs it.
         settings: Settings of every engine.
         say: Callback with progress messages.
     """
@@ -215,8 +218,8 @@ def bench_server(
     Args:
         server: Server to send to.
         load: Load to send.
-        capacity: Capacity of the server; a named workload needs it.
-        tokenizer: Tokenizer of the server; without one, prompts are random ids below 1,000.
+        capacity: Capacity of the server. A named workload needs it.
+        tokenizer: Tokenizer of the server. Without a tokenizer, prompts are random ids below 1,000.
         say: Callback with progress messages.
     """
     requests, about = load.requests(capacity)
@@ -278,7 +281,7 @@ LINES: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 
 
 def table_rows(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return head and rows: metrics of every class, one column per run."""
+    """Return head and rows of the table: metrics of every class, one column per run."""
     runs = document["runs"]
     classes = sorted({c for run in runs.values() for c, v in run.items() if _is_class(v)})
     rows: list[tuple[str, ...]] = []

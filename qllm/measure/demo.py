@@ -45,13 +45,19 @@ from qllm.workloads.mix import (
 )
 
 REFERENCE_POLICY = "qllm2"
-"""Policy of the reference runs; its own run, if there is one, is drawn and exported."""
+"""Policy of the reference runs.
+
+If this policy also has a run of its own, that run is drawn and exported.
+"""
 LS_LOAD = 0.5
-"""Part of the time for which LS, one request after the other, would keep the engine busy."""
+"""Fraction of the time for which LS requests, one after the other, would keep the engine busy."""
 MIN_LS_RATE = 0.5
-"""Least LS requests per second; fewer would show nothing."""
+"""Fewest LS requests per second. A lower rate would show nothing."""
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 1024
-"""Limits of every policy: few enough seats that BE fills them and decodes in a short run."""
+"""Limits of every policy.
+
+There are few seats, so that BE fills all seats and decodes in a short run.
+"""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
 LOCAL_PROMPTS, LOCAL_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 
@@ -77,7 +83,7 @@ class DemoSettings:
     threads: int | None = 1
     exactness: str = "batch-invariant"
     solo_seconds: float = 20.0
-    """Seconds of the solo runs, if less than those of a run."""
+    """Seconds of the runs with one class, if less than `seconds`."""
     tiny: bool = True
     """True lets a local model write at the end: `talk` if it is installed, else `tiny`."""
 
@@ -154,7 +160,7 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> DemoResu
     Raises:
         ConfigError: A policy is unknown.
     """
-    settings.out.mkdir(parents=True, exist_ok=True)  # an error comes now, not after the runs
+    settings.out.mkdir(parents=True, exist_ok=True)  # an error is raised now, not after the runs
     console = console or _console()
     start = time.monotonic()
     with torch_threads(settings.threads), _Progress(console) as progress:
@@ -246,7 +252,7 @@ def _engine(
 
 
 def _interesting(arrivals: Sequence[Arrival], runs: Mapping[str, Sent]) -> list[Arrival]:
-    """Return the arrivals, most preempted first, then by arrival; the classes alternate."""
+    """Return the arrivals, most preempted first, then by arrival. The classes alternate."""
     preempted: dict[str, int] = {}
     for run in runs.values():
         for request in request_metrics(run.trace):
@@ -441,7 +447,7 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
     files: dict[str, Path | str] = {"figure": image, "perfetto": perfetto_json}
     try:
         ttft_figure(ttft, result.runs[shown].events, image, policy=shown, alone=LS_ALONE)
-    except ConfigError as error:  # no matplotlib: write the other files
+    except ConfigError as error:  # without matplotlib, the other files are written
         files["figure"] = f"left out: {error}"
     perfetto.write_perfetto(result.runs[shown].events, perfetto_json)
     for name, run in result.runs.items():
@@ -451,7 +457,7 @@ def _write(settings: DemoSettings, result: DemoResult) -> dict[str, Path | str]:
 
 
 def _write_lines(console: Console, threads: int | None) -> None:
-    """Let a trained model answer, which random weights cannot: `talk` if it is installed."""
+    """Print answers of a trained model, because random weights give none: `talk` if installed."""
     name = best_local()
     hint = "" if name == "talk" else "; `make talk` gets one that answers"
     console.print(f"\nThe local model `{name}` (qllm run {name}{hint}):", highlight=False)

@@ -36,7 +36,7 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """One `Ran`: the class of its best row, and the reason of its end."""
+    """One `Ran`: the class of the best row, and the reason of the end."""
 
     start_ns: int
     end_ns: int
@@ -79,7 +79,7 @@ def _device_slices(events: Iterable[Event]) -> list[_Slice]:
 
 
 def _preemptions(events: Sequence[Event]) -> list[tuple[Parked, int]]:
-    """Return every preemption, and the time at which its frame or its replacement ran again."""
+    """Return every preemption, and the time when the stopped frame or its replacement ran again."""
     next_run: dict[FrameId, int] = {}
     found: list[tuple[Parked, int]] = []
     for event in reversed(events):
@@ -98,10 +98,10 @@ def _preemptions(events: Sequence[Event]) -> list[tuple[Parked, int]]:
 
 
 def choose_window(events: Sequence[Event], width_ns: int | None = None) -> tuple[int, int]:
-    """Return a stretch of time that shows a preemption, from arrival to resumption.
+    """Return a window of time that shows a preemption, from arrival to resumption.
 
-    It chooses the preemption whose frame is parked for the median time: typical, not best. A third
-    of the window lies before the arrival. Without a preemption, it shows the first work.
+    The preemption whose frame is parked for the median time is shown, which is typical. A third of
+    the window lies before the arrival. Without a preemption, the window shows the first work.
     """
     slices = _device_slices(events)
     if not slices:
@@ -186,7 +186,7 @@ def _draw_timeline(ax: "Axes", events: Sequence[Event], begin: int, end: int, po
             edgecolors="#a9bfd8",
             hatch="///",
             linewidth=0,
-            zorder=2,  # below the work meanwhile
+            zorder=2,  # drawn below the work in that time
             label=label,
         )
         if event.at_ns >= begin:
@@ -248,15 +248,15 @@ def ttft_figure(
     alone: str | None = "LS alone",
     window_ns: int | None = None,
 ) -> None:
-    """Write one PNG: LS TTFT per policy, and the device around a preemption.
+    """Write a PNG with LS TTFT per policy, and the work of the device around a preemption.
 
     Args:
         results: TTFTs of LS requests in ms, by policy.
         trace: Events of the run whose device is shown.
         path: Path of the PNG.
         policy: Policy of the shown run.
-        alone: Key of the reference in `results` (a dashed line), if it is there.
-        window_ns: Width of the timeline; None chooses it so that a preemption fills a third.
+        alone: Key of the reference in `results`, which is drawn as a dashed line if it exists.
+        window_ns: Width of the timeline. With None, a preemption fills a third of the width.
 
     Raises:
         ConfigError: matplotlib is not installed.

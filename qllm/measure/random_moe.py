@@ -1,8 +1,8 @@
 """A Qwen3-MoE of about 300M random weights with a real tokenizer, made on this machine.
 
-No download: the tokenizer is trained on Python's standard library. The weights are seeded noise,
-scaled so that activations keep their size and greedy streams do not repeat one token. The folder is
-made once and kept in the user's cache.
+Nothing is downloaded: the tokenizer is trained on Python's standard library. The weights are seeded
+noise, scaled so that activations keep their size and greedy streams do not repeat one token. The
+folder is made once and kept in the user's cache.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECIPE = 2
-"""Version in the cache folder's name: raise it when the model changes."""
+"""Version in the cache folder's name. It must be raised when the model changes."""
 EOS, START, PAD, TEXT_END = "<|im_end|>", "<|im_start|>", "<pad>", "<|endoftext|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -30,8 +30,11 @@ CHAT_TEMPLATE = (
 )
 MAX_POSITION = 8192
 SHARPNESS, ATTENTION_GAIN = 2.0, 4.0
-"""Gains that let each position attend to a few others: greedy streams depend on their context and
-do not repeat at once (19 to 22 distinct tokens of 24, without the gains 6 to 12)."""
+"""Gains that make each position attend to a few others.
+
+So greedy answers depend on their context, and do not repeat soon: 24 tokens have 19 to 22 distinct
+tokens (6 to 12 without the gains).
+"""
 _MAX_FILE_BYTES = 400_000
 _BYTES_PER_ID = 700
 """Bytes of the tokenizer's training text, per entry of its vocabulary."""
@@ -60,7 +63,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_experts_per_tok": 4,
     },
 }
-"""Shapes by name; "1m" is for tests."""
+"""Shapes of models by name. "1m" is for tests."""
 
 
 def source_text(max_bytes: int) -> Iterator[str]:
@@ -93,10 +96,12 @@ def make_random_moe(
     """Make the model, unless its folder exists, and return the folder.
 
     Args:
-        folder: Folder to write; None is one in the user's cache, named after the other arguments.
+        folder: Folder to write; None is a folder in the user's cache, named after the other
+            arguments.
         size: Key of `SIZES`.
         seed: Seed of the weights.
-        tied: True uses the embedding as output matrix too. Random tied weights repeat one token.
+        tied: True uses the embedding also as the output matrix. A model with random tied weights
+            repeats one token.
     """
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     name = f"random-moe-{size}-r{RECIPE}-py{python}-s{seed}{'-tied' if tied else ''}"
@@ -113,7 +118,7 @@ def make_random_moe(
         try:
             work.rename(place)
         except OSError:
-            if not (place / "config.json").is_file():  # another process was faster
+            if not (place / "config.json").is_file():  # another process wrote the folder first
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Policies with settings, as a command line gives them."""
+"""Policies with settings, as written on a command line."""
 
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ class Variant(NamedTuple):
         """Return the policy object.
 
         Raises:
-            ConfigError: The name or a parameter is unknown; the known ones are listed.
+            ConfigError: The name or a parameter is unknown; the message lists the known ones.
         """
         return load_policy(self.name, self.settings)
 
 
 def parse_variants(text: str) -> list[Variant]:
-    """Read `qllm2,fcfs:chunk_tokens=128/256`: three variants, one per value.
+    """Read a text like `qllm2,fcfs:chunk_tokens=128/256`. It gives three variants, one per value.
 
     Raises:
         ConfigError: No policy, the same one twice, or one that cannot be made.

@@ -1,9 +1,9 @@
 """Metrics of a request, computed from events while the request lives.
 
-`MetricsBuilder` takes events one by one. The engine feeds it as it emits and gets the
-`RequestMetrics` of a request with its `Finished`; `qllm.record.summary` feeds it a trace.
-`token_latencies` also serves a front end, which has the times of its tokens. No other code
-computes a metric.
+`MetricsBuilder` takes events one by one. The engine feeds each event that it emits, and gets the
+`RequestMetrics` of a request at the request's `Finished`. `qllm.record.summary` feeds the events of
+a trace. A front end calls `token_latencies` with the times of its tokens. No other code computes a
+metric.
 """
 
 import enum
@@ -37,7 +37,7 @@ from qllm.types import NS_PER_MS, FinishReason, FrameId, Priority, RequestId, Sl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """Metrics of one request, times in milliseconds; None means "has not happened (yet)"."""
+    """Metrics of one request, with times in milliseconds. None means "has not happened (yet)"."""
 
     request_id: RequestId
     name: str
@@ -45,43 +45,52 @@ class RequestMetrics:
     arrival_ns: int
     num_prompt_tokens: int
     num_prefilled_tokens: int
-    """Prompt tokens that the engine computed; tokens computed in some layers count in part."""
+    """Prompt tokens that the engine computed.
+
+    Tokens computed in some layers count as a fraction.
+    """
     num_output_tokens: int
     queue_ms: float | None
-    """Arrival to the first program that contains the request."""
+    """Time from arrival to the first program that contains the request."""
     ttft_ms: float | None
-    """First token minus arrival, queueing included; minus the last piece if the prompt streams."""
+    """Time from arrival to the first token, queueing included.
+
+    A streaming prompt counts from its last piece.
+    """
     tpot_ms: float | None
-    """(Last token - first token) / (tokens - 1); None for one token."""
+    """Mean time per token: (last token - first token) / (tokens - 1); None for one token."""
     itl_ms: tuple[float, ...]
     """Every gap between consecutive tokens."""
     e2e_ms: float | None
-    """Last token minus arrival; minus the last piece if the prompt streams."""
+    """Time from arrival to the last token. A streaming prompt counts from its last piece."""
     preemptions: int
-    """Times that the frame was stopped for another request. Ends of slices are not counted."""
+    """Number of times that the frame was stopped for another request.
+
+    Ends of slices are not counted.
+    """
     parked_ms: float
     """Time in parked frames, for any reason."""
     max_stall_ms: float
     """Longest time, while admitted, in which the runner worked on no frame of the request."""
     evictions: int
     evict_recomputed_tokens: int
-    """Tokens planned again because an eviction lost them."""
+    """Tokens that were planned again because an eviction dropped their KV."""
     retry_recomputed_tokens: int
-    """Tokens planned again because their frame was dropped for an error."""
+    """Tokens that were planned again because their frame was dropped after an error."""
     preempt_recomputed_tokens: int
-    """Tokens planned again for neither reason. Preempting keeps work, so always 0."""
+    """Tokens that were planned again for other reasons. Always 0, because preemption keeps work."""
     reason: FinishReason | None
     num_cached_tokens: int = 0
     """Prompt tokens whose KV the prefix cache had when the request was first planned."""
     open_ms: float | None = None
-    """Time from arrival until the prompt was whole; None if it came whole."""
+    """Time from arrival until the prompt was whole; None if the prompt came whole."""
     num_revisions: int = 0
-    """Pieces of the prompt, and changes to it, that the engine saw."""
+    """Number of pieces and changes of the prompt that the engine received."""
     revise_lost_tokens: int = 0
-    """Tokens that were computed and then changed."""
+    """Tokens that were computed, and that a revision then changed."""
 
     def __str__(self) -> str:
-        """Return five lines for people; `repr` has every field."""
+        """Return five readable lines. `repr` has every field."""
         reason = "unfinished" if self.reason is None else self.reason.value
         computed = f"{self.num_prefilled_tokens} computed, {self.num_cached_tokens} cached"
         return (
@@ -100,7 +109,7 @@ class RequestMetrics:
         return evicted + retried + self.preempt_recomputed_tokens
 
     def meets(self, slo: Slo) -> bool:
-        """Return True if the request completed and met all targets; one token has no TPOT."""
+        """Return True if the request completed and met all targets. A single token has no TPOT."""
         if self.reason not in (FinishReason.STOP, FinishReason.LENGTH) or self.ttft_ms is None:
             return False
         if slo.ttft_ms is not None and self.ttft_ms > slo.ttft_ms:
@@ -131,7 +140,7 @@ def token_latencies(arrival_ns: int, token_ns: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Frame:
-    """A live frame: its live rows, and the time since which it is parked."""
+    """A live frame: its live rows, and the time when it was parked."""
 
     rows: dict[RequestId, Row]
     parked_ns: int | None = None
@@ -139,7 +148,7 @@ class _Frame:
 
 
 class _Cause(enum.IntEnum):
-    """A reason for which tokens are computed again."""
+    """A reason why tokens are computed again."""
 
     EVICTED = 0
     RETRIED = 1
@@ -147,7 +156,7 @@ class _Cause(enum.IntEnum):
 
 
 class _Meter:
-    """The running values of one request."""
+    """The values of one request so far."""
 
     def __init__(self, arrived: Arrived) -> None:
         self.arrived = arrived
@@ -165,7 +174,7 @@ class _Meter:
         self.preemptions = 0
         self.evictions = 0
         self.lo = self.hi = self.depth = 0
-        """Tokens [0, lo) are computed, tokens [lo, hi) through layers [0, depth)."""
+        """Progress: tokens [0, lo) are computed, tokens [lo, hi) only in layers [0, depth)."""
         self.lost: dict[_Cause, tuple[int, int]] = {}
         """Tokens [a, b) per cause that were computed and are not planned again yet."""
         self.num_recomputed = [0] * len(_Cause)
@@ -174,7 +183,7 @@ class _Meter:
         self.num_reused = 0
         """Tokens that came from the prefix cache since the last eviction."""
         self.whole_ns: int | None = None
-        """Time at which the prompt was whole; None while it streams, and if it came whole."""
+        """Time when a streaming prompt was whole; None while it streams, and for other prompts."""
         self.num_revisions = self.num_revised_away = 0
 
     def planned(self, row: Row, at_ns: int) -> None:
@@ -196,7 +205,7 @@ class _Meter:
             self.lo, self.hi, self.depth = row.lo, row.hi, layer
 
     def lose(self, cause: _Cause, lo: int, hi: int) -> None:
-        """Record that the KV of tokens [lo, hi), and of all tokens after `lo`, is lost."""
+        """Record that the KV of tokens [lo, hi) is lost; KV of all later tokens is lost too."""
         hi = max(hi, self.hi)
         a, b = self.lost.get(cause, (0, 0))
         self.lost[cause] = (min(a, lo), max(b, hi)) if a < b else (lo, hi)
@@ -230,7 +239,7 @@ class _Meter:
         self.is_held = False
 
     def updated(self, event: Updated) -> None:
-        """Record a pause or its end. Time while a request is paused is no stall."""
+        """Record a pause or the end of a pause. The time of a pause is not a stall."""
         self.priority = event.priority
         if event.is_paused and self.last_ran_ns is not None:
             self.left(event.at_ns)
@@ -239,7 +248,7 @@ class _Meter:
             self.last_ran_ns, self.is_held = event.at_ns, False
 
     def revised(self, event: Revised, num_layers: int) -> None:
-        """Record a change of the prompt. Time without prompt tokens to compute is no stall."""
+        """Record a change of the prompt. Time without prompt tokens to compute is not a stall."""
         done = self.hi if self.depth >= num_layers else self.lo
         if done >= self.arrived.num_prompt_tokens and self.last_ran_ns is not None:
             self.last_ran_ns = event.at_ns
@@ -288,7 +297,8 @@ class _Meter:
 class MetricsBuilder:
     """A builder of metrics from events. It holds only live requests and frames.
 
-    Depth is counted in whole layers: a layer redone in part is not a recomputed token.
+    Progress is counted in whole layers. A layer that is partly computed again gives no recomputed
+    tokens.
     """
 
     def __init__(self) -> None:
@@ -297,7 +307,7 @@ class MetricsBuilder:
         self._num_layers = 0
 
     def feed(self, event: Event) -> RequestMetrics | None:
-        """Take one event. Return the metrics of the request that it finished, if any."""
+        """Take one event; return the metrics of the request that the event finished, if any."""
         match event:
             case Token():
                 if meter := self._meters.get(event.request_id):
@@ -319,11 +329,11 @@ class MetricsBuilder:
         return None
 
     def live(self) -> list[RequestMetrics]:
-        """Return the metrics so far of unfinished requests, in order of arrival."""
+        """Return the present metrics of unfinished requests, in order of arrival."""
         return [meter.metrics(self._num_layers) for meter in self._meters.values()]
 
     def live_request(self, request_id: RequestId) -> RequestMetrics | None:
-        """Return the metrics so far of one request; None if it is unknown or finished."""
+        """Return the present metrics of a request; None if the request is unknown or finished."""
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
 

@@ -1,6 +1,7 @@
 """A trace as Chrome trace JSON: open it in ui.perfetto.dev or chrome://tracing.
 
-One process, one thread per track: the device first, then the requests in order of arrival.
+The trace has one process and one thread per track: the device first, then the requests in order of
+arrival.
 
     device   |frame 1 (run)      |frame 2 (run)|        |frame 1 (run)|
     BE batch |frame 1            |parked . . . . . . . .|frame 1      |
@@ -48,11 +49,11 @@ class _Export:
         self.rows: dict[FrameId, dict[RequestId, str]] = {}
         """Live rows of a frame, and their names."""
         self.parked: dict[FrameId, dict[RequestId, Parked]] = {}
-        """Requests of a parked frame whose interval is open."""
+        """Requests of each parked frame, each with an interval that has no end yet."""
         self.resuming: dict[RequestId, int] = {}
-        """Requests whose frame will continue, and the time since which it was parked."""
+        """Requests whose frame will continue, each with the time when the frame was parked."""
         self.waiting: dict[RequestId, int] = {}
-        """Requests that did not run since they arrived or were evicted, and that time."""
+        """Time of the arrival or eviction of each request that has not run since then."""
         self.num_flows = 0
 
     def add(self, ph: str, name: str, at_ns: int, tid: int, **more: Any) -> None:
@@ -98,9 +99,10 @@ class _Export:
             self.slice("parked", parked.at_ns, at_ns, tid, "parked", args)
 
     def resume(self, frame_id: FrameId, at_ns: int) -> None:
-        """Continue a frame, in place or in another one; the arrow ends where the frame runs."""
+        """Continue a frame, as the same or another frame. The arrow ends where the frame runs."""
         held = self.parked.get(frame_id, {})
-        if all(parked.at_ns <= at_ns for parked in held.values()):  # else it is parked only now
+        # otherwise the frame is parked only now
+        if all(parked.at_ns <= at_ns for parked in held.values()):
             self.resuming.update((r, parked.at_ns) for r, parked in held.items())
             self.unpark(frame_id, at_ns)
 
@@ -114,7 +116,7 @@ class _Export:
             self.num_flows += 1
             for ph, at_ns in (("s", parked_ns), ("f", event.start_ns)):
                 self.add(ph, "parked to resumed", at_ns, tid, id=self.num_flows, cat="resume")
-            self.out[-1]["bp"] = "e"  # bind to the slice around it, not to the next one
+            self.out[-1]["bp"] = "e"  # bind the arrow to the slice around it, not to the next slice
         args = {"frame": event.frame_id, "row": text}
         self.slice(f"frame {event.frame_id}", event.start_ns, event.at_ns, tid, "row", args)
 
@@ -213,7 +215,10 @@ class _Export:
 
 
 def _order(event: dict[str, Any]) -> tuple[bool, int, float, float, bool]:
-    """Return the sort key: metadata first, then by track and time; an outer slice comes first."""
+    """Return the sort key: metadata first, then track and time.
+
+    Outer slices come before inner ones.
+    """
     inner = event.get("cat") == "segment"
     ts, dur = event.get("ts", 0.0), event.get("dur", 0.0)
     return (event["ph"] != "M", event["tid"], ts, -dur, inner)

@@ -67,7 +67,7 @@ class ClassMetrics:
     priority: int
     arrived: int
     finished: dict[str, int]
-    """Requests per `FinishReason` value; unfinished ones are in none."""
+    """Number of requests per `FinishReason` value. Unfinished requests are not counted."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -77,7 +77,7 @@ class ClassMetrics:
     output_tokens_per_s: float
     slo: Slo | None
     slo_attainment: float | None
-    """Requests that met all targets over those that arrived and were not cancelled."""
+    """Requests that met all targets, divided by requests that arrived and were not cancelled."""
     goodput_per_s: float | None
     """Requests that met all targets, per second."""
     preemptions: int
@@ -94,23 +94,26 @@ class Summary:
     """Metrics of a whole trace."""
 
     duration_s: float
-    """First arrival to last event: the denominator of every rate."""
+    """Seconds from the first arrival to the last event. Every rate is divided by them."""
     classes: dict[int, ClassMetrics]
     """Metrics by priority."""
     preempt_latency_ms: Distribution | None
-    """Time from lowering the stop word until the frame is parked."""
+    """Time from the change of the stop word until the frame is parked."""
     frames: int
     frames_parked: int
-    """Times that a frame was parked, for any reason."""
+    """Number of times that a frame was parked, for any reason."""
     longest_segment_ms: float | None
     """Longest time between two boundaries; None if segments were not recorded."""
     longest_segment_kind: str | None
     requests: tuple[RequestMetrics, ...] = field(repr=False)
-    """Requests in order of arrival, live ones included."""
+    """Metrics of all requests in order of arrival, including live requests."""
 
 
 def request_metrics(events: Iterable[Event]) -> list[RequestMetrics]:
-    """Return the metrics of every request, in order of arrival; of a live one, those so far."""
+    """Return the metrics of every request in order of arrival.
+
+    Live requests have present values.
+    """
     builder = MetricsBuilder()
     order: dict[RequestId, RequestMetrics | None] = {}
     for event in events:
@@ -160,8 +163,8 @@ def summarize(events: Iterable[Event], slos: Mapping[int, Slo] | None = None) ->
     """Return the metrics of a trace, per class.
 
     Args:
-        events: All events of a run, in order; a `Trace` will do.
-        slos: Targets by priority; a class without an entry has no attainment.
+        events: All events of a run, in order, or a `Trace`.
+        slos: Targets by priority. A class without an entry has no attainment.
     """
     events = tuple(events)
     requests = request_metrics(events)

@@ -1,8 +1,8 @@
-"""The passes as the live page shows them: events in, new entries out.
+"""The passes for the live page: it takes events, and returns new entries.
 
-Small passes in a row become one entry, and an answer is bounded, whatever the engine does.
-Times are milliseconds of the engine's clock. A track is LS (every class before BE) or BE. A place
-is the first layer not finished, a half more inside of it.
+Small passes in a row become one entry. The size of an answer is bounded, whatever the engine does.
+Times are milliseconds of the engine's clock. A track is LS (every class before BE) or BE. A layer
+number is the first unfinished layer, plus a half if the pass stopped inside this layer.
 """
 
 from collections import deque
@@ -31,15 +31,15 @@ from qllm.record.trace import (
 from qllm.types import NS_PER_MS, FrameId, Priority, RequestId
 
 MAX_NEW = 400
-"""Most entries of one answer; the latest are kept."""
+"""Most entries of one answer. The latest entries are kept."""
 MAX_NAMES = 3
-"""Requests of a pass that an entry names."""
+"""Most requests of a pass that an entry names."""
 SMALL_NS = 4 * NS_PER_MS
-"""Passes shorter than this are drawn together with their neighbours."""
+"""Shortest pass that is drawn alone. Shorter passes are drawn together with their neighbours."""
 TOGETHER_NS = 16 * NS_PER_MS
-"""Most time that passes drawn together take."""
+"""Longest time of passes that are drawn together."""
 MAX_REQUESTS = 20_000
-"""Most requests with a known name; the oldest are forgotten first."""
+"""Most requests whose names are stored. The oldest names are dropped first."""
 
 
 class _Known(NamedTuple):
@@ -55,20 +55,20 @@ class _Pass:
 
     request_ids: tuple[RequestId, ...]
     priority: int
-    """The best class among its rows."""
+    """The best class among the rows of the frame."""
     num_tokens: int
     layer: float
-    """First layer not finished, a half more inside of it."""
+    """First unfinished layer, plus a half inside this layer."""
     end_layer: int
     since_ns: int
-    """Time at which it was planned, resumed or parked."""
+    """Time when the frame was planned, resumed or parked."""
     is_parked: bool = False
     preempted: bool = False
 
 
 @dataclass(slots=True)
 class _Run:
-    """Work on the device from one boundary to another: one pass, or several small ones."""
+    """Work on the device from one boundary to another: one pass, or several small passes."""
 
     start_ns: int
     end_ns: int
@@ -80,7 +80,7 @@ class _Run:
     tokens: int
 
     def takes(self, other: "_Run") -> bool:
-        """Return True if both are small whole passes of one track, one right after the other."""
+        """Return True if both are small whole passes of one track that follow each other."""
         return (
             self.track == other.track
             and self.start_layer == other.start_layer == 0
@@ -99,7 +99,7 @@ class _Run:
         self.tokens += other.tokens
 
     def entry(self) -> list[Any]:
-        """Return the entry that the page gets."""
+        """Return the entry for the page."""
         at = (_ms(self.start_ns), _ms(self.end_ns))
         place = (self.track, self.start_layer, self.end_layer)
         return ["run", *at, *place, self.passes, self.rows, self.tokens]
@@ -111,7 +111,7 @@ class Timeline:
 
     It has many methods because each kind of event has one.
 
-    Entries are lists that JSON keeps; the first item names the kind:
+    Entries are lists of JSON values. The first item names the kind:
 
     - `run`, start, end, track, first layer, end layer, passes, most rows, tokens
     - `held`, start, end, track, layer, preempted: a parked pass that continued or ended
@@ -134,16 +134,16 @@ class Timeline:
     _open: _Run | None = None
     """Run that the next pass may join."""
     _stopped: Ran | None = None
-    """Run that stopped; the next event is its `Parked`, which has the last layer."""
+    """Run that stopped. The next event is the run's `Parked`, which has the last layer."""
     _preempted: list[Any] | None = None
-    """Preemption entry that does not name yet the request that caused it."""
+    """Preemption entry without the name of the request that caused it."""
 
     # -- state before the first event
 
     def know(
         self, request_id: RequestId, name: str, priority: int, arrival_ns: int, has_token: bool
     ) -> None:
-        """Learn of a request."""
+        """Add a request that arrived before the first event."""
         while len(self._known) >= MAX_REQUESTS:
             del self._known[next(iter(self._known))]
         self._known[request_id] = _Known(name, priority, arrival_ns, has_token)
@@ -151,12 +151,12 @@ class Timeline:
     def know_parked(
         self, frame_id: FrameId, rows: Sequence[Row], layer: float, parked_ns: int
     ) -> None:
-        """Learn of a frame that is parked."""
+        """Add a frame that was parked before the first event."""
         self._passes[frame_id] = found = self._pass_of(rows, parked_ns)
         found.layer, found.is_parked = layer, True
 
     def forget(self) -> None:
-        """Forget open entries, because events are missing from here on."""
+        """Drop open entries, because events are missing from here on."""
         self._known.clear()
         self._passes.clear()
         self._open = self._stopped = self._preempted = None
@@ -286,7 +286,7 @@ class Timeline:
             found.is_parked, found.since_ns = False, at_ns
 
     def _ran_instead(self, request_ids: Iterable[RequestId]) -> None:
-        """Record the best request of a pass as the one that the last preemption made room for."""
+        """Name the best request of a pass in the last preemption entry, as the cause."""
         if self._preempted is not None:
             known = [k for i in request_ids if (k := self._known.get(i))]
             if known:
@@ -327,7 +327,7 @@ class Timeline:
     def since(self, seq: int) -> tuple[list[list[Any]], int]:
         """Return the entries after the first `seq`, at most `MAX_NEW`, and the number of lost ones.
 
-        A `seq` that lies ahead is that of another engine: everything that is left is new.
+        A `seq` larger than the number of entries is from another engine. Then all entries are new.
         """
         self._give_open()
         num_new = self.seq - seq if 0 <= seq <= self.seq else self.seq
@@ -338,7 +338,7 @@ class Timeline:
     def now(self) -> dict[str, Any]:
         """Return parked and running passes: `[since, track, layer, end layer, rows]`.
 
-        A parked one has a sixth item: whether it was preempted.
+        A parked pass has a sixth item: True if it was preempted.
         """
         parked, running = [], None
         for found in self._passes.values():

@@ -1,7 +1,8 @@
-"""Events and their sequence, the trace: metrics are computed from it, and schedules repeated.
+"""Events and their sequence, the trace. Metrics are computed from a trace, and schedules repeated.
 
-An event is one fact with `at_ns`, the engine's clock. The engine emits; `qllm.record.metrics` and
-`qllm.record.perfetto` are functions of what it emitted. A file is JSON lines, the first a header:
+An event is one fact with `at_ns`, the engine's clock. The engine emits events.
+`qllm.record.metrics` and `qllm.record.perfetto` are functions of the emitted events. A trace file
+has JSON lines. The first line is a header:
 
     {"qllm_trace": 2, "num_events": 2, "meta": {}}
     {"event": "Arrived", "at_ns": 0, "request_id": 1, ...}
@@ -21,7 +22,7 @@ from qllm.private import write_private
 from qllm.scheduler.program import Index, Program
 from qllm.types import FinishReason, FrameId, Grain, RequestId, SamplingParams
 
-if TYPE_CHECKING:  # pydantic reads files; it is slow to import and the engine only appends
+if TYPE_CHECKING:  # pydantic reads files; it is slow to import, and an engine only appends events
     from pydantic import TypeAdapter
 
 VERSION = 2
@@ -37,7 +38,7 @@ class Arrived:
     """A request was admitted to the waiting queue."""
 
     at_ns: int
-    """Time at which the user submitted it, not at which the loop saw it."""
+    """Time when the user submitted the request, not when the loop received it."""
     request_id: RequestId
     priority: int
     num_prompt_tokens: int
@@ -52,7 +53,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """A request has another class, was paused, or continues."""
+    """A request got another class, was paused, or continues."""
 
     at_ns: int
     request_id: RequestId
@@ -65,14 +66,14 @@ class Revised:
     """The prompt of a request changed, or is whole now."""
 
     at_ns: int
-    """Time at which the user sent the piece, not at which the loop saw it."""
+    """Time when the user sent the piece, not when the loop received it."""
     request_id: RequestId
     num_same: int
     """Number of first tokens that did not change."""
     num_kept: int
     """Number of these tokens whose KV still exists."""
     num_lost: int
-    """Number of tokens that were computed in every layer, and are lost."""
+    """Number of tokens that were computed in every layer and whose KV is lost."""
     num_prompt_tokens: int
     is_open: bool
     max_tokens: int
@@ -105,14 +106,14 @@ class Ran:
     start: Index
     end: Index
     why: Literal["done", "stopped", "slice", "error"]
-    """Reason of the end; "done" is the end of the program, never of a layer alone."""
+    """Reason of the end. "done" is the end of the whole program, not of a layer."""
     segments: int
-    """Number of pieces of work between two boundaries."""
+    """Number of segments, each the work between two boundaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Optional detail of a `Ran`: the work between two boundaries, `start_ns` to `at_ns`."""
+    """Optional detail of a `Ran`: the work between two boundaries, from `start_ns` to `at_ns`."""
 
     start_ns: int
     at_ns: int
@@ -125,7 +126,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
-    """A frame stopped at a boundary and keeps what it needs to continue."""
+    """A frame stopped at a boundary. It keeps the data that it needs to continue."""
 
     at_ns: int
     frame_id: FrameId
@@ -136,11 +137,14 @@ class Parked:
     for_request: RequestId | None = None
     """Request that stopped the frame, if the engine knows it."""
     arrival_ns: int | None = None
-    """Time at which that request lowered the stop word; preempt latency is `at_ns - arrival_ns`."""
+    """Time when the stopping request lowered the stop word.
+
+    Preempt latency is `at_ns - arrival_ns`.
+    """
 
     @property
     def preempted(self) -> bool:
-        """Return True if a request stopped it. The end of a slice is no preemption."""
+        """Return True if a request stopped the frame. The end of a slice is not a preemption."""
         return self.for_request is not None or self.arrival_ns is not None
 
 
@@ -154,7 +158,10 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """The rows of a parked frame continue in another frame; the last event of the old one."""
+    """The rows of a parked frame continue in another frame.
+
+    This is the last event of the old frame.
+    """
 
     at_ns: int
     frame_id: FrameId
@@ -163,7 +170,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A parked frame was released; its rows kept their hidden states."""
+    """A parked frame was released. Its rows kept their hidden states."""
 
     at_ns: int
     frame_id: FrameId
@@ -181,7 +188,10 @@ class Killed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """One row left a parked frame; its request kept its hidden states of the layer at `index`."""
+    """One row left a parked frame.
+
+    The row's request kept the hidden states at the layer of `index`.
+    """
 
     at_ns: int
     frame_id: FrameId
@@ -191,7 +201,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A frame was released without committing anything."""
+    """A frame was released, and nothing was committed."""
 
     at_ns: int
     frame_id: FrameId
@@ -211,7 +221,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evicted:
-    """A request lost its KV and will recompute it."""
+    """A request lost its KV. The KV will be computed again."""
 
     at_ns: int
     request_id: RequestId
@@ -222,7 +232,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedOut:
-    """The KV of a request was swapped out of its blocks; computed tokens stay computed."""
+    """The KV of a request was swapped out of its blocks. Computed tokens stay computed."""
 
     at_ns: int
     request_id: RequestId
@@ -251,7 +261,7 @@ class Reused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A request ended. Every request has exactly one (I13)."""
+    """A request ended. Every request has exactly one such event (I13)."""
 
     at_ns: int
     request_id: RequestId
@@ -300,14 +310,14 @@ Event = (
 """Union of all event classes."""
 
 EVENT_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
-"""Event classes by name, as files have them."""
+"""Event classes by the names that trace files contain."""
 _FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in EVENT_TYPES.items()}
 
 
 def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
-    """Return the values of `params` that JSON keeps unchanged, for `Arrived.sampling`."""
+    """Return `params` as values that JSON keeps unchanged, for `Arrived.sampling`."""
     out = asdict(params)
-    del out["max_tokens"], out["n"]  # a request has its own max_tokens, and one answer
+    del out["max_tokens"], out["n"]  # a request has a max_tokens of its own, and one answer
     out["stop"] = list(params.stop)
     out["stop_token_ids"] = list(params.stop_token_ids)
     out["bad_words"] = list(params.bad_words)
@@ -325,7 +335,7 @@ def sampling_from_dict(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
-    """Return the fields of an event as a trace file has them, before JSON."""
+    """Return the fields of an event as a trace file contains them, before the step to JSON."""
     name = type(event).__name__
     out: dict[str, Any] = {"event": name}
     for f in _FIELDS[name]:
@@ -344,7 +354,7 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
     """Return the event of `event_to_dict`'s result.
 
     Raises:
-        TraceError: Not an event, or one with missing, unknown or mistyped fields.
+        TraceError: The values are not an event, or fields are missing, unknown or of a wrong type.
     """
     from pydantic import ValidationError
 
@@ -367,13 +377,13 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
 class Trace:
     """The events of a run, in the order in which the engine emitted them.
 
-    A `Ran` or a `Segment` is emitted at its end, so `at_ns` does not decrease, but for
-    `Arrived`, whose `at_ns` may lie before the event emitted before it.
+    A `Ran` or a `Segment` is emitted at its end, so `at_ns` does not decrease. `Arrived` is an
+    exception: its `at_ns` may be earlier than that of the previous event.
     """
 
     events: list[Event] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
-    """Model, policy and settings of the run; any value that JSON can hold."""
+    """Model, policy and settings of the run, as values that JSON can hold."""
 
     def append(self, event: Event) -> None:
         """Add one event."""
@@ -386,7 +396,7 @@ class Trace:
         return iter(self.events)
 
     def write_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write a header and one line per event, for the owner of the file alone."""
+        """Write a header and one line per event. Only the owner may read the file."""
         events = tuple(self.events)  # the engine may still append
         header = {"qllm_trace": VERSION, "num_events": len(events), "meta": self.meta}
         with write_private(path) as file:
@@ -396,7 +406,7 @@ class Trace:
 
     @classmethod
     def read_jsonl(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `write_jsonl` wrote.
+        """Read a trace file from `write_jsonl`.
 
         Raises:
             TraceError: The file is truncated, foreign or of another version.
@@ -414,7 +424,7 @@ class Trace:
         events: list[Event] = []
         for number, line in enumerate(rows, start=2):
             if not line.endswith("\n"):
-                break  # cut in the middle of a line: the count below detects it
+                break  # the file was cut in the middle of a line, which the count below detects
             try:
                 values = json.loads(line)
                 if not isinstance(values, dict):
@@ -447,7 +457,7 @@ def _read_header(path: str, line: str) -> tuple[int, dict[str, Any]]:
 
 
 def planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> Planned:
-    """Return the event of a program that received its frame."""
+    """Return the event of a program that got its frame."""
     return Planned(
         at_ns=at_ns,
         frame_id=program.frame_id,

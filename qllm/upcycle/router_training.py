@@ -19,8 +19,9 @@ WINDOW = 256
 """Tokens of a step."""
 LEARNING_RATE = 1e-3
 BALANCE_COEF = 0.02
-"""Weight of the load balancing loss next to the model's own loss. Source: transformers'
-`load_balancing_loss_func`, after arXiv:2101.03961, eq. 4 to 6.
+"""Weight of the load balancing loss, relative to the model's own loss.
+
+Source: transformers' `load_balancing_loss_func`, after arXiv:2101.03961, eq. 4 to 6.
 """
 MOST_STEPS = 100_000
 
@@ -33,8 +34,9 @@ class Training:
     losses: tuple[float, ...]
     """Two losses per step: next tokens, and balance."""
     busiest: tuple[float, float]
-    """Largest share of all choices that one expert of a layer got, averaged over the layers, before
-    and after the training. With E experts, balance is 1/E.
+    """Fraction of choices that the busiest expert of a layer got, before and after the training.
+
+    It is averaged over the layers. With E experts and perfect balance it is 1/E.
     """
 
 
@@ -61,21 +63,22 @@ def read_windows(folder: Path, text_file: Path) -> list[list[int]]:
 def train_routers(
     folder: Path, routers: Sequence[str], windows: Sequence[list[int]], steps: int, seed: int
 ) -> Training:
-    """Train the routers and write them into their files; all other weights stay unchanged.
+    """Train the routers and write them into their files. All other weights stay unchanged.
 
-    The model is in memory once, in float32. The result is a function of its arguments, on one
-    kind of machine with one number of threads.
+    The model is in memory once, in float32. The result depends only on the arguments, for one kind
+    of machine and one number of threads.
 
     Args:
         folder: Folder of a model that `upcycle` wrote.
-        routers: Names of its routers in the checkpoint.
-        windows: Token ids of each step; step s takes window `order[s % len]` of a seeded order.
+        routers: Names of the model's routers in the checkpoint.
+        windows: Windows of token ids. Step s takes window `order[s % len]` of a seeded order.
         steps: Number of steps, at least 1.
         seed: Seed of the order.
     """
     make: Any = transformers.AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    model.set_experts_implementation("eager")  # has a backward pass on every machine
+    # the eager implementation has a backward pass on every machine
+    model.set_experts_implementation("eager")
     model.train(False)
     model.config.output_router_logits = True
     model.router_aux_loss_coef = BALANCE_COEF

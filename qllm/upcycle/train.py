@@ -1,9 +1,9 @@
 """Sparse upcycling: a Mixture-of-Experts model made from a dense one.
 
-Every expert is a copy of the dense model's FFN, and a new router chooses among them. The weights
-of the chosen experts sum to 1, so before any noise or training the model computes the same as the
-dense one, up to rounding. Source: Komatsuzaki et al., Sparse Upcycling, arXiv:2212.05055. It
-differs: all layers are upcycled, and seeded noise can make the copies differ.
+Every expert is a copy of the dense model's FFN, and a new router chooses among them. The weights of
+the chosen experts sum to 1. So before any noise or training the new model computes the same as the
+dense model, up to rounding. Source: Komatsuzaki et al., Sparse Upcycling, arXiv:2212.05055.
+Differences: all layers are upcycled, and seeded noise can make the copies differ.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from qllm.models.weights.dense import Dense, meta_model, open_dense
 from qllm.upcycle.router_training import MOST_STEPS, Training, read_windows, train_routers
 
 SHARED_WIDTH = 64
-"""Width of the shared expert that Qwen2-MoE must have; its weights are zeros."""
+"""Width of the shared expert that Qwen2-MoE must have. The shared expert's weights are zeros."""
 MOST_EXPERTS = 1024
 _FFN = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
-"""Buffers that old checkpoints carry."""
+"""Names of buffers in old checkpoints that may be ignored."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,9 +43,9 @@ class _Target(NamedTuple):
     config: Any
     router: str
     expert: str
-    """Name of one matrix of an expert, as a template with `expert` and `matrix`."""
+    """Template for the name of one matrix of an expert, with the fields `expert` and `matrix`."""
     matrices: Mapping[str, str]
-    """Name of an expert's matrix, by the dense FFN's name."""
+    """Name of each matrix of an expert, by the name of the matrix in the dense FFN."""
     settings: Mapping[str, Any] = {}
     """Further settings of the config, besides experts, top-k and width."""
 
@@ -71,10 +71,10 @@ _QWEN2 = _QWEN3._replace(
 TARGETS: Mapping[str, _Target] = {
     "llama": _MIXTRAL,
     "mistral": _MIXTRAL,
-    "qwen2": _QWEN2,  # its attention has biases
+    "qwen2": _QWEN2,  # the attention of this family has biases
     "qwen3": _QWEN3,
 }
-"""Family with experts and the same attention, by `model_type` of a dense model."""
+"""Family with experts and the same attention, by the `model_type` of a dense model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +85,15 @@ class Recipe:
     top_k: int = 2
     """Experts per token."""
     seed: int = 0
-    """Seed of routers and noise: each tensor is a function of it and its own name."""
+    """Seed of routers and noise. Each tensor is a function of the seed and the tensor's name."""
     noise: float = 0.0
-    """Standard deviation of the noise in the copies, relative to that of the matrix."""
+    """Standard deviation of the noise in a copy, relative to that of the copied matrix."""
     dtype: str | None = None
-    """A key of DTYPES; None is the type of the dense weights, bfloat16 if they are quantised."""
+    """A key of DTYPES. None is the type of the dense weights, or bfloat16 if they are quantised."""
     train_steps: int = 0
-    """Steps of a training of only the routers; needs `text`, and memory for the model in float32.
+    """Steps of a training of the routers alone.
+
+    It needs `text`, and memory for the model in float32.
     """
     text: Path | None = None
     """File of the text on which the routers are trained."""
@@ -133,12 +135,12 @@ class Upcycled:
 def upcycle(dense: str | Path, out: str | Path, recipe: Recipe | None = None) -> Upcycled:
     """Write a model with experts, made from a dense one.
 
-    Weights are read and written layer by layer: at most one layer of the new model is in memory.
+    Weights are read and written layer by layer, so at most one layer of the new model is in memory.
 
     Args:
         dense: A folder as `save_pretrained` writes it, or a .gguf file.
-        out: The new folder. It appears when it is complete.
-        recipe: Number of experts, and their differences.
+        out: The new folder. It appears when all files are complete.
+        recipe: Number of experts, and the differences between them.
 
     Raises:
         ConfigError: `out` exists.
@@ -204,7 +206,7 @@ def _target(config: PreTrainedConfig) -> _Target:
 
 
 def _check_tensors(source: Dense) -> None:
-    """Compare names and shapes with those that transformers has for the config."""
+    """Compare names and shapes with the tensors that transformers makes for the config."""
     expected = {name: tuple(t.shape) for name, t in meta_model(source.config).state_dict().items()}
     if source.config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -269,7 +271,7 @@ def _shards(
 def _tensors(
     name: str, weight: Tensor, target: _Target, recipe: Recipe
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor of the dense model for the new one: itself, or one copy per expert."""
+    """Yield tensors of the new model for a dense tensor: the same, or one copy per expert."""
     found = _FFN.fullmatch(name)
     if found is None:
         yield name, weight
