@@ -30,5 +30,5 @@ class Mcps(Qllm2):
         served_ns: int,
         now_ns: int,
     ) -> tuple[int, int]:
-        """Return the class as the tier; the key puts most computed tokens first."""
+        """Return the class as the tier. The key puts requests with most computed tokens first."""
         return priority, -done_tokens

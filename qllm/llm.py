@@ -316,7 +316,7 @@ class QLLMEngine:
             **options: Fields of SamplingParams (`temperature=0.8`) in place of those in `sampling`.
 
         Raises:
-            InvalidRequestError: An argument is wrong; nothing was submitted.
+            InvalidRequestError: An argument is wrong. Nothing was submitted.
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.
             TypeError: A keyword is unknown.
@@ -386,7 +386,7 @@ class QLLMEngine:
             template: Keywords of `qllm.frontend.prompts.render_chat` for a chat, such as `tools`.
 
         Raises:
-            InvalidRequestError: An argument is wrong; nothing was opened.
+            InvalidRequestError: An argument is wrong. Nothing was opened.
             ConfigError: The engine's loop runs on a device.
             QueueFullError: `max_waiting` requests wait already.
             EngineClosedError: The engine was closed or has crashed.

@@ -124,7 +124,7 @@ def spare_of(
         config: Settings.
         why_inexact: Reason why results are not exact, see `Backend`.
         streams: Factory of the API that makes copies.
-        device: Device of the pages; its copy speed is measured.
+        device: Device of the pages. The copy speed of the device is measured.
     """
     num_kept = 0
     if config.prefix_cache == "approximate" or (config.prefix_cache and not why_inexact):
@@ -145,7 +145,7 @@ def naming_family(model: Any, what: str) -> Iterator[None]:
         what: Activity with the model, for the message.
 
     Raises:
-        ModelError: An error other than one of settings, device or memory.
+        ModelError: Any error, except errors of settings, device or memory.
     """
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", None) or type(model).__name__
@@ -233,7 +233,7 @@ class LoadedRunner:
 
         Args:
             loop: An `EngineLoop`. The loop's thread keeps counting during the call.
-            decider: The scheduler; it has the running frame and the parked frames.
+            decider: The scheduler, which has the running frame and the parked frames.
         """
         segments = self.runner.segments
         kind = segments.longest_op
@@ -303,7 +303,7 @@ class EngineCore(LoadedRunner):
         threads: Threads of torch; None leaves torch's choice.
         decided: Callback after each decision, see `EngineLoop`.
         pull: Function that fetches KV of other engines.
-        weights: Digest of the model's weights; None computes it where it is needed.
+        weights: Digest of the model's weights; None computes the digest where it is needed.
 
     Raises:
         ConfigError: A setting that the device does not support.
@@ -394,7 +394,7 @@ class EngineCore(LoadedRunner):
 
     @property
     def held(self) -> tuple[Submission, ...]:
-        """Requests that wait for their grammar or KV; the loop does not know them yet."""
+        """Requests that wait for their grammar or KV, before the loop gets them."""
         return tuple(held.submission for held in self.loading.held)
 
     def stats(self) -> dict[str, Any]:

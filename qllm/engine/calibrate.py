@@ -26,7 +26,7 @@ def measure_costs(runner: Runner, limits: Limits, now_ns: Callable[[], int]) -> 
         runner: A runner without requests. The measured requests are removed from the runner at the
             end.
         limits: Upper bounds of requests, tokens and blocks of the measurement.
-        now_ns: A clock. After `runner.run` returns, it must include the work of that run.
+        now_ns: A clock. After `runner.run` returns, the clock must include the work of that run.
     """
     costs, stop = StepCosts(), StopWord(now_ns)  # never lowered here
     prompt = max(1, min(PROMPT, limits.max_step_tokens))

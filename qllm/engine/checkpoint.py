@@ -44,7 +44,7 @@ class Adopted(Protocol):
 
 H = TypeVar("H", bound=Adopted)
 Adopt = Callable[[str, tuple[int, ...], SamplingParams, int], H]
-"""A function of the name, prompt, sampling and class of a request; it returns the handle."""
+"""A function of the name, prompt, sampling and class of a request, which returns the handle."""
 
 
 def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) -> int:
@@ -97,8 +97,8 @@ def load(
     """Restore the requests of a checkpoint.
 
     Raises:
-        CheckpointError: The file is truncated, foreign, of another version or model, or its KV
-            does not fit.
+        CheckpointError: The file is truncated, foreign, of another version or model, or the KV in
+            it does not fit.
     """
     document, tensors = archive.read(os.fspath(path))
     try:

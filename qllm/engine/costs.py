@@ -62,7 +62,10 @@ class StepCosts:
         return num_tokens * self._prefill_token_ns
 
     def table(self) -> CostTable:
-        """Return the current table; sizes that were not measured follow from their neighbours."""
+        """Return the current table.
+
+        Costs of sizes that were not measured follow from their neighbours.
+        """
         known = self._decode_ns or {0: 1_000_000}
         values: list[int] = []
         for level in range(COST_LEVELS):

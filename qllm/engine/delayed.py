@@ -28,14 +28,16 @@ class Held(NamedTuple):
 
 
 class HoldingIngress(ABC, Generic[W]):
-    """A transport that delays requests until something they need is ready; others pass at once.
+    """A transport that delays requests until a thing that they need is ready.
+
+    Other requests pass at once.
 
     Updates of a delayed request are released after the request. A cancel releases the request at
     once. The revision that completes a prompt may be delayed too (`_hold_revision`); the loop
     already knows the request of such a revision.
 
     Args:
-        inner: The transport below; it may delay requests too.
+        inner: The transport below, which may delay requests too.
     """
 
     def __init__(self, inner: Inbox) -> None:
@@ -66,7 +68,7 @@ class HoldingIngress(ABC, Generic[W]):
 
     @property
     def stop(self) -> ArrivalWord:
-        """The stop word of the running program; arrivals lower it."""
+        """The stop word of the running program. Arrivals lower the word."""
         return self._inner.stop
 
     @property
@@ -114,7 +116,7 @@ class HoldingIngress(ABC, Generic[W]):
         return self._hold_revision(item) if isinstance(item, Revision) else None
 
     def _take(self, number: RequestId) -> list[Item]:
-        """Release a request; return it and the updates that arrived meanwhile."""
+        """Release a request; return the request and the updates that arrived meanwhile."""
         item, wanted = self._held.pop(number)
         told = self._let_go(_request(item), wanted)
         first = told if isinstance(item, Submission) else replace(item, rest=told)

@@ -21,7 +21,7 @@ from qllm.scheduler.program import Program
 
 
 class Effects:
-    """The executor of effects on a runner; it also notifies the prefix cache and the record.
+    """The executor of effects on a runner. It also notifies the prefix cache and the record.
 
     Args:
         runner: Owner of KV and frames.

@@ -1,6 +1,6 @@
-"""The engine whose loop is on the device: this process launches the loop and reports on it.
+"""The engine whose loop is on the device: this process launches the loop and reports its state.
 
-Front ends connect and leave between two launches; a word in the device's memory ends a launch.
+Front ends connect and leave between two launches. A word in the device's memory ends a launch.
 Statistics are read from copies of the device's blocks, made while the device works.
 """
 

@@ -109,7 +109,7 @@ class EngineLoop:
         """Receiver of requests that bring KV from another engine."""
         self.live: dict[RequestId, Live] = {}
         self._expiries: list[tuple[int, RequestId]] = []
-        """A heap of timeouts; it also contains requests that have ended."""
+        """A heap of timeouts, including those of requests that have ended."""
         self.pending: deque[Item] = deque()
         """Items drained from the ingress but not handled yet."""
         self.closing = False
@@ -183,7 +183,7 @@ class EngineLoop:
                 self._call(item)
 
     def _take_in(self, item: Submission) -> None:
-        """Admit a request, or end it. The loop continues whatever the request contains."""
+        """Admit a request, or end the request. The loop continues whatever the request contains."""
         text = refusal(item, self.runner.shape, self.scheduler.limits.max_kv_tokens)
         try:
             if text is None:
@@ -212,7 +212,10 @@ class EngineLoop:
             self.finish(item.request_id, FinishReason.ERROR, why(error))
 
     def _update(self, item: Update) -> None:
-        """Change a request's class, pause it, or end it. Does nothing if it has ended."""
+        """Change a request's class, pause the request, or end it.
+
+        Does nothing after the request's end.
+        """
         live = self.live.get(item.request_id)
         if live is None:
             return

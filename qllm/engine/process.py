@@ -1,6 +1,6 @@
 """The engine's process, started by `ProcessClient`.
 
-The loop runs on the main thread; each front end has a thread that answers rare questions. Requests
+The loop runs on the main thread. Each front end has a thread that answers rare questions. Requests
 and tokens travel only through rings. The connection to a front end carries start-up, checkpoints,
 statistics and the trace. When the connection breaks, the engine treats the front end as gone and
 frees its requests. The first front end owns the engine. When the owner ends, the engine ends.
@@ -69,7 +69,7 @@ def main(fd: int) -> None:
 class EngineProcess:
     """One engine and its front ends.
 
-    Large because it has a method for each question of a front end.
+    Large because each question of a front end has a method.
     """
 
     def __init__(self, owner: Connection, start: Start) -> None:
@@ -88,7 +88,7 @@ class EngineProcess:
 
     @property
     def engine(self) -> ServedEngine:
-        """The engine. Available once it is loaded."""
+        """The engine. Available once the model is loaded."""
         if self._engine is None:
             raise EngineClosedError("the engine has not loaded its model yet")
         return self._engine

@@ -47,7 +47,7 @@ class RemoteFrontEnd(NamedTuple):
 
     number: int
     block: Any
-    """The memory of its rings, made by `make_memory` of the listener."""
+    """The memory of the front end's rings, made by `make_memory` of the listener."""
     link: Link
     wire: Wire
 
@@ -59,7 +59,7 @@ class RemoteListener:
         meeting: Address, and the secret of allowed clients.
         make_memory: Function that makes the memory of one more front end. It refuses a front end
             with a `ConfigError`.
-        enter: Callback for a front end that is ready; it attaches the front end.
+        enter: Callback that attaches a front end that is ready.
         leave: Callback for a front end that is gone.
         answer: Function that answers an operation of a front end by name.
         hand: Function that lets another engine read the KV of a ticket, over a connection.
@@ -93,7 +93,7 @@ class RemoteListener:
         self.address = meeting.address._replace(host=host, port=port)
 
     def listen(self) -> None:
-        """Accept connections; front ends wait until `open`."""
+        """Accept connections. Front ends wait until `open`."""
         self._listener.listen()
 
     def open(self, card: EngineCard) -> None:

@@ -116,7 +116,7 @@ class ServedEngine(ABC):
 
         Args:
             block: Result of `remote_memory`.
-            link: A connected link; the engine closes it.
+            link: A connected link, which the engine closes.
         """
         raise ConfigError(f"loop={self.prepared.config.loop!r} has no front ends over links")
 
@@ -193,7 +193,7 @@ class ServedEngine(ABC):
         raise self._has_none("a prefix cache")
 
     def restore(self, path: str, first: RequestId) -> list[Restored]:
-        """Restore the requests of a checkpoint; their numbers start at `first`."""
+        """Restore the requests of a checkpoint, with numbers from `first` on."""
         raise self._has_none("restore")
 
     @property

@@ -1,6 +1,6 @@
 """The live page's view of a loop: its latest events, recorded only while a client polls.
 
-The loop's thread appends references of events to a bounded queue; everything else happens on the
+The loop's thread appends references of events to a bounded queue. All other work is done by the
 thread that polls. A poll renews a lease. When the lease ends, the loop stops appending.
 
 A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline (`qllm.record.timeline`)
@@ -26,7 +26,7 @@ from qllm.types import NS_PER_MS, NS_PER_S
 LEASE_NS = 5 * NS_PER_S
 """Time for which the loop records events after a poll."""
 MAX_EVENTS = 50_000
-"""Maximum number of events buffered between two polls; older ones are dropped."""
+"""Maximum number of events buffered between two polls. Older events are dropped."""
 MAX_LISTED = 200
 """Maximum number of requests that one poll lists."""
 
@@ -91,7 +91,7 @@ class Watch:
         return {**found, **self._requests(now_ns)} if whole else found
 
     def _begin(self) -> None:
-        """Start listening; the timeline starts with the current requests and frames."""
+        """Start listening. The timeline starts with the current requests and frames."""
         loop, timeline = self._loop, self._timeline
         self._new.clear()
         timeline.forget()

@@ -58,7 +58,7 @@ def meet(
         address: Address as for `QLLMEngine.connect`.
         profile: Transport of rings to other hosts.
         secret_file: File with the secret that front end and engines share.
-        fleet: Arguments of `FleetClient.connect`; `route` may be a name.
+        fleet: Arguments of `FleetClient.connect`, in which `route` may be a name.
 
     Raises:
         ConfigError: An error of `RemoteClient.connect` or `FleetClient.connect`, or arguments of a

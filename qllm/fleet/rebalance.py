@@ -28,13 +28,13 @@ class Standing(NamedTuple):
     key: Hashable
     engine: str
     still_s: float
-    """Seconds since its last token at the engine, or since its arrival."""
+    """Seconds since the request's last token at the engine, or since its arrival."""
     num_tokens: int
-    """Tokens of its prompt and of its answer so far."""
+    """Tokens of the prompt and of the answer so far."""
     is_begun: bool
-    """True if it has a first token."""
+    """True if the request has a first token."""
     num_moves: int
-    """Number of its migrations by this rule."""
+    """Number of migrations of the request by this rule."""
 
 
 class MoveCosts:

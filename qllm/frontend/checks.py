@@ -129,7 +129,7 @@ def most_tokens(
     Raises:
         InvalidRequestError: `max_tokens` is not an integer >= 1.
         ContextLengthError: The prompt and one more token do not fit. Without the setting
-            `clamp_max_tokens` it is also raised if the prompt and `max_tokens` do not fit.
+            `clamp_max_tokens`, prompt and `max_tokens` must fit too.
     """
     most = longest(config, shape)
     name = "the model's longest sequence" if most == shape.max_position else "max_kv_tokens"

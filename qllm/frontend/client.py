@@ -298,9 +298,9 @@ class ManyClient(Client):
     def engines(self) -> list[dict[str, Any]]:
         """Return one record per engine, for health and metrics.
 
-        Fields: `engine`, the name; `up`; `why` it is not up; `met`, the number of connections;
-        `sent`, the requests that the engine got; `taken`, the requests that were open when it
-        ended; `moved`, the requests that migrated away; `pool`; and open requests by class.
+        Fields: `engine`, the name; `up`; `why`, the reason if it is not up; `met`, the number of
+        connections; `sent`, the requests that the engine got; `taken`, the requests that were open
+        when it ended; `moved`, the requests that migrated away; `pool`; and open requests by class.
         """
 
 

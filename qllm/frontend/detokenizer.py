@@ -76,8 +76,8 @@ def bytes_of(tokenizer: Any, token_id: int, text: str) -> bytes:
     """Return the UTF-8 bytes of a token, even if they are only a part of a character.
 
     Args:
-        tokenizer: Tokenizer. If it is neither byte-level nor has byte fallback (`<0xE2>`), `text`
-            gives the bytes.
+        tokenizer: Tokenizer. If the tokenizer is neither byte-level nor has byte fallback
+            (`<0xE2>`), `text` gives the bytes.
         token_id: The token.
         text: Decoded text of the token alone.
     """
@@ -457,10 +457,7 @@ class Detokenizer:
         return new
 
     def _release(self, new: str) -> str:
-        """Return text that cannot belong to a stop string.
-
-        The stop string that ends first cuts it.
-        """
+        """Return text that cannot belong to a stop string. The first stop string ends the text."""
         if not self._stop:
             return new
         text = self._held + new

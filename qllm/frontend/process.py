@@ -296,7 +296,7 @@ class ProcessClient(RingClient):
 
     @property
     def trace(self) -> Trace:
-        """Return the events so far; fetch new ones from the engine."""
+        """Return the events so far, after a fetch of new events from the engine."""
         if self.hello.config.record and self._over is None:
             with suppress(EngineClosedError), self._ask_lock:
                 self._trace.events += self._ask_locked("events", len(self._trace.events))

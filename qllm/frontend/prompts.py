@@ -259,7 +259,7 @@ def ids_that_fit(
 
 
 def _encoded(tokenizer: Any, text: str, most_tokens: int | None, *, special: bool) -> list[int]:
-    """Encode a text, if `most_tokens` tokens can hold it."""
+    """Encode a text, if it may fit into `most_tokens` tokens."""
     if most_tokens is not None and len(text) >= LONG_TEXT:
         most = most_tokens * longest_token(tokenizer)
         if 0 < most < len(text):

@@ -38,7 +38,7 @@ The answers also show that the engine is alive.
 IDLE_S = 0.05
 """Seconds between two looks at the rings if there are no open requests.
 
-With open requests it is `nap_s` of the front end. No doorbell rings from another host.
+With open requests the front end's `nap_s` counts. No doorbell rings from another host.
 """
 FIRST_ECHOES = 8
 

@@ -380,7 +380,7 @@ def open_prompt(
     cache_owner: str,
     template: Mapping[str, Any],
 ) -> StreamingPrompt:
-    """Open a streaming prompt; `QLLMEngine.open` describes the arguments and errors."""
+    """Open a streaming prompt. `QLLMEngine.open` describes the arguments and errors."""
     client, config = engine.client, engine.config
     client.raise_if_closed()
     if config.loop != "host":

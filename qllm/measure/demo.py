@@ -138,7 +138,7 @@ class _Progress:
     def step(
         self, name: str, total_s: float | None = None
     ) -> Iterator[Callable[[float, str], None]]:
-        """Show a step; the yielded function takes seconds done and a note."""
+        """Show a step. The yielded function takes the seconds that are done, and a note."""
         start = time.monotonic()
         task = self._progress.add_task(name, total=total_s, note="")
         last = ""

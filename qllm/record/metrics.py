@@ -166,7 +166,10 @@ class _Meter:
         self.token_ns: list[int] = []
         self.planned_ns: int | None = None
         self.last_ran_ns: int | None = None
-        """End of the last work on the request; None while it is not admitted, or is paused."""
+        """End of the last work on the request.
+
+        The result is None while the request is not admitted, or paused.
+        """
         self.is_held = False
         """True if the request is paused and admitted."""
         self.stall_ns = 0

@@ -94,7 +94,7 @@ class Summary:
     """Metrics of a whole trace."""
 
     duration_s: float
-    """Seconds from the first arrival to the last event. Every rate is divided by them."""
+    """Seconds from the first arrival to the last event: the divisor of every rate."""
     classes: dict[int, ClassMetrics]
     """Metrics by priority."""
     preempt_latency_ms: Distribution | None

@@ -107,7 +107,7 @@ class _Run:
 
 @dataclass(slots=True)
 class Timeline:
-    """A builder of the page's entries from events; `since` returns them.
+    """A builder of the page's entries from events.
 
     It has many methods because each kind of event has one.
 
@@ -325,7 +325,7 @@ class Timeline:
     # -- output for the page
 
     def since(self, seq: int) -> tuple[list[list[Any]], int]:
-        """Return the entries after the first `seq`, at most `MAX_NEW`, and the number of lost ones.
+        """Return entries after the first `seq`, at most `MAX_NEW`, and the number of lost entries.
 
         A `seq` larger than the number of entries is from another engine. Then all entries are new.
         """

@@ -36,9 +36,9 @@ class Asking(Protocol):
     requests: dict[RequestId, RequestState]
     sampler: Sampler
     on_segment: OnSegment | None
-    """Callback after every segment; if set, a backend stops after each segment."""
+    """Callback after every segment. If it is set, a backend stops after each segment."""
     on_logits: OnLogits | None
-    """Callback that receives all logits; if set, rows are sampled on the host."""
+    """Callback that receives all logits. If it is set, rows are sampled on the host."""
 
     def new_step(self, frame: Frame, group: int, lo: int, hi: int) -> Step:
         """Return the inputs of the ATTN op over tokens [lo, hi) of a group of rows."""
@@ -107,7 +107,7 @@ class Backend(Protocol):
         ...
 
     def as_reference(self) -> AbstractContextManager[None]:
-        """Compute with transformers' modules inside the `with` block; no frame may be open."""
+        """Compute with transformers' modules inside the `with` block. No frame may be open."""
         ...
 
     def new_kv(self, capacity: int) -> RequestKV:
@@ -119,7 +119,7 @@ class Backend(Protocol):
         ...
 
     def new_tables(self) -> BlockTables:
-        """Return tables over all KV blocks; no request may hold a block."""
+        """Return tables over all KV blocks. No request may hold a block."""
         ...
 
     def new_step(self, spans: Sequence[Span], num_tokens: int) -> Step:
@@ -145,7 +145,7 @@ class Backend(Protocol):
         ...
 
     def pace(self) -> None:
-        """Wait until the device has nearly finished its queue; called after every op."""
+        """Wait until the device has nearly finished its queue. Called after every op."""
         ...
 
     @property

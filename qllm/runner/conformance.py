@@ -48,8 +48,8 @@ MAX_PROMPT = 512
 BOUND = {torch.float32: 64.0}
 """Largest difference that rounding explains, in spreads (`runner.reference`).
 
-In 16 bits, whose sums are in fp32, it is 8. The largest differences seen, in small models of eight
-families and in some models 1,024 wide, were 7.8 (16 bits) and 2.6.
+In 16 bits, whose sums are in fp32, the bound is 8. The largest differences seen, in small models of
+eight families and in some models 1,024 wide, were 7.8 (16 bits) and 2.6.
 """
 TASKS = 37
 """Tasks of ops between two stops of the parked pass. A layer has thousands of tasks."""
@@ -346,7 +346,7 @@ class _Probe:
         self._end(program)
 
     def _end(self, program: Program) -> None:
-        """Finish a program; its token is the one with the largest logit."""
+        """Finish a program. Its token is the token with the largest logit."""
         sampled = self.runner.finish(program)
         row = program.rows[0]
         best = int(self.logits[row.request_id, row.hi].argmax())

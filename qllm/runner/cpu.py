@@ -44,8 +44,9 @@ def cpu_runner(
     """Return a runner on the CPU.
 
     Args:
-        model: Whole model in evaluation mode, on one device. Its attention modules get their own
-            config (see `runner.layers.attention`); the results of `model.forward` do not change.
+        model: Whole model in evaluation mode, on one device. The model's attention modules get a
+            config of their own (see `runner.layers.attention`). The results of `model.forward` do
+            not change.
         max_segment_ms: Most milliseconds of work between two boundaries. Infinity leaves ops whole.
         batch_invariant: True for level L2. The self-test of L2 runs here and finds the rule for
             products.

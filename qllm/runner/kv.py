@@ -38,7 +38,7 @@ class RequestKV(ABC):
         self.written = 0
         """Number of tokens whose KV exists in some layer."""
         self.states = States()
-        """States of the layers that carry one."""
+        """States of the layers that carry a state."""
 
     def reach(self, hi: int) -> None:
         """Mark positions below `hi` as written. They are written before they are read."""
@@ -70,7 +70,7 @@ class RequestKV(ABC):
 
     @abstractmethod
     def hold(self, blocks: Sequence[int], hi: int) -> None:
-        """Set all blocks of the request; positions below `hi` may be written from now on."""
+        """Set all blocks of the request. Positions below `hi` may be written from now on."""
 
     @abstractmethod
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:

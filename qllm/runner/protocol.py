@@ -48,7 +48,7 @@ class Stop(Protocol):
         ...
 
     def now_ns(self) -> int:
-        """Return the engine's time in nanoseconds; called only if there is a slice."""
+        """Return the engine's time in nanoseconds. Called only if the program has a time slice."""
         ...
 
 
@@ -68,7 +68,9 @@ class Longest:
 
 
 class Runner(Protocol):
-    """The executor of programs. It holds all tensors; the engine keeps (program, index) pairs.
+    """The executor of programs.
+
+    The runner holds all tensors. The engine keeps (program, index) pairs.
 
     The runner has a copy of the token ids and of the number of committed KV tokens of each request.
     One thread calls the runner.

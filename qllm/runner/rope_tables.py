@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Tables = tuple[Tensor, ...]
-"""cos and sin, each [1, T, H]; or one tensor of complex numbers [1, T, H / 2]."""
+"""Tables of angles: cos and sin, each [1, T, H], or complex numbers [1, T, H / 2]."""
 
 
 @dataclass(frozen=True, slots=True)

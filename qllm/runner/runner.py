@@ -49,7 +49,8 @@ class TorchRunner:
     Args:
         model: Whole model in evaluation mode, on one device.
         make_backend: Factory of the backend, from the parts of the model.
-        rounding: `expert_weights` and `activations` of `EngineConfig`; part of the identity.
+        rounding: `expert_weights` and `activations` of `EngineConfig`, which are part of the
+            identity.
         clock: Clock in nanoseconds that measures segments.
 
     Raises:
@@ -104,7 +105,7 @@ class TorchRunner:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Compute with transformers' modules inside the `with` block; no frame may be open."""
+        """Compute with transformers' modules inside the `with` block. No frame may be open."""
         try:
             with self.backend.as_reference():
                 self._follow_backend()

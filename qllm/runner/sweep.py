@@ -125,7 +125,7 @@ class Swept(NamedTuple):
     at: Index
     """First op that is not done."""
     polled_ns: int
-    """Nanoseconds in which the call polled by itself; 0 if it did not."""
+    """Nanoseconds in which the call polled by itself; 0 if the call does not poll."""
     longest_ns: int
     """Longest time in nanoseconds between two polls of a thread in the call."""
     longest_op: OpKind

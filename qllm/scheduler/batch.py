@@ -79,7 +79,7 @@ def runs_whole(
         view: State as policies see it.
         rows: Rows to run.
         tier_of: Tiers of the rows' requests.
-        best: Best tier: no arrival goes before it.
+        best: Best tier, before which no arrival goes.
         slice_ns: Longest run of the rows in nanoseconds; None sets no limit.
     """
     if not view.whole_steps:

@@ -22,7 +22,7 @@ def align_rows(
     Args:
         rows: Planned rows.
         requests: Requests of the rows.
-        cuts: Cut rule; None leaves every row as it is.
+        cuts: Cut rule; None leaves every row unchanged.
     """
     if cuts is None:
         return list(rows)

@@ -85,7 +85,7 @@ class _Shaper:
         """Return True if newcomers of this tier run before a parked step of the tier.
 
         A step stops for its own tier only if rows of worse tiers joined the step, or if it prefills
-        streaming prompts. Newcomers with a whole prompt that came before the step was parked get
+        streaming prompts. Newcomers that came before the step was parked, with a whole prompt, get
         one step. Then the parked step resumes, and runs to its end.
         """
         joined = any(self.tier_of[row.request_id] > tier for row in frame.rows)
@@ -411,8 +411,8 @@ class _Shaper:
     def take_turns(self, tier: int) -> Plan | None:
         """Return the plan of a tier whose prompts could delay its streams for too long.
 
-        Returns None if prompts could not delay them (`qllm.scheduler.gaps`). A stream that lacks KV
-        does not take part.
+        Returns None if prompts cannot delay the streams (`qllm.scheduler.gaps`). A stream that
+        lacks KV does not take part.
         """
         if self.policy.max_prompt_gap_ms is None:
             return None

@@ -48,7 +48,7 @@ class Ranking:
         """Waiting requests by id."""
         self._unranked = list(requests)
         self.asking: RequestId | None = None
-        """Request for which the policy is called. It keeps its value if the policy raises."""
+        """Request for which the policy is called. The value stays if the policy raises."""
 
     def touch(self, request: RequestView) -> None:
         """Rank a request again, because it arrived, or got or lost KV."""

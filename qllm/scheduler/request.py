@@ -29,7 +29,10 @@ class Request:
     num_tokens: int = 0
     """Number of known tokens: the prompt and the output so far."""
     num_computed_tokens: int = 0
-    """Tokens whose KV exists in every layer. Only a row that ends its last layer adds some (I3)."""
+    """Tokens whose KV exists in every layer.
+
+    Only a row that ends its last layer adds tokens (I3).
+    """
     num_found_tokens: int = 0
     """Tokens whose KV the prefix cache has: all computed tokens while the request has no blocks."""
     found_pages: Sequence[bytes] = ()
@@ -41,13 +44,13 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     """Blocks that the request holds, in token order."""
     frontier: Frontier | None = None
-    """Range and layer of a row that is part-way through the layers; None without one."""
+    """Range and layer of a row that is part-way through the layers; None without such a row."""
     frame_id: FrameId | None = None
-    """The parked frame that contains the request's row; None without one."""
+    """The parked frame that contains the request's row; None without a row."""
     served_ns: int = 0
     """Total time of runs with a row of this request."""
     last_progress_ns: int = 0
-    """End of the last run with a row of this request; admission counts as progress."""
+    """End of the last run with a row of this request. Admission counts as progress too."""
     admitted_ns: int = 0
     """Time when the request last got its first KV blocks."""
     first_token_ns: int | None = None
@@ -105,7 +108,7 @@ class Request:
 
     @property
     def is_admitted(self) -> bool:
-        """True if it holds KV blocks."""
+        """True if the request holds KV blocks."""
         return bool(self.block_table)
 
     @property
@@ -116,7 +119,7 @@ class Request:
 
     @property
     def is_hidden(self) -> bool:
-        """True if the scheduler does not plan it now."""
+        """True if the scheduler does not plan the request now."""
         return self.is_paused or self.is_idle
 
     @property
@@ -133,7 +136,7 @@ class Request:
 
     @property
     def status(self) -> RequestStatus:
-        """Its state, as callers see it."""
+        """State of the request, as callers see it."""
         if self.finished:
             return RequestStatus.FINISHED
         if self.is_paused:

@@ -100,7 +100,7 @@ def tpot_target_ns(decoding: Sequence[RequestView]) -> int | None:
 
 
 def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
-    """Return the time until the first request is behind its target; negative if one is behind now.
+    """Return the time until a request is behind its target; negative if one is behind now.
 
     A request is behind if its tokens so far, together with the token that is due, took longer than
     the target allows for this number. Returns None without targets, or before a first token.

@@ -207,7 +207,7 @@ def check_state(
         away: Frames of swapped-out requests.
 
     Raises:
-        InvariantError: Two of them do not agree.
+        InvariantError: Requests, frames, blocks and swap space do not agree.
     """
     tables = {i: r.block_table for i, r in requests.items()}
     pool.check(tables)

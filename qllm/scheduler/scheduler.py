@@ -72,7 +72,7 @@ class Scheduler:
         """Passes that continued although an arrival had stopped them (`max_preemptions`)."""
         self._next_frame_id = 0
         self._owed: list[Effect] = []
-        """Effects that the runner has not received yet. The next decision returns them."""
+        """Effects that the runner has not received yet. The next decision returns these effects."""
         self.hook_errors: deque[tuple[Any, PolicyError]] = deque()
         """Errors of hooks, each with its policy. The next decisions raise the errors one by one."""
         self._ranking: Ranking | None = None
@@ -301,7 +301,7 @@ class Scheduler:
         return found
 
     def empty(self, policy: Any) -> "Scheduler":
-        """Return a scheduler like this one without requests, for the trials of `blame`."""
+        """Return a copy of this scheduler without requests, for the trials of `blame`."""
         twin = Scheduler(policy, self.shape, self.cuts, self.limits)
         twin.costs, twin.riding, twin._patience = self.costs, self.riding, copy(self._patience)
         return twin

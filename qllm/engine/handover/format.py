@@ -68,7 +68,7 @@ def seal(says: Mapping[str, Any], tensors: Mapping[str, Sequence[Tensor]]) -> mm
 
     Args:
         says: Any JSON value.
-        tensors: Lists of tensors by name; a list becomes one tensor, joined along the first
+        tensors: Lists of tensors by name. A list becomes one tensor, joined along the first
             dimension.
     """
     parts, at = [], 0
@@ -101,7 +101,7 @@ def _fill(memory: mmap.mmap, part: TensorPart, pieces: Sequence[Tensor]) -> None
 
 
 def _header(says: Mapping[str, Any], parts: Sequence[TensorPart]) -> bytes:
-    """Return the header; its length does not depend on the checksums."""
+    """Return the header. Its length does not depend on the checksums."""
     listed = [
         [p.name, str(p.dtype).removeprefix("torch."), p.shape, f"{p.checksum:016x}"] for p in parts
     ]
@@ -169,7 +169,7 @@ def _shape(listed: Any) -> tuple[int, ...]:
 
 
 def tensor(memory: mmap.mmap, part: TensorPart) -> Tensor:
-    """Return a tensor of a parcel that is complete; it is a view of `memory`.
+    """Return a tensor of a complete parcel, as a view of `memory`.
 
     Raises:
         CheckpointError: The tensor is damaged.

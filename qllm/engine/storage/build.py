@@ -35,10 +35,10 @@ class KeptPages:
     Args:
         config: Settings.
         runner: Owner of the KV.
-        weights: Digest of the weights; only a file needs it.
+        weights: Digest of the weights, which only a file needs.
         ingress: Transport to wake once an LS request has its pages.
         now_ns: The engine's clock.
-        costs: Cost of computing; it learns the costs of the file.
+        costs: Costs of computing KV. The costs of the file are added.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class KeptPages:
         """Return the prefix cache; None if the engine has none.
 
         Raises:
-            ConfigError: See `why_not`; or `kv_dir` cannot be used.
+            ConfigError: An error of `why_not`, or `kv_dir` cannot be used.
         """
         config, runner = self._config, self._runner
         reason = why_not(config, runner)

@@ -84,7 +84,7 @@ class Blocks:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR)
         self.is_direct = self._go_direct()
-        """True if the page cache is bypassed; some file systems cannot."""
+        """True if the page cache is bypassed. Some file systems cannot bypass it."""
         _OPEN.add(self)
 
     def _go_direct(self) -> bool:
@@ -334,7 +334,7 @@ def make_header(layout: Layout, num_slots: int, identity: dict[str, Any]) -> byt
 
 
 def why_foreign(path: Path, header: bytes) -> str | None:
-    """Return why a file does not have this header; None if it does."""
+    """Return the reason why a file does not have this header; None if it has."""
     with open(path, "rb") as file:
         found = file.read(BLOCK)
     if found == header:
@@ -385,7 +385,7 @@ def _entry_checksum(row: bytes, slot: int) -> int:
 
 
 def checksum_of(*parts: bytes | memoryview) -> int:
-    """Return a 64-bit checksum (XXH3); never 0, which marks an empty entry."""
+    """Return a 64-bit checksum (XXH3). It is never 0, because 0 marks an empty entry."""
     from xxhash import xxh3_64  # imported here: an engine without a file does not need it
 
     state = xxh3_64()

@@ -33,7 +33,7 @@ class Mover:
     """A `Disk` (`qllm.engine.kv.tier`) over a file.
 
     Args:
-        file: The file; `close` closes it.
+        file: The file, which `close` closes.
         wake: Function called from the reading thread when all pages of an LS request are read.
         now_ns: The engine's clock.
     """

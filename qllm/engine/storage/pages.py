@@ -43,7 +43,7 @@ class KvPages:
         return SlabTarget(self._runner.backend.new_kv(num_tokens), self._page_size)
 
     def adopt(self, request_id: RequestId, target: SlabTarget, num_tokens: int) -> None:
-        """Give the slabs to the request. Do nothing if it has them from before an error."""
+        """Give the slabs to the request, unless the request has them from before an error."""
         request = self._runner.requests[request_id]
         if request.kv is not target.kv:
             request.kv = target.kv
@@ -55,7 +55,7 @@ class KvPages:
             return self._runner.requests[request_id].kv.copy_out(lo, hi)
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
-        """Assign all blocks to a request. Do nothing if it has them from before an error."""
+        """Assign all blocks to a request, unless the request has them from before an error."""
         kv = self._runner.requests[request_id].kv
         if not kv.committed:
             kv.refer(table, num_tokens)

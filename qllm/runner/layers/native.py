@@ -96,7 +96,7 @@ def _half(x: Tensor, heads: int, half: int) -> Tensor:
 
 
 class NativeLayer(NamedTuple):
-    """A layer whose submodules all have kernels; the experts may lack one (kernels/cpu/sweep.h)."""
+    """A layer whose submodules, except perhaps the experts, have kernels (kernels/cpu/sweep.h)."""
 
     attention: Attention | Latents
     out: cpu.Matrix
@@ -444,7 +444,8 @@ def attend_some(
         costs: Costs of the model.
 
     Returns:
-        `mid` if the op is done, else None; the state to continue from; the next `pos`.
+        Three values: `mid` if the op is done, else None; the state to continue from; the next
+        `pos`.
     """
     if isinstance(driver, NativeDriver):
         pos = 0 if begun is None else pos

@@ -117,7 +117,7 @@ def _holds_here(rule: RowRule, weight: Tensor, x_TD: Tensor) -> bool:
 
 
 def matrices(model: nn.Module, but: Container[int] = ()) -> Iterator[Tensor]:
-    """Yield every matrix of a model as [out, in]; for stacked experts, the first expert's.
+    """Yield every matrix of a model as [out, in]. For stacked experts it is the first expert's.
 
     Quantised matrices are on the meta device.
 

@@ -31,7 +31,7 @@ LEAST_TOKEN_BYTES = 64
 CLOSE = 0.05
 """Relative difference that rounding explains in any dtype.
 
-A missing state makes a far larger one.
+A missing state makes a far larger difference.
 """
 
 
@@ -145,7 +145,7 @@ def refuse_chunks(mixer: RecurrentMixer | DeltaMixer, like_TD: Tensor, *, exact:
 
     Args:
         mixer: Mixer of a layer.
-        like_TD: Tensor with width, dtype and device of its input.
+        like_TD: Tensor with width, dtype and device of the mixer's input.
         exact: True if bits must be equal, not close.
 
     Raises:
