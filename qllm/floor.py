@@ -3,7 +3,7 @@
 BE is owed a part of the time in which LS has work. When the debt reaches a slice, BE runs for a
 slice. So BE gets the share in any window of time, and LS waits for few slices at once:
 
-    debt 0 .......... a slice: BE runs until the first boundary after a slice, and the debt is paid
+    debt    0 ........ a slice: BE runs until the first boundary after a slice, which pays the debt
     rate    share + 3 slices per window: the slice that is still owed, the rest of the LS run that
             has to stop first, and the time by which the last BE run was too long
 """

@@ -1,8 +1,8 @@
 """The tensors of one program: residual streams, and results inside the current layer.
 
-master_TD   all rows; holds a row whenever the active group does not x_TD        rows of the active
-group, packed; the input of the current layer layer       inside a layer: mid_TD, routed rows (per
-ROUTE op), expert work, next_TD
+master_TD   all rows; holds a row whenever the active group does not
+x_TD        rows of the active group, packed; the input of the current layer
+layer       inside a layer: mid_TD, routed rows (per ROUTE op), expert work, next_TD
 """
 
 from bisect import bisect_left

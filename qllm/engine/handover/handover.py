@@ -1,8 +1,8 @@
 """Migration: a request continues in another engine, with its KV.
 
-    engine A   `give` takes the request from its frame, keeps its KV under a ticket, ends it
-    (`MOVED`) front end  submits prompt and output again at B, with the place of the KV engine B
-    delays the request, fetches and checks the KV, and continues where A stopped
+    engine A   takes the request from its frame, keeps its KV under a ticket, ends it (`MOVED`)
+    front end  submits prompt and output again at B, with the place of the KV
+    engine B   delays the request, fetches and checks the KV, and continues where A stopped
 
 B uses the KV only if model, weights, kernels, settings and tokens are exactly the same, and no byte
 is damaged. Otherwise, and if no KV comes in time, B computes the KV as after an eviction. A

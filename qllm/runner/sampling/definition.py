@@ -6,12 +6,14 @@ The order of operations is that of vLLM:
     + logit_bias            fp64 from here on
     repetition_penalty      seen tokens, prompt included: x / r if x > 0 else x * r
     - frequency_penalty     times the occurrences in the output
-    - presence_penalty      once for a token in the output rules                   -inf for tokens
-    that may not come (`runner/sampling/limits.py`) argmax                  if greedy; the lowest id
-    wins a tie weights                 exp((x - max x) / temperature), rounded to multiples of 2^-44
-    min_p                   tokens below this share of the likeliest token's weight have no weight
-    top_k                   tokens stay whose logit is at least the k-th largest top_p
-    the smallest set of largest logits with that share of the weight stays; the lowest ids win a tie
+    - presence_penalty      once for a token in the output
+    rules                   -inf for tokens that are not allowed (`runner/sampling/limits.py`)
+    argmax                  if greedy; the lowest id wins a tie
+    weights                 exp((x - max x) / temperature), rounded to multiples of 2^-44
+    min_p                   tokens below this fraction of the largest weight have no weight
+    top_k                   tokens stay whose logit is at least the k-th largest
+    top_p                   the smallest set of largest logits with this part of the weight stays;
+                            the lowest ids win a tie
     inverse CDF             in token-id order, one uniform number per token
 
 transformers applies `min_p` last. So the sets of tokens differ if `min_p` and `top_p` are both set.
