@@ -51,7 +51,7 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
     """Write every unfinished request to `path`. The requests also continue in this engine.
 
     Requests that are held back (`HoldingIngress`) are written as requests that have not begun. The
-    engine that restores them rebuilds each grammar and fetches each KV again. Streaming prompts are
+    engine that restores such a request makes its grammar and its KV again. Streaming prompts are
     left out, because only clients of this engine can complete the prompts.
 
     Raises:

@@ -59,9 +59,9 @@ class Compute:
         expert_weights: Format of experts: see `EngineConfig`. All formats but "auto" round the
             weights permanently.
         activations: Dtype of the inputs of products with quantised weights: see `EngineConfig`.
-        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. A
-            change of a copied weight has no effect later. Experts are packed in place, whatever
-            their size.
+        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. Later
+            changes of copied weights have no effect. Experts are packed in place, whatever their
+            size.
 
     Raises:
         ModelError: Level L2 is not possible here.

@@ -49,7 +49,7 @@ BOUND = {torch.float32: 64.0}
 """Largest difference that rounding explains, in spreads (`runner.reference`).
 
 In 16 bits, whose sums are in fp32, the bound is 8. The largest differences seen, in small models of
-eight families and in some models 1,024 wide, were 7.8 (16 bits) and 2.6.
+eight families and in some models 1,024 wide, were 7.8 in fp32 and 2.6 in 16 bits.
 """
 TASKS = 37
 """Tasks of ops between two stops of the parked pass. A layer has thousands of tasks."""

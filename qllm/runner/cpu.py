@@ -53,8 +53,8 @@ def cpu_runner(
         kernels: Name of the kernels: see `EngineConfig`.
         expert_weights: Format of experts: see `EngineConfig`.
         activations: Dtype of the inputs of quantised products: see `EngineConfig`.
-        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. A
-            change of a copied weight has no effect later.
+        max_packed_bytes: Most bytes of copies of linear modules (the head) for the kernels. Later
+            changes of copied weights have no effect.
         clock: Clock in nanoseconds that measures segments.
 
     Raises:

@@ -3,7 +3,7 @@
 While LS requests exist, each direction takes a small share of a core (`GENTLE_SHARE`): a thread
 rests after every page. Loads for LS requests never rest.
 
-    loads for LS --> other loads, with rests --> stores, with rests and during rests of loads
+    loads for LS --> other loads, with rests --> stores, with rests; stores run while loads rest
 """
 
 import logging
