@@ -1,4 +1,4 @@
-"""Last chunk arrival: of the streaming prompts, the one with the oldest last piece goes first.
+"""Last chunk arrival: the streaming prompt whose last piece is oldest goes first.
 
 Between LS and BE the rules of `qllm2` hold. As in every policy, whole prompts of a class go before
 streaming prompts. A revised prompt goes to the end of its line.

@@ -37,9 +37,9 @@ class Watch:
     def __init__(self, loop: EngineLoop, config: EngineConfig, runner: TorchRunner) -> None:
         self._loop, self._config, self._runner = loop, config, runner
         self._lock = threading.Lock()
-        """Held by the thread that polls."""
+        """Lock that the polling thread holds."""
         self._changing = threading.Lock()
-        """Held briefly by the thread that changes the lease or the loop's listeners."""
+        """Lock for short changes of the lease or the loop's listeners."""
         self._new: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._until_ns = 0
         self._timeline = Timeline()

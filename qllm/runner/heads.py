@@ -44,7 +44,7 @@ class HeadState:
         self.ids_G = array("q", [0]) * len(self.greedy)
         """Id of the largest logit so far of each greedy row. NaN is larger than any number."""
         self.blocks: list[Tensor] = []
-        """Logits of the other rows, [R, up to the head's block_size] each."""
+        """Logits of the rows that are not greedy, each [R, up to the head's block_size]."""
         self._logits_RV: Tensor | None = None
         """Memory of all blocks, in which each row is contiguous. None in a restored frame."""
         self.chosen: dict[int, Sampled] | None = None
