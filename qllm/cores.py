@@ -11,10 +11,8 @@ from typing import Any, Literal
 from qllm.errors import ConfigError
 
 Threads = int | Literal["auto"] | None
-"""Number of threads of computation.
-
-"auto" is the cores that this process may use; None is torch's number.
-"""
+"""Number of threads of computation. "auto" is the cores that this process may use; None is torch's
+number."""
 
 
 def num_threads(threads: Threads) -> int | None:

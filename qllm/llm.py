@@ -83,10 +83,8 @@ class QLLMEngine:
         self.tokenizer = tokenizer
         self.config = config
         self.policy = policy
-        """Policy that the caller gave.
-
-        An engine in a process of its own uses a copy of a policy object.
-        """
+        """Policy that the caller gave. An engine in a process of its own uses a copy of a policy
+        object."""
         self.sampling_defaults = client.info.sampling_defaults
         """Defaults of SamplingParams from the generation config, for requests without settings."""
         info = client.info

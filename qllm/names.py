@@ -4,10 +4,8 @@ import os
 import random
 
 _draw = random.Random()
-"""Own generator of random numbers.
-
-A program may seed Python's generator, and still gets different names and seeds.
-"""
+"""Own generator of random numbers. A program may seed Python's generator, and still gets different
+names and seeds."""
 os.register_at_fork(after_in_child=_draw.seed)
 
 

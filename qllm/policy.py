@@ -222,10 +222,8 @@ class View:
     capabilities: Cap
     """Capabilities of the engine, for policies that `want` more than they need."""
     cuts: CutRule | None
-    """Rule of the places where chunks end at level L2.
-
-    The scheduler shortens other rows. None is no rule.
-    """
+    """Rule of the places where chunks end at level L2. The scheduler shortens other rows. None is
+    no rule."""
     whole_steps: bool = False
     """True if steps that nothing would stop run whole, because each boundary costs a launch."""
     num_free_swap_blocks: int = 0

@@ -46,10 +46,8 @@ UNITS: dict[str, Units] = {
     "_gib": (SIZES, 2**30, "8GiB or 500MB"),
     "_bytes": (SIZES, 1, "4MiB or 500kB"),
 }
-"""Units by the end of a setting's name.
-
-Each has the sizes of its units, the size of a number without unit, and an example.
-"""
+"""Units by the end of a setting's name. Each has the sizes of its units, the size of a number
+without unit, and an example."""
 NUMBER = re.compile(r"([+-]?(?:[\d_]+\.?[\d_]*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.I)
 MAX_DIGITS = 30
 """Most digits of an integer. An integer like `1e999999999` would fill the memory."""

@@ -35,10 +35,8 @@ NAME = "qllm"
 CHECKED_ROWS = 16
 """Number of rows of the first call that are compared with `grouped_mm`."""
 BOUND = 8.0
-"""Largest allowed difference, in changes caused by one rounding of the input.
-
-The start-up check has the same bound.
-"""
+"""Largest allowed difference, in changes caused by one rounding of the input. The start-up check
+has the same bound."""
 _HELD, _FAILED = "_qllm_experts", "_qllm_failed"
 _log = logging.getLogger("qllm")
 _said: set[str] = set()

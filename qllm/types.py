@@ -23,10 +23,8 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 MAX_TIME_MS = 1_000_000_000
-"""Largest time in a request or a setting: 11.6 days.
-
-Sums of thousands of such times fit 64 bits.
-"""
+"""Largest time in a request or a setting: 11.6 days. Sums of thousands of such times fit 64
+bits."""
 MAX_TIME_S = MAX_TIME_MS // 1000
 MAX_CLOCK_NS = 1 << 60
 """Largest distance of a time from the start of the engine's clock, before or after: 36 years."""
@@ -283,10 +281,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Fraction of the highest probability below which tokens are dropped."""
     repetition_penalty: float = 1.0
-    """Number that divides positive and multiplies negative logits of earlier tokens.
-
-    Tokens of the prompt count too.
-    """
+    """Number that divides positive and multiplies negative logits of earlier tokens. Tokens of the
+    prompt count too."""
     presence_penalty: float = 0.0
     """Number that is subtracted once from the logits of tokens already produced."""
     frequency_penalty: float = 0.0
@@ -313,10 +309,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Words that the answer may not contain. Each word is tokenised alone."""
     min_tokens: int = 0
-    """Least number of tokens before an id that ends the answer, if another token is possible.
-
-    Stop strings are ignored in them.
-    """
+    """Least number of tokens before an id that ends the answer, if another token is possible. Stop
+    strings are ignored in them."""
 
     thinking_token_budget: int | None = None
     """Most tokens after `<think>` before `</think>` is forced; None sets no limit."""

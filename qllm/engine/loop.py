@@ -92,10 +92,8 @@ class EngineLoop:
         self.listeners: tuple[Callable[[trace.Event], object], ...] = (
             () if record is None else (record.append,)
         )
-        """Functions that the loop's thread calls with every event.
-
-        The tuple is replaced as a whole, never changed.
-        """
+        """Functions that the loop's thread calls with every event. The tuple is replaced as a
+        whole, never changed."""
         self.fallback = fallback
         self.decided = decided
         self.prefix = prefix

@@ -55,10 +55,8 @@ class Member:
         self.num_met = 0
         """Number of connections to engines at the address, one after the other."""
         self.keeps_file = True
-        """True if KV in the engine's file may outlive the engine.
-
-        It is True until the first connection.
-        """
+        """True if KV in the engine's file may outlive the engine. It is True until the first
+        connection."""
         self._num_gone = 0
         self._up_s = 0.0
         self.next_s = 0.0

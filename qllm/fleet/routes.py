@@ -62,10 +62,8 @@ class RequestView:
     is_short: bool = True
     """True if the prompt is at most as long as the fleet's boundary for short prompts."""
     pages: tuple[int, ...] = ()
-    """Names of the first whole pages of the prompt (`page_names`).
-
-    Empty if the route uses no pages.
-    """
+    """Names of the first whole pages of the prompt (`page_names`). Empty if the route uses no
+    pages."""
     is_begun: bool = False
     """True if another engine produced the first tokens of the answer."""
 
@@ -110,15 +108,11 @@ class EngineView:
     hands_over: bool = False
     """True if requests can migrate from and to the engine with their KV."""
     ls_start_s: float = 0.0
-    """Estimated seconds until the engine would compute an LS request that arrives now.
-
-    See `refresh`.
-    """
+    """Estimated seconds until the engine would compute an LS request that arrives now. See
+    `refresh`."""
     busy_s: float = 0.0
-    """Estimated seconds of work of all classes; see `refresh`.
-
-    An engine with less work has more room for BE.
-    """
+    """Estimated seconds of work of all classes; see `refresh`. An engine with less work has more
+    room for BE."""
 
     def __post_init__(self) -> None:
         """Make the first estimates."""

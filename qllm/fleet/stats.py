@@ -14,10 +14,8 @@ COUNTS = {
 }  # fmt: skip
 """Names of numbers that never decrease while an engine lives."""
 MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE", "min_be_share"}
-"""Names of numbers that are merged by their largest value.
-
-Rings have the names of their classes.
-"""
+"""Names of numbers that are merged by their largest value. Rings have the names of their
+classes."""
 LATENCIES = "preempt_latencies_ms"
 MAX_LATENCIES = 1000
 Path = tuple[str, ...]

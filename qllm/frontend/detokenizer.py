@@ -255,10 +255,8 @@ class Detokenizer:
         self._texts = _special_in(tokenizer, stop)
         """Texts of the special tokens in stop strings, by id."""
         self._marks = {id_: chr(STOP_MARKS + n) for n, id_ in enumerate(self._texts)}
-        """Marks of the special tokens in stop strings, by id.
-
-        A mark replaces its token in the text.
-        """
+        """Marks of the special tokens in stop strings, by id. A mark replaces its token in the
+        text."""
         self._hidden = {
             ord(mark): self._texts[id_] if special else None for id_, mark in self._marks.items()
         }

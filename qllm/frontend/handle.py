@@ -126,10 +126,8 @@ class Handle:
         self.asked = RequestedState()
         """The state that all calls of `update` together have requested."""
         self.log: RequestKeeper | None = None
-        """The store that gets the request when its engine dies.
-
-        None ends the request in `error` then.
-        """
+        """The store that gets the request when its engine dies. None ends the request in `error`
+        then."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._sampled: list[Sampled] = []

@@ -22,10 +22,8 @@ LEAST_CHARS = 64
 CONTEXT, AGREE, HELD = 48, 8, 8
 """Numbers of last tokens that are tokenised again, must be unchanged, and are held back."""
 MOST_AT_ONCE = 16_384
-"""Largest number of characters in one tokeniser call.
-
-A call holds the interpreter's lock for a part of its time.
-"""
+"""Largest number of characters in one tokeniser call. A call holds the interpreter's lock for a
+part of its time."""
 SET_ASIDE = 4096
 """Number of characters that are set aside together, after the last time that they are tokenised."""
 

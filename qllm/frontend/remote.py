@@ -31,15 +31,11 @@ from qllm.plan import ModelShape
 
 CONNECT_S = 10.0
 BEAT_S = 1.0
-"""Seconds between two requests for the engine's time.
-
-The answers also show that the engine is alive.
-"""
+"""Seconds between two requests for the engine's time. The answers also show that the engine is
+alive."""
 IDLE_S = 0.05
-"""Seconds between two looks at the rings if there are no open requests.
-
-With open requests the front end's `nap_s` counts. No doorbell rings from another host.
-"""
+"""Seconds between two looks at the rings if there are no open requests. With open requests the
+front end's `nap_s` counts. No doorbell rings from another host."""
 FIRST_ECHOES = 8
 
 

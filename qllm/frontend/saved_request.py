@@ -29,10 +29,8 @@ class SavedRequest:
         self.unknown = EngineMetrics.unknown(arrival_ns, priority, len(handle.prompt_token_ids))
         self.token_ns: list[int] = []
         self.ended: End | None = None
-        """End that the request's text caused, before the engine reported an end.
-
-        None without such an end.
-        """
+        """End that the request's text caused, before the engine reported an end. None without such
+        an end."""
         self.num_replays = self.num_trials = 0
         self.has_moved = False
         """True after an engine has migrated the request."""
@@ -42,9 +40,7 @@ class SavedRequest:
         """Class at submission. Pieces of the prompt go into the ring of that class."""
         self.num_had = self.num_cached = 0
         """Number of tokens at submission to the present engine, and number of cached prompt tokens.
-
-        Only the first engine's report of cached tokens counts.
-        """
+        Only the first engine's report of cached tokens counts."""
         self.put_ns = arrival_ns
         """Time of submission to the present engine, on that engine's clock."""
 

@@ -242,7 +242,5 @@ class ThreadClient(Client):
 
 
 _SERVED: dict[int, ThreadClient] = {}
-"""Client that serves a model, by the id of the model's decoder.
-
-Single operations change the dict, without a lock.
-"""
+"""Client that serves a model, by the id of the model's decoder. Single operations change the dict,
+without a lock."""

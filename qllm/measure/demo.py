@@ -45,19 +45,15 @@ from qllm.workloads.mix import (
 )
 
 REFERENCE_POLICY = "qllm2"
-"""Policy of the reference runs.
-
-If this policy also has a run of its own, that run is drawn and exported.
-"""
+"""Policy of the reference runs. If this policy also has a run of its own, that run is drawn and
+exported."""
 LS_LOAD = 0.5
 """Fraction of the time for which LS requests, one after the other, would keep the engine busy."""
 MIN_LS_RATE = 0.5
 """Fewest LS requests per second. A lower rate would show nothing."""
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 16, 1024
-"""Limits of every policy.
-
-There are few seats, so that BE fills all seats and decodes in a short run.
-"""
+"""Limits of every policy. There are few seats, so that BE fills all seats and decodes in a short
+run."""
 LS_ALONE, BE_ALONE = "LS alone", "BE alone"
 LOCAL_PROMPTS, LOCAL_TOKENS = ("What does json.dumps do?", "Explain os.path.join."), 48
 

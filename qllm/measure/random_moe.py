@@ -30,11 +30,8 @@ CHAT_TEMPLATE = (
 )
 MAX_POSITION = 8192
 SHARPNESS, ATTENTION_GAIN = 2.0, 4.0
-"""Gains that make each position attend to a few others.
-
-So greedy answers depend on their context, and do not repeat soon: 24 tokens have 19 to 22 distinct
-tokens (6 to 12 without the gains).
-"""
+"""Gains that make each position attend to a few others. So greedy answers depend on their context,
+and do not repeat soon: 24 tokens have 19 to 22 distinct tokens (6 to 12 without the gains)."""
 _MAX_FILE_BYTES = 400_000
 _BYTES_PER_ID = 700
 """Bytes of the tokenizer's training text, per entry of its vocabulary."""

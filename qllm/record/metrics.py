@@ -45,18 +45,14 @@ class RequestMetrics:
     arrival_ns: int
     num_prompt_tokens: int
     num_prefilled_tokens: int
-    """Prompt tokens that the engine computed.
-
-    Tokens computed in some layers count as a fraction.
-    """
+    """Prompt tokens that the engine computed. Tokens computed in some layers count as a
+    fraction."""
     num_output_tokens: int
     queue_ms: float | None
     """Time from arrival to the first program that contains the request."""
     ttft_ms: float | None
-    """Time from arrival to the first token, queueing included.
-
-    A streaming prompt counts from its last piece.
-    """
+    """Time from arrival to the first token, queueing included. A streaming prompt counts from its
+    last piece."""
     tpot_ms: float | None
     """Mean time per token: (last token - first token) / (tokens - 1); None for one token."""
     itl_ms: tuple[float, ...]
@@ -64,10 +60,8 @@ class RequestMetrics:
     e2e_ms: float | None
     """Time from arrival to the last token. A streaming prompt counts from its last piece."""
     preemptions: int
-    """Number of times that the frame was stopped for another request.
-
-    Ends of slices are not counted.
-    """
+    """Number of times that the frame was stopped for another request. Ends of slices are not
+    counted."""
     parked_ms: float
     """Time in parked frames, for any reason."""
     max_stall_ms: float
@@ -166,10 +160,8 @@ class _Meter:
         self.token_ns: list[int] = []
         self.planned_ns: int | None = None
         self.last_ran_ns: int | None = None
-        """End of the last work on the request.
-
-        The result is None while the request is not admitted, or paused.
-        """
+        """End of the last work on the request. The result is None while the request is not
+        admitted, or paused."""
         self.is_held = False
         """True if the request is paused and admitted."""
         self.stall_ns = 0

@@ -137,10 +137,8 @@ class Parked:
     for_request: RequestId | None = None
     """Request that stopped the frame, if the engine knows it."""
     arrival_ns: int | None = None
-    """Time when the stopping request lowered the stop word.
-
-    Preempt latency is `at_ns - arrival_ns`.
-    """
+    """Time when the stopping request lowered the stop word. Preempt latency is `at_ns -
+    arrival_ns`."""
 
     @property
     def preempted(self) -> bool:

@@ -41,10 +41,8 @@ from qllm.scheduler.program import Op, OpKind
 from qllm.types import Driver
 
 RunOp = Callable[[Any, Op, int], int]
-"""Function that runs one op of a frame from a position.
-
-It returns the next position, 0 if the op is done.
-"""
+"""Function that runs one op of a frame from a position. It returns the next position, 0 if the op
+is done."""
 _log = logging.getLogger("qllm")
 
 

@@ -46,19 +46,15 @@ BEYOND_WINDOW = 8
 """Prompt tokens beyond a sliding window, if the prompt fits into `MAX_PROMPT`."""
 MAX_PROMPT = 512
 BOUND = {torch.float32: 64.0}
-"""Largest difference that rounding explains, in spreads (`runner.reference`).
-
-In 16 bits, whose sums are in fp32, the bound is 8. The largest differences seen, in small models of
-eight families and in some models 1,024 wide, were 7.8 in fp32 and 2.6 in 16 bits.
-"""
+"""Largest difference that rounding explains, in spreads (`runner.reference`). In 16 bits, whose
+sums are in fp32, the bound is 8. The largest differences seen, in small models of eight families
+and in some models 1,024 wide, were 7.8 in fp32 and 2.6 in 16 bits."""
 TASKS = 37
 """Tasks of ops between two stops of the parked pass. A layer has thousands of tasks."""
 UNCLEAR = 24
-"""Divisor of the number of tokens.
-
-The quotient, at least one, is the number of tokens that may get other experts although their choice
-seemed clear. So the prefill tests a router; the decode step does not.
-"""
+"""Divisor of the number of tokens. The quotient, at least one, is the number of tokens that may get
+other experts although their choice seemed clear. So the prefill tests a router; the decode step
+does not."""
 _A, _B, _C = -1, -2, -3
 _log = logging.getLogger("qllm")
 

@@ -104,10 +104,8 @@ class CpuBackend:
     ) -> None:
         self._model, self._parts, self.compute = model, parts, compute
         self.polls_inside = compute.sweep.num_layers == len(parts.layers)
-        """True if every op polls before each of its tasks.
-
-        Otherwise the runner polls between ops.
-        """
+        """True if every op polls before each of its tasks. Otherwise the runner polls between
+        ops."""
         self.cuts, self.costs = cut_rule(
             parts,
             base_model(model).config,

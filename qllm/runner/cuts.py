@@ -28,10 +28,8 @@ NS_PER_MS = 1_000_000
 BYTES_PER_NS = 6.0
 """Bytes of weights streamed from memory per nanosecond."""
 CODE_BYTES_PER_NS = 10.0
-"""Bytes of quantised weights per nanosecond, including scales and dequantisation.
-
-16 were measured.
-"""
+"""Bytes of quantised weights per nanosecond, including scales and dequantisation. 16 were
+measured."""
 FLOPS_PER_NS = {torch.bfloat16: 180.0, torch.float32: 60.0, torch.float16: 20.0}
 ATTN_FLOPS_PER_NS = {torch.bfloat16: 70.0, torch.float32: 25.0, torch.float16: 10.0}
 PAIRS_FLOPS_PER_NS = 120.0

@@ -200,10 +200,8 @@ class Frame:
         self.master_TD: Tensor | None = None
         self.layer = LayerState()
         self.course: Course | None = None
-        """Place inside an op where the frame is parked.
-
-        Without a course the op restarts, with the same bits.
-        """
+        """Place inside an op where the frame is parked. Without a course the op restarts, with the
+        same bits."""
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
         self.unread: Unread | None = None

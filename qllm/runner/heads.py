@@ -48,10 +48,8 @@ class HeadState:
         self._logits_RV: Tensor | None = None
         """Memory of all blocks, in which each row is contiguous. None in a restored frame."""
         self.chosen: dict[int, Sampled] | None = None
-        """Chosen tokens by row, once all blocks are done.
-
-        `export` omits the tokens, because a restored frame chooses the same tokens again.
-        """
+        """Chosen tokens by row, once all blocks are done. `export` omits the tokens, because a
+        restored frame chooses the same tokens again."""
 
     def run(self, head: Head, blocks: HeadBlocks, rule: LogitRule | None, step: int) -> None:
         """Compute some blocks, or at least one task. Greedy rows read logits after the rule.

@@ -20,15 +20,11 @@ class Watch(NamedTuple):
     seen: int
     """Value of the watched word for which the stop word read after `watch()` is current."""
     num_tasks: int = NEVER
-    """Most tasks inside ops before the native code returns in any case.
-
-    Checks set it to stop in ops.
-    """
+    """Most tasks inside ops before the native code returns in any case. Checks set it to stop in
+    ops."""
     look_ns: int = NEVER
-    """Nanoseconds after which the native code returns in any case.
-
-    Some arrivals change only `word`, which native code cannot read.
-    """
+    """Nanoseconds after which the native code returns in any case. Some arrivals change only
+    `word`, which native code cannot read."""
 
 
 class Stop(Protocol):

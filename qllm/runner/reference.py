@@ -25,15 +25,11 @@ from qllm.models.loader import EXPERTS_IMPLEMENTATION
 NOISE = 8.0
 """Standard deviation of the noise, in rounding errors of the value that gets the noise."""
 NUM_NOISY = 4
-"""Rows with noise: two with random noise, two with the negative of that noise.
-
-All four rows miss a near tie about once in 10,000 tokens.
-"""
+"""Rows with noise: two with random noise, two with the negative of that noise. All four rows miss a
+near tie about once in 10,000 tokens."""
 QUIET = 2.0**-8
-"""Root mean square of the input of a layer with small input.
-
-The epsilon of a norm then has an effect, and the residual stream does not hide the layer's output.
-"""
+"""Root mean square of the input of a layer with small input. The epsilon of a norm then has an
+effect, and the residual stream does not hide the layer's output."""
 
 
 def unit(dtype: torch.dtype) -> float:

@@ -22,10 +22,8 @@ class Switch:
     at: int
     """Greatest length with the original frequencies."""
     is_binary: bool
-    """True if all lengths above `at` have the same values.
-
-    Otherwise each length has its own values.
-    """
+    """True if all lengths above `at` have the same values. Otherwise each length has its own
+    values."""
     recomputes: bool
     """True if KV of a length up to `at` is not used for greater lengths."""
 
@@ -90,10 +88,8 @@ class RopeTable:
         self._like = torch.empty(0, device=device, dtype=dtype)
         self.switch = switch
         self._tables: dict[bool, RopeRows] = {}
-        """Tables of positions [0, n), with short (False) and long (True) frequencies.
-
-        A table grows by doubling.
-        """
+        """Tables of positions [0, n), with short (False) and long (True) frequencies. A table grows
+        by doubling."""
 
     def _call(self, lo: int, hi: int, length: int) -> Tables:
         """Return the module's values of positions [lo, hi) in a call of `length`, at least `hi`."""

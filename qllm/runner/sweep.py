@@ -139,10 +139,8 @@ class Swept(NamedTuple):
 
 
 KEY_VALUES = 1 << 20
-"""Most values that one attention task reads of keys, and of values.
-
-The number is that of 4,096 tokens with heads of 128.
-"""
+"""Most values that one attention task reads of keys, and of values. The number is that of 4,096
+tokens with heads of 128."""
 
 
 class LayerOps(NamedTuple):
@@ -176,16 +174,12 @@ class Sweep:
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
-        """Largest number of experts of any layer.
-
-        One call uses the same buffers for several layers.
-        """
+        """Largest number of experts of any layer. One call uses the same buffers for several
+        layers."""
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
-        """Buffers of the previous call, for dense layers and for layers with experts.
-
-        A frame that is parked inside a layer has its own buffers.
-        """
+        """Buffers of the previous call, for dense layers and for layers with experts. A frame that
+        is parked inside a layer has its own buffers."""
 
     def enter(self) -> None:
         """Read the addresses of the weights. The experts' weights must be packed."""

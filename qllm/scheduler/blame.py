@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from qllm.scheduler.scheduler import Scheduler
 
 Works = Callable[[Collection[RequestId]], bool]
-"""Function of the ids of ended requests.
-
-It returns True if the policy works without these requests.
-"""
+"""Function of the ids of ended requests. It returns True if the policy works without these
+requests."""
 
 
 class Blame(NamedTuple):

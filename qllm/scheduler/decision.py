@@ -11,10 +11,8 @@ from qllm.types import CAPABILITIES, NS_PER_MS, NS_PER_S, Cap, FrameId, Grain, R
 
 Of = TypeVar("Of")
 MAX_IDLE_NS = 10 * NS_PER_S
-"""Longest time that requests may wait while nothing runs.
-
-After that time the policy has stalled.
-"""
+"""Longest time that requests may wait while nothing runs. After that time the policy has
+stalled."""
 
 
 class Kill(NamedTuple):
@@ -82,10 +80,8 @@ class Accept(NamedTuple):
     program: Program
     from_frames: tuple[FrameId, ...]
     tables: tuple[Sequence[int], ...]
-    """Per row, all KV blocks of its request.
-
-    Read the lists at once, because the scheduler changes them.
-    """
+    """Per row, all KV blocks of its request. Read the lists at once, because the scheduler changes
+    them."""
 
 
 Effect = Kill | Drop | Leave | EvictKv | SwapOut | SwapIn | Split | Accept

@@ -27,10 +27,8 @@ LEAST_PART = 4
 LEAST_TURN_NS = 5 * NS_PER_MS
 """Shortest run of prompts, unless the next boundary is sooner."""
 MARGIN_PART = 8
-"""Divisor of the gap.
-
-A stream is due earlier by the quotient, because slices may end late and steps may be slow.
-"""
+"""Divisor of the gap. A stream is due earlier by the quotient, because slices may end late and
+steps may be slow."""
 WORTH_NS = NS_PER_MS
 """Shortest run of prompts that is worth a switch."""
 

@@ -132,11 +132,8 @@ class PageStore(Generic[T]):
     _orders: tuple[OrderedDict[Name, None], ...] = field(
         default_factory=lambda: (OrderedDict(), OrderedDict(), OrderedDict())
     )
-    """Names of BE pages, of LS pages, and of pages that requests asked to keep.
-
-    Each list has the least recently used page first, and the end of a chain before the chain's
-    start.
-    """
+    """Names of BE pages, of LS pages, and of pages that requests asked to keep. Each list has the
+    least recently used page first, and the end of a chain before the chain's start."""
     _next_release_ns: int = 0
     """Earliest time at which a page that a request asked to keep may be dropped again."""
 

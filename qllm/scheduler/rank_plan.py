@@ -50,10 +50,8 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 MIN_SLICE_NS = NS_PER_MS
 """Shortest slice that is worth a switch."""
 GOOD_SLICE_NS = 10 * NS_PER_MS
-"""Credit that is saved before a slice is paid from it.
-
-A switch to the slice and back takes about 1 ms.
-"""
+"""Credit that is saved before a slice is paid from it. A switch to the slice and back takes about 1
+ms."""
 
 
 class _Shaper:

@@ -29,10 +29,8 @@ class Request:
     num_tokens: int = 0
     """Number of known tokens: the prompt and the output so far."""
     num_computed_tokens: int = 0
-    """Tokens whose KV exists in every layer.
-
-    Only a row that ends its last layer adds tokens (I3).
-    """
+    """Tokens whose KV exists in every layer. Only a row that ends its last layer adds tokens
+    (I3)."""
     num_found_tokens: int = 0
     """Tokens whose KV the prefix cache has: all computed tokens while the request has no blocks."""
     found_pages: Sequence[bytes] = ()

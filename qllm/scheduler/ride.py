@@ -27,10 +27,8 @@ JOIN_CAP = 2
 MARGIN_GROWTH = 8
 """Divisor of the target. A gap that was too long adds the quotient to the margin."""
 MARGIN_DECAY = 512
-"""Divisor of the margin.
-
-Each other gap subtracts the quotient. One gap in a few hundred is late.
-"""
+"""Divisor of the margin. Each other gap subtracts the quotient. One gap in a few hundred is
+late."""
 
 
 def first_due_ns(decoding: Sequence[RequestView], tpot_ms: int) -> int:

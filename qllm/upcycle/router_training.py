@@ -19,10 +19,8 @@ WINDOW = 256
 """Tokens of a step."""
 LEARNING_RATE = 1e-3
 BALANCE_COEF = 0.02
-"""Weight of the load balancing loss, relative to the model's own loss.
-
-Source: transformers' `load_balancing_loss_func`, after arXiv:2101.03961, eq. 4 to 6.
-"""
+"""Weight of the load balancing loss, relative to the model's own loss. Source: transformers'
+`load_balancing_loss_func`, after arXiv:2101.03961, eq. 4 to 6."""
 MOST_STEPS = 100_000
 
 
@@ -34,10 +32,8 @@ class Training:
     losses: tuple[float, ...]
     """Two losses per step: next tokens, and balance."""
     busiest: tuple[float, float]
-    """Fraction of choices that the busiest expert of a layer got, before and after the training.
-
-    It is averaged over the layers. With E experts and perfect balance it is 1/E.
-    """
+    """Fraction of choices that the busiest expert of a layer got, before and after the training. It
+    is averaged over the layers. With E experts and perfect balance it is 1/E."""
 
 
 def read_windows(folder: Path, text_file: Path) -> list[list[int]]:

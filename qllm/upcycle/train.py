@@ -91,10 +91,8 @@ class Recipe:
     dtype: str | None = None
     """A key of DTYPES. None is the type of the dense weights, or bfloat16 if they are quantised."""
     train_steps: int = 0
-    """Steps of a training of the routers alone.
-
-    It needs `text`, and memory for the model in float32.
-    """
+    """Steps of a training of the routers alone. It needs `text`, and memory for the model in
+    float32."""
     text: Path | None = None
     """File of the text on which the routers are trained."""
 

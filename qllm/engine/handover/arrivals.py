@@ -13,10 +13,8 @@ from qllm.ingress.messages import Source
 from qllm.types import NS_PER_S, RequestId
 
 SLACK_NS = 2 * NS_PER_S
-"""Shortest time until KV counts as late.
-
-If computing the KV takes longer, that time is the limit.
-"""
+"""Shortest time until KV counts as late. If computing the KV takes longer, that time is the
+limit."""
 EXPECT_S = 60.0
 """Seconds after which an announced request is no longer expected."""
 MAX_EXPECTED = 4096

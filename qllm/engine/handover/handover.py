@@ -48,11 +48,9 @@ Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
 to fetch.
 """
 Pull = Callable[[Source, Callable[[int], None], Choose, Callable[[], bool]], mmap.mmap]
-"""A function that fetches a parcel. It raises any error that occurs.
-
-Its arguments: the parcel's place; a function that raises if a parcel of so many bytes is refused; a
-function that chooses ranges; a function that returns False once the fetch should stop.
-"""
+"""A function that fetches a parcel. It raises any error that occurs. Its arguments: the parcel's
+place; a function that raises if a parcel of so many bytes is refused; a function that chooses
+ranges; a function that returns False once the fetch should stop."""
 
 _log = logging.getLogger("qllm")
 

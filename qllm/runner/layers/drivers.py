@@ -29,10 +29,8 @@ from qllm.types import Driver
 
 RouterExtras = Tensor | tuple[Tensor | None, ...]
 Rope = tuple[Tensor, ...]
-"""Embeddings of the op's positions: cos and sin, each [1, T, H].
-
-They may also be one tensor of complex numbers [1, T, H / 2], or an empty tuple.
-"""
+"""Embeddings of the op's positions: cos and sin, each [1, T, H]. They may also be one tensor of
+complex numbers [1, T, H / 2], or an empty tuple."""
 
 
 class Routed(NamedTuple):
@@ -43,10 +41,8 @@ class Routed(NamedTuple):
     ids_TK: Tensor
     weights_TK: Tensor
     kept: dict[str, RouterExtras] | None = None
-    """Tensors that `combine` needs, by name.
-
-    The fast driver has only "shared": the output of the shared experts.
-    """
+    """Tensors that `combine` needs, by name. The fast driver has only "shared": the output of the
+    shared experts."""
 
 
 class LayerDriver(Protocol):

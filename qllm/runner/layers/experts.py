@@ -47,20 +47,15 @@ class TorchBank:
         self.num_experts = len(self.up)
         own = type(module)._apply_gate.__module__ != "transformers.integrations.moe"
         self._by_row = own and down.shape[1] % 64 != 0
-        """True if the gate runs row by row.
-
-        Joined rows of odd widths would differ in the last bit, because the end of a tensor runs
-        scalar code instead of vector code.
-        """
+        """True if the gate runs row by row. Joined rows of odd widths would differ in the last bit,
+        because the end of a tensor runs scalar code instead of vector code."""
         self.up_width = gate_up.shape[2]
         self.out_width = down.shape[2]
         self.dtype = gate_up.dtype
         self._rule = rule
         self._in_place = in_place and rule is PLAIN
-        """True to write products in place.
-
-        By measurement this is faster in bf16, and slower in fp32.
-        """
+        """True to write products in place. By measurement this is faster in bf16, and slower in
+        fp32."""
         self.kernel = "torch mm" if held is None else f"torch mm, dequantised {held.kind}"
         self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
         if held is not None:

@@ -25,10 +25,8 @@ from qllm.runner.layers.rows import PLAIN, RowRule
 Linear = Callable[[Tensor], Tensor]
 
 HEAD_BLOCK = 2048
-"""Token ids per block of the output head, a multiple of 64.
-
-So the logits of the blocks have the bits of one product over the whole vocabulary.
-"""
+"""Token ids per block of the output head, a multiple of 64. So the logits of the blocks have the
+bits of one product over the whole vocabulary."""
 
 
 class Linears:

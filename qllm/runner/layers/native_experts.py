@@ -26,10 +26,8 @@ from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rou
 from qllm.runner.layers.work import Work
 
 GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
-"""Number of inputs per scale, by format of expert weights.
-
-None is bf16 without scales, 0 is all inputs.
-"""
+"""Number of inputs per scale, by format of expert weights. None is bf16 without scales, 0 is all
+inputs."""
 
 
 def is_covered(experts: Any) -> bool:

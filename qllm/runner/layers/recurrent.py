@@ -21,10 +21,8 @@ from qllm.runner.states import NewState
 _TRIED = 5
 """Tokens per call in the test that a call continues from the previous call."""
 _CLOSE = 0.05
-"""Largest relative difference that counts as rounding, in any dtype.
-
-A call that ignores the state differs by a far larger amount.
-"""
+"""Largest relative difference that counts as rounding, in any dtype. A call that ignores the state
+differs by a far larger amount."""
 
 
 def over_spans(

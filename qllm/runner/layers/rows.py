@@ -47,20 +47,16 @@ class RowRule(NamedTuple):
 _linear = F.linear
 PLAIN = RowRule(1 << 30, 1)
 RULES = (RowRule(1 << 30, 4), RowRule(1 << 30, 16), RowRule(32, 4), RowRule(16, 16))
-"""Rules in the order in which they are tried.
-
-The last rule has one shape only. No rule multiplies single rows. A single row differs from the same
-row among others so rarely (0.1 % of rows in bf16) that a test may miss the difference.
-"""
+"""Rules in the order in which they are tried. The last rule has one shape only. No rule multiplies
+single rows. A single row differs from the same row among others so rarely (0.1 % of rows in bf16)
+that a test may miss the difference."""
 PROBE_ROWS = 1024
 """Rows of the self-test. Each row is computed alone and among others."""
 
 
 CURVES = {torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.silu, F.gelu, torch.exp, Tensor.exp}
-"""Functions whose vector and scalar code differ in the last bit.
-
-The end of a tensor runs scalar code.
-"""
+"""Functions whose vector and scalar code differ in the last bit. The end of a tensor runs scalar
+code."""
 VECTOR = 64
 """Most values that a vector loop handles at once."""
 

@@ -22,17 +22,13 @@ NUM_TRIED = 10
 """Tokens of the prompt that is cut."""
 CUTS = {"chunks": [0, 4, 7, NUM_TRIED], "tokens": [*range(NUM_TRIED + 1)]}
 GROWS, OTHERS = range(8, 14), (1, 4, 64)
-"""Numbers of tokens whose state size is measured.
-
-The first range is larger than the taps of a convolution and within the window of an attention.
-"""
+"""Numbers of tokens whose state size is measured. The first range is larger than the taps of a
+convolution and within the window of an attention."""
 LEAST_TOKEN_BYTES = 64
 """Bytes charged per token if no layer keeps KV."""
 CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype.
-
-A missing state makes a far larger difference.
-"""
+"""Relative difference that rounding explains in any dtype. A missing state makes a far larger
+difference."""
 
 
 class Carried(NamedTuple):
@@ -103,10 +99,8 @@ class Charge(NamedTuple):
     """The largest number of bytes of a request of n tokens: `request_bytes + n * token_bytes`."""
 
     state_bytes: int
-    """Bytes of states at one position that do not grow with the tokens.
-
-    0 if layers with a state also keep keys.
-    """
+    """Bytes of states at one position that do not grow with the tokens. 0 if layers with a state
+    also keep keys."""
     request_bytes: int
     token_bytes: int
 

@@ -48,10 +48,8 @@ WORD = 0xFFFFFFFF
 MAX_BIAS = float(np.finfo(np.float32).max)
 """Largest bias. A larger bias could not change the token. Sums and products stay finite in fp64."""
 FLOOR = -32.0
-"""Log of the smallest weight, relative to the likeliest token's weight.
-
-Tokens at or below have none.
-"""
+"""Log of the smallest weight, relative to the likeliest token's weight. Tokens at or below have
+none."""
 MOST_COLD = float(np.finfo(np.float64).max)
 """Inverse temperature used for temperatures whose inverse is too large for fp64."""
 SHARE_BITS = 53

@@ -90,17 +90,13 @@ class Sampler:
     def __init__(self) -> None:
         self._requests: dict[RequestId, _Request] = {}
         self.vocabulary: Vocabulary | None = None
-        """Vocabulary of the model.
-
-        Without a vocabulary, requests cannot have limits (`SamplingParams.limits_tokens`).
-        """
+        """Vocabulary of the model. Without a vocabulary, requests cannot have limits
+        (`SamplingParams.limits_tokens`)."""
         self.built: dict[RequestId, Matcher] = {}
         """Grammars, built on another thread, of requests that will be added."""
         self._builder: ThreadPoolExecutor | None = None
-        """Thread that computes allowed tokens of grammars during the model's next pass.
-
-        Made at first use.
-        """
+        """Thread that computes allowed tokens of grammars during the model's next pass. Made at
+        first use."""
 
     def add(
         self, request_id: RequestId, sampling: SamplingParams, prompt_ids: Sequence[int]

@@ -42,10 +42,8 @@ class Thinking:
         self._last = vocabulary.encode(THOUGHT[-1])[0] if once else None
         self._starts_inside = starts_inside(vocabulary, prompt_ids)
         self._ids = {tag: vocabulary.id_of(tag) for tag in (THINK, THOUGHT)}
-        """Token of each tag, or None.
-
-        If a tag has a token of its own, the same text in other tokens is no tag.
-        """
+        """Token of each tag, or None. If a tag has a token of its own, the same text in other
+        tokens is no tag."""
         self._restart()
 
     def _restart(self) -> None:
