@@ -220,7 +220,7 @@ class View:
     ride_used_ns: int
     """Time since the best tier last ran, if worse tiers ran since; else 0."""
     capabilities: Cap
-    """Capabilities of the engine, for policies that `want` more than they need."""
+    """Capabilities of the engine, for policies that can use more than `needs`."""
     cuts: CutRule | None
     """Rule of the places where chunks end at level L2. The scheduler shortens other rows. None is
     no rule."""

@@ -20,7 +20,7 @@ class Inbox(Ingress, Protocol):
 
 
 class Held(NamedTuple):
-    """A request that the loop does not know yet."""
+    """A request that the loop has not received yet."""
 
     submission: Submission
     updates: tuple[Update | Revision, ...]
@@ -34,7 +34,7 @@ class HoldingIngress(ABC, Generic[W]):
 
     Updates of a delayed request are released after the request. A cancel releases the request at
     once. The revision that completes a prompt may be delayed too (`_hold_revision`); the loop
-    already knows the request of such a revision.
+    already has the request of such a revision.
 
     Args:
         inner: The transport below, which may delay requests too.

@@ -260,7 +260,7 @@ class EngineLoop:
         return request
 
     def restored(self, item: Submission, request: Request, *, swapped: bool = False) -> None:
-        """Add a request of a checkpoint. The runner must know the request before the next step."""
+        """Add a request of a checkpoint. The runner must have the request before the next step."""
         self.meet(item)
         self.scheduler.adopt(request, swapped=swapped)
         self._know(item, request)
@@ -277,7 +277,7 @@ class EngineLoop:
     def restored_frame(
         self, program: Program, index: Index, dead: set[RequestId], now_ns: int
     ) -> None:
-        """Add a parked frame of a checkpoint, which the runner knows already."""
+        """Add a parked frame of a checkpoint, which the runner has already."""
         self.scheduler.adopt_frame(program, index, dead, now_ns)
         self._emit(trace.planned(program, (), now_ns))
         self._emit(trace.parked(program, index, now_ns, None))

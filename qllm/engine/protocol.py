@@ -47,8 +47,8 @@ class Newcomers(Protocol):
         """Add a request with its KV to the runner and the scheduler; return False if no KV came.
 
         Args:
-            item: The request, which the runner knows without KV.
-            request: The request, which the scheduler does not know yet.
+            item: The request, which the runner has without KV.
+            request: The request, which the scheduler does not have yet.
         """
         ...
 

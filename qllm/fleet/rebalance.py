@@ -2,7 +2,7 @@
 
 LS work has priority. So a BE request may stall for long at an engine that LS keeps busy, while
 another engine has room. If both engines can migrate KV (docs/design/handover.md), the request
-migrates. Nothing here knows how long a request will stall. A request that has stalled for as long
+migrates. The time for which a request will stall is unknown. A request that has stalled for as long
 as a migration takes is expected to stall for the same time again. So a migration at that time saves
 at least half of the time that the best choice would save.
 """

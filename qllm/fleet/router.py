@@ -2,7 +2,7 @@
 
     up, down                      an engine takes prompts, or ends
     choose -> sent                a request goes to an engine
-    heard                         the number of its tokens now
+    heard                         the request's present number of tokens
     left                          the request, or its engine, has ended
 
 Only these calls change a view. Each call is one entry of `record`, so the same entries give the

@@ -52,7 +52,7 @@ class RequestLog:
         self._over: str | None = None
 
     def keep(self, handle: Handle) -> None:
-        """Replay the handle's request if its engine dies from now on."""
+        """Replay the handle's request if its engine ends by a failure from now on."""
         if self.max_replays:
             handle.log = self
 

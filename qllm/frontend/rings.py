@@ -228,7 +228,7 @@ class RingClient(Client):
     def give_away(self, request_id: RequestId) -> bool:
         """Ask the engine to release a request for another engine; return True if it does.
 
-        The engine keeps a request that it does not know, or whose prompt is still streaming.
+        The engine returns False for an unknown request, and for a prompt that is still streaming.
 
         Raises:
             ConfigError: The engine cannot migrate requests.

@@ -135,7 +135,7 @@ class Parked:
     """First layer not finished."""
     inside_layer: bool
     for_request: RequestId | None = None
-    """Request that stopped the frame, if the engine knows it."""
+    """Request that stopped the frame; None if it is unknown."""
     arrival_ns: int | None = None
     """Time when the stopping request lowered the stop word. Preempt latency is `at_ns -
     arrival_ns`."""

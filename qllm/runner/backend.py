@@ -1,7 +1,7 @@
 """The device side of a runner: `runner.cpu.CpuBackend`, or `qllm.cuda.backend.CudaBackend`.
 
-The runner knows requests, frames and the ops of a program. A backend places KV, computes attention,
-products and samples, and decides which ops of a program run in one call.
+The runner has the requests, the frames and the ops of programs. A backend places KV, computes
+attention, products and samples, and decides which ops of a program run in one call.
 """
 
 from collections.abc import Callable, Sequence

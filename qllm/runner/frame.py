@@ -32,7 +32,7 @@ from qllm.scheduler.program import Index, Program
 from qllm.types import RequestId, Sampled, SamplingParams
 
 NewStep = Callable[["Frame", int, int, int], Step]
-"""Function that returns the inputs of an ATTN op. The runner knows the place of KV."""
+"""Function that returns the inputs of an ATTN op. The runner finds the place of KV."""
 
 
 @dataclass(slots=True)

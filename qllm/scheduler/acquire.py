@@ -186,9 +186,9 @@ def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
 def cut_back(scheduler: "Scheduler", request: Request, num_tokens: int) -> list[Effect]:
     """Drop the KV of a prompt after its first `num_tokens` tokens, where the prompt changed.
 
-    An unfinished row dies if it goes beyond `num_tokens`. Later blocks are freed. The block that
-    contains the cut is freed too, with its tokens before the cut, if other requests may share the
-    block.
+    An unfinished row is killed if it ends after `num_tokens`. Later blocks are freed. The block
+    that contains the cut is freed too, with its tokens before the cut, if other requests may share
+    the block.
     """
     pool, request_id = scheduler.pool, request.request_id
     if not (request.is_admitted or request.num_swapped_tokens):

@@ -138,7 +138,7 @@ class Decision:
     slice_ns: int | None = None
     resumed: bool = False
     wait_until_ns: int | None = None
-    """Time at which the engine asks again, if there is no program; None waits for an arrival."""
+    """Time of the engine's next call, if there is no program; None waits for an arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,7 +200,8 @@ class Request:
     def cut_back(self, num_tokens: int) -> None:
         """Drop the KV after the first `num_tokens` tokens, because the prompt changed there.
 
-        An unfinished row that goes beyond is dropped. The caller removes the row from its frame.
+        An unfinished row that ends after `num_tokens` is dropped. The caller removes the row from
+        its frame.
         """
         if self.frontier is not None and self.frontier.hi > num_tokens:
             self.frame_id = self.frontier = None

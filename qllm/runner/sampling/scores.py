@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, which HEAD computes before sampling if a request asks.
+"""Log-probabilities of prompts, computed in HEAD before sampling, for requests with the setting.
 
 A unit of this work is one block of the vocabulary for a block of positions, or one row of logits to
 read:
