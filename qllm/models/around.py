@@ -33,7 +33,7 @@ CHUNK = 5
 CLOSE = 0.05
 """Relative difference that rounding explains in any dtype; a lost state makes a far larger one."""
 MOST = 0.7
-"""Share of tokens that must be close; the router may choose other experts for the rest."""
+"""Share of tokens that must be close. For the rest, the router may choose other experts."""
 
 
 class Handed(NamedTuple):
@@ -47,7 +47,7 @@ class Handed(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The layers of some tokens of one request, before they are called."""
+    """The inputs of all layers for some tokens of one request."""
 
     x_TW: Tensor
     """Input of the first layer: all streams of a token in one row."""
@@ -62,9 +62,9 @@ class Around:
 
     Args:
         model: The causal language model, its weights in place.
-        base: The decoder in it.
-        layers: The layers that it declares.
-        attentions: The attention of each layer; None if there is none, or several.
+        base: The decoder in the model.
+        layers: The layers that the model declares.
+        attentions: The attention of each layer; None if a layer has none, or several.
         top_k: Experts per token; 0 without experts.
 
     Raises:
@@ -99,15 +99,15 @@ class Around:
         self.like = torch.empty(0, dtype=torch.float32)
         """Dtype and device of hidden states, and their width: [0, W]."""
         self.attention_lengths = [0] * len(self.layers)
-        """Lengths of the tuples that each layer's attention returns; 0 where it is one tensor."""
+        """Lengths of the tuples that each layer's attention returns; 0 if it returns one tensor."""
         self.may_stop = [True] * len(self.layers)
-        """True for each layer that can stop at its attention: the cache is unchanged before it."""
+        """True for each layer that can stop at its attention. It changes no cache before that."""
         with torch.inference_mode():
             self._learn()
             self.goes_on = self._tries_chunks()
             """True if a call with several tokens can continue from a cached state."""
 
-    # what the forward shows
+    # learned from runs of the forward
 
     def _ids(self, num_tokens: int) -> Tensor:
         device = self._base.get_input_embeddings().weight.device
@@ -276,7 +276,7 @@ class Around:
         return LayerCache({i: copy.deepcopy(self.fresh[i]) for i in sorted(own or {number})})
 
     def kept_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that all layers cache for so many tokens. Experts do not compute."""
+        """Return the bytes that all layers cache for so many tokens; no expert computes."""
         stubs: dict[nn.Module, Stub] = {m: _nothing for m in self._base.modules() if is_experts(m)}
         cache = self._new_cache()
         with torch.inference_mode(), replaced(stubs):
@@ -323,8 +323,8 @@ class Around:
 
         Args:
             x_RW: The rows.
-            shift: Number that the stubs of layers add, see `enter`.
-            token: Id of their tokens, which must not change the result.
+            shift: Number that the stubs of layers add to hidden states.
+            token: Id of the rows' tokens. It must not change the result.
         """
         last, found = len(self.layers) - 1, []
         x = x_RW.reshape(1, len(x_RW), *self.shape)
@@ -380,7 +380,7 @@ def _members(value: Any) -> list[int] | None:
 def _keeps_nothing_before(
     attention: nn.Module | None, real: Stub, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True if a layer calls its attention, and leaves the cache unchanged before that.
+    """Return True if a layer calls its attention, and changes no cache before that call.
 
     Args:
         attention: Attention module of the layer.
@@ -419,7 +419,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _nothing(x_TD: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return zeros in place of the output of experts."""
+    """Return zeros instead of the output of experts."""
     return torch.zeros_like(x_TD)
 
 

@@ -68,7 +68,7 @@ class LayerParts:
     rope_kind: str | None = None
     """Type of the layer, if each type has its own position embeddings."""
     one_by_one: bool = False
-    """True if `self_attn` reads the cache's length: it then runs for one request at a time."""
+    """True if `self_attn` reads the cache's length, so it runs for one request at a time."""
     new_state: Callable[[], Any] | None = None
     """Factory of a request's state, if `self_attn` carries a state instead of attending."""
     around: Around | None = None
@@ -76,7 +76,7 @@ class LayerParts:
 
 
 class Chunk(int):
-    """A size of chunks instead of a window: a query sees the keys of its own chunk."""
+    """A size of chunks, used instead of a window: a query sees only the keys of its chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +143,9 @@ def _can_drive(module: Any) -> bool:
 def base_model(model: nn.Module) -> Any:
     """Return the decoder of a causal language model."""
     found = getattr(model, "base_model", model)
-    if found is model:  # its prefix names another attribute (Llama 4)
+    if found is model:  # `base_model_prefix` is not the decoder (Llama 4)
         found = getattr(model, "model", model)
-    return getattr(found, "language_model", found)  # next to the parts for images
+    return getattr(found, "language_model", found)  # a model with images has both parts
 
 
 def _recorded(base: Any, name: str) -> tuple[type[nn.Module], ...]:
@@ -265,7 +265,7 @@ def _layer_parts(
 
 
 def _router(base: nn.Module, block: nn.Module | None, experts: Any) -> nn.Module | None:
-    """Return the declared router; else (transformers 5.17) the child with a row per expert."""
+    """Return the declared router, or (transformers 5.17) the child with a row per expert."""
     if block is None:
         return None
     declared = _child_of(block, _recorded(base, "router_logits"))

@@ -85,7 +85,7 @@ def refuse_misfits(name: str, model: PreTrainedModel, shapes: Mapping[str, Shape
 
 
 def _needed(model: PreTrainedModel, found: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters and buffers that a checkpoint must have; one of tied ones is enough."""
+    """Yield the parameters and buffers that a checkpoint must have, one of each tied group."""
     if makes_several(model):
         yield from ((name, x) for name, x in model.state_dict().items() if name in found)
         return
@@ -103,7 +103,7 @@ def _needed(model: PreTrainedModel, found: Mapping[str, object]) -> Iterator[tup
 
 
 def _place(one: Renamed) -> tuple[int | None, int] | None:
-    """Return expert and part of the parameter; None is unknown."""
+    """Return the tensor's expert and its part of the parameter; None if they are unknown."""
     if one.converter is None:
         return (None, 0)
     place = in_list(one.name, *one.converter)
@@ -125,7 +125,7 @@ def _parts(
 
 
 class _Spelling:
-    """The spelling of parameters in a checkpoint, taken from the same ones of other layers."""
+    """The names of parameters in a checkpoint, derived from the names in other layers."""
 
     def __init__(self, found: Mapping[str, Mapping[str, Renamed]]) -> None:
         self._names: dict[tuple[str, int], str] = {}
@@ -143,7 +143,7 @@ class _Spelling:
         return self._num_parts.get(_kind(target), 0)
 
     def of(self, part: _Part) -> str:
-        """Return the name of a part; the parameter's own if the checkpoint has none of its kind."""
+        """Return the name of a part, or the parameter's name if the checkpoint has no such part."""
         like = self._names.get((_kind(part.target), part.part), part.target)
         numbers = _NUMBER.findall(part.target)
         if part.expert is not None:

@@ -30,7 +30,7 @@ _SUBFOLDERS = ("*/*", "consolidated*")  # other formats of the same weights
 
 
 def locate(name: str, *, weights: bool, code: bool) -> tuple[str, Path]:
-    """Return (canonical name, folder with a config.json, or a GGUF file) of a name.
+    """Return the canonical name of a model, and its folder or its GGUF file.
 
     Args:
         name: An alias, a folder, a GGUF file, or a hub id.
@@ -84,7 +84,7 @@ def _is_pointer(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(len(_POINTER)) == _POINTER
     except OSError:
-        return False  # the reader of the file will raise
+        return False  # the code that reads the file raises a better error
 
 
 def cache_dir() -> Path:
@@ -219,7 +219,7 @@ def _is_inside(shard: object) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an absent file is an empty one."""
+    """Read a JSON object. An absent file counts as an empty object."""
     if not path.is_file():
         return {}
     try:

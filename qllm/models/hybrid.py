@@ -75,7 +75,7 @@ class OneState(Cache):
 
 
 class _Always(list[Any]):
-    """A list that has one value at every index, all of which are below its length."""
+    """A list of `MOST_LAYERS` places that all hold one value."""
 
     def __init__(self, value: Any) -> None:
         super().__init__([value])

@@ -51,7 +51,7 @@ class LayerCache:
     def tensors(self) -> dict[str, Tensor]:
         """Return the whole content as tensors by name."""
         nothing = torch.empty(0, dtype=torch.float32)
-        found = {"cache.": nothing}  # gives it a name even if it is empty
+        found = {"cache.": nothing}  # an empty cache has a name too
         for index, layer in self.layers.items():
             for path, value in _values(layer):
                 name = f"cache.{index}.{path}"
@@ -115,7 +115,7 @@ def _copy(layer: Any) -> Any:
 
 
 def _number(value: bool | float) -> Tensor:
-    """Return a number as a tensor that has its value."""
+    """Return a tensor with the value of a number."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 

@@ -86,8 +86,8 @@ def load(
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    In bf16, quantised weights of experts stay quantised, and on a CPU those of linear modules too.
-    All others are expanded, which a log line reports (docs/guides/quantised-weights.md).
+    In bf16, quantised weights of experts stay quantised. On a CPU, those of linear modules do too.
+    All others are expanded, and a log line names them (docs/guides/quantised-weights.md).
 
     Args:
         name_or_path: An alias, a folder as `save_pretrained` writes it, a GGUF file or a folder
@@ -154,7 +154,7 @@ def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedMo
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
-    """Take a model that is loaded already; it is neither copied nor changed.
+    """Take a model that is loaded already, without copying or changing it.
 
     Raises:
         ModelError: The model is not a causal decoder.
@@ -413,7 +413,7 @@ def _streamed(
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Collect no cycles while weights are read.
+    """Turn Python's collection of cycles off while weights are read.
 
     Tables of a hundred thousand tensors trigger one collection after another, each of which scans
     all objects of torch and transformers. That would take a twentieth of the time of a load.

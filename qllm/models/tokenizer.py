@@ -1,4 +1,4 @@
-"""The loader of a model's tokenizer, which does without torch for plain ones."""
+"""The loader of a model's tokenizer. Plain tokenizers need no torch."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 LONG_TEXT = 2048
 """Characters from which on a text is encoded with the interpreter's lock released."""
 MOST_IN_FRONT = 4
-"""Most tokens that a tokenizer adds before a text, where they are searched for."""
+"""Most tokens before a text that are searched for a second token like the first."""
 _LONGEST: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 """Results of `longest_token`."""
 
@@ -102,8 +102,8 @@ def ids_of(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
     Args:
         tokenizer: A tokenizer of transformers.
         text: The text to encode.
-        special: True adds the special tokens around the text. Those in front are not added to a
-            text that begins with them already: it was rendered by a template.
+        special: True adds the special tokens around the text. A text rendered by a template may
+            begin with the special tokens already. Then no second ones are added before it.
     """
     ids = _ids_of(tokenizer, text, special)
     if special:

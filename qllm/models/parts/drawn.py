@@ -40,7 +40,7 @@ class Draw:
         self._made.append((made, ShadowState(made)))
 
     def kept_more(self) -> str:
-        """Return a text about a shadow that kept a value of one call for the next, or ""."""
+        """Return a text that names a shadow which kept a value after a call, or ""."""
         for made, before in self._made:
             if before.differs(made):
                 return f"{type(made).__name__} keeps something of one call for the next"
@@ -211,7 +211,7 @@ def _own(value: Any) -> Any:
 
 
 def _is_small(value: Any) -> bool:
-    """Return True for a tensor that a trial copies. Weights are neither copied nor read."""
+    """Return True for a small tensor, which a trial copies. A trial never reads weights."""
     return isinstance(value, Tensor) and value.device.type != "meta" and value.numel() <= SMALL
 
 

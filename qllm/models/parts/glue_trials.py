@@ -18,7 +18,7 @@ from qllm.models.parts.trials import LARGE, calls, differs, positions_for, rows,
 
 
 def _beside(module: nn.Module, known: set[Any], what: str) -> str:
-    """Return a text about children with weights that are not known, or ""."""
+    """Return a text that names unknown children with weights, or ""."""
     kept = {child for child in module.children() if any(True for _ in child.parameters())}
     names = ", ".join(sorted(type(child).__name__ for child in kept - known))
     return f"it has parts beside {what}: {names}" if names else ""

@@ -46,7 +46,7 @@ _alike: ContextVar[dict[object, Known] | None] = ContextVar("_alike", default=No
 
 @contextmanager
 def one_look() -> Iterator[None]:
-    """Try equal parts of one model's layers only once. The model must not change meanwhile."""
+    """Try equal parts of a model's layers only once; the model must not change meanwhile."""
     token = _alike.set(_alike.get() or {})
     try:
         yield
@@ -219,7 +219,7 @@ def expansion(attn: Any) -> Known:
 
 
 def latent_linears(attn: Any) -> list[Any]:
-    """Return all projections of a multi-head latent attention; those of queries first."""
+    """Return all projections of a multi-head latent attention, those of queries first."""
     queries = [attn.q_proj] if attn.q_lora_rank is None else [attn.q_a_proj, attn.q_b_proj]
     return [*queries, attn.kv_a_proj_with_mqa, attn.kv_b_proj, attn.o_proj]
 
@@ -244,7 +244,7 @@ def delta_net(attn: Any, new_state: Callable[[], Any]) -> Known:
 
 
 def delta_linears(attn: Any) -> list[Any]:
-    """Return all projections of a Gated DeltaNet; that of its output last."""
+    """Return all projections of a Gated DeltaNet, that of the output last."""
     names = ("qkvz", "ba") if hasattr(attn, "in_proj_qkvz") else ("qkv", "z", "b", "a")
     found = [getattr(attn, f"in_proj_{name}", None) for name in names]
     return [*found, getattr(attn, "out_proj", None)]

@@ -39,8 +39,8 @@ from qllm.models.parts.formulas import (
 
 DTYPES = torch.float32, torch.bfloat16
 BOUND = {torch.float32: 3e-5, torch.bfloat16: 2.0**-7}
-"""Largest difference, relative to the largest value of a row: sums in another order, and one unit
-of rounding.
+"""Largest difference, relative to the largest value of a row. It allows sums in another order, and
+one unit of rounding.
 """
 LOOSE = {torch.float32: 1e-2, torch.bfloat16: 2.0**-4}
 """Largest difference where values are rounded in between, or scores are large."""
@@ -85,7 +85,7 @@ def trial(run: Callable[..., Iterator[str]]) -> Trial:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """Make new tensors on the CPU. A torch context is slow, so use one only if needed."""
+    """Make new tensors on the CPU. Enter the slow torch context only if needed."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 

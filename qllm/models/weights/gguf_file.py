@@ -160,7 +160,7 @@ def _said(
 def _value(field: Any) -> Any:
     """Return the value of a key. For a 32-bit float, return the shortest number that rounds to it.
 
-    That is the number in the original config: 1e-05, and not 9.99999974e-06.
+    The original config has that number: 1e-05, and not 9.99999974e-06.
     """
     value = field.contents()
     if field.types[-1].name != "FLOAT32":

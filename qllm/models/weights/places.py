@@ -40,7 +40,7 @@ class Renamed(NamedTuple):
     name: str
     target: str
     converter: tuple[str, WeightConverter] | None
-    """Converter that makes the parameter of several tensors, and this tensor's pattern in it."""
+    """Converter that makes the parameter from several tensors, and its pattern for this one."""
 
 
 def places_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Place]:
@@ -103,7 +103,7 @@ def makes_several(model: PreTrainedModel) -> bool:
 
 
 def in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, int] | None:
-    """Return part and expert of a listed weight; None if it needs more than stack and join."""
+    """Return part and expert of a listed weight; None if loading does not only stack and join."""
     operations = [type(operation) for operation in converter.operations]
     if operations not in ([MergeModulelist], [MergeModulelist, Concatenate]):
         return None
@@ -113,5 +113,5 @@ def in_list(name: str, pattern: str, converter: WeightConverter) -> tuple[int, i
 
 @cache
 def _numbered(pattern: str) -> re.Pattern[str]:
-    """Return a converter's pattern as one that finds the number in the place of its star."""
+    """Return a converter's pattern with a group for the number in place of its star."""
     return re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))

@@ -42,12 +42,12 @@ class QuantisedLinear:
         self.restore()
 
     def restore(self) -> None:
-        """Let the module compute by itself."""
+        """Give the module the forward of this class, which expands the weight."""
         self._module.forward = self._forward  # type: ignore[method-assign]
 
     @property
     def rounds(self) -> bool:
-        """True if it rounds activations."""
+        """True if the module rounds activations."""
         return self.weight.activations != "bf16"
 
     def read(self, activations: str) -> None:
@@ -80,7 +80,7 @@ def linear_in(module: object) -> QuantisedLinear | None:
 
 
 def weight_of(module: nn.Linear) -> Tensor | Quantised:
-    """Return the weight of a linear module, quantised if it is."""
+    """Return the weight of a linear module: its quantised weight, or else its parameter."""
     found = linear_in(module)
     return module.weight.detach() if found is None else found.weight
 
@@ -103,7 +103,7 @@ def is_read(module: Any) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights; quantised ones count as they are."""
+    """Return the bytes of a model's weights; quantised weights count as stored."""
     plain = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
     held: list[QuantisedExperts | QuantisedLinear]
     held = [*all_quantised(model).values(), *all_linears(model).values()]

@@ -17,7 +17,7 @@ SAMPLES = 64
 
 
 class _Weights(ABC):
-    """The common part of E weights of one shape and format, on any device."""
+    """Base class of E weights of one shape and format, on any device."""
 
     def __init__(self, num: int, like: Quantised) -> None:
         self.num, self.shape = num, like.shape
@@ -57,7 +57,7 @@ class Weights(_Weights):
             self.stack = QuantisedStack(num, *self.shape, self.like)
 
     def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
-        """Store some of the weights, in any order; several threads may call it.
+        """Store some of the weights, in any order. Several threads may call this method.
 
         Args:
             first: Number of the first.
@@ -102,7 +102,7 @@ class Weights(_Weights):
         return sum(t.nbytes for one in self._codes for t in tensors_of(one))
 
     def tensors(self) -> list[Tensor]:
-        """Return all their tensors: one, or some for each weight."""
+        """Return all tensors of the weights: one, or some for each weight."""
         if self.stack is not None:
             return list(self.stack.packed)
         return [tensor for one in self._codes for tensor in tensors_of(one)]

@@ -56,7 +56,7 @@ class Buffers:
 
     def give_back(self, whole: mmap.mmap) -> None:
         """Keep memory that no tensor uses, up to SPARE."""
-        if self._num_spare + len(whole) <= SPARE:  # a soft limit: threads may count wrong
+        if self._num_spare + len(whole) <= SPARE:  # a soft limit, counted without a lock
             self._num_spare += len(whole)
             self._spare.setdefault(len(whole), []).append(whole)
 
@@ -110,13 +110,13 @@ class RawFile:
         return out
 
     def _begin(self) -> None:
-        """Start to read ahead, and decide if large reads bypass the cache."""
+        """Start to read ahead, and decide whether large reads bypass the cache."""
         self._is_begun = True
         for start, end in self._early:
             for at in range(start, end, AT_ONCE):
                 os.posix_fadvise(self._number, at, min(AT_ONCE, end - at), os.POSIX_FADV_WILLNEED)
         if not self._is_cached():
-            with suppress(OSError):  # file systems without it
+            with suppress(OSError):  # the file system has no such call
                 self._around = self._opened(os.O_RDONLY | os.O_DIRECT)
 
     def _is_cached(self) -> bool:

@@ -48,11 +48,11 @@ OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
 T = TypeVar("T")
 Read = Callable[[], Weight]
 Wait = Callable[[], AnyWeights | None]
-"""A function that waits for the experts' weights of one parameter. It returns None if they cannot
-stay quantised.
+"""A function that waits for one parameter's weights of all experts. It returns None if the weights
+cannot stay quantised.
 """
 READERS = 8
-"""Threads that read and pack: more than cores, since they wait for the disk."""
+"""Threads that read and pack. There are more threads than cores, because they wait for the disk."""
 KEPT = "qllm_kept"
 """Our method's name among transformers' quantisers: it leaves parameters out."""
 
@@ -279,7 +279,7 @@ def _round(
 
 
 def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return plain tensors without the zeros that AutoGPTQ writes as missing biases."""
+    """Return plain tensors without the zeros that AutoGPTQ writes for missing biases."""
     ends = {weight.removesuffix(".weight") + ".bias" for weight in checkpoint.quantised}
     biases = ends & checkpoint.plain.keys()
     spare = biases - targets_of(model, biases).keys()
@@ -404,7 +404,7 @@ def _of_stack(
 def _one_by_one(
     experts: Sequence[Sequence[str]], checkpoint: Checkpoint, pool: Executor, room: Room
 ) -> Wait:
-    """Start to pack every expert where it is read; None once one is not like the first."""
+    """Start to pack each expert on the thread that reads it; None if one is not like the first."""
 
     def read(expert: int) -> list[Quantised]:
         return _matrices([checkpoint.quantised[name]() for name in experts[expert]])
@@ -470,7 +470,7 @@ def _grouped(parts: Sequence[T], num: int) -> list[Sequence[T]]:
 
 
 def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> AnyWeights | None:
-    """Return room for `num` weights like the one made of parts; None if the parts are not alike."""
+    """Return room for `num` weights like the one of these parts; None if the parts differ."""
     whole = stacked(parts)
     return None if whole is None else room(num, whole)
 

@@ -158,7 +158,7 @@ def _bits(settings: Settings) -> float:
 
 
 def _all_say(settings: Settings, name: str, values: tuple[object, ...]) -> bool:
-    """Return True if the weights of all config groups have one of these values."""
+    """Return True if a setting of all config groups' weights has one of these values."""
     groups = dict(settings.get("config_groups") or {}).values()
     return bool(groups) and all(
         dict(dict(group).get("weights") or {}).get(name) in values for group in groups
@@ -166,7 +166,7 @@ def _all_say(settings: Settings, name: str, values: tuple[object, ...]) -> bool:
 
 
 def _rotated(settings: Settings) -> set[str]:
-    """Return what transforms (SpinQuant, QuIP) change: input, output, k_cache, q_attn."""
+    """Return the places that transforms (SpinQuant, QuIP) change, such as input or k_cache."""
     groups = dict(dict(settings.get("transform_config") or {}).get("config_groups") or {})
     places = {str(dict(x).get("location")) for g in groups.values() for x in dict(g)["apply"]}
     return places - {"weight_input", "weight_output"}

@@ -58,7 +58,7 @@ class Format:
     bits: float
     """Bits of a weight in memory, including its share of scales and offsets."""
     unused: tuple[str, ...] = ()
-    """Ends of the names of ignored tensors: they describe quantised activations, ours are not."""
+    """Ends of the names of ignored tensors, which describe quantised activations."""
 
     def weights(
         self, tensors: Mapping[str, Stored]

@@ -17,8 +17,8 @@ NOT_A_NUMBER = 255
 """The exponent that stands for NaN."""
 BIAS = 127
 LEAST = BIAS - 100
-"""Smallest exponent of the kernels. Quantisers give zeros the smallest exponent there is, but zeros
-are the same with any exponent.
+"""Smallest exponent that the kernels accept. Quantisers give groups of zeros a smaller one. This is
+harmless, because zeros are the same with any exponent.
 """
 SIZES = 0x77
 """Bits of two inputs without their signs."""
