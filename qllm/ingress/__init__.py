@@ -1,6 +1,6 @@
 """Transport of requests in and tokens out: the `Ingress` protocol and its implementations.
 
-`inproc` is a queue between threads; `shm` are rings in memory that processes of one machine share.
+`inproc` is a queue between threads. `shm` has rings in memory that processes of one machine share.
 `layout` defines the records of a ring.
 """
 

@@ -1,8 +1,8 @@
-"""The engine's check of a request from any front end: the last one before the scheduler.
+"""The engine's check of a request from any front end, the last check before the scheduler.
 
-`submit` refuses all of this too. But a record in a ring may come from a front end of another
-release, or from a broken one. Its values must not reach policies, which compute with them. The
-native server checks the same (`qllm/device/csrc/claim.h`).
+`submit` makes the same checks. But a record in a ring may come from a front end of another release,
+or from a broken one. Policies compute with the record's values, so wrong values must not reach
+policies. The native server makes the same checks (`qllm/device/csrc/claim.h`).
 """
 
 from qllm.ingress.protocol import Submission
@@ -29,7 +29,7 @@ def refusal(item: Submission, shape: ModelShape, max_kv_tokens: int) -> str | No
     Args:
         item: The request.
         shape: Shape of its model.
-        max_kv_tokens: Tokens of KV that may exist at once.
+        max_kv_tokens: Largest number of tokens of KV that may exist at once.
     """
     if item.wrong is not None:
         return item.wrong

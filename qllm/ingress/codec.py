@@ -45,7 +45,7 @@ _REASONS = tuple(FinishReason(reason) for reason in layout.REASONS)
 MAX_TEXT_BYTES = 16_384
 """Largest size of an error in a finish, in bytes."""
 PART_BYTES = 32_768
-"""Approximate bytes of prompt log-probabilities in one record: far below the size of a ring."""
+"""Approximate bytes of prompt log-probabilities in one record, far below a ring's size."""
 
 
 def _utf8(text: str) -> bytes:
@@ -177,7 +177,8 @@ def decode_submission(record: Record) -> Submission:
     """Decode the result of `encode_submission`.
 
     Returns:
-        The request; its `wrong` names a value that our front ends never write.
+        The request. Its field `wrong` names a value that our front ends never write, if there is
+            one.
 
     Raises:
         ValueError: The record is shorter than its lengths require.
@@ -217,7 +218,7 @@ def decode_submission(record: Record) -> Submission:
             prompt_logprobs=values["prompt_logprobs"] - 1 if values["prompt_logprobs"] else None,
             logit_bias=bias,
         )
-    except (TypeError, ValueError) as error:  # no text, or a setting that is out of its range
+    except (TypeError, ValueError) as error:  # bytes are no text, or a setting is out of range
         wrong = wrong or str(error)
     return Submission(
         request_id=values["request_id"],
@@ -329,12 +330,12 @@ class PromptPart(NamedTuple):
 
     request_id: RequestId
     first: int
-    """Number of the first one, 0 is the prompt's second token."""
+    """Number of the first of these tokens; 0 is the prompt's second token."""
     logprobs: PromptLogprobs
 
 
 def encode_prompt(request_id: RequestId, whole: PromptLogprobs) -> Iterator[bytes]:
-    """Return the bodies of the records for the log-probabilities of a prompt; at least one."""
+    """Return the bodies of one or more records for the log-probabilities of a prompt."""
     most = max(1, PART_BYTES // (4 + 8 * whole.num_top))
     for first in range(0, max(1, len(whole.chosen)), most):
         part = whole.part(first, first + most)
@@ -384,7 +385,7 @@ class EngineMetrics:
 
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
-        """Return metrics of a request whose engine has ended: the known values, else zeros."""
+        """Return metrics of a request whose engine has ended; unknown values are zeros."""
         return cls(
             **_UNKNOWN,
             arrival_ns=arrival_ns,

@@ -1,9 +1,9 @@
 """Ends of rings for this machine.
 
 x86-64 makes the stores of one core visible in program order, so Python's plain loads and stores
-suffice. Elsewhere a sequence number may become visible before the data that it announces. There the
-ends are those in C++, and every word of shared memory is loaded with acquire and stored with
-release.
+suffice. On other machines a sequence number may become visible before the data that it announces.
+These machines use the ends in C++. They load every word of shared memory with acquire, and store it
+with release.
 """
 
 import platform
@@ -16,14 +16,14 @@ from qllm.ingress.ring import RingReader, RingWriter
 from qllm.ingress.words import OrderedWords, Words
 
 IN_ORDER = ("x86_64", "AMD64")
-"""Machines, as `platform.machine` names them, that need no more than the compiler's order."""
+"""Names from `platform.machine` of machines that need no more than the compiler's order."""
 
 Reader = RingReader | NativeRingReader
 Writer = RingWriter | NativeRingWriter
 
 
 class Ends(NamedTuple):
-    """The two ends of a ring, each made of its bytes and its reader's word, and single words."""
+    """Classes for the two ends of a ring, and for single words of shared memory."""
 
     reader: Callable[[memoryview, Words], Reader]
     writer: Callable[[memoryview, Words], Writer]

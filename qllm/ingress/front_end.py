@@ -36,8 +36,8 @@ from qllm.types import Priority, Sampled
 _MASK = 0xFFFF_FFFF
 MIN_REQUEST_BYTES, TOKEN_BYTES = 4 << 20, 1 << 20
 MAX_OPEN = 32_767
-"""Requests that one front end may have open. Its cancel ring has two places for each (a stop
-string, then the caller), so that a cancel always finds one."""
+"""Largest number of open requests of one front end. Its cancel ring has two places per request,
+because a stop string and then the caller may cancel. So a cancel always finds a place."""
 UPDATE_BYTES = 1024 * record_bytes(16)
 """Largest fill of the cancel ring at which it takes an update, so that room for cancels remains."""
 CANCEL_BYTES = 2 * (MAX_OPEN + 1) * record_bytes(16) + UPDATE_BYTES
@@ -53,24 +53,24 @@ def ring_bytes(max_prompt: int, vocab_size: int) -> tuple[int, int, int, int]:
 
 
 class TokenAt(NamedTuple):
-    """A token that came out of the ring."""
+    """A token that a front end read from its ring."""
 
     sampled: Sampled
     at_ns: int
 
 
 Heard = TokenAt | PromptPart | End
-"""A record that comes out of a token ring."""
+"""A record that a front end reads from a token ring."""
 
 
 class FrontEndPort(ABC):
     """A port that sends requests and cancels, and takes tokens: over rings or another transport.
 
-    One thread calls `receive`; any thread calls the rest.
+    One thread calls `receive`. Any thread may call the other methods.
     """
 
     number: int
-    """The front end's number, with which the ids of its requests begin."""
+    """The front end's number, which is the first part of its requests' ids."""
 
     @abstractmethod
     def submit(self, item: Submission) -> None:
@@ -145,7 +145,7 @@ class FrontEndRings(FrontEndPort):
         flags, body = encode_submission(item)
         is_ls = item.priority < Priority.BE
         with self._lock:
-            self._num_submitted += 1  # before the engine can have counted it
+            self._num_submitted += 1  # counted here before the engine can count it
             try:
                 done = (self.ls if is_ls else self.be).write(REQUEST_KIND, flags, body)
             except ValueError as error:
@@ -163,7 +163,7 @@ class FrontEndRings(FrontEndPort):
                 self._ring()
 
     def hold(self) -> None:
-        """Delay the wake-up of the engine until `release`: it wakes once for all requests."""
+        """Delay the wake-up until `release`, so that the engine wakes once for all requests."""
         with self._lock:
             self._is_held = True
 
@@ -175,7 +175,7 @@ class FrontEndRings(FrontEndPort):
                 self._ring()
 
     def revise(self, item: Revision) -> None:
-        """Write a revision into the ring of its request, which is that of its class.
+        """Write a revision into the ring of its request, the ring of the request's class.
 
         Raises:
             QueueFullError: The ring has no room now.
@@ -270,6 +270,6 @@ class FrontEnd(FrontEndRings):
         yield from super().receive()
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the file descriptors."""
         self._engine.close()
         self.doorbell.close()

@@ -20,13 +20,13 @@ class StopWord:
         self.stop_at_ns: int | None = None
         self.now_ns = now_ns
         self.lowered_ns = 0
-        """Time at which the word last went down."""
+        """Time at which the word was last lowered."""
         self._lock = threading.Lock()
         self._changes = array("q", (0,))
-        """Number of times that the word went down, increased after each."""
+        """Number of times that the word was lowered, increased after each change."""
 
     def watch(self) -> Watch:
-        """Return the number that changes when the word goes down (`qllm.runner.protocol.Stop`)."""
+        """Return the number that changes when the word is lowered (`qllm.runner.protocol.Stop`)."""
         return Watch(self._changes.buffer_info()[0], self._changes[0])
 
     def lower(self, priority: int) -> None:
@@ -38,7 +38,7 @@ class StopWord:
                 self._changes[0] += 1
 
     def reset(self) -> None:
-        """Raise the word again. The loop calls this before it drains, to miss no arrival."""
+        """Raise the word again. The engine loop does so before it drains, to miss no arrival."""
         with self._lock:
             self.word = ANY_ARRIVAL
 

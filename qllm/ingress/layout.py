@@ -1,8 +1,8 @@
 """Layout of the bytes that front ends and the engine share: numpy dtypes, and C from them.
 
-Every record starts with HEADER and ends with TRAILER; both hold its sequence number. Between them
-lie its fixed fields and then arrays whose lengths are among the fields. All numbers are
-little-endian, every field lies at a multiple of its size.
+Every record starts with HEADER and ends with TRAILER. Both hold the record's sequence number.
+Between them are the record's fixed fields, and then arrays whose lengths are among the fields. All
+numbers are little-endian. Every field is at a multiple of its size.
 """
 
 import struct
@@ -19,16 +19,19 @@ MAGIC = 0x716C_6C6D_5249_4E47
 VERSION = 6
 """Version of everything in this file. A segment of another version is refused."""
 LINE = 64
-"""Bytes of a cache line: a record is a multiple, and no two writers share one."""
+"""Bytes of a cache line. A record's size is a multiple of a line, and no two writers share a
+line."""
 NUMBER_BITS = 40
-"""Bits of a request id for the front end's count: (front end << NUMBER_BITS) | count."""
+"""Bits of a request id for the front end's count. An id is (front end << NUMBER_BITS) | count."""
 RECORDS = Path(__file__).parent / "csrc" / "records.h"
-"""File with the result of `emit_records`, for the engine's ends in C++."""
+"""Path of the file with the result of `emit_records`, for the engine's ends in C++."""
 
 HEADER: Dtype = np.dtype([("seq", "<u8"), ("length", "<u4"), ("kind", "<u2"), ("flags", "<u2")])
-"""`length` counts bytes from header to trailer, both included; a multiple of LINE."""
+"""First bytes of a record. `length` counts its bytes, header and trailer included, and is a
+multiple of LINE."""
 TRAILER: Dtype = np.dtype([("crc", "<u4"), ("reserved", "<u4"), ("seq", "<u8")])
-"""`crc` is the CRC-32 (zlib) of everything before the trailer. `seq` is written last."""
+"""Last bytes of a record. `crc` is the CRC-32 (zlib) of all bytes before the trailer. `seq` is
+written last."""
 
 REQUEST_KIND, CANCEL_KIND, TOKEN_KIND, FINISH_KIND, PROMPT_KIND, UPDATE_KIND = 1, 2, 3, 4, 5, 6
 REVISE_KIND = 7
@@ -36,8 +39,8 @@ REVISE_KIND = 7
 HAS_DEADLINE, IGNORE_EOS, HAS_CACHE, HAS_LIMITS, IS_OPEN = 1, 2, 4, 8, 16
 """Flags of a request. With HAS_CACHE, `cache_salt` (zeros if none) and the f8 `cache_ttl_s` (NaN if
 none) follow its arrays, CACHE_BYTES together. With HAS_LIMITS, u4 bytes and JSON come last: the
-fields of SamplingParams that have no place here. With IS_OPEN the prompt is streaming, and
-revisions may follow."""
+fields of SamplingParams without a field here. With IS_OPEN the prompt is streaming, and revisions
+may follow."""
 SALT_BYTES, CACHE_BYTES = 32, 40
 REQUEST: Dtype = np.dtype(
     [
@@ -69,29 +72,30 @@ REQUEST: Dtype = np.dtype(
         ("prompt_logprobs", "<u4"),
     ]
 )
-"""NaN is "no target"; logprobs = -1 is "none"; prompt_logprobs is one more than the alternatives
-per token, 0 is "none". After it, in this order: i8 stop_ids, i8
-stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 output so far (of a request that an
-engine left unfinished), u4 bytes per stop string, name, stop strings (UTF-8). The engine does not
-look for stop strings; they are for checkpoints."""
+"""Fixed fields of a request. A target of NaN is "no target", and logprobs = -1 is "none".
+prompt_logprobs is one more than the alternatives per token, and 0 is "none". These arrays follow,
+in this order: i8 stop_ids, i8 stop_token_ids, f8 bias values, u4 bias ids, u4 prompt, u4 output so
+far (of a request that an engine left unfinished), u4 bytes per stop string, name, stop strings
+(UTF-8). The engine stores stop strings only for checkpoints, and does not look for them."""
 
 REVISE: Dtype = np.dtype([("header", HEADER), ("keep", "<u4"), ("reserved", "<u4")])
-"""A revision, in the ring of its request and after it. The prompt becomes its first `keep` tokens
-and then the tokens of a request that follows from `request_id` on, flags included. With IS_OPEN
-more revisions may follow, and only the tokens count. Without, the prompt is whole, and the sampling
-is that of this record."""
+"""A revision, in the ring of its request and after that request. From `request_id` on, it has the
+fields of a request, flags included. The new prompt is the old one's first `keep` tokens, and then
+the tokens of this record. With IS_OPEN more revisions may follow, and only the tokens count.
+Without IS_OPEN the prompt is whole, and the sampling is that of this record."""
 
 CANCEL: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("reason", "<u4"), ("reserved", "<u4")]
 )
-"""`reason` is an index into REASONS."""
+"""A cancel. `reason` is an index into REASONS."""
 
 SETS_PRIORITY, PAUSES, RESUMES = 1, 2, 4
 """Bits of `what` in an update."""
 UPDATE: Dtype = np.dtype(
     [("header", HEADER), ("request_id", "<u8"), ("priority", "<i4"), ("what", "<u4")]
 )
-"""An update, in the cancel ring and as long as a cancel: a new class, a pause, or its end."""
+"""An update, in the cancel ring and as long as a cancel: a new class, a pause, or the pause's
+end."""
 
 HAS_LOGPROBS = 1
 """Flag of a token."""
@@ -105,7 +109,8 @@ TOKEN: Dtype = np.dtype(
         ("num_top", "<u4"),
     ]
 )
-"""After it: f8 log-probabilities and u4 ids of the alternatives, most likely first."""
+"""A token. After its fields come f8 log-probabilities and u4 ids of the alternatives, most likely
+first."""
 
 PROMPT: Dtype = np.dtype(
     [
@@ -117,9 +122,9 @@ PROMPT: Dtype = np.dtype(
         ("reserved", "<u4"),
     ]
 )
-"""Log-probabilities of tokens of a prompt, from number `first` on (0 is its second token), before
-the request's first token. After it: f4 of the tokens, f4 of the alternatives (`num_top` per token,
-most likely first), u4 ids of the alternatives."""
+"""Log-probabilities of tokens of a prompt, from number `first` on (0 is the prompt's second token).
+This record comes before the request's first token. After its fields come f4 of the tokens, f4 of
+the alternatives (`num_top` per token, most likely first), and u4 ids of the alternatives."""
 
 HAS_METRICS, HAS_ERROR, HAS_CACHED, HAS_PIECES = 1, 2, 4, 8
 """Flags of a finish. With HAS_CACHED, u4 num_cached_tokens follows the error; with HAS_PIECES, f8
@@ -144,8 +149,8 @@ FINISH: Dtype = np.dtype(
         ("num_error_bytes", "<u4"),
     ]
 )
-"""The end of a request; the error follows in UTF-8. Values that follow from token times are
-omitted."""
+"""The end of a request. The error comes after the fields, in UTF-8. Metrics that the front end
+computes from the times of tokens are omitted."""
 
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
@@ -174,10 +179,10 @@ CONTROL_MEMORY: Dtype = np.dtype(
         ("reserved4", "u1", (40,)),
     ]
 )
-"""One per engine. `zero_ns`: CLOCK_MONOTONIC at engine time 0. `bell`: a new number from each front
-end that wrote something, unused before, so that two writes at once still change it. `drain`,
-`stop`: written by front ends. The engine writes the rest; `stats_version` is odd while the
-statistics change. `error` is the reason why the engine ended."""
+"""The control block, one per engine. `zero_ns` is CLOCK_MONOTONIC at engine time 0. `bell` gets a
+new, unused number from each front end that wrote a record. So two writes at once still change
+`bell`. Front ends write `drain` and `stop`. The engine writes the rest; `stats_version` is odd
+while the statistics change. `error` is the reason why the engine ended."""
 
 FRONT_END: Dtype = np.dtype(
     [
@@ -195,8 +200,9 @@ FRONT_END: Dtype = np.dtype(
         ("reserved2", "u1", (LINE - 8,)),
     ]
 )
-"""One per front end; its four rings follow (LS, BE, cancel, token), `capacity` bytes each. A tail
-counts the bytes its reader has taken. `progress`: requests taken << 32 | requests waiting."""
+"""The block of a front end. Its four rings follow (LS, BE, cancel, token), `capacity` bytes each. A
+tail counts the bytes that the ring's reader has taken. `progress`: requests taken << 32 | requests
+waiting."""
 
 STRUCTS = {
     "qllm_header": HEADER,
@@ -284,7 +290,7 @@ def emit_header() -> str:
 def emit_records() -> str:
     """Return `records.h`: the same for the engine's ends, in C++ for host and device."""
     numbers = {"NUMBER_BITS": NUMBER_BITS, **_NUMBERS}
-    del numbers["VERSION"]  # of the layout; that of the extension covers both
+    del numbers["VERSION"]  # the version of the layout; that of the extension covers both
     structs = {
         "RecordHeader": HEADER,
         "RequestRecord": REQUEST,

@@ -1,6 +1,7 @@
 """Shared memory without a name: every holder of the descriptor may map it.
 
-Nothing lies in /dev/shm. The memory is freed when the last process that maps it ends, in any way.
+No file is made in /dev/shm. The memory is freed when the last process that maps it ends, in any
+way.
 """
 
 import fcntl
@@ -53,11 +54,11 @@ class Memory(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def write(self, at: int, data: bytes) -> None:
-        """Write bytes from the host, at set-up."""
+        """Write bytes into the memory; the host does so at set-up."""
         ...
 
     def close(self) -> None:
-        """Free what can be freed. Idempotent."""
+        """Free the memory, as far as possible. Idempotent."""
         ...
 
 
@@ -87,7 +88,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, size: int) -> Self:
-        """Make `size` zero bytes; pages cost nothing until they are written."""
+        """Make `size` zero bytes. A page costs no memory before its first write."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -122,7 +123,7 @@ class EngineStats(NamedTuple):
 
 
 class ControlMemory:
-    """CONTROL_MEMORY of `layout`: one per engine, seen by all its front ends."""
+    """CONTROL_MEMORY of `layout`. An engine has one, which all its front ends map."""
 
     BELL = cell(CONTROL_MEMORY, "bell")
     _ZERO, _DRAIN, _STOP, _BEAT, _VERSION, _STEPS, _LIVE, _WAITING, _ERROR = (
@@ -147,7 +148,7 @@ class ControlMemory:
 
     @classmethod
     def create(cls, zero_ns: int) -> Self:
-        """Make one; `zero_ns` is CLOCK_MONOTONIC at engine time 0."""
+        """Make a control block; `zero_ns` is CLOCK_MONOTONIC at engine time 0."""
         segment = Segment.create("qllm-control", -(-CONTROL_MEMORY.itemsize // _PAGE) * _PAGE)
         segment.words[0], segment.words[1] = MAGIC, VERSION | os.getpid() << 32
         segment.words[cls._ZERO] = zero_ns
@@ -174,7 +175,7 @@ class ControlMemory:
 
     @property
     def stop(self) -> bool:
-        """Ask the engine to end at its next look."""
+        """Ask the engine to end when it next reads this word."""
         return bool(self.words[self._STOP])
 
     @stop.setter
@@ -192,7 +193,7 @@ class ControlMemory:
 
     @property
     def num_live(self) -> int:
-        """Number of requests that the engine holds, read alone (`read_stats` is consistent)."""
+        """Number of requests in the engine. Use `read_stats` for numbers of one moment."""
         return self.words[self._LIVE]
 
     @property
@@ -255,7 +256,7 @@ class FrontEndLayout(NamedTuple):
 
     @property
     def header(self) -> bytes:
-        """The first bytes of a fresh block; the rest is zeros."""
+        """The first bytes of a new block. All other bytes are zeros."""
         return struct.pack("<QQ4Q", MAGIC, VERSION | self.number << 32, *self.capacities)
 
 
@@ -267,7 +268,7 @@ class FrontEndMemory:
     _CAPACITY = 2
     """Index of the word at which `capacity` starts."""
     is_pulled = False
-    """False: the engine's host pushes what it writes."""
+    """False, because the engine's host pushes the data that it writes."""
 
     def __init__(self, segment: Segment) -> None:
         _check(segment, "a front end's segment")
@@ -284,7 +285,7 @@ class FrontEndMemory:
 
     @classmethod
     def create(cls, number: int, capacities: tuple[int, int, int, int]) -> Self:
-        """Make one; capacities in bytes, in the order of `RINGS`, rounded up to pages."""
+        """Make a block; capacities are bytes in the order of `RINGS`, rounded up to pages."""
         layout = FrontEndLayout.of(number, capacities)
         segment = Segment.create(f"qllm-front-end-{number}", layout.num_bytes)
         segment.write(0, layout.header)

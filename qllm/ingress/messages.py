@@ -14,13 +14,13 @@ class Source(NamedTuple):
     """The place of the KV of a request that another engine has migrated."""
 
     address: str
-    """HOST:PORT at which other engines reach that engine."""
+    """HOST:PORT at which other engines reach the source engine."""
     ticket: str
     """Random, unguessable id of the KV on the source engine."""
 
 
 class ModelInfo(NamedTuple):
-    """A front end's knowledge of a model that another process may have loaded."""
+    """Facts about a model that a front end needs; another process may have loaded the model."""
 
     name: str
     shape: ModelShape
@@ -30,11 +30,12 @@ class ModelInfo(NamedTuple):
     drivers: tuple[str, ...]
     kernels: dict[str, str]
     vocabulary: str | None
-    """Digest of the tokenizer's vocabulary, if there is a tokenizer: front ends use the same."""
+    """Digest of the tokenizer's vocabulary, if there is one. Front ends must use the same
+    vocabulary."""
     weights: str = ""
     """Digest of the weights, for an engine that other processes may meet."""
     software: str = ""
-    """Releases and kernels that decide bits, for such an engine."""
+    """Releases and kernels that decide bits, for an engine that other processes may meet."""
 
 
 class Start(NamedTuple):
@@ -44,7 +45,7 @@ class Start(NamedTuple):
     load: dict[str, Any]
     """Keywords of `loader.load`."""
     policy: str | bytes
-    """A name, or a pickled object."""
+    """The policy: a name, or a pickled object."""
     policy_settings: Mapping[str, Any] | None
     config: EngineConfig
     threads: int | None
@@ -59,7 +60,7 @@ class Start(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The answer to a front end that attaches; four descriptors follow."""
+    """The answer to a front end that attaches. Four file descriptors follow this message."""
 
     info: ModelInfo
     config: EngineConfig
@@ -101,6 +102,6 @@ class Restored:
     sampled: list[Sampled] = field(default_factory=list)
 
     def on_token(self, sampled: Sampled) -> bool:
-        """Store a token that the request had already."""
+        """Store a token that the request had before the checkpoint."""
         self.sampled.append(sampled)
         return False

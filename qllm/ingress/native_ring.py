@@ -1,7 +1,7 @@
 """Ends of rings in C++: `qllm.ingress.ring` byte for byte, with acquire and release.
 
-They are for machines whose stores become visible in any order. Their source is compiled for GPUs
-too.
+These ends are for machines whose stores become visible in any order. The same source is compiled
+for GPUs.
 """
 
 import time
@@ -54,12 +54,12 @@ class NativeRingReader(_NativeEnd):
 
     @property
     def has_news(self) -> bool:
-        """True if the next record, or its beginning, is there."""
+        """True if the next record, or its beginning, has arrived."""
         news: bool = self._native.has_news(self._address)
         return news
 
     def read(self) -> Record | None:
-        """Take the next record; return None while no complete one is there.
+        """Take the next record; return None if no complete record has arrived.
 
         Raises:
             RingError: The next record is permanently broken.

@@ -1,7 +1,7 @@
 """Items that the engine loop takes, and the interface of a transport.
 
-Many threads put items, and the engine loop takes them. A put costs the loop nothing until it looks:
-a running program only compares the stop word with its threshold at each boundary.
+Many threads put items, and the engine loop takes them. A put costs the loop no time. At each
+boundary a running program only compares the stop word with its threshold.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from qllm.runner.protocol import Stop
 from qllm.types import FinishReason, RequestId, SamplingParams, Slo
 
 CONTROL = -(2**30)
-"""The stop word of a cancellation or a call: smaller than every priority."""
+"""The stop word of a cancellation or a call, smaller than every priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,26 +24,28 @@ class Submission:
     priority: int
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    """Sampling with a seed: `submit` draws one if the caller gave none."""
+    """Sampling parameters with a seed. `submit` draws a seed if the caller gave none."""
     stop_ids: frozenset[int]
-    """Ids that end it: EOS (unless ignored) and `stop_token_ids`."""
+    """Ids that end the answer: EOS (unless ignored) and `stop_token_ids`."""
     max_tokens: int
     slo: Slo
     arrival_ns: int
     deadline_ns: int | None
     """Engine time at which `timeout_s` has passed."""
     num_output_tokens: int = 0
-    """Number of last `token_ids` that are output of an engine that has ended. They count towards
+    """Number of last `token_ids` that an ended engine had produced. These tokens count towards
     `max_tokens`."""
     cache_salt: bytes = b""
-    """Digests of owner and salt, 16 bytes each, or nothing: the request shares prefixes with equal
-    ones."""
+    """Digests of owner and salt, 16 bytes each, or nothing. Requests with equal digests share
+    prefixes."""
     cache_ttl_s: float | None = None
-    """Seconds for which its cached KV is not evicted after its last use."""
+    """Seconds for which the request's cached KV is not evicted after its last use."""
     is_open: bool = False
-    """True while its prompt is streaming: it samples nothing before a last `Revision`."""
+    """True while the prompt is streaming. The request samples no token before the last
+    `Revision`."""
     wrong: str | None = None
-    """The reason to end it at once: its record held a value that our front ends never write."""
+    """The reason to end the request at once: its record held a value that our front ends never
+    write."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -53,17 +55,17 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A change of a streaming prompt: more tokens, other tokens, or its end.
+    """A change of a streaming prompt: more tokens, other tokens, or the prompt's end.
 
-    The first one of a request has its name and class. The one that ends the prompt has its
+    The first revision of a request has the request's name and class. The last revision has its
     sampling, limits and targets.
     """
 
     keep: int
     """Number of first tokens of the old prompt that stay."""
     rest: Submission
-    """The following tokens (`token_ids`); its `is_open` states whether the prompt is still
-    streaming. Its arrival is now."""
+    """The tokens after these, as `token_ids` of a submission. Its `is_open` is True if the prompt
+    is still streaming. Its arrival time is the revision's."""
 
     @property
     def request_id(self) -> RequestId:
@@ -72,7 +74,7 @@ class Revision:
 
     @property
     def arrival_ns(self) -> int:
-        """Time of its put."""
+        """Time at which the front end put the revision."""
         return self.rest.arrival_ns
 
     def put_at(self, request_id: RequestId, now_ns: int) -> "Revision":
@@ -84,7 +86,7 @@ class Revision:
 
     @property
     def word(self) -> int:
-        """Value to lower the stop word to; a streaming prompt stops only worse classes."""
+        """Value to which the stop word is lowered. A streaming prompt stops only larger classes."""
         return self.rest.priority + self.rest.is_open
 
 
@@ -101,9 +103,9 @@ class Update(NamedTuple):
 
     request_id: RequestId
     priority: int | None = None
-    """Its new class; None does not change it."""
+    """New class of the request; None does not change the class."""
     paused: bool | None = None
-    """True to pause, False to resume; None does not change it."""
+    """True to pause, False to resume; None does neither."""
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:
@@ -125,10 +127,10 @@ Item = Submission | Revision | Cancel | Update | Call
 
 
 class ArrivalWord(Stop, Protocol):
-    """The stop word of a transport: a running program polls it."""
+    """The stop word of a transport, which a running program polls."""
 
     lowered_ns: int
-    """Time at which the word last went down, in engine time."""
+    """Engine time at which the word was last lowered."""
 
 
 class Ingress(Protocol):

@@ -3,16 +3,16 @@
     bytes   ... taken | record k | record k+1 | 0 | free or taken before ...
                       ^ tail                  ^ head (known to the writer alone)
 
-A record is contiguous but for the wrap, and starts at a multiple of LINE. Its sequence number is
-in its header and, written last, in its trailer; a record counts when both are the next number and
-the checksum holds. So a reader needs no index from the writer, and a torn write, in whatever
-order its bytes become visible, reads as "nothing yet". The word after a record is zeroed before
-the record is, so that old bytes of the ring are never taken for a header.
+A record is contiguous but for the wrap, and starts at a multiple of LINE. Its sequence number is in
+its header and, written last, in its trailer. A record counts when both are the next number and the
+checksum is right. So a reader needs no index from the writer. A torn write reads as "nothing yet",
+in whatever order its bytes become visible. The writer zeroes the word after a record before it
+writes the record. So a reader never takes old bytes of the ring for a header.
 
 Order in memory: these ends are for x86-64, which makes the stores of one core visible in program
-order: a reader that sees the trailer's number sees the record. Elsewhere `qllm.ingress.ends` takes
-those in C++. Over RDMA the checksum holds alone: the reader looks again until all bytes are there,
-and gives them back only after.
+order. A reader that sees the trailer's number sees the record. On other machines
+`qllm.ingress.ends` chooses the ends in C++. Over RDMA only the checksum protects a record. The
+reader looks again until all bytes have arrived, and frees the bytes only then.
 """
 
 import time
@@ -27,7 +27,7 @@ _HEAD, _TAIL = body_struct(HEADER), body_struct(TRAILER)
 _BEFORE_SEQ = TRAILER.itemsize - 8
 OVERHEAD = _HEAD.size + _TAIL.size
 BROKEN_AFTER_NS = 1_000_000_000
-"""Nanoseconds after which a complete record with a wrong checksum is no torn write."""
+"""Nanoseconds after which a record with a wrong checksum counts as broken, not as torn."""
 
 
 class RingError(QllmError):
@@ -40,7 +40,7 @@ class Record(NamedTuple):
     kind: int
     flags: int
     body: bytes
-    """Bytes without header and trailer; zeros may follow the written ones."""
+    """Bytes without header and trailer. Zeros may follow the bytes that were written."""
 
 
 def record_bytes(num_body_bytes: int) -> int:
@@ -121,7 +121,7 @@ class RingReader:
 
     Args:
         buffer: The ring's bytes.
-        tail: Our word: bytes taken so far.
+        tail: The reader's own word: the number of bytes taken so far.
     """
 
     def __init__(self, buffer: memoryview, tail: Words) -> None:
@@ -133,11 +133,11 @@ class RingReader:
 
     @property
     def has_news(self) -> bool:
-        """True if the next record, or its beginning, is there."""
+        """True if the next record, or its beginning, has arrived."""
         return bool(self._words[self._at % self._capacity // 8] == self._seq + 1)
 
     def read(self) -> Record | None:
-        """Take the next record; return None while no complete one is there.
+        """Take the next record; return None if no complete record has arrived.
 
         Raises:
             RingError: The next record is permanently broken.

@@ -1,9 +1,9 @@
 """The engine's end of the transport between processes of one machine: rings in shared memory.
 
 Each front end has its own four rings. A put writes a record, then a new number into the shared
-`bell` word, then rings the engine's doorbell (an eventfd), which matters only while the engine
-sleeps. A running program compares the bell with the number it saw last: one load. Only when that
-has changed does the engine look into the rings and take the records.
+`bell` word. Then it rings the engine's doorbell (an eventfd), which matters only while the engine
+sleeps. A running program compares the bell with the number that it saw last, which is one load.
+Only if the bell has changed, the engine reads the rings and takes the records.
 """
 
 import os
@@ -44,7 +44,7 @@ from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId, Sampled
 T = TypeVar("T", Submission, Revision, Cancel, Update)
 
 BEAT_NS = NS_PER_S
-"""Nanoseconds between two wake-ups of an idle engine, which show that it lives."""
+"""Nanoseconds between two wake-ups of an idle engine, which show that the engine lives."""
 BACKLOG_NS = NS_PER_MS
 """Nanoseconds between two checks of a sleeping engine for room in a full token ring."""
 
@@ -70,7 +70,7 @@ class Doorbell:
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Clear earlier rings. Call it before looking at what they announced."""
+        """Clear earlier rings. Call this before reading the records that they announced."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
@@ -87,14 +87,14 @@ class Doorbell:
 
 
 class Announcer(Protocol):
-    """The way in which a front end learns of new records in its token ring."""
+    """A signal to a front end that its token ring has new records."""
 
     def ring(self) -> None:
         """Wake the front end for new records."""
         ...
 
     def close(self) -> None:
-        """Do nothing: no record follows."""
+        """Do nothing, because no record follows."""
         ...
 
 
@@ -114,12 +114,13 @@ class FrontEndPort:
         self.num_taken = 0
         """Number of requests passed to the loop."""
         self.open: set[RequestId] = set()
-        """Ids of requests read and not ended, so that no id is used twice at once."""
+        """Ids of requests that were read and have not ended. No two open requests may have one
+        id."""
 
     def take(self) -> tuple[list[Submission | Revision], list[Cancel | Update]]:
         """Take the records of the rings: prompts in the order of their ring, cancels and updates.
 
-        Cancels and updates are read first, so the rings have their requests too.
+        Cancels and updates are read first. So their requests are in the rings by then.
 
         Raises:
             RingError: A ring is broken, or holds a record that our front ends never write.
@@ -156,7 +157,7 @@ class FrontEndPort:
 
     @property
     def has_news(self) -> bool:
-        """True if a ring has a further record, or the beginning of one."""
+        """True if a ring has a further record, or the beginning of a record."""
         return self._cancels.has_news or any(ring.has_news for ring in self._requests)
 
     def show_progress(self, num_waiting: int) -> None:
@@ -164,7 +165,7 @@ class FrontEndPort:
         self._words[FrontEndMemory.PROGRESS] = (self.num_taken & 0xFFFF_FFFF) << 32 | num_waiting
 
     def send(self, kind: int, flags: int, body: bytes) -> None:
-        """Write a record; a full ring costs memory here, never a record."""
+        """Write a record. If the ring is full, the record waits in the engine's memory."""
         if self._backlog or not self.tokens.write(kind, flags, body):
             self._backlog.append((kind, flags, body))
         self._has_news = True
@@ -188,8 +189,8 @@ class FrontEndPort:
 class ShmStop:
     """The stop word over shared memory.
 
-    `word` compares the bell with the number seen last (one load); docs/design/rings.md has its cost
-    compared with a plain attribute.
+    `word` compares the bell with the number seen last, which is one load. docs/design/rings.md
+    compares its cost with that of a plain attribute.
     """
 
     __slots__ = (
@@ -219,7 +220,7 @@ class ShmStop:
 
     @property
     def word(self) -> int:
-        """Smallest priority that has arrived and was not drained."""
+        """Smallest priority of all items that have arrived and were not drained."""
         if self._bell[0] != self.seen:
             self._look()
         return self.value
@@ -241,10 +242,10 @@ class ShmIngress:
         control: The engine's control block.
         doorbell: Doorbell that the loop sleeps on.
         now_ns: The engine's clock.
-        close: Function that ends the loop; called on its thread, between two programs, after
-            `control.stop`.
-        broken: Function that is called with the number of a front end detached for a broken ring,
-            and why.
+        close: Function that ends the loop. It is called on the loop's thread, between two programs,
+            after `control.stop`.
+        broken: Function that is called with the number of a front end that was detached for a
+            broken ring, and the reason.
     """
 
     def __init__(
@@ -292,10 +293,10 @@ class ShmIngress:
     def attach(self, port: FrontEndPort) -> None:
         """Serve one more front end."""
         self.ports[port.number] = port
-        self.stop.seen = -1  # an earlier look may have missed items put before it was attached
+        self.stop.seen = -1  # an earlier look may have missed items from before this call
 
     def wait(self, timeout_ns: int | None) -> None:
-        """Sleep until something arrives or the time has passed; at most `BEAT_NS`."""
+        """Sleep until an item arrives or the time has passed, at most `BEAT_NS`."""
         limit_ns = BACKLOG_NS if self.flush() else BEAT_NS
         if timeout_ns is not None:
             limit_ns = min(limit_ns, max(0, timeout_ns))
@@ -346,7 +347,7 @@ class ShmIngress:
             if isinstance(item, Revision):
                 self.stop.lower(item.word, came_ns)
             elif item.wrong is None:
-                self.stop.lower(item.priority, came_ns)  # before our time: replayed
+                self.stop.lower(item.priority, came_ns)  # replayed: it is older than this engine
         if self.control.stop and not self._closing:
             self._closing = True
             self._local.append(Call(self._close))
@@ -364,7 +365,7 @@ class RingSink:
         self._ports = ports
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
-        """Write one token; the front end is woken by the next `drain`."""
+        """Write one token. The next `drain` wakes the front end."""
         port = self._ports.get(front_end_of(sampled.request_id))
         if port is not None:
             if sampled.prompt is not None:
@@ -381,7 +382,7 @@ class RingSink:
         error: str | None,
         metrics: RequestMetrics | None,
     ) -> None:
-        """Write the end of a request; the front end is woken before the next program."""
+        """Write the end of a request. The loop wakes the front end before the next program."""
         port = self._ports.get(front_end_of(request_id))
         if port is not None:
             flags, body = encode_finish(request_id, reason, error, metrics)

@@ -1,7 +1,7 @@
 """C++ structs from numpy dtypes, and the one struct that two layouts share.
 
 The layouts of the rings (`qllm.ingress.layout`) and of the device (`qllm.device`) are separate
-numpy dtypes. This module has only the parts that both need.
+numpy dtypes. This module has the parts that both layouts need.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ RING_END: Dtype = np.dtype(
     + [("wrong_since_ns", "<i8")]
     + [(name, "<u8") for name in ("checked", "known_tail", "held_at", "held_seq")]
 )
-"""The state of a ring's end in C++; at first all but the first three fields are zero. `bytes`:
-address of the ring. `tail`: address of the reader's word. `capacity`: bytes, a multiple of a
-record's line. `at`: bytes written, or taken, by this end. `seq`: records written, or taken.
-`wrong_since_ns`: time since when the next record has had a wrong checksum; 0 if it has not.
-`checked`: number of the last record whose checksum was found right. For a writer, `known_tail` is
-the reader's word as last read; `held_at` and `held_seq` are the place and number of the first
-record that the reader cannot see yet, 0 if it can see all."""
+"""The state of a ring's end in C++; at first all but the first three fields are zero. `bytes` is
+the address of the ring, and `tail` that of the reader's word. `capacity` is the ring's size in
+bytes, a multiple of a record's line. `at` counts the bytes that this end has written or taken, and
+`seq` the records. `wrong_since_ns` is the time since when the next record has had a wrong checksum,
+or 0. `checked` is the number of the last record whose checksum was right. For a writer,
+`known_tail` is the reader's word as last read. `held_at` and `held_seq` are the place and the
+number of the first record that the reader cannot see yet, or 0."""
 
 
 def c_struct(name: str, dtype: Dtype, known: Mapping[Dtype, str]) -> list[str]:

@@ -5,8 +5,8 @@
     engine      {"proof": HMAC(secret, "engine" A B)}
 
 After that every message carries a MAC under a key of this connection, with its direction and
-number. So an attacker on the way cannot add, change, repeat or reorder one. Messages and rings are
-not encrypted: use a private network. Messages are JSON, never pickle, which would let the other
+number. So an attacker on the network cannot add, change, repeat or reorder a message. Messages and
+rings are not encrypted, so use a private network. Messages are JSON. Pickle would let the other
 side run code here.
 """
 
@@ -28,12 +28,12 @@ from qllm.errors import ConfigError, QllmError, naming
 VERSION = 4
 """Version of these messages and of the layout of the rings that they set up."""
 HANDSHAKE_S = 10.0
-"""Seconds for all of the handshake."""
+"""Longest time of the whole handshake, in seconds."""
 LIVENESS_S = 10.0
 """Seconds of silence after which the other side counts as ended."""
 LOOK_S = 1.0
-"""Length in seconds of one look. Silence is counted in looks, so that a suspension of the machine
-counts as one look."""
+"""Length in seconds of one wait for data. Silence is counted in such waits, so a suspension of the
+machine counts as one wait."""
 MAX_STRANGER_BYTES = 4096
 """Largest size of a message, in bytes, before the other side has proved itself."""
 MAX_BYTES = 16 << 20
@@ -45,7 +45,7 @@ _MAC_BYTES = hashlib.sha256().digest_size
 
 
 class MeetingError(QllmError):
-    """An error: the other side has ended, or is not the expected one."""
+    """An error: the other side has ended, or is not the expected process."""
 
 
 class Address(NamedTuple):
@@ -59,7 +59,7 @@ class Address(NamedTuple):
 
     @property
     def family(self) -> socket.AddressFamily:
-        """The address family of its sockets."""
+        """The family of sockets for this address."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def is_loopback(self) -> bool:
@@ -88,10 +88,10 @@ def parse_address(text: str) -> Address:
 
 
 def read_secret(file: Path | None, address: Address) -> bytes:
-    """Return the secret that both sides share; empty if only this machine can reach the address.
+    """Return the secret that both sides share. It may be empty for a loopback address.
 
     Raises:
-        ConfigError: The address needs a secret and there is none, or it is short.
+        ConfigError: The address needs a secret, and the secret is missing or short.
     """
     if file is None:
         if address.is_loopback():
@@ -110,7 +110,7 @@ def read_secret(file: Path | None, address: Address) -> bytes:
 
 
 class Meeting(NamedTuple):
-    """Settings with which an engine lets front ends of other hosts in."""
+    """Settings under which an engine accepts front ends of other hosts."""
 
     address: Address
     profile: str
@@ -121,7 +121,7 @@ def is_silent(fd: int) -> bool:
     """Wait for data; return True if none came for `LIVENESS_S`.
 
     Args:
-        fd: Descriptor of a connection. After its end it counts as readable.
+        fd: Descriptor of a connection. A closed connection counts as readable.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -130,11 +130,11 @@ def is_silent(fd: int) -> bool:
 
 
 class Wire:
-    """One connection. Used by one thread at a time."""
+    """One authenticated connection. One thread at a time uses it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        with suppress(OSError):  # it has ended already: the first message shows it
+        with suppress(OSError):  # the peer has ended already; the first message will show it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._handshake_ends = time.monotonic() + HANDSHAKE_S
         self._key: bytes | None = None
@@ -226,7 +226,7 @@ class Wire:
         return message
 
     def _mac(self, way: int, data: bytes) -> bytes:
-        """Return the MAC of the next message out (`way` 0) or in (1)."""
+        """Return the MAC of the next message that is sent (`way` 0) or received (1)."""
         if self._key is None:
             return b""
         self._counts[way] += 1

@@ -1,19 +1,20 @@
 """Rings over RDMA WRITE, through NIXL and UCX: a front end on another machine, or another card.
 
-Both sides hold a copy of a front end's block. Each writes its own part of its own copy, as over
-shared memory, and pushes what it wrote to the same place in the other's copy:
+Both sides hold a copy of a front end's block. Each side writes its own part of its own copy, as
+over shared memory. Then it pushes the written bytes to the same place in the other copy:
 
     front end   LS, BE and cancel rings, token tail   ── WRITE ──>   engine
     engine      token ring, request tails, progress   ── WRITE ──>   front end
 
-At most one WRITE per direction is under way. WRITEs may overtake each other, and each also zeroes
-the word behind its records, so a late one could destroy a newer record. Nothing else is assumed of
-their order. A record counts when it is whole (`qllm.ingress.ring`), so no notification is sent.
-If a device writes the token ring, the front end fetches it instead (`qllm.ingress.remote.pull`).
+At most one WRITE per direction is under way. WRITEs may overtake each other, and each WRITE also
+zeroes the word behind its records. So a late WRITE could destroy a newer record. Nothing else is
+assumed of their order. A record counts when it is whole (`qllm.ingress.ring`), so no notification
+is sent. If a device writes the token ring, the front end fetches it instead
+(`qllm.ingress.remote.pull`).
 
-NIXL's progress thread stays off: on two cores it lengthened round trips from 25 us to 68 ms.
-Polling makes the progress instead. Over tcp, polling also copies the data, so the engine's core
-takes part.
+NIXL's progress thread is off, because on two cores it lengthened round trips from 25 us to 68 ms.
+Polling makes the progress instead. Over tcp, polling also copies the data, so it costs time of the
+engine's core.
 """
 
 import itertools
@@ -46,7 +47,7 @@ class Profile(NamedTuple):
     """The transports that UCX may use."""
 
     says: str
-    """Consequence for the CPU."""
+    """Text about the CPU's work under this profile."""
     environment: dict[str, str]
 
 
@@ -74,11 +75,11 @@ KINDS = ("DRAM", "VRAM")
 
 
 class NixlError(QllmError):
-    """A failed transfer: the other side, or the way to it, has failed."""
+    """An error: the other side, or the connection to it, has failed."""
 
 
 class Peer(NamedTuple):
-    """The data that the other side needs to write here; plain values, easily sent."""
+    """Plain values that the other side needs to write into a block of this side."""
 
     metadata: bytes
     address: int
@@ -88,7 +89,7 @@ class Peer(NamedTuple):
     device: int = 0
     """Number of the device whose memory it is."""
     is_pulled: bool = False
-    """True if the other side has to fetch what is written there, because it is not pushed."""
+    """True if the other side has to fetch new data, because this side does not push it."""
 
 
 def check_profile(profile: str) -> None:
@@ -105,7 +106,7 @@ def check_profile(profile: str) -> None:
             f"profile='rdma' needs an RDMA device and {RDMA_DEVICES} lists none; use 'shm' "
             "or 'tcp', which emulate it in software"
         )
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would write to our stdout
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL would write to our stdout
     hide_torch()
     try:
         import nixl._api  # noqa: F401 - loaded now rather than while an engine serves
@@ -146,9 +147,9 @@ class Link:
         self._remote: str | None = None
         self._numbers = itertools.count()
         self._under_way: dict[int, Any] = {}
-        """Transfers by number. Each references the agent, so only this link may hold one. Otherwise
-        the agent would end with the last transfer: NIXL crashed where that was on a thread that had
-        not used it."""
+        """Transfers by number. Only this link may hold transfers, because each references the
+        agent. Otherwise the agent would end with the last transfer. NIXL crashed if that happened
+        on a thread that had not used the agent."""
         self._reads: set[int] = set()
         """Numbers of the transfers that are READs."""
 
@@ -170,7 +171,7 @@ class Link:
         self._peer = peer
 
     def drive(self) -> None:
-        """Let UCX make progress: where it emulates, this copies data."""
+        """Let UCX make progress. This copies data where UCX emulates."""
         with self._told("driving the link"):
             self._agent.get_new_notifs()
 
@@ -200,7 +201,7 @@ class Link:
         return number
 
     def is_done(self, number: int) -> bool:
-        """Return True if a transfer has ended; it is released then.
+        """Return True if a transfer has ended. An ended transfer is released.
 
         Raises:
             NixlError: The transfer failed.
@@ -218,7 +219,7 @@ class Link:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Convert NIXL's errors, which have no base of their own but Exception."""
+        """Convert NIXL's errors, whose only base class is Exception."""
         try:
             yield
         except Exception as error:
@@ -230,9 +231,9 @@ class Link:
         """Free the memory. Idempotent.
 
         NIXL frees a transfer's resources together with the remote agent, so transfers under way are
-        cancelled first. One that cannot be cancelled keeps its link, and both stay until the
-        process ends. So does a READ that does not end soon: cancelled, it could write into freed
-        memory.
+        cancelled first. If a transfer cannot be cancelled, it and its link stay until the process
+        ends. A READ that does not end soon stays too. After a cancel it could still write into
+        freed memory.
         """
         if self._memory is None:
             return
@@ -260,7 +261,7 @@ class Link:
 
 
 class Mirror:
-    """A copy of a block: pushes what one side writes to the other side. One thread at a time.
+    """A copy of a block, whose new bytes are pushed to the other side. For one thread at a time.
 
     Args:
         link: Connected link.
@@ -276,8 +277,8 @@ class Mirror:
         self._values = [0] * len(words)
         self._transfer: int | None = None
         self._failure: str | None = None
-        """The message of a failure. It is not the error, whose frames reference the link's
-        agent."""
+        """The message of a failure. The error itself is not stored, because its frames reference
+        the link's agent."""
 
     def add_ring(self, name: str, writer: Writer) -> None:
         """Push the records of this writer, too."""
@@ -335,7 +336,7 @@ class Mirror:
             self.pump()
 
     def close(self) -> None:
-        """Do nothing: no push follows."""
+        """Do nothing, because no push follows."""
 
 
 class NixlFrontEnd(FrontEndRings):
@@ -364,14 +365,14 @@ class NixlFrontEnd(FrontEndRings):
         yield from super().receive()
 
     def close(self) -> None:
-        """Drop the link. Nothing is sent or received any more."""
+        """Close the link. Nothing is sent or received after this."""
         with self._lock:
             self._is_closed = True
             self._link.close()
 
 
 class RemotePort(FrontEndPort):
-    """A port for a front end with another clock; no request arrives in the future."""
+    """A port for a front end with another clock. An arrival is never later than now."""
 
     def __init__(self, block: FrontEndMemory, mirror: Mirror, now_ns: Callable[[], int]) -> None:
         super().__init__(block, mirror)
@@ -394,7 +395,7 @@ class RemotePort(FrontEndPort):
 
 
 LOOK_NS = 500_000
-"""Nanoseconds after which native code returns so that Python drives the links."""
+"""Nanoseconds after which native code returns, so that Python can drive the links."""
 
 
 class NixlStop(ShmStop):
@@ -405,12 +406,12 @@ class NixlStop(ShmStop):
     has_news: Callable[[], bool]
 
     def watch(self) -> Watch:
-        """Return the bell, which links do not ring: their words move while `word` is read."""
+        """Return the bell. Links do not ring it: reading `word` looks at their rings."""
         return Watch(self._address, self.seen, look_ns=LOOK_NS)
 
     @property
     def word(self) -> int:
-        """Smallest priority that has arrived and was not drained."""
+        """Smallest priority of all items that have arrived and were not drained."""
         if self._bell[0] != self.seen or self.has_news():
             self._look()
         return self.value
@@ -423,8 +424,8 @@ class NixlStop(ShmStop):
 class NixlIngress(ShmIngress):
     """The engine's end with front ends over links, in addition to those over shared memory.
 
-    The arguments are those of `ShmIngress`. A poll drives every link and looks at the first word of
-    its rings, so it costs microseconds where UCX emulates.
+    The arguments are those of `ShmIngress`. A poll drives every link and reads the first word of
+    each ring. So a poll costs microseconds where UCX emulates.
     """
 
     def __init__(

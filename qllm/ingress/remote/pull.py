@@ -1,14 +1,14 @@
-"""A front end that fetches what a device wrote: the engine's host sends it no token.
+"""A front end that fetches the tokens that a device wrote; the engine's host sends none.
 
     front end   LS, BE and cancel rings, token tail   ── WRITE ──>   the engine's block
     front end   token ring, request tails, progress   <── READ ───   the engine's block
 
-The engine's block lies where a device writes it (`qllm.device.rings`). The front end reads at its
-own pace: the engine's words, and a bounded window of the token ring from its own position. No word
-contains how far that ring is written. Records prove themselves. One READ is not of one moment, so a
-record may be incomplete; then it is read again. The word after a record may be older than the
-record. A record of an earlier lap has a lower number, so it is not taken for the next one. Words of
-eight bytes are read whole.
+A device writes the engine's block (`qllm.device.rings`). The front end reads at its own pace: the
+engine's words, and a bounded window of the token ring from its own position. No word tells how far
+the ring is written. A record shows by its checksum that it is whole. The bytes of one READ may be
+of several moments, so a record may be incomplete. Then the front end reads it again. The word after
+a record may be older than the record. A record of an earlier lap has a lower number, so it is not
+taken for the next record. Words of eight bytes are read whole.
 
 With a card only the two sides take part. Where UCX emulates, the engine's host copies:
 `LinkDriver`.
@@ -27,20 +27,20 @@ from qllm.ingress.ring import BROKEN_AFTER_NS, RingError
 from qllm.types import NS_PER_S
 
 MIN_WINDOW = 1 << 10
-"""Bytes of the token ring that one READ fetches, 16 tokens; doubled after each READ that found its
-window full, up to the whole ring."""
+"""Smallest number of bytes of the token ring that one READ fetches: 16 tokens. It is doubled after
+each READ that found its window full, up to the whole ring."""
 MIN_NAP_NS = 20_000
-"""Nanoseconds between two looks while tokens arrive; doubled after each empty look, up to
+"""Nanoseconds between two looks while tokens arrive. They are doubled after each empty look, up to
 NAP_NS."""
 WIRE_UP_NS = 10_000_000
-"""Nanoseconds between two looks of the engine's host with a card, which needs it only until both
-sides have connected."""
+"""Nanoseconds between two looks of the engine's host with a card. A card needs these looks only
+until both sides have connected."""
 _TAILS = ("ls_tail", "be_tail", "cancel_tail")
 _TOKEN_TAIL = cell(FRONT_END, "token_tail")
 _WORDS_AT = offset(FRONT_END, "ls_tail")
 _NUM_WORDS = len(_TAILS) + 1
 _LANDING = 2048
-"""Offset of the engine's words in our block: after the header, before the rings."""
+"""Offset of the engine's words in our block, between the header and the rings."""
 assert cell(FRONT_END, "progress") == _WORDS_AT // 8 + len(_TAILS)
 
 
@@ -64,7 +64,7 @@ class Puller:
 
     @property
     def is_under_way(self) -> bool:
-        """True while a READ is under way: the ring must not be read."""
+        """True while a READ is under way. The ring must not be read then."""
         return self._transfer is not None
 
     def pull(self) -> bool:
@@ -92,7 +92,7 @@ class Puller:
         return [words, *((at, at, size) for at, size in parts if size)]
 
     def _take_words(self) -> None:
-        """Store a tail if it is plausible: a wrong one would overwrite unread records."""
+        """Store a tail if it is plausible. A wrong tail would overwrite unread records."""
         first, landed = _WORDS_AT // 8, _LANDING // 8
         wrong = False
         for i, writer in enumerate(self._writers):
@@ -117,7 +117,7 @@ class Puller:
         """Choose the next window after records were taken; return True if any came.
 
         Args:
-            has_more: True if the beginning of a further record is there.
+            has_more: True if the beginning of a further record has arrived.
         """
         num_taken = self._words[_TOKEN_TAIL] - self._start
         if has_more or num_taken == self.window:
@@ -128,7 +128,7 @@ class Puller:
 
 
 class PullingFrontEnd(NixlFrontEnd):
-    """A front end whose engine's block only a device writes."""
+    """A front end of an engine whose block only a device writes."""
 
     def __init__(self, block: FrontEndMemory, link: Link) -> None:
         super().__init__(block, link)
@@ -159,12 +159,13 @@ class PullingFrontEnd(NixlFrontEnd):
 class LinkDriver:
     """A thread of the engine's process that lets UCX make progress for front ends that pull.
 
-    Where UCX emulates, that thread copies every record. With a card it is needed until both sides
-    have connected; it posts nothing and touches no record.
+    Where UCX emulates, this thread copies every record. With a card the thread is needed until both
+    sides have connected. It posts nothing and touches no record.
 
     Args:
         profile: Profile of the links.
-        broken: Function that is called with the number of a front end whose link failed, and why.
+        broken: Function that is called with the number of a front end whose link failed, and the
+            reason.
     """
 
     def __init__(self, profile: str, broken: Callable[[int, str], None]) -> None:
