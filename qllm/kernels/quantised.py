@@ -48,7 +48,7 @@ class Quantised(NamedTuple):
         return f"{self.code} g{self.group}{rows}"
 
     def reading(self, activations: str) -> "Quantised":
-        """Return the weight for products that read these activations, if its codes are integers."""
+        """Return the weight with other activations for its products, if the codes are integers."""
         return self._replace(activations=activations if self.code in INTEGERS else "bf16")
 
     @property
@@ -65,7 +65,7 @@ class Quantised(NamedTuple):
         )
 
     def rows(self, which: slice | Tensor) -> "Quantised":
-        """Return a weight of some of its outputs."""
+        """Return the weight of some of the outputs."""
         offset = None if self.offset_NG is None else self.offset_NG[which]
         codes = self.codes.view(torch.uint8)[which].view(self.codes.dtype)
         return self._replace(codes=codes, scale_NG=self.scale_NG[which], offset_NG=offset)

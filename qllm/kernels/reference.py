@@ -23,7 +23,7 @@ from qllm.kernels.tiles import Tiles
 
 
 def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: Tensor) -> None:
-    """Do what `kernels.triton.attention.write` does, with the last slot of the pages as a bin."""
+    """Do what `kernels.triton.attention.write` does; the pages' last slot takes dead tokens."""
     for new, pages in ((k_TGD, k_SGD), (v_TGE, v_SGE)):
         last = pages.shape[0] - 1
         kept = pages[last].clone()
@@ -85,7 +85,7 @@ def _rotated(x_TND: Tensor, angles: Angles) -> Tensor:
     if in_pairs:
         x_TND = torch.cat((left, right), 2)
         cos_TD, sin_TD = (x[:, : left.shape[2]] for x in (cos_TD, sin_TD))
-    if cos_TD.shape[1] < x_TND.shape[2]:  # the table serves both halves
+    if cos_TD.shape[1] < x_TND.shape[2]:  # both halves use the same table
         cos_TD, sin_TD = (torch.cat((x, x), 1) for x in (cos_TD, sin_TD))
     return x_TND * cos_TD[:, None] + torch.cat((-right, left), 2) * sin_TD[:, None]
 
@@ -340,7 +340,7 @@ def sample(
 ) -> None:
     """Do what `kernels.triton.sampling.sample` does."""
     x = logits_BV.float()
-    peak, best = x.max(1)  # the first of equals on a CPU; the next lines ensure it everywhere
+    peak, best = x.max(1)  # on a CPU the first of equals; the next lines ensure that on all devices
     ids = torch.arange(x.shape[1], device=x.device)
     best = torch.where(x == peak[:, None], ids, x.shape[1]).amin(1)
     greedy = temperature_B == 0

@@ -2,16 +2,17 @@
 
 A row of inputs is cut into runs: a group of the weight, or 128 inputs of a longer group. Each run
 has its own scale, its largest absolute value over 127. So one large value costs the precision of
-its run alone, and the sum of products of a run stays below 2^24, where fp32 holds every whole
-number. With integer codes,
+its run alone. The sum of products of a run is below 2^24, where fp32 holds every whole number. With
+integer codes,
 
     q = round(x * (127 / largest))        to the nearest, ties to even
     sum += (float(sum of q * code) * (largest / 127)) * scale
     sum += ((largest / 127) * float(sum of q)) * offset
 
-over the runs in order, every step in fp32, then the bias, then one rounding to bf16. Weights have
-the values of their codes, not rounded to bf16 on the way. A row depends on no other row, and a sum
-of whole numbers on no order, so kernels of every instruction set and this one give the same bits.
+over the runs in order, every step in fp32. Then the bias is added, and the sum is rounded to bf16
+once. Weights have the values of their codes, and are never rounded to bf16. A row depends on no
+other row, and a sum of whole numbers on no order. So the kernels of every instruction set give the
+same bits as this module.
 """
 
 from collections.abc import Iterator

@@ -24,12 +24,13 @@ class RuleKind(enum.IntEnum):
     SOFTMAX = 0
     """Softmax over all experts."""
     RENORMALISED = 1
-    """Softmax over all experts, divided by its sum over the chosen: softmax over the chosen."""
+    """Softmax over all experts, divided by the sum over the chosen ones. This equals a softmax over
+    the chosen experts."""
     SPARSE_MIXER = 2
-    """Softmax of each chosen expert among those within `jitter` of it, without those chosen
-    before."""
+    """Softmax of each chosen expert among the experts within `jitter` of it. Experts that were
+    chosen before are left out."""
     SIGMOID = 3
-    """Sigmoid of each logit; a correction affects the choice, but not the weights."""
+    """Sigmoid of each logit. A correction affects the choice, but not the weights."""
 
 
 class Groups(NamedTuple):
@@ -38,9 +39,9 @@ class Groups(NamedTuple):
     correction_E: Tensor
     """Numbers added to the sigmoids for the choice."""
     num: int
-    """Groups of equally many adjacent experts; the score of a group is that of its two best."""
+    """Number of groups of adjacent experts. A group's score is that of its two best experts."""
     num_open: int
-    """Number of best groups, the only ones that experts are chosen from."""
+    """Number of best groups. Experts are chosen only from these groups."""
     renormalised: bool
     """True if weights are divided by their sum over the chosen."""
     scaling: float
@@ -75,15 +76,16 @@ class Norm(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Angles of heads: element i of the first half rotates with element i of the second."""
+    """Angles of heads. Element i of the first half rotates with element i of the second half."""
 
     cos_TD: Tensor
-    """Cosines of each token's position, contiguous rows; [T, D / 2] serves both halves."""
+    """Cosines of each token's position, with contiguous rows. [T, D / 2] is used for both
+    halves."""
     sin_TD: Tensor
-    """Sines, likewise."""
+    """Sines, in the same layout."""
     in_pairs: bool
-    """True if the halves alternate in the input. They lie one after the other in the output, and
-    the angles of the first half serve both."""
+    """True if the halves alternate in the input. In the output they follow each other. The angles
+    of the first half are used for both."""
 
     @property
     def apart(self) -> int:
@@ -92,7 +94,7 @@ class Angles(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Terms that the experts' answer is added to: residual + (answer + shared) * multiplier."""
+    """Terms to which the experts' answer is added: residual + (answer + shared) * multiplier."""
 
     residual_TD: Tensor
     multiplier: float | None = None
@@ -104,7 +106,7 @@ class Sum(NamedTuple):
 
 
 class SharedWeights(NamedTuple):
-    """Experts that every token uses with weight 1: S experts as wide as the others."""
+    """Weights of S shared experts, as wide as the others; every token uses them with weight 1."""
 
     up_FD: Tensor
     """All gates, then all ups; contiguous. F = 2 S I."""
@@ -113,20 +115,20 @@ class SharedWeights(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The experts of one layer: F = 2 I rows of gates and ups, any strides."""
+    """The weights of a layer's experts: F = 2 I rows of gates and ups, any strides."""
 
     up_EFD: Tensor
     down_EDI: Tensor
     up_bias_EF: Tensor | None
     down_bias_ED: Tensor | None
     interleaved: bool
-    """Gate and up rows alternate; else all gates come first."""
+    """True if gate and up rows alternate; False if all gates come first."""
     activation: Activation
     shared: SharedWeights | None = None
     """Shared experts, which are experts E to E + S."""
     packed: tuple[Quantised, Quantised] | None = None
-    """Up and down weights as stacks of quantised weights, contiguous; `up_EFD` and `down_EDI` are
-    then their codes."""
+    """Up and down weights as contiguous stacks of quantised weights. `up_EFD` and `down_EDI` are
+    the codes of these stacks."""
 
     @property
     def num_experts(self) -> int:
@@ -163,7 +165,7 @@ class Routing(NamedTuple):
     ids_TK: Tensor
     counts_E: Tensor
     order_S: Tensor
-    """Slot at each sorted place; undefined after the last live slot."""
+    """Slot at each sorted place. Places after the last live slot are undefined."""
     tile_start_E: Tensor
     """First tile of each expert, and the end: E + 1 numbers."""
     tile_expert: Tensor
@@ -174,7 +176,7 @@ class Routing(NamedTuple):
 
 
 def expert_weights(module: nn.Module) -> ExpertWeights | str:
-    """Return the experts of a transformers module, or the reason that the kernels lack support."""
+    """Return the experts of a transformers module, or the reason that the kernels reject them."""
     experts: Any = module
     up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
     if experts.is_transposed:
@@ -202,7 +204,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights | str:
 
 
 def max_tiles(num_slots: int, num_experts: int, rows: int) -> int:
-    """Return the largest number of tiles of `rows` rows that slots of so many experts can fill."""
+    """Return the largest number of tiles with `rows` rows that the slots of these experts fill."""
     return min(num_slots, num_slots // rows + num_experts)
 
 

@@ -13,7 +13,7 @@ FEWEST_QUERIES = 8
 
 
 class TilePart(NamedTuple):
-    """Tiles of at most `block` queries: int32 tensors of one length; `num` 0 is an empty tile."""
+    """Tiles of at most `block` queries, as int32 tensors of one length; empty ones have `num` 0."""
 
     block: int
     seq: Tensor
@@ -32,7 +32,7 @@ class TilePart(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Decode tiles (block 1) and prefill tiles, and the same per token for the references."""
+    """Decode tiles (block 1) and prefill tiles, and the same facts per token for the references."""
 
     parts: tuple[TilePart, ...]
     seq_T: Tensor
@@ -71,7 +71,7 @@ def tiles_of(queries: Sequence[Query], num_tokens: int, block: int, device: torc
     """Return the tiles of a call, on the device.
 
     Args:
-        queries: Queries in packed order; tokens that none covers are dead.
+        queries: Queries in packed order. Tokens that no query covers are dead.
         num_tokens: Tokens of the call.
         block: Queries of a prefill tile.
         device: Device of the tensors.

@@ -44,11 +44,11 @@ _threads: tuple[int, int] | None = None
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page."""
 PANEL = 64
-"""Outputs that lie together in a packed weight."""
+"""Number of outputs that are stored together in a packed weight."""
 ARENA_NUMEL = 8 << 20
 """Fewest values that an arena allocates at once."""
 BLANK_BYTES = 1 << 16
-"""Bytes of the blank tensors that are allocated at once; at least one tensor is."""
+"""Bytes of blank tensors that are allocated at once. At least one tensor is."""
 
 
 def is_usable(tensor: Tensor, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> bool:
@@ -75,7 +75,7 @@ def choose(module: Any) -> str:
     """Select the best kernels of this machine and return their name.
 
     The tile kernels were tested only in emulation. So a few of their products are first compared
-    with those of the vector kernels; the difference may not exceed that of another order of fp32
+    with those of the vector kernels. The difference may be at most that of another order of fp32
     sums.
     """
     best, *others = (str(name) for name in module.available())
@@ -153,7 +153,7 @@ class Arena:
 
 
 def pack(weight_NK: Tensor, out: Tensor) -> None:
-    """Copy one bf16 [out, in] weight of any strides into `out`, of `packed_numel` values."""
+    """Copy one bf16 [out, in] weight of any strides into `out`, which has `packed_numel` values."""
     n, k = _checked(weight_NK, out)
     native.pack(out.data_ptr(), weight_NK.data_ptr(), n, k, *weight_NK.stride())
 
@@ -174,15 +174,15 @@ def _checked(weight_NK: Tensor, packed: Tensor) -> torch.Size:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return the tensor, contiguous as the kernels read it."""
+    """Return a contiguous tensor with the same values, as the kernels need it."""
     return x if x.is_contiguous() else x.contiguous()
 
 
 class Blank:
     """An allocator of uninitialised tensors [rows, width]. It makes several at once.
 
-    The weights of a step may have evicted PyTorch's code from the CPU's caches. Then it takes more
-    than a tenth of a millisecond to make a tensor.
+    The weights of a step may have evicted PyTorch's code from the CPU's caches. Making one tensor
+    then takes more than a tenth of a millisecond.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -244,9 +244,9 @@ class Matrix:
         self.address = ctypes.addressof(self.struct)
 
     def followed_by(self, rest: "Matrix | None") -> None:
-        """Append the outputs of another matrix, perhaps in another format, after its own.
+        """Append the outputs of another matrix, perhaps in another format, after the own outputs.
 
-        The number of its own outputs is a multiple of PANEL, and neither matrix changes afterwards.
+        The number of own outputs must be a multiple of PANEL. Neither matrix may change afterwards.
         """
         if rest is None:
             return

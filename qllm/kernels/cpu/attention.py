@@ -101,7 +101,7 @@ _WHOLE = PartStruct(None, None, 0, 1 << 62, True, True)
 
 
 class _Attends:
-    """The base of `Attention` and `Latents`: queries into a slab and attention on it."""
+    """Base class of `Attention` and `Latents`, which write keys to a slab and attend over it."""
 
     slab: tuple[int, int, int]
     """KV heads, and the widths of a head's entry per token in the two slabs of a request."""
@@ -110,7 +110,7 @@ class _Attends:
 
     @property
     def address(self) -> int:
-        """Address of its struct of kernels.h."""
+        """Address of the object's struct of kernels.h."""
         return ctypes.addressof(self._struct)
 
     def _sizes(self) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class _Attends:
     def enter(
         self, x_TD: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
     ) -> Tensor:
-        """Return queries [T, N * H] and write keys and values to the spans (an address).
+        """Return queries [T, N * H], and write keys and values to the spans at this address.
 
         Cos and sin are bf16 [1, T, .]; for a complex rotation both contain the same complex
         numbers.
@@ -159,7 +159,7 @@ class _Attends:
             window: Keys that a query of sliding attention sees; None is all.
             spans: Address of the spans.
             num_spans: Number of spans.
-            whole: True if every token is in a span; else the other tokens get zeros.
+            whole: True if every token is in a span. If False, tokens outside of spans get zeros.
             part: Last part, if the attention is computed in parts.
         """
         shape = (q.shape[0], self._sizes()[1])
@@ -272,11 +272,11 @@ class Latents(_Attends):
     Args:
         down: Weight that projects to queries (or their low rank), the latent and a key's rotated
             part.
-        up: Weight that expands the queries' low rank, and the norm before it; None if not
-            compressed.
+        up: Weight that expands the queries' low rank, and the norm before it; None if queries are
+            not compressed.
         norm: Norm before `down`.
         kv_norm: Norm of the latent, of rank R.
-        expand_NVR: bf16 [N, E + V, R]; expands a latent to keys and values of every head.
+        expand_NVR: bf16 [N, E + V, R], which expands a latent to keys and values of every head.
         num_rotated: Rotated values of a key, F.
         value_dim: Width of a value, V.
         scale: Factor of the scores.

@@ -1,7 +1,8 @@
-"""The place where an op was left, with the memory of its tasks (`Course` in course.h).
+"""The place at which an op stopped, with the memory of its tasks (`Course` in course.h).
 
 An op is a sequence of tasks: a panel of outputs for some rows, a tile of queries and a range of
-keys, a few rows of a norm. The kernels can leave it after any task. The first `done` are complete.
+keys, a few rows of a norm. The kernels can stop after any task. The first `done` tasks are
+complete.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ from ctypes import c_int64
 from qllm.kernels.cpu import native
 
 OP_BYTES = 64 << 20
-"""Approximate bytes that one op may keep between its tasks; this limits the op's rows."""
+"""Approximate bytes that one op may store between its tasks, which limits the op's rows."""
 
 
 class PlaceStruct(ctypes.Structure):
@@ -21,9 +22,10 @@ class PlaceStruct(ctypes.Structure):
 
 
 class Course:
-    """The place inside one op. A frame that is parked there keeps it; other courses are reused.
+    """The place inside one op. A frame that is parked there holds the course.
 
-    If the kernels were not built, a course is never inside an op.
+    A course that no frame holds is reused. If the kernels were not built, a course is never inside
+    an op.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ class Course:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that it keeps."""
+        """Bytes of memory that the course holds."""
         return int(self._struct.kept_bytes)
 
 
@@ -56,13 +58,13 @@ def take() -> Course:
 
 
 def give_back(course: Course) -> None:
-    """Put a course that is between two ops into the pool, which keeps the one with most memory."""
+    """Put a course that is between two ops into the pool, which holds the one with most memory."""
     if not _spare or course.num_bytes > _spare[0].num_bytes:
         _spare[:] = [course]
 
 
 def keep(course: Course) -> Course | None:
-    """Return a course that is inside an op; return any other to the pool."""
+    """Return the course if it is inside an op. Put any other course into the pool."""
     if course.done:
         return course
     give_back(course)

@@ -47,7 +47,7 @@ class DeltaSpan(NamedTuple):
     before: DeltaState | None
     """State before the tokens; None is all zeros."""
     after: DeltaState
-    """Destination of the state after the tokens; may be the same as `before`."""
+    """Destination of the state after the tokens. It may be the same object as `before`."""
     at: int
     num: int
 
@@ -97,7 +97,7 @@ class DeltaNet:
     def __call__(
         self, x_TD: Tensor, rounds: Iterable[Sequence[DeltaSpan]], num_covered: int
     ) -> Tensor:
-        """Return the output [T, D] of bf16 tokens [T, D]; zeros for tokens that are in no span.
+        """Return the output [T, D] of bf16 tokens [T, D], with zeros for tokens outside of spans.
 
         Args:
             x_TD: Tokens.

@@ -68,8 +68,8 @@ class Stack:
 class Int8Stack:
     """E weights [n, k] of one shape in int8, packed one after the other on huge pages.
 
-    Unpacking and packing again gives the same bits. The largest value of a group is a bf16 number
-    and does not change, so neither does the scale; the others change by less than half a step.
+    Unpacking and packing again gives the same bits. The largest value of a group is a bf16 number,
+    so neither this value nor the scale changes. The other values change by less than half a step.
 
     Args:
         num: Experts, E.

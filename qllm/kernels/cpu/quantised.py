@@ -244,7 +244,7 @@ class QuantisedStack:
 
 
 class QuantisedMatrix(cpu.Matrix):
-    """A packed weight of 4 or 8 bits; callers use it like one in bf16.
+    """A packed weight of 4 or 8 bits, with the interface of a packed bf16 weight.
 
     Args:
         weight: Weight [out, in].
@@ -325,7 +325,7 @@ def _format(weight: Quantised, k: int) -> tuple[object, ...]:
 
 
 def stacked(weights: Sequence[Quantised]) -> Quantised | None:
-    """Join weights that read the same inputs; return None if there are none, or formats differ."""
+    """Join weights that read the same inputs. Return None without weights, or if formats differ."""
     if not weights or not all(_alike(weights[0], other) for other in weights):
         return None
     first = weights[0]
@@ -339,7 +339,7 @@ def stacked(weights: Sequence[Quantised]) -> Quantised | None:
 
 
 JUDGED_AT_ONCE = 2048
-"""Outputs that are packed at once to check a weight, always into the same memory."""
+"""Number of outputs that a check of a weight packs at once, always into the same memory."""
 
 
 def problem_of(weight: Quantised) -> str | None:
@@ -349,7 +349,7 @@ def problem_of(weight: Quantised) -> str | None:
     try:
         _checked(weight, n, k)
         stack = QuantisedStack(1, step, k, weight)
-        for start in range(0, n, step):  # the last rows are checked together with some before them
+        for start in range(0, n, step):  # the last rows are checked together with some earlier rows
             first = min(start, n - step)
             stack.pack(0, weight.rows(slice(first, first + step)))
     except ValueError as error:

@@ -36,9 +36,9 @@ class _Router(ctypes.Structure):
 
 
 def terms_of(weight_ED: Tensor) -> list[Tensor]:
-    """Split a weight into terms in bf16 whose sum is the weight: one, or up to three for fp32.
+    """Split a weight into bf16 terms whose sum is the weight: one, or up to three for fp32.
 
-    Each term has the eight bits after those of the terms before it.
+    Each term has eight bits, the next ones after the bits of the earlier terms.
     """
     if weight_ED.dtype is torch.bfloat16:
         return [weight_ED]
@@ -63,10 +63,10 @@ class Router:
         renormalise: True if the weights are divided by their sum.
         wide: True if weights stay fp32; else they are rounded to bf16.
         bias_E: Bias of the logits.
-        correction_E: Numbers added to the scores, only for the choice; with "sigmoid".
-        groups: Equal groups of experts. With "sigmoid" a group is worth its two best experts, with
-            the softmaxes its best expert.
-        top_groups: Best groups, the only ones that experts are chosen from.
+        correction_E: Numbers added to the scores for the choice alone; only with "sigmoid".
+        groups: Number of equal groups of experts. With "sigmoid", the score of a group is that of
+            its two best experts. With the softmaxes, it is that of the best expert.
+        top_groups: Number of best groups. Experts are chosen only from these groups.
         scaling: Factor of the weights; not with "sparse_mixer".
         jitter: Relative distance from the best score beyond which "sparse_mixer" ignores an expert.
 

@@ -47,7 +47,7 @@ class SampleStruct(ctypes.Structure):
 
 
 def sample(rows: Sequence[SampleStruct]) -> list[SampleStruct]:
-    """Return the rows with their choices. All arrays that they point to must be alive."""
+    """Return the rows with their choices. All arrays to which the rows point must be alive."""
     array = (SampleStruct * len(rows))(*rows)
     cpu.native.sample(ctypes.addressof(array), len(rows))
     return list(array)

@@ -21,11 +21,12 @@ from qllm.kernels.triton.rope import turned
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 128
-"""Approximate number of programs for a decode tile: enough for a GPU at batch 1."""
+"""Approximate number of programs for a decode tile, enough to fill a GPU at batch 1."""
 SPLITS = 8, 32
 """Fewest and most key ranges of a decode tile, both powers of two."""
 SHORT_BLOCKS = 16
-"""Most key blocks of a sequence with one block per range; a longer one has two or more."""
+"""Most key blocks of a sequence with one block per range. Longer sequences have two or more per
+range."""
 MAX_HEADS = 16
 """Most query heads of one program."""
 MAX_SUMS = 128 * 128
@@ -36,7 +37,7 @@ MAX_SUMS = 128 * 128
 def _ranges(
     first_pos, n, window, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SHORT: tl.constexpr
 ):
-    """Return the first key of `n` queries from `first_pos` on, and key blocks: all, per range."""
+    """Return the first key of `n` queries from `first_pos` on, and its key blocks (all, per range)."""
     low = 0
     if window > 0:
         low = tl.maximum(first_pos - window + 1, 0) // BLOCK_S * BLOCK_S
@@ -205,7 +206,7 @@ def write(k_TGD: Tensor, v_TGE: Tensor, k_SGD: Tensor, v_SGE: Tensor, slots_T: T
 
     Args:
         k_TGD: Keys; the last dimension is contiguous.
-        v_TGE: Values, likewise.
+        v_TGE: Values; the last dimension is contiguous.
         k_SGD: Pages of keys, contiguous.
         v_SGE: Pages of values, contiguous.
         slots_T: Slot of each token, int64.
@@ -264,7 +265,7 @@ def attend(
         page_size: Tokens per page.
         scale: Factor of the scores.
         window: Keys that a query sees, itself included; None is all.
-        sinks_N: Logits per head that take weight and have no value.
+        sinks_N: Logit per head of a key that takes weight and has no value.
         q_rope_TNF: Second part of the queries (MLA), multiplied with `k_rope_SF`.
         k_rope_SF: Second part of the keys, one KV head for all.
         q_angles: Angles by which the kernel rotates `q_rope_TNF`; None if it is rotated already.

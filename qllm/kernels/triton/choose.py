@@ -1,4 +1,4 @@
-"""Choice of experts of each token from its router's logits, and the slots sorted by expert.
+"""Choice of each token's experts from the router's logits, and the slots sorted by expert.
 
     few tokens      one launch of one program: choose, count, sort
     many            a program per few tokens chooses; then `moe.route` counts and sorts
@@ -28,7 +28,7 @@ def _closed(
     left, e, E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, GROUPS: tl.constexpr,
     OPEN: tl.constexpr,
 ):  # fmt: skip
-    """Mask the experts of all groups but the OPEN best; a group is worth its two best experts."""
+    """Mask the experts of all groups but the OPEN best; two experts decide a group's score."""
     group: tl.constexpr = E // GROUPS
     g_pad: tl.constexpr = triton.next_power_of_2(GROUPS)
     g = tl.arange(0, g_pad)[None, :]
@@ -62,7 +62,7 @@ def _pick(
     at = logits + t.to(tl.int64)[:, None] * logits_t + e[None, :]
     x = tl.load(at, mask=is_real, other=0.0).to(tl.float32)
     is_broken = tl.max((x != x).to(tl.int32), 1) > 0
-    lowest: tl.constexpr = -3.0e38  # above -inf, which marks chosen experts: every row finds K
+    lowest: tl.constexpr = -3.0e38  # above -inf, which marks chosen experts, so every row finds K
     x = tl.where(x != x, lowest, tl.maximum(x, lowest))
     score = x
     if RULE == 3:
@@ -81,7 +81,7 @@ def _pick(
         best = tl.min(tl.where(left == peak[:, None], e[None, :], E_PAD), 1)
         is_best = e[None, :] == best[:, None]
         nth = tl.where(is_best, k, nth)
-        if RULE == 2:  # each among those near it, rounded where the model rounds
+        if RULE == 2:  # each among the experts near it, rounded where the model rounds
             gap = (peak[:, None] - x).to(kind).to(tl.float32)
             size = tl.maximum(tl.abs(x), peak[:, None])
             ratio = gap / tl.where(size > 0, size, 1.0)
@@ -151,7 +151,7 @@ def _choose_and_sort(
     tl.store(tile_start + e, first, mask=e < E)
     num_slots, num_tiles, more = tl.sum(counts_E, 0), tl.sum(tiles_E, 0), (live + ROWS - 1) // ROWS
     tl.store(tile_start + E, num_tiles)
-    for i in tl.static_range(S):  # every token uses each
+    for i in tl.static_range(S):  # every token uses each shared expert
         at, tile = num_slots + i * live, num_tiles + i * more
         tl.store(order + at + t, t * (K + S) + K + i, mask=t < live)
         tl.store(counts + E + i, live)
@@ -170,7 +170,7 @@ def _choose_and_sort(
 
 @functools.cache
 def _compared(number: float, dtype: torch.dtype) -> float:
-    """Return the number that torch compares tensors of a dtype with, if it receives this number."""
+    """Return the number with which torch compares tensors of a dtype, if it receives this one."""
     return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
@@ -189,10 +189,11 @@ def choose(
         logits_TE: Logits of the router, rows contiguous.
         rule: Rule that makes weights of logits.
         top_k: Experts per token, K.
-        num_tokens: One int on the device; later tokens are padding and get no slot.
-        hits: One integer on the device; grows by the experts that got a slot, without shared ones.
+        num_tokens: Number of tokens, on the device. Later tokens are padding and get no slot.
+        hits: One integer on the device, increased by the number of routed experts with a slot.
         dtype: Dtype of the weights.
-        num_shared: Shared experts, S; every token uses experts E to E + S, in slots K to K + S.
+        num_shared: Number of shared experts, S. Every token uses experts E to E + S, in slots K to
+            K + S.
 
     Returns:
         The routing, and weights [T, K].

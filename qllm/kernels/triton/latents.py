@@ -1,6 +1,7 @@
 """MLA before its attention: norms, the key's rotation, and the write of latents, in one launch.
 
-Two programs compute a token: one its compressed queries, one its latent and its rotated key.
+Two programs compute a token. One computes its compressed queries, the other its latent and its
+rotated key.
 """
 
 import torch
@@ -35,7 +36,7 @@ def _write_latents(
         tl.store(q_out + tok * Q + d, _normed(q + tok * q_t, q_weight, d, q_eps, Q), mask=d < Q)
         return
     slot = tl.load(slots + tok).to(tl.int64)
-    if slot < 0:  # no attention tile covers it
+    if slot < 0:  # no attention tile covers this token
         for at in range(0, OUT, BLOCK):
             i = at + tl.arange(0, BLOCK)
             tl.store(out + tok * OUT + i, tl.zeros([BLOCK], out.dtype.element_ty), mask=i < OUT)
@@ -61,8 +62,8 @@ def write_latents(
 ) -> Tensor | None:
     """Write normed latents and rotated keys to their slots; return normed compressed queries.
 
-    For a slot of -1 it writes no latents and keys, but zeros to the token's row of `out_TNR`, which
-    no later kernel writes.
+    For a slot of -1 the kernel writes no latents and keys. It writes zeros to the token's row of
+    `out_TNR`, which no later kernel writes.
 
     Args:
         kv_TD: Latent of each token, then its key before rotation: D = R + F; rows contiguous.

@@ -19,7 +19,7 @@ from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import ExpertWeights, Routing, Sum, empty_routing, max_tiles
 
 CODES: tuple[Code, ...] = ("u4", "i4", "e2m1", "i8", "e4m3")
-"""Codes in the order of their numbers in the kernels, from 1; those of 4 bits come first."""
+"""Codes in the order of their numbers in the kernels, from 1. Codes of 4 bits come first."""
 SCAN = 1024
 """Slots that a sorting program reads at once."""
 
@@ -101,9 +101,9 @@ def _values(
 ):  # fmt: skip
     """Return quantised weights of inputs [k, k + BLOCK_K) and outputs n, bf16 [BLOCK_K, BLOCK_N].
 
-    It does the same operations in fp32 as `Quantised.dequantised`, so it gives the same bits.
+    The function does the same fp32 operations as `Quantised.dequantised`, so the bits are the same.
     """
-    if CODE <= 3:  # two in a byte, the low half first
+    if CODE <= 3:  # two codes in a byte, the low half first
         pair = tl.arange(0, BLOCK_K // 2)
         is_in = (k + 2 * pair < D)[:, None] & is_col[None, :]
         both = tl.load(w + n[None, :] * w_n + (k // 2 + pair)[:, None], mask=is_in, other=0)
@@ -305,7 +305,7 @@ def _combine(
 
 
 def tile_rows(num_slots: int, num_experts: int) -> int:
-    """Return the rows of a tile: about the slots of one expert, so that few rows are padding."""
+    """Return the rows of a tile. They are about one expert's slots, so few rows are padding."""
     per_expert = num_slots / num_experts
     return 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
 
@@ -313,14 +313,14 @@ def tile_rows(num_slots: int, num_experts: int) -> int:
 def route(
     ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor, num_shared: int = 0
 ) -> Routing:
-    """Sort slots by expert, those of one expert by slot. Two small kernels.
+    """Sort slots by expert, and the slots of one expert by number, in two small kernels.
 
     Args:
         ids_TK: Experts of each token, contiguous.
-        num_tokens: One int on the device; later tokens are padding and get no slot.
+        num_tokens: Number of tokens, on the device. Later tokens are padding and get no slot.
         num_experts: Experts E, without the shared ones.
-        hits: One integer on the device; grows by the experts that got a slot, without shared ones.
-        num_shared: Shared experts, whose ids follow E.
+        hits: One integer on the device, increased by the number of routed experts with a slot.
+        num_shared: Number of shared experts. Their ids start at E.
     """
     num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
     rows, every = tile_rows(num_slots, num_experts), num_experts + num_shared
@@ -337,7 +337,7 @@ def route(
 
 
 def _of_codes(stack: Quantised | None, nothing: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """Return scales, offsets and their strides, and the compile-time facts about the codes."""
+    """Return scales, offsets and their strides, and the compile-time constants of the codes."""
     if stack is None:
         return [nothing, nothing, 0, 0], {"CODE": 0, "GROUP": 1, "HAS_OFFSET": False}
     scale = stack.scale_NG
@@ -353,7 +353,7 @@ def _of_codes(stack: Quantised | None, nothing: Tensor) -> tuple[list[Any], dict
 def run_experts(
     x_TD: Tensor, weights: ExpertWeights, routing: Routing, lo: int, hi: int, slots_TKD: Tensor
 ) -> None:
-    """Run experts [lo, hi) on the slots routed to them. Two kernels.
+    """Run experts [lo, hi) on the slots routed to them, in two kernels.
 
     Args:
         x_TD: Input of the experts, rows contiguous.
@@ -361,7 +361,7 @@ def run_experts(
         routing: Result of `route` for these tokens.
         lo: First expert.
         hi: End of the experts. Shared experts come last and may be in the range.
-        slots_TKD: Outputs, contiguous; other slots do not change.
+        slots_TKD: Outputs, contiguous. Slots of other experts do not change.
     """
     num_slots, width = routing.ids_TK.numel(), x_TD.shape[1]
     inner, top_k = weights.inner, routing.ids_TK.shape[1]
@@ -412,7 +412,7 @@ def combine(
     out_TD: Tensor,
     add: Sum | None = None,
 ) -> None:
-    """Sum weight times slot over k in fp32, zero from `num_tokens` on; then apply `add`, rounding.
+    """Sum weight times slot over k in fp32 (0 for padding), then apply `add` with rounding.
 
     Args:
         slots_TKD: Outputs of the experts, contiguous; slots without a weight are those of shared

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @triton.jit
 def weighted(weight, x, d, kind: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Return the weight times a row in fp32; the row is rounded before that unless WIDE."""
+    """Return the weight times a row in fp32. Unless WIDE, the row is rounded before."""
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     if WIDE:
         return (w * x).to(kind)
@@ -60,13 +60,13 @@ def _silu_mul(x, out, x_t, I: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, wide: bool = False) -> Tensor:
-    """Return weight * x / sqrt(mean(x^2) + eps), the mean in fp32, rounded before the weight.
+    """Return weight * x / sqrt(mean(x^2) + eps); the mean is fp32, rounded before the weight.
 
     Args:
         x_TD: Rows, the last dimension contiguous.
         weight_D: Weight, of the dtype of `x_TD`.
         eps: Number added to the mean of squares.
-        wide: True if it rounds only after the weight.
+        wide: True if the norm rounds only after the weight.
     """
     out = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     num, width = x_TD.shape
@@ -89,7 +89,7 @@ def add_rms_norm(
 
     Args:
         residual_TD: Rows, the last dimension contiguous.
-        x_TD: Rows, likewise.
+        x_TD: Rows, the last dimension contiguous.
         multiplier: Factor of `x_TD`; None is 1.
         weight_D: Weight of the norm.
         eps: Number that the norm adds to the mean of squares.

@@ -16,7 +16,7 @@ HEADS = 4
 
 @triton.jit
 def _within(x, limit):
-    """Return x clipped to [-limit, limit]; a NaN stays a NaN."""
+    """Return x clipped to [-limit, limit]. A NaN stays a NaN."""
     return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
 
 
@@ -27,8 +27,9 @@ def _turn(
 ):  # fmt: skip
     """Return the rotated halves: first * cos - second * sin, second * cos + first * sin.
 
-    `x` points to heads, `i` counts a half; `is_in` masks both. If APART, angles of the second half
-    follow those of the first in the tables; else they are the same.
+    `x` points to heads, and `i` counts the elements of a half. `is_in` masks heads and elements. If
+    APART, the second half has angles of its own, after those of the first half in the tables.
+    Otherwise both halves use the same angles.
     """
     kind = x.dtype.element_ty
     half: tl.constexpr = D // 2
@@ -57,10 +58,10 @@ def _turn(
 def turned(
     x, cos, sin, i, is_in, F: tl.constexpr, PAIRS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Return elements `i` of rotated heads, each from itself and the element that rotates with it.
+    """Return elements `i` of rotated heads. Each is made of itself and its rotation partner.
 
     `x` points to heads of F elements, `cos` and `sin` to the angles of their tokens; `is_in` masks
-    heads and elements. PAIRS: the halves alternate in the input.
+    heads and elements. If PAIRS, the halves alternate in the input.
     """
     kind = x.dtype.element_ty
     half: tl.constexpr = F // 2
@@ -138,23 +139,25 @@ def rotate_and_write(
     norms: HeadNorms | None = None,
     limit: float | None = None,
 ) -> None:
-    """Normalise and rotate queries in place; write such keys, and values, to their slots.
+    """Normalise and rotate queries in place, and keys and values into their slots.
 
-    The two halves of a head rotate with each other. For a slot of -1 it writes no keys and values,
-    but zeros to the token's row of `out_TNE`, which no later kernel writes.
+    The two halves of a head rotate with each other. Values are only written. For a slot of -1 the
+    kernel writes no keys and values. It writes zeros to the token's row of `out_TNE`, which no
+    later kernel writes.
 
     Args:
         q_TND: Queries, changed in place; the last dimension is contiguous.
         k_TGD: Keys, not changed; the last dimension is contiguous.
-        v_TGE: Values, likewise.
-        cos_TD: Cosines of each token's position, contiguous rows; [T, D / 2] serves both halves.
-        sin_TD: Sines, likewise, with the strides of `cos_TD`.
+        v_TGE: Values, not changed; the last dimension is contiguous.
+        cos_TD: Cosines of each token's position, with contiguous rows. [T, D / 2] is used for both
+            halves.
+        sin_TD: Sines, with the shape and the strides of `cos_TD`.
         k_SGD: Pages of keys, contiguous.
         v_SGE: Pages of values, contiguous.
         slots_T: Slot of each token, int64.
         out_TNE: Output of the attention that follows; the last dimension is contiguous.
         norms: RMS norms of each head of queries and keys.
-        limit: Largest size of queries and keys before rotation, and of values; larger ones are
+        limit: Largest size of queries and keys before rotation, and of values. Larger values are
             clipped.
     """
     num, heads, d = q_TND.shape

@@ -17,9 +17,9 @@ A row is divided into chunks, and each chunk has a program, so that one row keep
     draw      every row     the token
 
 Logits are read as ordered 32-bit integers, *keys*, in digits of 8 bits. A kernel returns at once
-for a row that does not need it. If top_k does not limit the logits that top_p reads, top_p reads
-the `LIKELY` largest ones first. Only if they weigh too little, or are too many to be copied, does
-the search for the bound read all.
+for a row that does not need this kernel. If top_k does not limit the logits that top_p reads, top_p
+reads the `LIKELY` largest ones first. If these weigh too little, or are too many to be copied, the
+search for the bound reads all.
 
 Outputs of a kernel that later kernels read, for each row, or for each of its chunks (C):
 
@@ -46,7 +46,8 @@ CHUNK = 2048
 KEPT = 1024
 """Most tokens that are copied."""
 LIKELY = 512
-"""Largest logits that top_p reads first if top_k sets no limit; equal logits may add more."""
+"""Number of largest logits that top_p reads first, if top_k sets no limit. Equal logits may add
+more."""
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 24}
 """Leading bits of a key that distinguish logits of a dtype; other dtypes need all 32."""
 
@@ -59,7 +60,7 @@ def _logits(row, at, num, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key(x):
-    """Return integers in [0, 2**32), in the order of the floats; 0.0 and -0.0 are both 2**31.
+    """Return integers in [0, 2**32), in the order of the floats. 0.0 and -0.0 are both 2**31.
 
     The bits that a narrower dtype lacks are 0, also for negative floats, so a bound can equal a
     key.
@@ -87,7 +88,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _asked(temperatures, top_ks, top_ps, b):
-    """Return a row's temperature, top_k and top_p, and True if they leave logits out."""
+    """Return a row's temperature, top_k and top_p, and True if top_k or top_p omits logits."""
     heat, top_k, top_p = tl.load(temperatures + b), tl.load(top_ks + b), tl.load(top_ps + b)
     return heat, top_k, top_p, (heat > 0) & ((top_k > 0) | (top_p < 1.0))
 
@@ -111,7 +112,7 @@ def _prefix(digits, b, wanted, num, DIGITS: tl.constexpr):
     """Return the first `num` digits of the key of the `wanted`-th largest logit, as one number.
 
     Returns:
-        The digits, 0 if there are fewer logits; and the number of logits with these digits or
+        The digits, or 0 if there are fewer logits. And the number of logits with these digits or
         larger ones.
     """
     d = tl.arange(0, 256)
@@ -131,7 +132,7 @@ def _prefix(digits, b, wanted, num, DIGITS: tl.constexpr):
 def _floor(digits, b, top_k, likely, DIGITS: tl.constexpr):
     """Return the least key that is read, and the number of logits with this key or a larger one.
 
-    Bits behind the digits are 0 in every key. Used only if logits are left out.
+    Bits behind the digits are 0 in every key. The function is used only if logits are omitted.
     """
     wanted = tl.where(top_k > 0, top_k, likely)
     prefix, reached = _prefix(digits, b, wanted, DIGITS, DIGITS)
@@ -241,7 +242,7 @@ def _keep(
 @triton.jit
 def _bounded(masses, wholes, bounds, b, top_p, steps, C: tl.constexpr, C_PAD: tl.constexpr,
              STEPS: tl.constexpr):  # fmt: skip
-    """Return the largest key found so far that top_p of the weight reaches; and the step."""
+    """Return the largest key so far with top_p of the weight at or above it, and the step."""
     bound, least, j = tl.load(bounds + b), top_p * tl.load(wholes + b), tl.arange(0, 16)
     c = tl.arange(0, C_PAD)
     step = tl.full([], 1 << 28, tl.int64)
@@ -294,7 +295,7 @@ def _settle(
 
 @triton.jit
 def _ties(top_p, whole, above, each, equal):
-    """Return the number of tokens at the bound's logit that stay: as many as top_p needs."""
+    """Return how many tokens with the bound's logit stay, as many as top_p needs."""
     equal = tl.maximum(equal, 1)
     needed = tl.ceil((top_p * whole - above) / tl.where(each > 0, each, 1.0))
     return tl.minimum(tl.maximum(needed, 1.0), equal.to(tl.float64)).to(tl.int64)  # may be 1e300
@@ -303,10 +304,10 @@ def _ties(top_p, whole, above, each, equal):
 @triton.jit
 def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.constexpr,
               C: tl.constexpr, C_PAD: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Draw the token of a row: first its chunk, then the token; -1 if none has weight.
+    """Draw a row's chunk, then the token in it; return -1 if no token has weight.
 
-    `masses` and `ties` [C_PAD]: the weight of each chunk, and the number of tokens at the bound's
-    logit that stay in it, the lowest ids.
+    `masses` [C_PAD] has the weight of each chunk. `ties` [C_PAD] has the number of its tokens with
+    the bound's logit that stay. These are the tokens with the lowest ids.
     """
     c = tl.arange(0, C_PAD)
     sums = tl.cumsum(masses, 0)
@@ -328,9 +329,10 @@ def _draw_of_row(row, masses, ties, bound, peak, heat, min_p, uniform, V: tl.con
 @triton.jit
 def _draw_of_kept(kept, kept_ids, b, num, whole, peak, heat, min_p, top_p, uniform,
              KEPT: tl.constexpr, KEY_BITS: tl.constexpr):  # fmt: skip
-    """Return the token of a row of which `num` tokens were copied; -1 if none has weight.
+    """Return the token of a row with `num` copied tokens; -1 if no token has weight.
 
-    The bound is found bit by bit: the largest key at and above which the weight is at least top_p.
+    The bound is the largest key at and above which the weight is at least top_p. It is found bit by
+    bit.
     """
     j = tl.arange(0, KEPT)
     x = tl.load(kept + b * KEPT + j, mask=j < num, other=float("-inf"))
@@ -426,8 +428,8 @@ def sample(
         seeds_B: Seeds, int64.
         positions_B: Index in the whole sequence of the token to choose, int64.
         tokens_B: Chosen tokens, int64; written in place.
-        peaks_B: Largest logit of the row, fp32, NaN if one is NaN; a row is broken if it is not
-            finite.
+        peaks_B: Largest logit of the row, fp32; NaN if a logit is NaN. A row without a finite peak
+            is broken.
     """
     num, vocabulary = logits_BV.shape
     if num == 0:
