@@ -1,8 +1,9 @@
 """A measurement of a model's costs: a short run of the real engine, and a fit of the cost model.
 
-The loop, scheduler and runner are those that serve, on the caller's thread. Every op is timed where
-the runner polls. The remaining time between two runs is the cost of a step. Each kind of op is
-fitted separately, by least squares of relative errors without negative costs.
+The loop, scheduler and runner are those that serve, on the caller's thread. Every op is timed at
+the places where the runner polls for arrivals. The remaining time between two runs is the cost of a
+step. Each kind of op is fitted separately, by least squares of relative errors without negative
+costs.
 """
 
 import gc
@@ -41,18 +42,19 @@ from qllm.types import FinishReason, Priority, RequestId, Sampled, SamplingParam
 _SKEWS = tuple(x / 10 for x in range(16))
 """Exponents of expert popularity that the fit tries."""
 _KEPT_PART = 0.9
-"""Part of an op's samples that count, shortest first: other processes may delay the rest."""
+"""Part of an op's samples that counts. These are the shortest ones, because other processes may
+delay the rest."""
 
 TASK_NS = 300_000
-"""Longest time of a task where ops poll inside: 96 rows of 2,048 inputs and 64 outputs take 0.2 ms
-on a core with AVX-512."""
+"""Longest time of a task in ops that poll inside. A task of 96 rows, 2,048 inputs and 64 outputs
+takes 0.2 ms on a core with AVX-512."""
 MOST_BUSY = 0.1
 """Most cores that other processes may use while costs are measured."""
 LOOK_S = 1.0
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Return CPU seconds used so far: of the machine, and of this process and its children."""
+    """Return the CPU seconds used so far by the machine, and by this process and its children."""
     line = Path("/proc/stat").read_text().partition("\n")[0]
     ticks = [int(field) for field in line.split()[1:9]]  # user ... idle, iowait ... steal
     times = os.times()
@@ -61,14 +63,14 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 class Others:
-    """A meter of the cores that other processes use, from its creation on."""
+    """A meter of the cores that other processes have used since its creation."""
 
     def __init__(self) -> None:
         self._start_s, self._used = time.monotonic(), cpu_seconds()
 
     @property
     def cores(self) -> float:
-        """Return the mean number of cores since creation; time taken by a hypervisor counts too."""
+        """Return the mean number of cores since creation. Time taken by a hypervisor counts too."""
         passed_s = max(1e-9, time.monotonic() - self._start_s)
         (all_s, own_s), (all_before, own_before) = cpu_seconds(), self._used
         return max(0.0, (all_s - all_before) - (own_s - own_before)) / passed_s
@@ -91,7 +93,7 @@ def refuse_busy() -> None:
 
 
 class SimLoad(NamedTuple):
-    """Requests that arrive together: prefills, then decodes in one batch."""
+    """Requests that arrive together. Their prefills run first, then their decodes in one batch."""
 
     num_requests: int
     prompt_tokens: int
@@ -134,7 +136,8 @@ class Measured:
 
     ops: list[Sample]
     gaps: list[tuple[int, int]]
-    """Rows of a program, and the time until the next program starts that none of its ops takes."""
+    """Rows of each program, and the time until the next program starts, without the program's
+    ops."""
 
 
 class _Probe:
@@ -228,7 +231,8 @@ def _kept_mean(values: Sequence[float]) -> float:
 def nonnegative_fit(features: Any, times: Any) -> Any:
     """Return the coefficients >= 0 with the least squares of relative errors.
 
-    Every set of columns that may be non-zero is tried, so this is exact; for a few columns.
+    The function tries every set of columns that may be non-zero. So the result is exact, but only a
+    few columns are possible.
 
     Args:
         features: [samples, columns].
@@ -253,7 +257,8 @@ def nonnegative_fit(features: Any, times: Any) -> Any:
 def _centred_fit(features: Any, times: Any) -> Any:
     """Return the fit, scaled so that half of the times are longer than fitted.
 
-    Relative errors alone pull a fit of noisy times down: too long costs more than too short.
+    Relative errors alone make a fit of noisy times too short, because they punish times that are
+    too long more.
     """
     found = nonnegative_fit(features, times)
     return found * float(np.median(np.asarray(times) / (np.asarray(features) @ found)))
@@ -271,11 +276,11 @@ _LINEAR: dict[tuple[OpKind, bool], tuple[tuple[str, ...], Features]] = {
     (OpKind.COMBINE, False): (("dense_ns", "dense_token_ns"), lambda w: (1.0, w.tokens)),
     (OpKind.HEAD, True): (("head_ns", "head_row_ns"), lambda w: (1.0, w.rows)),
 }
-"""Names of the costs of an op, and the feature that each is multiplied with."""
+"""Names of the costs of an op, each with the feature by which it is multiplied."""
 
 
 def fit(samples: Sequence[Sample], shape: ModelShape) -> tuple[SimCosts, dict[str, FitError]]:
-    """Fit the costs of ops; a kind without samples costs nothing."""
+    """Fit the costs of ops. A kind of ops without samples costs nothing."""
     values: dict[str, Any] = dict.fromkeys(asdict(SimCosts()), 0.0)
     for (kind, is_moe), (names, features) in _LINEAR.items():
         chosen = [s for s in samples if s.kind is kind and (s.is_moe == is_moe or kind in _SAME)]
@@ -368,9 +373,9 @@ def calibrate(
     Args:
         model: "300m" or "1m" of random weights, an alias, a folder or a hub id.
         threads: Number of torch's threads; None leaves torch's choice.
-        rounds: Counted runs of every load; one more run warms up.
+        rounds: Number of counted runs of every load. One more run before them warms up.
         loads: Loads to run.
-        config: Settings of the engine, as it will serve.
+        config: Settings of the engine that will serve.
         on_load: Callback before every load.
 
     Raises:
@@ -391,7 +396,7 @@ def calibrate(
         )
         probe, others = _Probe(runner, config), Others()
         gc.collect()
-        gc.freeze()  # as an engine's process does
+        gc.freeze()  # as in an engine's process
         try:
             probe.serve(loads[0])
             for chosen in [*loads] * rounds:

@@ -1,8 +1,8 @@
-"""The BE work that fits next to LS under its targets, per policy.
+"""The BE work that fits next to LS requests under their targets, per policy.
 
 Attainment is the part of the LS requests that met both targets. A load is carried if attainment is
-at least 99 %. The first load is a BE backlog that never runs dry: if it is carried, it is the
-answer. Otherwise bisection searches the largest rate of BE requests that is carried.
+at least 99 %. The first load is a BE backlog that never ends. If this load is carried, its BE work
+is the answer. Otherwise bisection searches the largest rate of BE requests that is carried.
 """
 
 import itertools
@@ -22,7 +22,8 @@ from qllm.workloads.spec import RequestSpec
 
 ATTAINMENT = 0.99
 MIN_LS_REQUESTS = 300
-"""Least number in a window of default length: fewer cannot separate 99 % from 98 %."""
+"""Least number of LS requests in a window of default length. Fewer requests cannot separate 99 %
+from 98 %."""
 _BACKLOG_PER_SEAT = 2
 _BISECTIONS = 6
 _SAME = 1.05
@@ -44,9 +45,10 @@ class Question:
     workload: str = "S2"
     """Name of the workload that gives lengths and the LS arrival pattern."""
     requests: tuple[RequestSpec, ...] = ()
-    """A trace instead: its LS requests keep their arrivals, its BE requests are the backlog."""
+    """A trace, used instead of `workload`. Its LS requests keep their arrivals, and its BE requests
+    are the backlog."""
     seconds: float | None = None
-    """Seconds of every run; None is the trace's length, or enough for `MIN_LS_REQUESTS`."""
+    """Seconds of every run. None is the trace's length, or enough for `MIN_LS_REQUESTS`."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -173,13 +175,13 @@ class _Loads:
         self.jobs = jobs
         """Endless generator of BE jobs."""
         self.be_tokens = be.prompt.mean + be.output.mean
-        """Tokens of a mean BE job."""
+        """Mean number of tokens of a BE job."""
         rng = random.Random(f"{question.seed} plan LS")
         times = found.ls.arrivals.times(rng, question.ls_rate, question.window_s)
         self.ls = [_spec(found.ls, rng, Priority.LS, at_s, question.slo) for at_s in times]
 
     def be(self, rate: float) -> list[RequestSpec]:
-        """Return BE jobs at equal distances."""
+        """Return BE jobs that arrive at equal distances."""
         num = int(rate * self._question.window_s)
         return [
             RequestSpec(
@@ -278,7 +280,7 @@ def why(answers: Sequence[Answer], slo: Slo) -> str:
         return f"{said}, and {second.label} as much: the targets do not tell them apart."
     times = f"{first.be_per_s / second.be_per_s:.2g} times" if second.be_per_s else "more than"
     heavier = next((t for t in second.tried if not t.carried), None)
-    if heavier is None:  # it meets the targets with a full backlog, and does less work
+    if heavier is None:  # this policy meets the targets with a full backlog, and does less work
         less, more = second.tried[-1].outcome, first.best.outcome
         return (
             f"{said}, {times} those of {second.label}, which keeps the targets too. "
@@ -290,7 +292,7 @@ def why(answers: Sequence[Answer], slo: Slo) -> str:
 
 
 def _missed(found: Outcome, slo: Slo) -> str:
-    """Return the targets that a load missed, and by how much."""
+    """Return a text with the targets that a load missed, and by how much."""
     parts = [
         f"the LS {name} p99 is {at:,.0f} ms (target {target:g})"
         for name, at, target in (
@@ -304,7 +306,7 @@ def _missed(found: Outcome, slo: Slo) -> str:
 
 
 def _paid(more: Outcome, less: Outcome) -> str:
-    """Return the price of more BE tokens for LS, inside its targets."""
+    """Return a text with the price that LS pays, inside its targets, for more BE tokens."""
     parts = [
         f"its {name} is {here:,.0f} ms instead of {there:,.0f}"
         for name, here, there in (
@@ -319,7 +321,7 @@ def _paid(more: Outcome, less: Outcome) -> str:
 
 
 def _pace(first: str, more: Outcome, second: str, less: Outcome) -> str:
-    """Return the reason why a carried backlog does less work."""
+    """Return a text with the reason why a carried backlog does less work."""
     if more.shared > _SAME * less.shared:
         return (
             f"Under {first} LS and BE share a pass in {more.shared:.0%} of the time, and the "

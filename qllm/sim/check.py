@@ -1,8 +1,8 @@
 """A check of a policy before it serves: `check_policy` runs it in random worlds.
 
-In each `World` random requests arrive, are cancelled, fail, and run out of KV and seats; prompts
-grow and change. At every decision the policy must be deterministic, must not change what it sees,
-and must keep the invariants. At the end every request must have its tokens.
+In each `World` random requests arrive, are cancelled, fail, and run out of KV and seats. Some
+prompts grow and change. At every decision the policy must be deterministic, must not change its
+input, and must keep the invariants. At the end every request must have its tokens.
 """
 
 import copy
@@ -33,7 +33,7 @@ from qllm.types import (
 )
 
 STEPS_PER_TOKEN = 60
-"""Most steps per output token; a world that needs more does not end."""
+"""Most steps per output token. A world that needs more counts as one that does not end."""
 
 
 class Report(NamedTuple):
@@ -50,7 +50,7 @@ class Report(NamedTuple):
 
 
 class Watched(Scheduler):
-    """A scheduler that asks its policy twice, and compares the policy's input before and after."""
+    """A scheduler that calls its policy twice, and compares the policy's input before and after."""
 
     num_states = 0
 
@@ -92,7 +92,7 @@ class Watched(Scheduler):
         return plan
 
     def stopped(self, end: Index, start_ns: int, end_ns: int, *, preempted: bool) -> bool:
-        """Stop a frame, see `Scheduler`; check the policy's own bound on preemptions."""
+        """Stop a frame as `Scheduler` does, and check the policy's own bound on preemptions."""
         parked, most = self.running, getattr(self.policy, "max_preemptions", None)
         alarm_ns = None if parked is None else parked.alarm_ns
         found = super().stopped(end, start_ns, end_ns, preempted=preempted)
@@ -190,7 +190,7 @@ def _random_world(policy: Any, rng: random.Random, *, swaps: bool) -> World:
 
 
 def _streaming_prompts(world: World, rng: random.Random) -> World:
-    """Add prompts that grow and change while the others are served."""
+    """Add prompts that grow and change while other requests are served."""
     longest = min(700, world.scheduler.limits.num_blocks * world.scheduler.limits.block_size - 16)
     at_ns = world.clock.at_ns
     for _ in range(rng.randint(1, 4)):
@@ -275,7 +275,7 @@ class _StallWatch:
         self.longest_stall_ns = 0
 
     def _counts(self, request: Request) -> bool:
-        """Return True if the request holds KV, or was swapped out to make room for another one."""
+        """Return True if the request holds KV, or was swapped out to make room for others."""
         if request.is_admitted or not request.num_swapped_tokens:
             return request.is_admitted
         scheduler = self.world.scheduler
@@ -337,9 +337,9 @@ def _check_ends(world: World) -> None:
 def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Report:
     """Run a policy in random worlds and look for broken rules.
 
-    The policy must be deterministic (an equal copy gives an equal plan for the same state). It
-    must not change its input, must plan nothing that an invariant forbids, must let every
-    request finish, and must keep the bounds on stalls and gaps that it declares.
+    The policy must be deterministic (an equal copy gives an equal plan for the same state). The
+    policy must not change its input, and must plan nothing that an invariant forbids. It must let
+    every request finish, and must keep the bounds on stalls and gaps that it declares.
 
     Args:
         policy: A `RankPolicy` or a `Policy`; every world gets a copy of it.
@@ -347,8 +347,8 @@ def check_policy(policy: Any, *, num_states: int = 2000, seed: int = 0) -> Repor
         seed: Seed of the random worlds.
 
     Raises:
-        PolicyError: It broke a rule; the message names the policy, the rule and the world.
-        ConfigError: It needs a capability that this engine does not have.
+        PolicyError: The policy broke a rule; the message names the policy, the rule and the world.
+        ConfigError: The policy needs a capability that this engine does not have.
     """
     states = requests = preemptions = evictions = stall_ns = number = 0
     bound_ms = getattr(policy, "max_be_stall_ms", None)

@@ -1,6 +1,6 @@
 """Cost files: the costs of one model on one machine, and the origin of the numbers.
 
-`qllm calibrate` measures one, `presets` computes one. The file is JSON:
+`qllm calibrate` measures such a file, and `presets` computes one. The file is JSON:
 
     {"qllm_costs": 1, "model": "300m", "machine": "...", "threads": 1, "dtype": "bfloat16",
      "origin": "measured", "note": "...", "shape": {...}, "cuts": {...}, "costs": {...},
@@ -58,18 +58,18 @@ class FitError(_Strict):
     """Median of |fitted / measured - 1|."""
     p90_percent: float
     total_percent: float
-    """Error of the sum over all samples, with its sign."""
+    """Relative error of the sum over all samples, with its sign."""
 
 
 class CostFile(_Strict):
-    """Costs of a model on a machine, as the simulator sees them."""
+    """Costs of a model on a machine, for the simulator."""
 
     qllm_costs: Literal[1] = 1
     """Version of the format."""
     model: str
     machine: str
     threads: int | None = None
-    """Threads of torch; None where a machine has none."""
+    """Threads of torch; None for a machine without torch."""
     dtype: str
     origin: Literal["measured", "computed"]
     note: str = ""
@@ -108,7 +108,7 @@ class CostFile(_Strict):
         """Read a file.
 
         Raises:
-            ConfigError: It is no cost file; the message names the key.
+            ConfigError: The file is no cost file; the message names the key.
         """
         try:
             return cls.model_validate_json(Path(path).read_bytes())
@@ -171,7 +171,7 @@ class CostFile(_Strict):
         return total
 
     def capacity(self, config: EngineConfig) -> Capacity:
-        """Return the capacity that scales named workloads: long prefills, decodes in every seat."""
+        """Return the capacity that scales named workloads, with long prefills and full seats."""
         rows = config.max_num_seqs
         return Capacity(
             prefill_tokens_per_s=_PROBE_TOKENS * 1e9 / self.step_ns(0, _PROBE_TOKENS, 0),

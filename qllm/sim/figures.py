@@ -13,7 +13,7 @@ def plan_figure(
     """Write one PNG: attainment and LS TTFT p99 over BE tokens per second.
 
     Args:
-        answers: Answers, a line each; a ring marks the best load.
+        answers: Answers, each drawn as a line. A ring marks the best load.
         question: Question with the targets to draw.
         path: Path of the PNG.
         machine: Title of the figure.

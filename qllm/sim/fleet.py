@@ -1,8 +1,8 @@
 """Several engines on virtual clocks behind one router, with the live fleet's routes and views.
 
-Each engine has its own loop, scheduler and clock, on its own thread; one thread runs at a time.
-Before the router places a request, every engine advances to its arrival time: the router knows all
-events until then, and no later one. The same arguments give the same events.
+Each engine has its own loop, scheduler and clock, on its own thread. One thread runs at a time.
+Before the router places a request, every engine advances to the request's arrival time. So the
+router knows all events until then, and no later ones. The same arguments give the same events.
 """
 
 import copy
@@ -54,12 +54,12 @@ class _Ingress(VirtualIngress):
         return min(times, default=None)
 
     def arrive(self) -> None:
-        """Take the items that are due, and the requests routed by now."""
+        """Take the items that are due, and the requests that the router has placed by now."""
         self.reach()
         super().arrive()
 
     def reach(self) -> None:
-        """Wait while a request that arrived by now is routed."""
+        """Wait until the router has placed all requests that arrived by now."""
         while self.until_ns is not None and self.until_ns <= self.clock.at_ns:
             self._wait_for_others()
 
@@ -120,7 +120,7 @@ class _Engine(SimulatedEngine):
         self._rests.release()
 
     def give(self, spec: RequestSpec, at_ns: int, request_id: RequestId) -> None:
-        """Let a request arrive."""
+        """Let a request arrive at this engine."""
         self._know(request_id, spec.priority, at_ns, 0, 0)
         self.submit(spec, at_ns, request_id)
 
@@ -160,7 +160,7 @@ class _Engine(SimulatedEngine):
 
 
 def costs_of(costs: CostFile, config: EngineConfig) -> RouteCosts:
-    """Return the costs of a machine that a router knows."""
+    """Return the machine's costs that a router uses."""
     capacity = costs.capacity(config)
     return RouteCosts(
         token_s=1 / capacity.prefill_tokens_per_s,
@@ -185,8 +185,8 @@ def simulate_fleet(
 ) -> Simulated:
     """Serve requests with several equal engines on virtual clocks.
 
-    Simulated prompts have no tokens, so no prefix is cached: `prefix` chooses as `class` does.
-    With `handover_gib` stalled BE requests migrate, by the rule of a live fleet.
+    Simulated prompts have no tokens, so no prefix is cached. The route `prefix` chooses as `class`
+    does. With `handover_gib`, stalled BE requests migrate by the rule of a live fleet.
 
     Args:
         requests: Requests with their arrival times.
@@ -197,7 +197,7 @@ def simulate_fleet(
         policy_settings: Parameters of a policy given by name.
         config: Settings of every engine; None takes the defaults, with the machine's KV.
         seconds: Length of the window, as for `simulate`.
-        rebalance_s: Seconds that a BE request stalls before it migrates; 0 is never.
+        rebalance_s: Seconds that a BE request stalls before it migrates; 0 turns migration off.
         move_token_s: Seconds to move the KV of one token.
         record: Callback with every entry of the router.
 
@@ -251,7 +251,7 @@ def simulate_fleet(
 
 
 def _come_to(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
-    """Advance all engines to a time; some of their requests may migrate on the way."""
+    """Advance all engines to a time. Some of their requests may migrate meanwhile."""
     while moves is not None and moves.next_ns < at_ns:
         _advance(moves.next_ns, worlds, moves)
         moves.look(moves.next_ns)
@@ -268,7 +268,7 @@ def _come_to_end(end_ns: int | None, worlds: list[_Engine], moves: Moves | None)
 
 
 def _advance(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
-    """Advance the engines; one that gives a request away comes first, so none is ahead of it."""
+    """Advance the engines. An engine that gives a request away is first, so no other is ahead."""
     giver = None if moves is None else moves.giver
     for world in sorted(worlds, key=lambda world: world is not giver):
         if world.clock.at_ns < at_ns:
@@ -278,7 +278,7 @@ def _advance(at_ns: int, worlds: list[_Engine], moves: Moves | None) -> None:
 def _route(
     number: RequestId, spec: RequestSpec, at_ns: int, worlds: list[_Engine], router: Router
 ) -> None:
-    """Let a request arrive at the engine that the route chooses; all engines reached its time."""
+    """Let a request arrive at the engine that the route chooses, once all reached its time."""
     request = RequestView(spec.priority, spec.longest_prompt, spec.max_tokens)
     found = router.choose(request, at_ns / NS_PER_S)
     assert found is not None
@@ -296,7 +296,7 @@ def _at(event: Event) -> int:
 
 
 def _as_one(events: Iterable[Event]) -> Iterable[Event]:
-    """Yield events in which a migrated request arrives once, and does not end on the way."""
+    """Yield the events, in which a migrated request arrives once and ends once."""
     arrived = set[RequestId]()
     for event in events:
         if isinstance(event, Arrived):

@@ -1,7 +1,7 @@
 """A check of the gap that a policy lets prompts make between two tokens of a stream (I17).
 
-The gap is counted in expected time: the slice of a decision, or the estimate of the cost table for
-a step without one. So a segment that ends late, or a first measurement, breaks no rule.
+The gap is counted in expected time. This is the slice of a decision, or the cost table's estimate
+for a step without a slice. So a segment that ends late, or a first measurement, breaks no rule.
 """
 
 from collections import Counter
@@ -15,17 +15,17 @@ from qllm.types import NS_PER_MS, Grain, Priority, RequestId
 
 
 class HeldGaps:
-    """Times that prompts ran since the last token of every stream of their tier.
+    """Times for which prompts ran since the last token of each stream of their tier.
 
-    A stream without a seat or KV is not checked, and no stream is while requests of a frame that
-    raised are run again one by one. In a class larger than LS, slices that the stall bound gives to
-    prompts do not count.
+    A stream without a seat or KV is not checked. No stream is checked while requests of a frame
+    that raised run again one by one. In a class larger than LS, slices that the stall bound gives
+    to prompts do not count.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._had_ns: Counter[tuple[RequestId, int]] = Counter()
-        """Nanoseconds by request and its number of tokens."""
+        """Nanoseconds for which prompts ran, by request and its number of tokens."""
         self._expected_ns = 0
         self._prompts: set[int] = set()
         """Tiers of the running prompts."""
@@ -76,7 +76,7 @@ class HeldGaps:
         return None
 
     def _streams(self, tier: int, now_ns: int) -> list[RequestView]:
-        """Return the requests of a tier that could decode, and are checked."""
+        """Return the requests of a tier that could decode and are checked."""
         scheduler = self._scheduler
         ranking = scheduler._ranked(now_ns)
         assert ranking is not None

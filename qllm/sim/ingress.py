@@ -1,4 +1,4 @@
-"""An ingress on a virtual clock: arrivals at known times, and waiting that takes no time."""
+"""An ingress on a virtual clock. Arrivals have known times, and waiting takes no real time."""
 
 import heapq
 
@@ -7,7 +7,7 @@ from qllm.sim.runner import VirtualClock
 
 
 class VirtualIngress(InprocIngress):
-    """A queue of items that arrive at given virtual times; waiting moves the clock."""
+    """A queue of items that arrive at given virtual times. Waiting moves the clock."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)
@@ -30,7 +30,7 @@ class VirtualIngress(InprocIngress):
         return self.due[0][0] if self.due else None
 
     def arrive(self) -> None:
-        """Take the items that are due; each lowers the stop word at the time when it was due."""
+        """Take the items that are due. Each lowers the stop word at the time when it was due."""
         while self.due and self.due[0][0] <= self.clock.at_ns:
             at_ns, _, item = heapq.heappop(self.due)
             word = self.stop.word

@@ -14,11 +14,11 @@ from qllm.sim.run import SimulatedEngine, blank
 from qllm.types import NS_PER_S, FinishReason, Priority, RequestId
 
 MOVE_TOKEN_S = 1.2e-4
-"""Seconds to move the KV of one token to another engine: 0.5 s for 4,064 were measured."""
+"""Seconds to move the KV of one token to another engine. 0.5 s for 4,064 tokens were measured."""
 
 
 class Arriving:
-    """The KV that arrives with requests: `EngineLoop.newcomers` of a simulated engine.
+    """`EngineLoop.newcomers` of a simulated engine: the KV that arrives with requests.
 
     Args:
         engine: Engine that the requests enter.
@@ -30,7 +30,7 @@ class Arriving:
         """Number of tokens whose KV arrives."""
 
     def enter(self, item: Submission, request: Request) -> bool:
-        """Enter a request, see `qllm.engine.protocol.Newcomers`; without room it is recomputed."""
+        """Enter a request (`qllm.engine.protocol.Newcomers`); without room, recompute its KV."""
         num = self.committed.pop(item.request_id, 0)
         loop, runner = self._engine.loop, self._engine.runner
         scheduler, now = loop.scheduler, loop.now_ns()
@@ -64,7 +64,7 @@ class Moving(Protocol):
 
 
 class Moves:
-    """Decisions about migrations, `LOOK_S` apart, one at a time.
+    """Decisions about migrations. They are `LOOK_S` apart, and one request migrates at a time.
 
     Args:
         engines: Engines of the fleet.
@@ -87,7 +87,7 @@ class Moves:
         self.num_moved = 0
 
     def look(self, now_ns: int) -> None:
-        """Start a migration if one is due; all engines have reached this time."""
+        """Start a migration if one is due. All engines must have reached this time."""
         self.next_ns = now_ns + round(LOOK_S * NS_PER_S)
         if self.giver is not None or self._is_moving():
             return
@@ -126,7 +126,7 @@ class Moves:
         return Standing(request_id, engine.name, still_s, request.num_tokens, begun, moves)
 
     def _leave(self, giver: Moving, target: EngineView, request_id: RequestId) -> None:
-        """Release the request between two programs, on its engine's thread; its KV follows."""
+        """Release the request between two programs, on its engine's thread. Its KV follows."""
         self.giver = None
         live = giver.loop.live.get(request_id)
         if live is None:

@@ -1,4 +1,4 @@
-"""A run in one line: latencies of LS, and work done for BE. For real runs too."""
+"""A simulated or real run in one line: latencies of LS, and work done for BE."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of one run under one policy, times in ms; None without a measurement."""
+    """Result of one run under one policy, times in ms. None is a missing measurement."""
 
     ls_arrived: int
     ls_ttft_p50: float | None
-    """Median TTFT; a request without a token counts with the time it waited."""
+    """Median TTFT. A request without a token counts with the time that it waited."""
     ls_ttft_p99: float | None
     ls_tpot_p50: float | None
     ls_tpot_p99: float | None
@@ -162,6 +162,6 @@ def write_files(out: Path, runs: Mapping[str, Simulated]) -> dict[str, str]:
     try:
         ttft_figure(waits, runs[last].events, out / "sim.png", policy=last, alone=None)
         files["figure"] = str(out / "sim.png")
-    except ConfigError as error:  # no matplotlib: write the other files
+    except ConfigError as error:  # without matplotlib, write the other files
         files["figure"] = f"left out: {error}"
     return files

@@ -1,9 +1,9 @@
 """Costs computed from a model's sizes and a machine's data sheet. Nothing is measured.
 
-An op takes the longer of reading its weights and computing with them (on the CPU their sum), at a
-fixed part of the data sheet's peak. The costs show the shape of an answer (which policy, how many
-times as much), not its digits: they leave out kernels, tensor parallelism, power limits and other
-traffic. One GPU holds the whole model. `qllm calibrate` measures a machine that is at hand.
+The time of an op is the longer of reading its weights and computing with them (on the CPU their
+sum), at a fixed part of the data sheet's peak. The costs show the better policy and rough factors,
+not exact times. They leave out kernels, tensor parallelism, power limits and other traffic. One GPU
+holds the whole model. `qllm calibrate` measures a real machine.
 """
 
 import tomllib
@@ -38,7 +38,7 @@ class ModelSpec:
     shared_intermediate_size: int = 0
     """Width of the experts that every token uses."""
     expert_bits: float = 16
-    """Bits of a weight of the routed experts, in memory; all others are bf16."""
+    """Bits of a weight of the routed experts, in memory. All other weights are bf16."""
 
     @property
     def attn_weights(self) -> int:
@@ -148,7 +148,7 @@ _NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token"),
 }
-"""Names of a size in configs that differ from ours."""
+"""Names of sizes in configs, where they differ from ours."""
 
 
 def model_spec(name: str) -> ModelSpec:
@@ -220,7 +220,7 @@ def _bits_of(config: Any, name: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Peaks of a machine, the parts of them assumed to be reached, and overheads."""
+    """Peaks of a machine, the parts of the peaks that are assumed to be reached, and overheads."""
 
     title: str
     source: str
@@ -295,7 +295,7 @@ HARDWARE: dict[str, Hardware] = {
         threads=1,
     ),
 }
-"""Presets by name. The parts reached and the overheads are assumptions, not measurements."""
+"""Presets by name. The parts of peaks and the overheads are assumptions, not measurements."""
 
 _ITEM_BYTES = 2
 """Bytes of a bfloat16."""
@@ -307,7 +307,7 @@ _SHEET_FIELDS = dict(zip(_SHEET, ("memory_bytes", "bytes_per_ns", "flops_per_ns"
 
 
 def data_sheet(path: Path) -> Hardware:
-    """Return a machine from a TOML file: its data sheet, added to a preset that it is like.
+    """Return a machine from a TOML file: its data sheet, on top of the preset named by `like`.
 
         title = "NVIDIA B200"
         memory_gb = 180

@@ -1,7 +1,7 @@
 """Requests served on a virtual clock by the real loop, scheduler, policy and block accounting.
 
 Only the runner (`qllm.sim.runner`) and the ingress are simulated. The same arguments give the same
-events: nothing here draws a random number or reads a clock, except for the reported CPU time.
+events. No code here draws a random number or reads a clock, except for the reported CPU time.
 """
 
 import time
@@ -30,7 +30,8 @@ from qllm.workloads.spec import RequestSpec
 
 _SAMPLING = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 _IDLE_TURNS = 10_000
-"""Most idle decisions in a row while work waits and no request will arrive: a stall."""
+"""Most idle decisions in a row while work waits and no request will arrive. More count as a
+stall."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Simulated(Sent):
     """A workload served on a virtual clock. All times are virtual, except `cpu_s`."""
 
     expert_loads: int
-    """Number of experts read: one per distinct expert of each EXPERTS op."""
+    """Number of expert reads: one per distinct expert of each EXPERTS op."""
     decisions: int
     """Number of iterations of the engine loop."""
     cpu_s: float
@@ -47,9 +48,9 @@ class Simulated(Sent):
 
 @dataclass(slots=True)
 class Flood:
-    """Requests with a constant number unfinished: one arrives when one ends.
+    """Requests of which a constant number is unfinished. One arrives when one ends.
 
-    Their `at_s` is not used.
+    The `at_s` of the requests is not used.
     """
 
     specs: Iterator[RequestSpec]
@@ -58,7 +59,7 @@ class Flood:
 
 
 class _LeanTrace(Trace):
-    """Events without prompts, which have no meaning here."""
+    """A trace of events without prompts, which have no meaning here."""
 
     def append(self, event: Event) -> None:
         if isinstance(event, Arrived):
@@ -67,7 +68,7 @@ class _LeanTrace(Trace):
 
 
 class SimulatedEngine:
-    """The parts of an engine, and the sink of its loop.
+    """The parts of a simulated engine, and the sink of its loop.
 
     Args:
         policy: Policy object.
@@ -126,7 +127,7 @@ class SimulatedEngine:
     def submit(
         self, spec: RequestSpec, at_ns: int, request_id: RequestId | None = None
     ) -> RequestId | None:
-        """Let a request arrive, with the next number or a given one; None if it does not fit."""
+        """Let a request arrive, with the next or a given id; return None if it does not fit."""
         if not self.fits(spec):
             self.refused += 1
             return None
@@ -226,7 +227,7 @@ class SimulatedEngine:
 
 @lru_cache(maxsize=4096)
 def blank(num_tokens: int) -> tuple[int, ...]:
-    """Return a prompt of which only the length counts."""
+    """Return a prompt of this length; its tokens have no meaning."""
     return (0,) * num_tokens
 
 
@@ -245,14 +246,15 @@ def simulate(
     """Serve requests on a virtual clock.
 
     Args:
-        requests: Requests with their arrival times. `max_waiting` is not simulated; requests
-            longer than the engine could hold are counted as refused.
+        requests: Requests with their arrival times. `max_waiting` is not simulated. Requests that
+            are longer than the engine could hold count as refused.
         policy: A policy's name or object.
         costs: The model and the machine.
         policy_settings: Parameters of a policy given by name.
         config: Settings of the engine; None takes the defaults, with the machine's KV.
-        seconds: Length of the window; requests unfinished then are cancelled. None serves all.
-        flood: Further requests, a constant number of them unfinished; needs `seconds`.
+        seconds: Length of the window. Requests that are unfinished at its end are cancelled. None
+            serves all.
+        flood: Further requests, of which a constant number is unfinished. They need `seconds`.
         on_step: Callback with the virtual time after every iteration of the loop.
         move_token_ns: Nanoseconds that the scheduler expects for moving the KV of a token; None is
             the real cost (`SimCosts.move_token_ns`).

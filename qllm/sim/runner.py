@@ -1,11 +1,11 @@
-"""A runner without tensors: the same programs on a virtual clock and a cost model.
+"""A runner without tensors, which runs the same programs on a virtual clock and a cost model.
 
-It implements the whole `Runner` protocol, so the engine loop, the scheduler, the policies and the
-block accounting are the real ones. Tokens are computed from the request id and the position. The
-work of a request is counted per layer and compared at the end (I1).
+The runner implements the whole `Runner` protocol. So the engine loop, the scheduler, the policies
+and the block accounting are the real ones. Tokens are computed from the request id and the
+position. The work of a request is counted per layer and compared at the end (I1).
 
-The clock skips boundaries at which nothing can happen: a run advances to the next arrival or to the
-end of its slice, and from there to the first boundary where it may stop.
+The clock skips boundaries at which nothing can happen. A run advances to the next arrival or to the
+end of its slice. From there it advances to the first boundary where it may stop.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class VirtualClock:
 
 
 class Arrivals(Protocol):
-    """Events of the simulated world other than the runner's, at known times."""
+    """Events of the simulated world at known times, except those of the runner."""
 
     def next_ns(self) -> int | None:
         """Return the time of the next event; None if there is none."""
@@ -67,7 +67,7 @@ class _SimFrame:
 class SimRunner:
     """A runner that counts instead of computing.
 
-    It has many methods because it stands in for a whole `Runner`.
+    The class has many methods because it replaces a whole `Runner`.
 
     Args:
         shape: Simulated layers and experts.
@@ -93,13 +93,14 @@ class SimRunner:
         self._prices = Prices(self.costs, shape)
         self.arrivals = arrivals
         self.on_boundary: Callable[[], None] | None = None
-        """Callback at every boundary that a program's grain allows; then the clock skips none."""
+        """Callback at every boundary that a program's grain allows. With a callback the clock skips
+        no boundary."""
         self.requests: dict[RequestId, _SimRequest] = {}
         self.frames: dict[int, _SimFrame] = {}
         self._holders: dict[int, set[RequestId]] = {}
         """Requests that hold a KV block."""
         self.expert_loads = 0
-        """Experts read so far: one per distinct expert of an EXPERTS op."""
+        """Number of expert reads so far: one per distinct expert of an EXPERTS op."""
 
     def add(
         self,
@@ -127,7 +128,7 @@ class SimRunner:
         """Change a prompt after its unchanged tokens."""
         request = self.requests[request_id]
         request.num_tokens = len(token_ids)
-        if num_kept <= request.num_computed:  # otherwise its running row stays
+        if num_kept <= request.num_computed:  # otherwise the request's running row stays
             request.num_computed = num_kept
             request.layer_work = num_kept * self.shape.num_layers
         for block in request.blocks[len(table) :]:
@@ -139,7 +140,7 @@ class SimRunner:
         self._let_go(request_id, self.requests.pop(request_id))
 
     def evict(self, request_id: RequestId) -> None:
-        """Drop all that the request computed."""
+        """Drop all KV that the request computed."""
         request = self.requests[request_id]
         request.num_computed = request.layer_work = 0
         self._let_go(request_id, request)
@@ -155,12 +156,12 @@ class SimRunner:
         self._hold(request_id, table)
 
     def _move(self, request_id: RequestId) -> None:
-        """Advance the clock by the time of moving KV, as if it blocked the machine."""
+        """Advance the clock by the time of moving KV, as if the move blocked the machine."""
         num_tokens = self.requests[request_id].num_computed
         self.clock.at_ns += round(num_tokens * self.costs.move_token_ns)
 
     def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
-        """Do nothing: swapping takes no time."""
+        """Do nothing, because swapping takes no time."""
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
         """Use KV in the blocks of other requests."""
@@ -195,7 +196,7 @@ class SimRunner:
         request.layer_work = hi * self.shape.num_layers
 
     def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """Return the same regime always: only tokens determine KV here."""
+        """Return always the same regime, because here only tokens determine KV."""
         return ""
 
     def _let_go(self, request_id: RequestId, request: _SimRequest) -> None:
@@ -204,7 +205,7 @@ class SimRunner:
         request.blocks.clear()
 
     def _hold(self, request_id: RequestId, blocks: Sequence[int]) -> None:
-        """Hold the new blocks; written KV does not move."""
+        """Hold the new blocks. Written KV does not move."""
         held = self.requests[request_id].blocks
         if len(blocks) < len(held) or (held and blocks[len(held) - 1] != held[-1]):
             raise InvariantError(f"the KV of request {request_id} moved from {held} to {blocks}")
@@ -250,7 +251,7 @@ class SimRunner:
     def _next_look(
         self, program: Program, timeline: Timeline, index: Index, begun_ns: int, stop: Stop
     ) -> Index:
-        """Return the next boundary with a possible reason to stop."""
+        """Return the next boundary at which the program may have a reason to stop."""
         if program.grain is Grain.STEP:
             return program.end
         if self.on_boundary is not None or stop.word < program.stop_below:
@@ -325,14 +326,14 @@ class SimRunner:
         self.frames[program.frame_id].dead.add(request_id)
 
     def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
-        """Take a row out of a frame; its finished layers stay finished."""
+        """Take a row out of a frame. The row's finished layers stay finished."""
         self.kill(program, request_id)
 
     def fault(self, error: Exception) -> None:
-        """Do nothing: there is no device to lose."""
+        """Do nothing, because there is no device that could fail."""
 
     def drop(self, program: Program) -> None:
-        """Release a frame; the work of its rows is lost."""
+        """Release a frame and lose the work of its rows."""
         frame = self.frames.pop(program.frame_id, None)
         for row in program.rows:
             request = self.requests.get(row.request_id)

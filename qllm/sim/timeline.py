@@ -1,7 +1,7 @@
 """Times of programs: the costs of ops, and the time at which a program reaches each boundary.
 
-The module only computes: `qllm.sim.runner` moves a clock by it, and `qllm.sim.calibrate` fits its
-constants.
+The module only computes times. `qllm.sim.runner` moves a clock by these times, and
+`qllm.sim.calibrate` fits the constants.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,7 +21,8 @@ from qllm.types import Grain
 def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
     """Return the probability per expert that one token uses it; the sum is `top_k`.
 
-    It is proportional to 1 / (place + 1) ** skew, but a token uses an expert at most once.
+    The probability is proportional to 1 / (place + 1) ** skew, but a token uses an expert at most
+    once.
     """
     weights = [(place + 1) ** -skew for place in range(num_experts)]
     sure = 0
@@ -35,8 +36,8 @@ def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
 def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float = 0.0) -> float:
     """Return the expected number of distinct experts that `num_tokens` tokens use.
 
-    An expert is loaded once per EXPERTS op, however many rows take it, so this is what weights
-    are read for. Tokens choose independently of each other.
+    An expert is loaded once per EXPERTS op, however many rows use it. So this is the number of
+    experts whose weights are read. Tokens choose independently of each other.
 
     Args:
         num_tokens: Tokens of the op.
@@ -50,7 +51,7 @@ def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float =
 
 
 class Work(NamedTuple):
-    """The work of an op, in the units that its time depends on."""
+    """The work of an op, in the units on which its time depends."""
 
     tokens: int
     rows: int
@@ -65,17 +66,17 @@ class Work(NamedTuple):
 class SimCosts:
     """Times of ops in nanoseconds. The fields of one kind are added.
 
-    `*_ns` alone is paid once per op for reading its weights; `*_token_ns` and `*_row_ns` pay for
-    computing with them. `qllm calibrate` fits them, or a preset gives them.
+    A plain `*_ns` counts once per op, for reading the op's weights. `*_token_ns` and `*_row_ns`
+    count for computing with these weights. `qllm calibrate` fits the fields, or a preset sets them.
     """
 
     overlap: bool = False
-    """True if reading and computing overlap and the longer one counts, as on a GPU; otherwise the
-    two are added."""
+    """True if reading and computing overlap, as on a GPU, so that the longer time counts. Otherwise
+    both times are added."""
     op_ns: float = 20_000
     """Time of every op, in addition to its work."""
     task_ns: float = 0
-    """Time between two polls inside an op; 0: a program stops only between ops and experts."""
+    """Time between two polls inside an op. With 0 a program stops only between ops and experts."""
     embed_ns: float = 0
     embed_token_ns: float = 1_250
     attn_ns: float = 0
@@ -104,12 +105,12 @@ class SimCosts:
     """Time between two runs: deciding, making the frame, sending the tokens."""
     step_row_ns: float = 0
     move_token_ns: float = 0
-    """Time to move one token's KV out of its blocks, or back; 0 if KV stays, as on a CPU."""
+    """Time to move one token's KV out of its blocks, or back. It is 0 if KV stays, as on a CPU."""
     skew: float = 0.0
     """Skew of the experts' popularity; see `expert_coverage`."""
 
     def distinct_experts(self, num_tokens: int, shape: ModelShape) -> int:
-        """Return the number of experts that an EXPERTS op loads: the boundaries inside it."""
+        """Return the number of experts that an EXPERTS op loads, each a boundary inside the op."""
         covered = expert_coverage(num_tokens, shape.num_experts, shape.experts_per_token, self.skew)
         return max(1, round(covered))
 
@@ -200,14 +201,14 @@ class Prices:
 
 
 class _Part(NamedTuple):
-    """A stretch of layers with the same ops and times."""
+    """A stretch of neighbouring layers with the same ops and times."""
 
     first_op: int
     begin_ns: int
     loads: int
     """Experts read before the stretch."""
     ops: tuple[Op, ...]
-    """Ops of one of its layers."""
+    """Ops of one layer of the stretch."""
     units: tuple[int, ...]
     """Number of boundaries to the end of each op of a layer."""
     unit_ns: tuple[int, ...]
@@ -238,10 +239,10 @@ class Layers(NamedTuple):
 
 
 class Timeline:
-    """Time after the start of a program at which it reaches each boundary.
+    """Times after the start of a program at which it reaches its boundaries.
 
-    Neighbouring layers with the same ops are one stretch of the program, so the price of this
-    depends on rows and cuts, not on layers.
+    Neighbouring layers with the same ops are one stretch of the program. So the time of making a
+    timeline depends on rows and cuts, not on layers.
     """
 
     __slots__ = ("_end_ops", "_ends_ns", "_parts", "loads", "num_ops", "total_ns")
@@ -326,7 +327,7 @@ class Timeline:
         return Index(part.first_op + (layer + 1) * len(part.ops), 0)
 
     def longest(self, start: Index, end: Index) -> tuple[int, OpKind]:
-        """Return the longest unit between two boundaries, and its kind."""
+        """Return the longest unit between two boundaries, and the kind of its op."""
         last = end.op if end.pos else end.op - 1
         found = []
         for part in self._parts:

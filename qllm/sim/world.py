@@ -1,6 +1,6 @@
 """A small engine on a virtual clock, with every check of its state after every iteration.
 
-It is the real engine loop, scheduler and block pool around a `SimRunner`.
+The engine loop, scheduler and block pool are the real ones, around a `SimRunner`.
 """
 
 from collections import Counter
@@ -99,7 +99,7 @@ class World:
 
     @property
     def on_boundary(self) -> Callable[[], None] | None:
-        """Callback at every boundary; None lets the runner skip those where nothing happens."""
+        """Callback at every boundary. None lets the runner skip those without events."""
         return self.runner.on_boundary
 
     @on_boundary.setter
@@ -117,7 +117,7 @@ class World:
         slo: Slo | None = None,
         is_open: bool = False,
     ) -> RequestId:
-        """Let a request arrive, now or later; ids grow with the calls."""
+        """Let a request arrive, now or later. Each call gets the next id."""
         at_ns = self.clock.at_ns if at_ns is None else at_ns
         request_id = len(self.submitted)
         self.submitted[request_id] = item = Submission(
@@ -177,7 +177,7 @@ class World:
         """Do one iteration of the loop, then every check of the state."""
         ran = self.loop.step()
         self.scheduler.check()
-        owed = getattr(self.scheduler, "_owed", ())  # a plan broke after it had evicted
+        owed = getattr(self.scheduler, "_owed", ())  # a plan broke a rule after an eviction
         evicted = {e.request_id for e in owed if isinstance(e, EvictKv | SwapOut)}
         for request_id, request in self.scheduler.requests.items():
             used, table = self.runner.requests[request_id].blocks, request.block_table

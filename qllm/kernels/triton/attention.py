@@ -37,7 +37,7 @@ MAX_SUMS = 128 * 128
 def _ranges(
     first_pos, n, window, BLOCK_S: tl.constexpr, NUM_SPLITS: tl.constexpr, SHORT: tl.constexpr
 ):
-    """Return the first key of `n` queries from `first_pos` on, and its key blocks (all, per range)."""
+    """Return the first key of `n` queries from `first_pos` on, and key blocks (all, per range)."""
     low = 0
     if window > 0:
         low = tl.maximum(first_pos - window + 1, 0) // BLOCK_S * BLOCK_S
