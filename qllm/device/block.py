@@ -16,7 +16,7 @@ _PACK = {"i4": "i", "i8": "q"}
 
 
 def _record(dtype: Dtype) -> struct.Struct:
-    """Return the packer of one element of a section."""
+    """Return the struct that packs one element of a section."""
     assert dtype.names is not None
     return struct.Struct("<" + "".join(_PACK[dtype[name].str[1:]] for name in dtype.names))
 
@@ -36,7 +36,7 @@ class Block(Records):
 
     Args:
         sizes: `capacity`, `seats`, `num_blocks` and `num_marks`.
-        zeros: Function that allocates its memory, in numbers of eight bytes.
+        zeros: Function that allocates the block's memory, in numbers of eight bytes.
     """
 
     def __init__(self, sizes: dict[str, int], zeros: Zeros = host_zeros) -> None:
@@ -90,7 +90,7 @@ class Block(Records):
         return list(EFFECT.iter_unpack(self.bytes[at : at + count * EFFECT.size]))
 
     def extend_table(self, slot: int, table: list[int]) -> None:
-        """Append to a block table the blocks that its request has taken since the last call."""
+        """Append to a block table the blocks that the request has taken since the last call."""
         at = self.offsets["requests"] + slot * REQUEST.size + _TABLE_AT
         count, first, _ = _TABLE.unpack_from(self.bytes, at)
         while len(table) < count:
@@ -110,7 +110,7 @@ class Block(Records):
             raise InvariantError("the free and the held KV blocks are not all of them, once each")
 
     def check_order(self, slots: Mapping[RequestId, int]) -> None:
-        """Check that every live request is once in the right list, and that lists are sorted.
+        """Check that every live request is in the right list once, and that lists are sorted.
 
         Raises:
             InvariantError: A request is missing, twice or in a wrong list, or a list is not sorted.

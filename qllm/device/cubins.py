@@ -1,9 +1,8 @@
-"""Kernels of a policy, compiled once: cubins in the user's cache, with a name from their inputs.
+"""Kernels of a policy, compiled once: cubins (GPU programs) in the user's cache.
 
-The sources of `csrc` ship with the package. A change of them, of the policy's rank or its numbers,
-or of the architecture gives another file name. The compiler is not part of the name, so a cubin
-linked on a machine without a GPU is also found on the machine that has one. A damaged file is
-compiled again.
+A cubin's file name is made of its inputs: the sources of `csrc`, the policy's rank with its
+numbers, and the architecture. The compiler is not part of the name. So a cubin that was linked on a
+machine without a GPU is also found on a machine with one. A damaged file is compiled again.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ def cache_folder() -> Path:
 
 
 def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = None) -> bytes:
-    """Return the scheduler's kernels with a policy's rank, from the cache if they are there.
+    """Return the scheduler's kernels with a policy's rank, from the cache if it has them.
 
     Args:
         policy: A `RankPolicy`.
@@ -54,7 +53,7 @@ def kernel_of(policy: Any, capability: tuple[int, int], folder: Path | None = No
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
         part.write(hashlib.sha256(cubin).digest() + cubin)
-    os.replace(part.name, file)  # atomic: a reader sees the whole file or none
+    os.replace(part.name, file)  # atomic, so a reader sees the whole file or none
     return cubin
 
 

@@ -1,9 +1,9 @@
-"""Base of the native decisions in Python: passes settings in, and returns programs and effects.
+"""Base class of the native decisions: Python passes settings in, and gets programs and effects.
 
 The C++ code works with slots, rows and layers in one block of memory. `NativeDecider` owns the
-block, makes programs of rows and values of effects, and keeps the parked programs. Its subclasses
-decide what they keep of a request: `NativeScheduler` of the tests has `Request` objects,
-`NativeServer` has none.
+block, and holds the parked programs. It makes programs from rows, and Python values from effects.
+Its subclasses decide what they store of a request. `NativeScheduler` of the tests has `Request`
+objects, `NativeServer` has none.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,17 +43,17 @@ _NUM_PROMPT = (layout.REQUEST.names or ()).index("num_prompt")
 
 
 def host_calls(policy: RankPolicy) -> Any:
-    """Return the functions of the scheduler in this process, which take the policy's rank."""
+    """Return the scheduler's functions in this process. They take the policy's rank."""
     return load_native()
 
 
 class NativeDecider:
-    """The block of the decisions, and their programs: a `Scheduler` over the memory of C++.
+    """A `Scheduler` over the memory of C++: the block of the decisions, and their programs.
 
     Args:
         policy: A `RankPolicy`; its `rank` is compiled here.
         shape: Layers of the model.
-        cuts: Rule of where ops are cut.
+        cuts: Rule for the places where ops are cut.
         limits: Settings that decisions depend on.
         capacity: Most live requests.
         calls: Loader of the scheduler's functions for a policy; by default those of this machine.
@@ -118,7 +118,7 @@ class NativeDecider:
         return self._rank.address
 
     def _turn(self, name: str, *numbers: int) -> Any:
-        """Call one of the functions around a program: decide, done, stopped, failed."""
+        """Call one of the functions before and after a program: decide, done, stopped, failed."""
         return self._do(getattr(self.native, name), *numbers)
 
     # -- settings
@@ -178,7 +178,7 @@ class NativeDecider:
     # -- the decision
 
     def decide(self, now_ns: int) -> Decision:
-        """Return what to run now.
+        """Return the decision: the program to run now, or a time to wait until.
 
         Raises:
             PolicyError: The policy planned nothing, or stalls.
@@ -297,7 +297,7 @@ class NativeDecider:
     # -- results of a run
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
-        """Commit the running program, which reached its end, and the tokens of `sampled`."""
+        """Commit the running program, which has reached its end, and the tokens of `sampled`."""
         parked = self._take_running()
         high = _highest_layer(parked, end)
         count = self._turn("done", high, start_ns, end_ns)
@@ -335,7 +335,7 @@ class NativeDecider:
 
 
 def _marks(cuts: CutRule, limits: Limits) -> list[int]:
-    """Return the positions where blocks of a cut rule end, from 0 to the most tokens of KV."""
+    """Return the positions where blocks of a cut rule end, from 0 to the largest KV."""
     marks = [0]
     while marks[-1] < limits.num_blocks * limits.block_size:
         marks.append(marks[-1] + cuts.block(marks[-1]))
@@ -343,6 +343,6 @@ def _marks(cuts: CutRule, limits: Limits) -> list[int]:
 
 
 def _highest_layer(parked: Parked, end: Index) -> int:
-    """Return the layer of the last op that a run to `end` has begun; -1 if it did nothing."""
+    """Return the layer of the last op that a run to `end` has begun; -1 if it began none."""
     last = end.op if end.pos else end.op - 1
     return -1 if last < parked.index.op else parked.program.ops[last].layer

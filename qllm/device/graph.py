@@ -1,13 +1,14 @@
-"""The whole serving loop as one CUDA graph: the host launches it and then only watches.
+"""The whole serving loop as one CUDA graph, which the host launches and then only watches.
 
     WHILE (run)                     a conditional node with this body:
       turn                            a kernel: books a stage, claims, decides, fills a lane
       SWITCH (branch)                 a conditional node with a body per captured stage;
         0: stage   1: stage   ...     a branch without a body runs nothing
 
-Each turn sets both handles. It clears `run` after a bounded number of turns or when the host asks
-it to stop, and the host launches again: the launch itself holds no state of the loop. A stage may
-hold only nodes that the body of a conditional node may hold (`graphs.ALLOWED`).
+Each turn sets both handles. A turn clears `run` after a bounded number of turns, or when the host
+asks it to stop. Then the host launches again, because the launch itself holds no state of the loop.
+A stage may contain only the nodes that the body of a conditional node may contain
+(`graphs.ALLOWED`).
 """
 
 import time
@@ -22,12 +23,12 @@ NO_BRANCH = (1 << 32) - 1
 THREADS = 256
 """Threads of the one block that takes a turn."""
 MOST_LOOK_S = 1.0
-"""Most seconds that the time between two looks at the heartbeat counts. So a process that was
-suspended looks again before it reports that the device hangs."""
+"""Most seconds that count between two looks at the heartbeat. So a process that was suspended looks
+again before it reports a hang of the device."""
 
 
 class KernelCall(NamedTuple):
-    """A kernel and the numbers to launch it with; the numbers of its loop follow them."""
+    """A kernel, and the numbers with which it is launched. The numbers of its loop follow these."""
 
     function: Any
     numbers: tuple[int, ...]
@@ -35,14 +36,14 @@ class KernelCall(NamedTuple):
 
 
 class LoopApi(Protocol):
-    """The calls to CUDA's graphs that the loop needs."""
+    """The calls of CUDA's graphs that the loop needs."""
 
     def new_graph(self) -> Any:
         """Return an empty graph."""
         ...
 
     def new_handle(self, graph: Any, first: int) -> int:
-        """Return the condition of a later node of this graph; each launch sets it to `first`."""
+        """Return the condition of a later node of this graph. Each launch sets it to `first`."""
         ...
 
     def add_conditional(
@@ -74,7 +75,7 @@ class LoopApi(Protocol):
         ...
 
     def is_running(self) -> bool:
-        """Return True if the last launch seems to run; the words of the loop decide (`serve`).
+        """Return True if the last launch seems to run. The words of the loop decide (`serve`).
 
         Raises:
             DeviceError: The launch ended with a fault.
@@ -85,12 +86,12 @@ class LoopApi(Protocol):
         """Page-lock memory of the host for the device until `close`, while no loop runs.
 
         Raises:
-            DeviceError: It cannot be page-locked.
+            DeviceError: The memory cannot be page-locked.
         """
         ...
 
     def staging(self, num_bytes: int) -> Any:
-        """Return a page-locked tensor, uint8 [num_bytes]: its copies do not wait for the loop."""
+        """Return a page-locked tensor, uint8 [num_bytes], whose copies do not wait for the loop."""
         ...
 
 
@@ -103,7 +104,7 @@ class LoopGraph:
         stages: Captured stages, in the order of their branches.
 
     Raises:
-        ModelError: There is no stage, or one holds a node that a conditional body may not.
+        ModelError: There is no stage, or a stage has a node that a conditional body may not have.
     """
 
     def __init__(self, api: LoopApi, turn: KernelCall, stages: Sequence[Any]) -> None:
@@ -121,7 +122,7 @@ class LoopGraph:
         self._made = api.instantiate(graph)
 
     def launch(self) -> None:
-        """Start the loop; it ends by itself after a bounded number of turns."""
+        """Start the loop, which ends by itself after a bounded number of turns."""
         self._api.launch(self._made)
 
     @property
@@ -143,7 +144,7 @@ def _check_stages(api: LoopApi, stages: Sequence[Any]) -> None:
 
 
 class Watch(NamedTuple):
-    """The host's view of a loop: words that the device writes where the host can read them."""
+    """The host's view of a loop: functions that read and write the loop's words."""
 
     prepare: Callable[[], None]
     """Function that is called before each launch."""
@@ -152,7 +153,8 @@ class Watch(NamedTuple):
     is_stopped: Callable[[], bool]
     """True if the loop was asked to stop and has no work left."""
     goes_on: Callable[[], bool]
-    """True while the launch has turns to take: `prepare` sets it, and its last turn clears it."""
+    """True while the launch has turns to take. `prepare` sets the word, and the last turn clears
+    it."""
     look: Callable[[], None] = lambda: None
     """Function that is called repeatedly while a launch runs."""
 
@@ -171,14 +173,14 @@ def serve(
     Args:
         loop: Graph that is ready to launch.
         watch: Words of the loop.
-        hang_s: Seconds without a new heartbeat, while the host watches, after which it is a hang.
+        hang_s: Seconds without a new heartbeat, while the host watches, that count as a hang.
         pause_s: Seconds between two looks.
         clock: Function that returns seconds.
         sleep: Function that waits for seconds.
 
     Raises:
         DeviceError: A fault, a hang, or a launch that ended before its last turn. The CUDA context
-            is lost: this process must end, and a new one loads the weights and serves the
+            is lost. This process must end. A new process loads the weights and serves the
             unfinished requests.
     """
     launches, seen = 0, watch.heartbeat()

@@ -18,21 +18,21 @@ NOT_READY = 600
 
 
 def _checked(result: Sequence[Any]) -> Any:
-    """Return the result of a call without its error code; raise if that is not 0."""
+    """Return the result of a call without its error code. Raise if the code is not 0."""
     if int(result[0]) != 0:
         raise DeviceError(f"CUDA answered {result[0]!r} to a call of the loop")
     return result[1] if len(result) == 2 else result[1:]
 
 
 def _raw(graph: Any) -> Any:
-    """Return the CUDA graph of a torch graph; others are CUDA graphs already."""
+    """Return the CUDA graph of a torch graph. Any other graph is a CUDA graph already."""
     if not hasattr(graph, "raw_cuda_graph"):
         return graph
     return runtime.cudaGraph_t(init_value=int(graph.raw_cuda_graph()))
 
 
 class CudaLoopApi:
-    """The `LoopApi` of CUDA, on a stream of its own so that no other work waits for the loop."""
+    """The `LoopApi` of CUDA. Its stream is its own, so that no other work waits for the loop."""
 
     def __init__(self) -> None:
         cuda: Any = torch.cuda

@@ -1,8 +1,9 @@
 """Layout of the captured stages and their lanes for the native side: graphs and tensors.
 
-A third block of memory next to STATE and SERVER: LANES, then the arrays of SECTIONS, each at the
-byte offset that LANES contains. A stage's index in `stages` is the number of its branch in the
-SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, by address.
+This is the third block of memory, next to STATE and SERVER. It has LANES, then the arrays of
+SECTIONS, each at the byte offset that LANES contains. A stage's index in `stages` is the number of
+its branch in the SWITCH. The tensors of a lane are those of `qllm.cuda.lanes.Lane`, given by
+address.
 """
 
 import numpy as np
@@ -14,11 +15,12 @@ from qllm.ingress.structs import Dtype, c_struct
 VERSION = 4
 """Version of everything in this file."""
 NOTHING, CANNOT = -1, -2
-"""Values instead of a branch: nothing can run now; the running frame fits no stage."""
+"""Values instead of a branch. NOTHING: nothing can run now. CANNOT: the running frame fits no
+stage."""
 GOES_ON, PARKED, OVER = range(3)
 """States of the running frame after a stage."""
 BROKEN = -1
-"""Value instead of a token: the largest logit was not finite, so the request has failed."""
+"""Value instead of a token, if the largest logit was not finite. The request has failed then."""
 TENSORS = (
     *("ids", "pos", "slots", "seq", "gather", "tables", "decode", "prefill", "last", "positions"),
     *("seeds", "top_k", "temperature", "top_p", "min_p", "num_tokens", "tokens", "peaks"),
@@ -26,8 +28,8 @@ TENSORS = (
 """Arrays of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
 
 STAGE: Dtype = np.dtype(numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
-"""One graph: layers [start, end), its bucket, and 1 in `head` if it samples. A graph that begins at
-layer 0 embeds."""
+"""One graph: layers [start, end), the graph's bucket, and 1 in `head` if the graph samples. A graph
+that begins at layer 0 also embeds."""
 
 LANE: Dtype = np.dtype(
     [
@@ -43,7 +45,7 @@ The loaded data is that of frame `loaded_frame`, of its group from layer `loaded
 `loaded_rows` live rows. A group has one bucket in all its layers."""
 
 MOST_LATENCIES = 1024
-"""Number of preemptions whose latency is stored, the latest ones."""
+"""Number of latest preemptions whose latency is stored."""
 
 SAMPLED: Dtype = np.dtype(numbers("slot", "token", kind="<i4"))
 

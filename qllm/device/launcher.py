@@ -1,7 +1,7 @@
 """Builder of the loop on the device: memory of both sides, kernel, CUDA graph and watchdog.
 
-The host makes everything at start, launches the graph, and then reads a few words now and then.
-It touches no request and no token.
+The host makes everything at start, launches the graph, and then reads a few words now and then. The
+host touches no request and no token.
 """
 
 import threading
@@ -37,8 +37,9 @@ class OnDevice:
 
     The blocks hold offsets rather than pointers, so copies work too. The host keeps its own blocks
     and reads parts of the device's on request. All copies go through page-locked memory that is
-    made here, on an own stream with a higher priority than the loop's. They do not wait for the
-    loop, the loop does not wait for them, and they need no kernel. One thread copies at a time.
+    made here. They use a stream of their own, with a higher priority than the loop's. They do not
+    wait for the loop, and the loop does not wait for them. They need no kernel. One thread copies
+    at a time.
 
     Args:
         loop: Loop with complete blocks.
@@ -77,7 +78,7 @@ class OnDevice:
         return int(self.snapshot(LANES, at, at + 8).view(np.int64)[0])
 
     def write(self, **numbers: int) -> None:
-        """Change numbers of the device's LANES, also while the loop runs; each change is atomic."""
+        """Change numbers of the device's LANES, also while the loop runs. Each change is atomic."""
         for name, value in numbers.items():
             at = 8 * self._lanes.index(name)
             self._send(LANES, at, np.array([value], np.int64).view(np.uint8))
@@ -155,7 +156,8 @@ class DeviceEngine:
         """Memory of the control block and of the rings of this machine's front ends."""
         self._device, self._look = device, look
         self._pinned: dict[int, Any] = {}
-        """Page-locked memory per front end of this machine; the control block's is at CONTROL."""
+        """Page-locked memory per front end of this machine. The control block's memory is at
+        CONTROL."""
         self._left: list[tuple[Any, Any]] = []
         """Page-locked memory of front ends that are gone, and their blocks."""
         self._blocks: dict[int, FrontEndMemory | DeviceRings] = {}
@@ -207,8 +209,8 @@ class DeviceEngine:
         """Serve one more front end.
 
         Raises:
-            ConfigError: The server has no room for it (see `NativeServer.attach`).
-            DeviceError: Its memory cannot be page-locked.
+            ConfigError: The server has no room for the front end (see `NativeServer.attach`).
+            DeviceError: The front end's memory cannot be page-locked.
         """
         self._take_in(block)
         server = self.loop.server
@@ -252,7 +254,7 @@ class DeviceEngine:
         return found
 
     def unpin(self) -> None:
-        """Unpin the memory of front ends that are gone. No loop may run: CUDA would wait for it."""
+        """Unpin the memory of front ends that are gone. No loop may run, as CUDA would wait."""
         while self._left:
             pinned, _ = self._left.pop()
             pinned.close()
@@ -260,14 +262,14 @@ class DeviceEngine:
     # -- the loop
 
     def pause(self) -> None:
-        """End the running launch after its present stage; `serve` then makes another one."""
+        """End the running launch after its present stage. `serve` then launches again."""
         self.memory.write(pause=1)
 
     def serve(self, hang_s: float = 10.0, between: Callable[[], None] = lambda: None) -> int:
-        """Serve until a front end asks to stop; return how many launches it took.
+        """Serve until a front end asks to stop; return the number of launches.
 
         Args:
-            hang_s: Seconds without a turn after which it is a hang.
+            hang_s: Seconds without a turn that count as a hang.
             between: Function that is called before each launch, while nothing runs.
 
         Raises:

@@ -1,10 +1,11 @@
 """Layout of the native scheduler's state: numpy dtypes, and the C header made from them.
 
 The state is one block of memory: STATE, then the arrays of SECTIONS, each at the byte offset that
-STATE contains. It holds no pointers, so the block can lie anywhere, be copied, or be mapped into a
-device. Numbers are little-endian; an unknown time is NONE.
+STATE contains. The block has no pointers, so it can be at any address, be copied, or be mapped into
+a device. Numbers are little-endian. An unknown time is NONE.
 
-A *slot* is the index of a live request or frame. It does not change while that lives.
+A *slot* is the index of a live request or frame. The slot does not change while the request or
+frame lives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from qllm.ingress.structs import TYPEDEFS, Dtype, c_struct
 
 VERSION = 6
-"""Version of everything in this file; the extension refuses blocks of other versions."""
+"""Version of everything in this file. The extension refuses blocks of other versions."""
 NONE = -(2**63)
 """Value of a time or a threshold that is not set."""
 COST_LEVELS = 32
@@ -24,7 +25,8 @@ COST_LEVELS = 32
 HEADER = Path(__file__).parent / "csrc" / "state.h"
 
 IDLE, WAIT, START, RESUME = range(4)
-"""Kinds of a decision: no request lives; wait until `wait_until_ns`; make a frame; resume one."""
+"""Kinds of a decision: no request lives; wait until `wait_until_ns`; make a frame; resume a
+frame."""
 OK, EMPTY_PLAN, STALLS, NO_KV, NO_ROOM = range(5)
 """Answers of `decide`. NO_ROOM is a broken invariant: an array of the block is too small."""
 KILL, DROP, EVICT, SPLIT = range(1, 5)
@@ -37,7 +39,7 @@ CALLS = (
     *("start", "add_slots", "rank_anew", "add", "remove", "evict", "adopt", "new_frame", "park"),
     *("decide", "done", "stopped", "failed"),
 )
-"""Functions of the scheduler; a kernel launch selects one by its index."""
+"""Functions of the scheduler. A kernel launch selects a function by its index."""
 MOST_NUMBERS = 6
 """Most arguments of a call."""
 
@@ -94,7 +96,7 @@ class Section(NamedTuple):
     name: str
     dtype: Dtype
     size: str
-    """Number of elements: a product of fields of STATE and numbers."""
+    """Number of elements, as a product of fields of STATE and numbers."""
 
 
 I4: Dtype = np.dtype("<i4")

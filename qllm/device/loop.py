@@ -1,8 +1,8 @@
-"""The device's loop as the host sees it: its blocks, its words, and a turn run by the host.
+"""The host's view of the device's loop: blocks, words, and a turn that the host runs.
 
-All data of a turn lies in three blocks of memory that host and device see: STATE of the scheduler,
-SERVER of the served requests, and LANES of the captured stages. The host writes them at set-up,
-attaches front ends, and then reads a few words.
+All data of a turn is in three blocks of memory that host and device can read: STATE of the
+scheduler, SERVER of the served requests, and LANES of the captured stages. The host writes the
+blocks at set-up, attaches front ends, and then reads a few words.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from qllm.policy import RankPolicy
 from qllm.scheduler.decision import Limits
 
 TURNS = 1_000_000
-"""Most turns of one launch: seconds of work, so that the host regularly sees launches end."""
+"""Most turns of one launch. They take seconds, so that the host regularly sees launches end."""
 
 
 class DeviceLoop:
@@ -25,14 +25,14 @@ class DeviceLoop:
     Args:
         policy: A `RankPolicy`.
         stages: A `qllm.cuda.stages.Stages`.
-        pages: Pages (`qllm.cuda.pages.Pages`) that the stages write; the loop allocates them.
+        pages: Pages (`qllm.cuda.pages.Pages`) that the stages write. The loop allocates the pages.
         shape: Shape of the model.
         limits: Settings that decisions depend on.
         control: Address of the engine's control block.
         max_total_tokens: Tokens of the longest request, prompt and answer.
         now_ns: The engine's clock.
         turns: Most turns of one launch.
-        zeros: Function that allocates all blocks, which the device sees at the same addresses.
+        zeros: Function that allocates all blocks. The device must see them at the same addresses.
         settings: Further arguments of `NativeServer`.
 
     Raises:
@@ -74,7 +74,8 @@ class DeviceLoop:
     def words_of_launch(self) -> dict[str, int]:
         """Return words that LANES must contain before a launch, so that it takes its turns.
 
-        The host writes `launch_ns` after them, as the last word: the device sets its clock by it.
+        The host writes `launch_ns` after these words, as the last one. The device sets its clock by
+        `launch_ns`.
         """
         return {"turns_left": self._turns, "goes_on": 1, "pause": 0}
 

@@ -11,7 +11,7 @@ def load_native() -> Any:
     """Import the native scheduler.
 
     Raises:
-        ConfigError: It was not built, or was built from another version of the layout.
+        ConfigError: The extension was not built, or was built from another version of the layout.
     """
     try:
         native = import_module("qllm.device._scheduler")

@@ -2,12 +2,12 @@
 
 `rank` is a small language: whole numbers, `+ - * // % << >> & | ^`, comparisons, `and or not`,
 `if`, assignments, `min`, `max`, `abs`, whole-number fields of the policy and of its module. All
-other code is refused with its line. The result is one C function
+other code is refused, with its line in the error. The result is one C function
 
     void qllm_rank(i64 arrival_ns, i64 priority, i64 deadline_ns, i64 prompt_tokens,
                    i64 done_tokens, i64 served_ns, i64 now_ns, i64 *out)   // out = {tier, key}
 
-on 64-bit integers that wrap. A division by zero gives 0 in it, and raises in Python.
+on 64-bit integers that wrap. A division by zero gives 0 in this function. In Python it raises.
 """
 
 import ast
@@ -45,15 +45,15 @@ class HostRank(NamedTuple):
 
 
 _known: dict[str, HostRank] = {}
-"""Compiled functions by their source, with all numbers in it."""
+"""Compiled functions by their source, which contains all numbers."""
 
 
 def compile_host(policy: Any) -> HostRank:
     """Compile the `rank` of a policy for this machine.
 
     Raises:
-        ConfigError: It is no `RankPolicy`, its `rank` cannot be compiled (the message names the
-            line and the reason), or numba is missing.
+        ConfigError: The policy is no `RankPolicy`, its `rank` cannot be compiled (the message names
+            the line and the reason), or numba is missing.
     """
     tree, file = rank_tree(policy)
     text = ast.unparse(tree)
@@ -77,7 +77,7 @@ def compile_host(policy: Any) -> HostRank:
 def compile_device(policy: Any, capability: tuple[int, int]) -> bytes:
     """Compile the `rank` of a policy to LTO-IR, to be linked into the scheduler kernel.
 
-    It needs no GPU.
+    The compiler needs no GPU.
 
     Args:
         policy: A `RankPolicy`.
@@ -124,7 +124,7 @@ def _compiled(policy: Any, make: Callable[..., Any], function: Callable[..., Non
 
 @contextmanager
 def _old_numpy_names() -> Iterator[None]:
-    """Add a name to numpy >= 2.5, for the block, that numba-cuda 0.30 looks up when it compiles."""
+    """Add a name to numpy >= 2.5 that numba-cuda 0.30 needs to compile, inside the `with` block."""
     if hasattr(np, "row_stack"):
         yield
         return
@@ -237,7 +237,7 @@ def _returns(body: Sequence[ast.stmt]) -> bool:
 
 
 class _Numbers(ast.NodeTransformer):
-    """Transformer that replaces names by the numbers that they stand for."""
+    """Transformer of a syntax tree that replaces names by their numbers."""
 
     def __init__(self, policy: RankPolicy, me: str, local: set[str], outer: Any) -> None:
         self.policy = policy
@@ -254,13 +254,13 @@ class _Numbers(ast.NodeTransformer):
         return self._number(node, getattr(owner, node.attr, None))
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """Replace a constant of the module; keep a local."""
+        """Replace a constant of the module. Keep a local name."""
         if node.id in self.local:
             return node
         return self._number(node, self.outer.get(node.id))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Keep a call of `min`, `max` or `abs`; refuse others."""
+        """Keep a call of `min`, `max` or `abs`. Refuse all others."""
         called = node.func
         if not isinstance(called, ast.Name) or called.id not in _CALLS or node.keywords:
             what = ast.unparse(called)
@@ -303,18 +303,18 @@ def _check(node: ast.AST) -> None:
             if not isinstance(child, _SUMS + _BITS + _COMPARISONS):
                 raise _RefusedError(_owner(node, child), f"uses {type(child).__name__}")
         elif isinstance(child, ast.Tuple):
-            pass  # `_stored` checks their places
+            pass  # `_stored` checks the places of return statements
         elif not isinstance(child, (*_STATEMENTS, *_EXPRESSIONS, *_GLUE, ast.Name)):
             raise _RefusedError(child, f"uses {type(child).__name__}")
 
 
 def _owner(tree: ast.AST, wanted: ast.AST) -> ast.AST:
-    """Return the node of an operator, as operators have no line."""
+    """Return the node that has an operator, because an operator itself has no line."""
     return next(n for n in ast.walk(tree) if wanted in ast.iter_child_nodes(n))
 
 
 def _stored(statements: Sequence[ast.stmt], out: str) -> Iterator[ast.stmt]:
-    """Yield the statements, with every `return tier, key` changed to stores to `out`."""
+    """Yield the statements, with each `return tier, key` replaced by stores to `out`."""
     for statement in statements:
         if isinstance(statement, ast.If):
             statement.body = list(_stored(statement.body, out))

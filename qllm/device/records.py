@@ -18,14 +18,14 @@ def host_zeros(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 class Records:
-    """Memory that begins with a head of numbers, which contains the offsets of the arrays after it.
+    """Memory of a head of numbers and arrays after it. The head has the offsets of the arrays.
 
     Args:
         head: Type of the head: fields of eight bytes, or arrays of these.
         sections: Arrays after the head.
         sizes: Values of head fields from which the sizes of sections are computed.
         version: Version of the block.
-        zeros: Function that allocates its memory, in numbers of eight bytes.
+        zeros: Function that allocates the block's memory, in numbers of eight bytes.
     """
 
     def __init__(
@@ -87,5 +87,5 @@ class Records:
         return np.frombuffer(copy.data, array.dtype, len(array), self.get(f"at_{name}"))
 
     def array(self, name: str) -> np.ndarray[Any, Dtype]:
-        """Return a section as a numpy array that shares its memory."""
+        """Return a section as a numpy array that shares the block's memory."""
         return self._arrays[name]

@@ -1,9 +1,10 @@
 """Memory of rings that a device reads: its own memory, or page-locked memory of the host.
 
 A network card may write into the device's memory while a kernel runs. The kernel sees these writes
-in order only if the device reports so: CUDA's documentation promises the order to calls of the
-host alone. Records contain their own check (`qllm.ingress.ring`: a number at both ends and a
-checksum), so wrong order would cost time, not data. Still, such a device's memory is not used.
+in order only if the device reports so. CUDA's documentation promises the order only after calls of
+the host. A record contains a check (`qllm.ingress.ring`: a number at both ends and a checksum). So
+a wrong order would cost time, and no data. Still, the memory of a device without the promise is not
+used.
 """
 
 import logging
@@ -31,7 +32,7 @@ _GPU_PAGE = 64 << 10
 
 
 class RingMemory(NamedTuple):
-    """Kind of memory of rings, with the reason for the choice."""
+    """The chosen kind of memory of rings, and the reason for the choice."""
 
     name: str
     """Kind: "vram" or "pinned"."""
@@ -68,7 +69,8 @@ def choose_ring_memory(
         asked: Setting `ring_home`, "vram" or "pinned"; None prefers the device's memory.
 
     Raises:
-        ConfigError: The requested memory, or any, is not possible here; the message has the reason.
+        ConfigError: The requested memory, or any memory, is not possible here. The message has the
+            reason.
     """
     if asked not in (None, "vram", "pinned"):
         raise ConfigError(f"ring_home={asked!r} is unknown; use vram or pinned")
@@ -134,9 +136,9 @@ class Pinned:
 
 
 class Vram:
-    """Memory of a device that a network card reads and writes, and the host does not.
+    """Memory of a device that a network card reads and writes. The host does neither.
 
-    It is a separate allocation (`cudaMalloc`, whole pages of GPUDirect) that starts as zeros.
+    The memory is a separate allocation (`cudaMalloc`, whole pages of GPUDirect) of zeros.
 
     Args:
         num_bytes: Least number of bytes.
@@ -172,7 +174,7 @@ class Vram:
             self._call("cudaSetDevice", before)
 
     def write(self, at: int, data: bytes) -> None:
-        """Write bytes from the host. Only used at set-up."""
+        """Write bytes from the host. This is used only at set-up."""
         how = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         source = np.frombuffer(data, np.uint8)
         self._call("cudaMemcpy", self.address + at, int(source.ctypes.data), len(data), how)

@@ -1,9 +1,9 @@
 """The block of a front end whose rings a device reads and writes, and the memory of the block.
 
-The engine's host allocates the block and knows its address, but reads and writes no record in it.
-The device's server gets the addresses. A front end on another host WRITEs its requests into the
-block and READs its tokens from it (`qllm.ingress.remote.pull`). This is the same for memory of the
-device, which the host cannot touch, and for page-locked memory of the host.
+The engine's host allocates the block and has its address, but reads and writes no record in the
+block. The device's server gets the addresses. A front end on another host WRITEs its requests into
+the block, and READs its tokens from the block (`qllm.ingress.remote.pull`). This is the same for
+both kinds of memory: the device's, which the host cannot read, and page-locked memory of the host.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ def ring_memory_of(
     """Return the memory of rings that a loop on this device reads (`choose_ring_memory`).
 
     Raises:
-        ConfigError: The requested memory, or any, is not possible; the message has the reason.
+        ConfigError: The requested memory, or any memory, is not possible. The message has the
+            reason.
     """
     if device.type == "cuda":
         return choose_ring_memory(attributes_of(device.index or 0), profile, asked)
@@ -42,11 +43,11 @@ class DeviceRings:
         device: Device that owns the memory, for the kind "vram".
 
     Raises:
-        DeviceError: The device has too little memory for it.
+        DeviceError: The device has too little memory for the block.
     """
 
     is_pulled = True
-    """True: front ends fetch the records that the device writes."""
+    """True, because front ends fetch the records that the device writes."""
 
     def __init__(
         self, number: int, capacities: Sequence[int], home: RingMemory, device: torch.device
@@ -72,7 +73,7 @@ class DeviceRings:
         """Let a server serve the front end.
 
         Raises:
-            ConfigError: The server has no room for it (see `NativeServer.attach`).
+            ConfigError: The server has no room for the front end (see `NativeServer.attach`).
         """
         server.attach(self.number, self.rings, self.progress, rings_bell=False)
 

@@ -1,8 +1,8 @@
 """The native server: the engine loop's half of the native scheduler, on blocks of memory.
 
-It takes requests out of rings and puts tokens into rings by address. Python decodes no record and
-makes no object per request; the host's runner reads a request's data from the block. The same
-source compiles for a GPU (docs/design/device-loop.md).
+The server takes requests out of rings, and puts tokens into rings, by address. Python decodes no
+record and makes no object per request. The host's runner reads a request's data from the block. The
+same source compiles for a GPU (docs/design/device-loop.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,9 +26,9 @@ from qllm.types import RequestId, RequestStatus, SamplingParams
 RINGS = ("ls", "be", "cancel", "token")
 MAX_FRONT_ENDS = 16
 MIN_CAPACITY = 256
-"""Least room for requests, running and waiting; further requests stay in the rings."""
+"""Least number of places for requests, running and waiting. Further requests stay in the rings."""
 MIN_TOKEN_RING = 1024
-"""Smallest token ring in bytes: the largest end record of a request fits."""
+"""Size of the smallest token ring in bytes. The largest end record of a request fits."""
 WHY = {
     serving.WELL: "it has left",
     serving.BROKEN_RING: "a record of a ring has had a wrong checksum for too long",
@@ -49,7 +49,7 @@ class RingAt(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Event: a request took a slot (`serving.ADDED`), or is no longer computed (`REMOVED`)."""
+    """An event: a request took a slot (`serving.ADDED`), or is no longer computed (`REMOVED`)."""
 
     request_id: RequestId
     kind: int
@@ -64,16 +64,17 @@ class CutOff(NamedTuple):
 
 
 class NativeServer(NativeDecider):
-    """Server over the memory of C++: claims requests, decides, publishes tokens. The loop owns it.
+    """A server over the memory of C++, which claims requests, decides and publishes tokens.
 
     Args:
         policy: A `RankPolicy`; its `rank` is compiled here.
         shape: Layers of the model.
-        cuts: Rule of where ops are cut.
+        cuts: Rule for the places where ops are cut.
         limits: Settings that decisions depend on.
-        control: Address of the engine's control block; the caller keeps its memory.
+        control: Address of the engine's control block. The caller must keep this memory.
         max_total_tokens: Tokens of the longest request, prompt and answer; longer ones fail.
-        capacity: Most requests at once, including ended ones whose last records wait for room.
+        capacity: Most requests at once. Ended requests whose last records wait for room are
+            included.
         max_front_ends: Most front ends at once.
         ls_slots: Slots of `capacity` that BE requests leave free; None is an eighth.
         settings: Further arguments of `NativeDecider`.
@@ -142,11 +143,12 @@ class NativeServer(NativeDecider):
             number: Number of the front end, which the ids of its requests contain.
             rings: Places of its RINGS, which are new.
             progress: Address of its progress word.
-            rings_bell: True if it changes the bell of the control block after it puts a record;
-                if not, the server reads its rings whenever a program may stop.
+            rings_bell: True if the front end changes the bell of the control block after a put. If
+                False, the server reads its rings whenever a program may stop.
 
         Raises:
-            ConfigError: There are `max_front_ends` already, or its token ring is too small.
+            ConfigError: There are `max_front_ends` already, or the front end's token ring is too
+                small.
         """
         ends = self.memory.array("front_ends")
         taken = set(self._indexes.values())
@@ -168,7 +170,7 @@ class NativeServer(NativeDecider):
         if not rings_bell:
             self._silent.add(number)
             self.memory.set(num_silent=len(self._silent))
-        self.memory.set(bell_seen=-1)  # look at its rings: they may hold records already
+        self.memory.set(bell_seen=-1)  # look at its rings, which may hold records already
 
     def index_of(self, number: int) -> int:
         """Return the index of an attached front end in the block."""
@@ -216,7 +218,7 @@ class NativeServer(NativeDecider):
     def claim(self, now_ns: int) -> int:
         """Take a bounded number of arrived records, and end requests past their deadlines.
 
-        The caller then takes `changes`, and calls again until the answer is 0.
+        The caller then applies `changes`, and calls again until the answer is 0.
         """
         taken: int = self._turn("claim", now_ns)
         if taken < 0:
@@ -224,7 +226,7 @@ class NativeServer(NativeDecider):
         return taken
 
     def changes(self) -> tuple[list[Effect], list[Event]]:
-        """Return the changes of requests: effects on frames, to be applied first, then events.
+        """Return the changes of requests, in the order to apply: effects on frames, then events.
 
         A request that was added and removed since the last call has no event.
         """
@@ -252,7 +254,7 @@ class NativeServer(NativeDecider):
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """Time when the next live request times out; None without one."""
+        """Time when the next live request times out; None if no request can time out."""
         at_ns = self.memory.get("next_deadline_ns")
         return None if at_ns == NONE else at_ns
 
@@ -281,7 +283,7 @@ class NativeServer(NativeDecider):
         return int(self.block.array("requests")[slot]["num_prompt"])
 
     def max_tokens(self, slot: int) -> int:
-        """Return the most tokens to sample."""
+        """Return the largest number of tokens to sample."""
         return int(self.memory.array("serving")[slot]["max_tokens"])
 
     def sampling(self, slot: int) -> SamplingParams:
@@ -306,7 +308,7 @@ class NativeServer(NativeDecider):
         """Drop the frame of the running program, which raised, and rerun its requests one by one.
 
         Returns:
-            Effects, and the slots of requests that also failed alone: they must end in `error`.
+            Effects, and the slots of requests that also failed alone, which must end in `error`.
         """
         program, slots = self._fail(start_ns, end_ns)
         return [Drop(program)], slots
@@ -331,7 +333,7 @@ class NativeServer(NativeDecider):
         self._turn("end", slot, reason, now_ns)
 
     def flush(self) -> int:
-        """Write records that lacked room before; return how many slots still have some."""
+        """Write records that lacked room before; return the number of slots with more."""
         left: int = self._turn("flush")
         return left
 
@@ -366,10 +368,10 @@ class NativeServer(NativeDecider):
 
 
 def attach(server: NativeServer, block: FrontEndMemory) -> None:
-    """Let a server serve one more front end, whose memory the caller keeps.
+    """Let a server serve one more front end. The caller must keep the front end's memory.
 
     Raises:
-        ConfigError: The server has no room for it (see `NativeServer.attach`).
+        ConfigError: The server has no room for the front end (see `NativeServer.attach`).
     """
     rings = {
         name: RingAt(address_of(ring), address_of(tail), len(ring))
@@ -380,7 +382,7 @@ def attach(server: NativeServer, block: FrontEndMemory) -> None:
 
 
 def sizes_of(config: EngineConfig) -> dict[str, Any]:
-    """Return how many requests and front ends a server has room for."""
+    """Return the numbers of requests and of front ends for which a server has room."""
     capacity = max(MIN_CAPACITY, 4 * config.max_num_seqs)
     return {"capacity": capacity, "max_front_ends": MAX_FRONT_ENDS}
 

@@ -1,8 +1,9 @@
 """Layout of served requests on the device, next to the scheduler's state: tokens, sampling, end.
 
-A second block of memory next to STATE (see `layout`), with the same slots: SERVER, then the arrays
-of SECTIONS, each at the byte offset that SERVER contains. Addresses in it are 8-byte numbers. A
-request holds its slot from the claim until its last record is in its front end's token ring.
+This is the second block of memory, next to STATE (see `layout`), with the same slots. It has
+SERVER, then the arrays of SECTIONS, each at the byte offset that SERVER contains. Addresses are
+8-byte numbers. A request holds its slot from the claim until its last record is in its front end's
+token ring.
 """
 
 from pathlib import Path
@@ -15,32 +16,32 @@ from qllm.ingress.structs import RING_END, Dtype, c_struct
 VERSION = 6
 """Version of everything in this file."""
 MOST_STOP_IDS = 8
-"""Most token ids that end a request; the device does not serve a request with more."""
+"""Most token ids that end a request. The device does not serve a request with more."""
 MOST_CLAIMS = 16
 """Most records that one call takes from one ring."""
 MOST_PUBLISHED = 64
 """Most tokens of one request that one call writes."""
 MOST_PENDING = 256
-"""Most cancels stored per front end for requests that are still in its rings."""
+"""Most cancels that are stored per front end, for requests that are still in its rings."""
 TEXT_BYTES = 240
-"""Most bytes of an error message; a longer one is cut."""
+"""Most bytes of an error message. Longer messages are cut."""
 HEADER = Path(__file__).parent / "csrc" / "serving.h"
 
 FREE, LIVE, ENDED = range(3)
-"""Phases of a slot. ENDED: some of its records still wait for room in the token ring."""
+"""Phases of a slot. ENDED: some records of the slot still wait for room in the token ring."""
 ADDED, REMOVED = 1, 2
 """Kinds of an event."""
 DETACHED, ATTACHED, LEAVING = range(3)
-"""States of a front end. LEAVING: the host has seen that it is gone; `claim` detaches it."""
+"""States of a front end. LEAVING: the host has seen its end, and `claim` will detach it."""
 WELL, BROKEN_RING, BAD_RECORD, FOREIGN_ID, DOUBLE_ID = range(5)
-"""Reasons why a front end was cut off; WELL means that it was not."""
+"""Reasons why a front end was cut off. WELL means that it was not cut off."""
 SERVE, DRAINED, STOP = range(3)
-"""Requests of the front ends to the loop. DRAINED: no new requests come and none is left."""
+"""Requests of the front ends to the loop. DRAINED: no new requests come, and no request is left."""
 CALLS = (
     *("open", "claim", "arrived", "asked", "decide", "done", "stopped", "failed", "sampled"),
     *("end", "flush", "detach", "show", "find"),
 )
-"""Functions of the server; a kernel launch selects one by its index."""
+"""Functions of the server. A kernel launch selects a function by its index."""
 CAUSES = 3
 """Number of causes of recomputed tokens: evicted, retried, preempted (`qllm.record.metrics`)."""
 
@@ -70,8 +71,8 @@ that must be planned again. `reason` and `text`: its end; `owes`: 1 if records w
 `next` links the slots of a bucket."""
 
 PENDING: Dtype = np.dtype([("request_id", "<i8"), *numbers("reason", "passed", kind="<i4")])
-"""A cancel that came before its request was claimed. `passed`: bit 0 is set once the LS ring was
-seen empty, bit 1 for the BE ring; with both, its request is in neither."""
+"""A cancel that came before its request was claimed. In `passed`, bit 0 is set once the LS ring was
+seen empty, and bit 1 once the BE ring was. If both are set, the request is in neither ring."""
 
 FRONT_END: Dtype = np.dtype(
     [
@@ -95,7 +96,8 @@ and sets `num_events` to 0."""
 SEND: Dtype = np.dtype(
     [*numbers("place", "seq", "request_id", "at_ns"), *numbers("token", "front_end", kind="<i4")]
 )
-"""A token record with a reserved place in its ring: the threads of a block write them together."""
+"""A token record with a reserved place in its ring. The threads of a block write all such records
+together."""
 
 FETCH: Dtype = np.dtype(
     [
@@ -104,10 +106,10 @@ FETCH: Dtype = np.dtype(
         )
     ]
 )
-"""A request's record that the threads of a block read: they compute its checksum, and copy its
-tokens into a slot. `end`: address of the ring's end; `seq`: number of the record; `first_token`:
-bytes before the tokens, a multiple of 8; `sum`: the checksum; `broken`: 1 if a token is not in the
-vocabulary; `waits`: 1 until the record is read."""
+"""A request's record that the threads of a block read. They compute the record's checksum, and copy
+its tokens into a slot. `end`: address of the ring's end; `seq`: number of the record;
+`first_token`: bytes before the tokens, a multiple of 8; `sum`: the checksum; `broken`: 1 if a token
+is not in the vocabulary; `waits`: 1 until the record is read."""
 
 SECTIONS = (
     Section("serving", SERVING, "capacity"),

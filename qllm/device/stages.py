@@ -1,7 +1,7 @@
 """Captured stages for the native side: their order as branches, and checks.
 
-A branch is a stage's index in the SWITCH. Settings under which a decision could need a stage that
-does not exist are refused here, at set-up.
+A branch is a stage's index in the SWITCH. A decision might need a stage that does not exist.
+Settings that allow this are refused here, at set-up.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from qllm.scheduler.decision import Limits
 def branches(captured: Sequence[Any]) -> list[Any]:
     """Return keys of stages in the order of their branches.
 
-    They are sorted by class and first layer, then so that the first one that fits a group is the
+    The keys are sorted by class and first layer. After that, the first key that fits a group is the
     best: most layers, a stage of decodes for decodes, the smallest bucket, no unused head.
     """
 
@@ -39,7 +39,7 @@ def lanes_of(stages: Any, num_layers: int, seats: int, zeros: Zeros = host_zeros
         stages: A `qllm.cuda.stages.Stages`.
         num_layers: Number of layers of the model.
         seats: Most rows of a frame.
-        zeros: Function that allocates its memory.
+        zeros: Function that allocates the block's memory.
     """
     keys = branches(list(stages.captured))
     num_starts = 2 * (num_layers + 1)
@@ -75,7 +75,7 @@ def check_stages(
     """Refuse settings under which a decision could find no stage.
 
     Frames of a policy with groups may still be too large if cohorts of several classes are overdue
-    at once. Then their rows are rerun one by one.
+    at once. The rows of such frames run again one by one.
 
     Args:
         stages: A `qllm.cuda.stages.Stages`.
