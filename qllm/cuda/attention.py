@@ -19,7 +19,7 @@ class Attention(Protocol):
     """Attention of a known kind."""
 
     def enter(self) -> None:
-        """Put weights that share an input into one tensor."""
+        """Join the weights that share an input into one tensor."""
 
     def leave(self) -> None:
         """Give the model's modules their own weights again."""

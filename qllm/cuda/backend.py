@@ -1,8 +1,8 @@
 """A backend for a device: paged KV, fused kernels, experts in ranges, sampling on the device.
 
-Routing stays on the device, and the host reads tokens once per step, when the runner finishes it.
-Stages that were captured as CUDA graphs are replayed where a program's ops are exactly a stage;
-all other ops run one by one. The host runs at most `AHEAD` pieces ahead of the device, so a stop
+Routing stays on the device. The host reads tokens once per step, when the runner finishes the step.
+A captured stage (a CUDA graph) is replayed if a program's next ops are exactly that stage. All
+other ops run one by one. The host runs at most `AHEAD` ops or stages ahead of the device, so a stop
 takes effect soon.
 """
 
@@ -46,11 +46,12 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import NS_PER_MS, Driver, Grain, SamplingParams
 
 AHEAD = 2
-"""Ops or stages that the host may launch beyond the one that the device works on."""
+"""Number of ops or stages that the host may launch while the device still runs an earlier one."""
 EXPERT_RANGES = 4
-"""Number of ranges of an EXPERTS op, in a program that may stop between experts."""
+"""Number of ranges into which an EXPERTS op is cut, in a program that may stop between experts."""
 LAYERS_PER_STAGE = 4
-"""Layers per stage of programs that may stop. Predicted, not measured: docs/design/gpu.md."""
+"""Layers per stage of programs that may stop. The number is predicted, not measured
+(docs/design/gpu.md)."""
 AHEAD_MS = 1.6
 """Milliseconds per step for copies of KV ahead of a swap-out."""
 NOTHING = SamplingParams(temperature=0)
@@ -75,11 +76,11 @@ def cuda_runner(
 class CudaBackend:
     """A `Backend` (`runner/backend.py`).
 
-    Large because a backend contains everything that depends on the device.
+    The class is large because a backend contains everything that depends on the device.
 
     Args:
         model: The transformers model, on the device.
-        parts: Its parts.
+        parts: Parts of the model.
         num_pages: Number of KV pages, equal to the scheduler's blocks.
         page_size: Tokens of a page, and of a block.
         max_num_seqs: Most rows of a captured stage.
@@ -148,7 +149,7 @@ class CudaBackend:
             self._to_capture = api, wanted, sizes, layers_per_stage
 
     is_native = False
-    """False: our CPU kernels run nothing here."""
+    """False, because our CPU kernels run nothing here."""
     why_inexact = (
         "on CUDA the bits of a token's KV depend on the number of rows that its step is padded to, "
         "and a hit could change tokens"
@@ -201,7 +202,7 @@ class CudaBackend:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Run layers and norms by the model's own forwards meanwhile. No frame may be open."""
+        """Run layers and norms by the model's own forwards in the block, without an open frame."""
         self.layers.norms.leave()
         self.drivers = self.compute.drivers
         try:
@@ -212,7 +213,7 @@ class CudaBackend:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of experts read so far: each once per layer of a program. Waits for the device."""
+        """Bytes of experts read so far, each once per layer of a program, after a wait."""
         return self.layers.expert_bytes
 
     def forget(self, frame: Frame) -> None:
@@ -220,7 +221,7 @@ class CudaBackend:
             lane.forget(frame)
 
     def fault(self, error: Exception) -> DeviceError | None:
-        """Return the error of a lost device: after a CUDA fault every call of the process fails."""
+        """Return the error of a lost device. After a CUDA fault every call of the process fails."""
         if not self._on_cuda:
             return None
         try:
@@ -300,7 +301,7 @@ class CudaBackend:
         self.layers.forget_bytes()
 
     def _rehearse(self, body: Body, bucket: Bucket, lane: Lane) -> None:
-        """Run the largest step outside of graphs: torch keeps that memory for single ops."""
+        """Run the largest step outside of graphs, so that torch has memory for single ops."""
         body.of(Key(True, 0, self.shape.num_layers, bucket, embed=True, head=True), lane)()
 
     def run_some(

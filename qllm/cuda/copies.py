@@ -3,7 +3,8 @@
     out   page -> slot    on one stream      a page is cached, or KV is swapped out
     in    slot -> page    on another         KV is copied into the pages that the request has now
 
-Nothing here waits on the host. The next user of memory waits on the device, for an event:
+No call here waits on the host. The next user of a piece of memory waits on the device, for an
+event:
 
     a page is written (computed, copied in)   after the copies that read it, and those that fill it
     a page is read (computed, copied out)     after the copies that fill it
@@ -30,7 +31,7 @@ PROBE_BYTES, PROBES = 8 << 20, 3
 def measured_bytes_per_ms(
     api: StreamApi, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns
 ) -> int:
-    """Return the bytes per millisecond of a copy: the slower direction at its best. Waits.
+    """Return the best bytes per millisecond of a copy, in the slower direction. This waits.
 
     Args:
         api: Interface that copies.
@@ -54,9 +55,9 @@ def measured_bytes_per_ms(
 
 
 class Slot:
-    """Room for the KV of some tokens in page-locked memory; free again once no object refers to it.
+    """Room for the KV of some tokens in page-locked memory, freed with its last reference.
 
-    As a pair it is keys and values, each [layers, heads, tokens, width].
+    A slot unpacks to keys and values, each [layers, heads, tokens, width].
     """
 
     __slots__ = ("_arena", "number")
@@ -78,7 +79,7 @@ class Slot:
 
     @property
     def after(self) -> Any:
-        """Event of the copy that used it last; None if there was none."""
+        """Event of the copy that used the slot last; None if there was none."""
         return self._arena.after.get(self.number)
 
     @after.setter
@@ -129,7 +130,7 @@ class Arena:
 
 
 class Copies:
-    """Starter of copies; it also orders them with the computing stream.
+    """Starter of copies, which are also ordered with the computing stream.
 
     Args:
         api: Streams and events.
@@ -147,7 +148,7 @@ class Copies:
         """Events of the last copy that fills each page, until the page is used in computing."""
 
     def out(self, pages: Sequence[int], slots: Sequence[Slot]) -> None:
-        """Copy pages into slots in order, after all work that was launched before."""
+        """Copy pages into slots in order, after all work that was launched earlier."""
         events = [self._fills.get(page) for page in pages]
         event = self._copy(self._out, pages, slots, events, is_out=True)
         self._reads |= dict.fromkeys(pages, event)
@@ -192,7 +193,7 @@ class Copies:
             self._api.wait(stream, event)
 
     def finish(self, slots: Iterable[Slot] = ()) -> None:
-        """Wait until slots are filled; without slots, until no copy runs. Not while serving."""
+        """Wait until slots are filled, or without slots until no copy runs; not while serving."""
         events = [slot.after for slot in slots if slot.after is not None]
         for event in events or [self._api.record(s) for s in (self._out, self._in)]:
             self._api.finish(event)

@@ -1,4 +1,4 @@
-"""Routed experts on a device: routing stays on it, and a work unit is a range of experts."""
+"""Routed experts and their routing on a device; a work unit is a range of experts."""
 
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Router(NamedTuple):
     dtype: torch.dtype
     """Dtype of its weights."""
     is_wide: bool
-    """True if its product is in fp32, whatever the model's dtype."""
+    """True if the router's product is in fp32, whatever the model's dtype."""
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return logits [T, E] of rows, which are in fp32 if the router is wide."""
@@ -44,7 +44,7 @@ class Router(NamedTuple):
 
 
 def known_router(router: Any) -> Router | None:
-    """Return the router as `choose` needs it; None if its kind is unknown, or a hook listens."""
+    """Return the router as `choose` needs it; None if the kind is unknown or a hook is on it."""
     weight, kind = getattr(router, "weight", None), router_kind(router)
     if kind in {None, "softmax_fp32"} or weight is None or is_heard(router):
         return None
@@ -77,8 +77,8 @@ def packed_weights(weights: ExpertWeights, held: QuantisedExperts) -> ExpertWeig
     """Return the same experts with quantised weights, or the reason why no kernel supports them.
 
     Args:
-        weights: Weights of the layer; its two products are on meta.
-        held: Quantised values of those products.
+        weights: Weights of the layer, of which the two products are on the meta device.
+        held: Quantised values of the two products.
     """
     stacks = [held.weights[name] for name in WEIGHTS]
     up, down = (w.whole if isinstance(w, DeviceWeights) else None for w in stacks)
@@ -99,7 +99,7 @@ class DeviceExperts:
     Args:
         weights: Weights of the layer.
         kernels: Kernels that sort, multiply and sum.
-        hits: Counter on the device: experts whose weights were read.
+        hits: Counter on the device of the experts whose weights were read.
     """
 
     def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:
@@ -113,7 +113,7 @@ class DeviceExperts:
         num_tokens: Tensor,
         add: Sum | None = None,
     ) -> Tensor:
-        """Return `add` plus the weighted sum over each token's experts; zero past `num_tokens`."""
+        """Return `add` plus the weighted sum over each token's experts, zero past `num_tokens`."""
         routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self._hits)
         return self._run(x_TD, self.weights, routing, weights_TK, num_tokens, add)
 
@@ -152,9 +152,9 @@ class DeviceExperts:
             x_TD: Input of the experts.
             logits_TE: Logits of the router.
             router: Router of the layer.
-            num_tokens: Number of real tokens in x_TD; one number on the device.
+            num_tokens: Number of real tokens in x_TD, as one number on the device.
             add: Terms to which the result is added.
-            shared: Shared experts that run with them; see `can_share`.
+            shared: Shared experts that run with the routed ones; see `can_share`.
         """
         weights = self.weights._replace(shared=shared)
         routing, weights_TK = self.kernels.choose(
@@ -186,7 +186,7 @@ class DeviceExperts:
 class DeviceWork(Work):
     """The EXPERTS op of one layer in ranges of experts.
 
-    The host does not know which slots a range fills, only that all ranges together fill all slots.
+    The host cannot know which slots a range fills. All ranges together fill all slots.
     """
 
     __slots__ = ("_experts", "_num_tokens", "_routing", "bounds")
@@ -224,7 +224,7 @@ class DeviceWork(Work):
         return start + 1
 
     def bytes_read(self, start: int, stop: int) -> int:
-        return 0  # the device counts
+        return 0  # the device counts instead
 
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         slots_TKD = self.slots_SD.view(*self.ids_TK.shape, -1)[lo:hi]

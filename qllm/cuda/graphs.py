@@ -1,7 +1,7 @@
-"""Capture of CUDA graphs: the few calls it needs, and the rule for the content of a graph.
+"""Capture of CUDA graphs: the CUDA calls for it, and the rule for the content of a graph.
 
-The body of a conditional node may contain kernel, memcpy, memset and empty nodes only. Anything
-else (a host function, an allocation, an event) is refused at capture with its name.
+The body of a conditional node may contain kernel, memcpy, memset and empty nodes only. A capture
+refuses any other node (a host function, an allocation, an event) by name.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ class GraphApi(Protocol):
         ...
 
     def new_graph(self) -> Any:
-        """Return an empty graph that keeps its definition; it has `replay` once instantiated."""
+        """Return an empty graph that keeps its definition. It has `replay` once instantiated."""
         ...
 
     def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        """Record kernels launched in this context into the graph; nothing runs."""
+        """Record kernels launched in this context into the graph, without running them."""
         ...
 
     def node_types(self, graph: Any) -> list[str]:
@@ -68,7 +68,7 @@ class TorchGraphApi:
         return torch.cuda.CUDAGraph(keep_graph=True)
 
     def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        # Other threads (tokenising, HTTP) may allocate meanwhile: their calls do not concern us.
+        # Other threads (tokenising, HTTP) may allocate meanwhile: their calls do not matter here.
         return torch.cuda.graph(
             graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -101,25 +101,25 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Graphs:
-    """Capturer of functions into one private pool.
+    """A capturer of functions, whose graphs use one private memory pool.
 
-    Every graph reuses the pool's memory, so only intermediates may be in it. A result that one
-    graph leaves for another is a tensor made before the capture.
+    Every graph reuses the pool's memory, so only intermediates may be in the pool. A result that
+    one graph leaves for another must be a tensor from before the capture.
     """
 
     def __init__(self, api: GraphApi) -> None:
         self._api, self._pool = api, api.new_pool()
 
     def capture(self, name: str, run: Callable[[], object]) -> Any:
-        """Return the graph of a function of device tensors; call `replay` on it.
+        """Return the graph of a function of device tensors, which has a `replay`.
 
         Args:
             name: Name for messages.
-            run: Function that launches work; called `WARM_UP` times and then captured.
+            run: Function that launches work. It is called `WARM_UP` times and then captured.
 
         Raises:
-            ModelError: It does something that a graph cannot contain; the text names it and its
-                place.
+            ModelError: The function does something that a graph cannot contain. The text names the
+                work and its place.
         """
         api = self._api
         with api.side_stream():

@@ -9,7 +9,7 @@ and 15 for DeepSeek-V3's, whose attention is over latents:
     out of latents | output | residual, norm
     router | choose and sort | up | down, of shared experts too | combine, residual
 
-A stage runs a whole layer. When ops run one by one, `attend` runs here, and the model's own
+A stage runs a whole layer. When ops run one by one, this module runs `attend`, and the model's own
 modules run the rest.
 """
 
@@ -31,7 +31,7 @@ from qllm.runner.layers.drivers import FastDriver, Rope
 
 
 def is_known(parts: LayerParts) -> bool:
-    """Return True if glue and attention are known, and no hook listens to the attention."""
+    """Return True if glue and attention are known, and no hook is on the attention."""
     attn = parts.self_attn
     return (
         parts.input_layernorm is not None
@@ -70,7 +70,7 @@ class KnownLayer(FastDriver):
         return self._known_router is not None
 
     def enter(self) -> None:
-        """Put weights that share an input into one tensor."""
+        """Join the weights that share an input into one tensor."""
         self._attention.enter()
         if self._gate_up is not None:
             self._gate_up.enter()
@@ -88,10 +88,10 @@ class KnownLayer(FastDriver):
         """Run the whole layer, for capture.
 
         Args:
-            x_TD: Its input.
+            x_TD: Input of the layer.
             rope: Cos and sin of the tokens' positions, each [1, T, H].
             step: KV that the tokens attend to.
-            num_tokens: Number of real tokens in x_TD; one number on the device.
+            num_tokens: Number of real tokens in x_TD, as one number on the device.
         """
         attended = self._attention(self._norm(x_TD), rope, step)
         mid, x, wide_x = self._add_and_norm(x_TD, attended)
@@ -111,9 +111,9 @@ class KnownLayer(FastDriver):
         return self._experts.run(x, ids_TK, weights_TK, num_tokens, add)
 
     def _shared_weights(self) -> SharedWeights | None:
-        """Return the shared experts if they can run with the others; every token takes them.
+        """Return the shared experts, which every token uses, if they can run with the others.
 
-        Shared experts scaled by a gate are far wider, so more partial results would be rounded.
+        Shared experts with a gate are far wider. So more partial results would be rounded.
         """
         if self._gate_up is None or self._known_router is None or self._parts.shared_gate:
             return None
@@ -125,7 +125,7 @@ class KnownLayer(FastDriver):
         return weights if self._experts.can_share(weights) else None
 
     def _add_and_norm(self, x_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, its norm, and the norm in fp32 if the router computes in it."""
+        """Return the sum, its norm, and also the norm in fp32 if the router computes in fp32."""
         norm: Any = self._post_norm
         wide = WIDE.get(str(norm_kind(norm)))
         is_wide = self._known_router is not None and self._known_router.is_wide

@@ -1,12 +1,13 @@
-"""Device tensors that the stages of one class read and write: one lane per class.
+"""Device tensors that the stages of one class read and write. Each class has one lane.
 
 A lane holds the rows of one frame at a time. Everything that changes from step to step is data in
 these tensors, copied there in one transfer.
 
-A stage leaves the hidden state of every token for the next stage in hidden_SD: one row per KV
-slot, and a spare last row for padding and dead rows. A token has a slot to itself as long as it is
-under way. A stage gathers the tokens of its group by their slots and writes them back at its end.
-So parked frames, changes of groups, and rows that wait between two frames cost nothing.
+A stage leaves the hidden state of every token in hidden_SD, for the next stage. hidden_SD has one
+row per KV slot, and a spare last row for padding and dead rows. A token has a slot of its own as
+long as it is under way. A stage gathers the hidden states of its group by slots, and writes them
+back at its end. So parked frames, changes of groups, and rows that wait between two frames cost no
+copies.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from qllm.types import SamplingParams
 
 
 class Bucket(NamedTuple):
-    """Size for which a graph is captured."""
+    """A size for which a graph is captured."""
 
     tokens: int
     """Most tokens."""
@@ -32,7 +33,7 @@ class Bucket(NamedTuple):
 
 
 class LaneRow(NamedTuple):
-    """A row of a lane; a dead row has no KV."""
+    """A row of a lane. A dead row has no KV."""
 
     ids: Sequence[int]
     lo: int
@@ -43,7 +44,7 @@ class LaneHead(NamedTuple):
     """A row that samples."""
 
     last: int
-    """Index of its last token, in packed order."""
+    """Index of the row's last token, in packed order."""
     position: int
     params: SamplingParams
     seed: int
@@ -57,7 +58,7 @@ class Lane:
         max_rows: R.
         max_pages: P, pages of the longest sequence.
         block: Queries of a prefill tile.
-        hidden_SD: Hidden states by KV slot, and one more row.
+        hidden_SD: Hidden states by KV slot, and one spare row.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Lane:
         self.max_tokens, self.max_rows, self.max_pages = max_tokens, max_rows, max_pages
         self.block, self.hidden_SD = block, hidden_SD
         self.loaded: tuple[int, int] | None = None
-        """Frame id and group of the rows whose data is here."""
+        """Frame id and group of the rows whose data is loaded."""
         self._taken: Tensor | None = None
         self.prefill_tiles = max_tokens // block + max_rows
         sizes = {
@@ -92,7 +93,7 @@ class Lane:
                 views[name] = view.view(torch.float64) if is_real else view
             at += size
         self._here = {name: view.numpy() for name, view in self._here.items()}
-        self.on_device["slots"].fill_(-1)  # no rows are loaded: all slots are padding
+        self.on_device["slots"].fill_(-1)  # without loaded rows, all slots are padding
         self.tokens_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.peaks_R = torch.zeros(max_rows, dtype=torch.float32, device=device)
 
@@ -151,7 +152,7 @@ class Lane:
 
     def put(self, x_TD: Tensor) -> None:
         """Set the hidden states from which the loaded rows continue."""
-        if x_TD is not self._taken:  # else they are in place already
+        if x_TD is not self._taken:  # without states to put, they are in place already
             self.hidden_SD.index_copy_(0, self.on_device["gather"][: len(x_TD)], x_TD)
 
     def take(self, num_tokens: int) -> Tensor:

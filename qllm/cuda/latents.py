@@ -1,9 +1,10 @@
-"""MLA on a device: attention over latents that are never expanded.
+"""Multi-head latent attention (MLA) on a device, over latents that are never expanded.
 
-MLA caches one vector per token; the keys and values of all heads are products of it. Each query
-head is projected into the space of these latents before attention, and its output out of it:
-two batched products of as many rows as there are queries, however long the context is.
-`KnownLatents` runs attention of a known kind; otherwise the module runs it, up to that product.
+MLA caches one vector per token, the latent. The keys and values of all heads are products of the
+latent. Each query head is projected into the space of the latents before attention, and its output
+is projected out of that space. These are two batched products with as many rows as queries, however
+long the context is. `KnownLatents` runs attention of a known kind. Otherwise the module runs its
+attention, up to that product.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ def keeps_latents(module: nn.Module) -> bool:
 
 
 class Latents:
-    """The attention modules of a model that keep latents.
+    """The attention modules of a model that cache latents.
 
     Args:
         modules: Attention modules of all layers.
@@ -50,7 +51,7 @@ class Latents:
                 )
 
     def enter(self) -> None:
-        """Skip the expansion where a step gives the modules no latents to expand."""
+        """Skip the expansion in steps that give the modules no latents to expand."""
         for module in self.modules:
             module.expand_kv = _unless_empty(module.expand_kv)
 

@@ -41,7 +41,7 @@ class DeviceLayers:
         self._kernels = kernels
         self._device = parts.lm_head.weight.device
         self._hits: dict[int, Tensor] = {}
-        """Number of experts read, by the bytes of an expert; each is one number on the device."""
+        """Number of expert reads by the bytes of an expert, each as one number on the device."""
         self.experts = tuple(self._experts(layer) for layer in parts.layers)
         self._latents = Latents(parts.attentions)
         self.norms = Norms(model, kernels)
@@ -49,7 +49,7 @@ class DeviceLayers:
         num = config.num_attention_heads
         groups = getattr(config, "num_key_value_heads", None) or num
         self.heads_per_group = max(1, num if self._latents.modules else num // groups)
-        """Query heads of a KV head; all of them share MLA's latents."""
+        """Query heads per KV head. With MLA, all query heads share the latents."""
         every = zip(drivers, parts.layers, self.experts, strict=True)
         self.drivers = tuple(
             KnownLayer(layer, experts, kernels) if is_known(layer) else driver
@@ -88,14 +88,14 @@ class DeviceLayers:
     def run(
         self, index: int, x_TD: Tensor, rope: Rope, step: PagedStep, num_tokens: Tensor
     ) -> Tensor:
-        """Run a whole layer, for capture: no host decision depends on a device value.
+        """Run a whole layer, for capture. No host decision depends on a device value.
 
         Args:
             index: Index of the layer.
-            x_TD: Its input.
+            x_TD: Input of the layer.
             rope: Cos and sin of the tokens' positions, each [1, T, H].
             step: KV that the tokens attend to.
-            num_tokens: Number of real tokens in x_TD; one number on the device.
+            num_tokens: Number of real tokens in x_TD, as one number on the device.
         """
         driver, experts = self.drivers[index], self.experts[index]
         if isinstance(driver, KnownLayer):
@@ -109,7 +109,7 @@ class DeviceLayers:
 
     @property
     def expert_bytes(self) -> int:
-        """Return bytes of experts read: each once per layer of a program. Waits for the device."""
+        """Wait for the device; return bytes of experts read, each once per layer of a program."""
         return sum(int(hits) * size for size, hits in self._hits.items())
 
     def forget_bytes(self) -> None:

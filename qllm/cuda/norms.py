@@ -1,7 +1,7 @@
-"""RMSNorm modules of the model, which call our kernel while the CUDA backend runs it.
+"""RMSNorm modules of a model, which call our kernel while the CUDA backend runs the model.
 
-The kernel supports norms that round before they multiply by their weight, and GPT-OSS's, which
-round afterwards.
+The kernel supports norms that round before they multiply by their weight, and GPT-OSS's norms,
+which round afterwards.
 """
 
 from typing import Any

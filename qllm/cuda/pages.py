@@ -25,26 +25,26 @@ class Spare(NamedTuple):
     """Room for KV in page-locked memory of the host."""
 
     api: StreamApi
-    """Interface of its copies."""
+    """Interface that makes the copies."""
     bytes_per_ms: int
     """Speed of copies in one direction."""
     num_kept: int = 0
     """Number of KV pages of the prefix cache."""
     kept_tokens: int = 64
-    """Tokens of such a page."""
+    """Tokens of a page of the prefix cache."""
     num_swapped: int = 0
     """Number of blocks for requests that are swapped out."""
 
 
 class Pages:
-    """The memory of all pages. It is allocated at the first write, in the shape that is written.
+    """The memory of all pages, allocated at the first write, in the shape of that write.
 
     Args:
         num_layers: Number of layers.
         num_pages: Number of pages.
         page_size: Tokens of a page.
         kernels: Kernels that write the slots.
-        spare: Room in addition to the pages, allocated with them; None is none.
+        spare: Room for KV outside of the pages, allocated with the pages; None is no room.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Pages:
         self.swapped: Arena | None = None
         """KV that is swapped out."""
         self._lent = WeakSet[PagedKV]()
-        """Requests whose copies in that room may be dropped."""
+        """Requests whose copies ahead of a swap-out may be dropped."""
 
     def release(self) -> None:
         """Free the memory. No request may use it afterwards."""
@@ -84,22 +84,22 @@ class Pages:
         return (self._k.nbytes + self._v.nbytes) // (self.num_pages * self.page_size)
 
     def lend(self, kv: "PagedKV", num: int) -> list[Slot]:
-        """Return room for up to `num` pages. `take_swapped` may take it back."""
+        """Return room for up to `num` pages. `take_swapped` may take the room back."""
         arena = self.swapped
         self._lent.add(kv)
         taken = [] if arena is None else [arena.take() for _ in range(num)]
         return [slot for slot in taken if slot is not None]
 
     def keep_ahead(self, kv: "PagedKV", slots: list[Slot]) -> list[Slot]:
-        """Return slots of whole pages for a request to keep. `take_swapped` may take them back."""
+        """Return slots for whole pages of a request. `take_swapped` may take the slots back."""
         self._lent.add(kv)
         return slots[: kv.committed // self.page_size]
 
     def take_swapped(self, num: int) -> list[Slot]:
-        """Return room for `num` pages outside of the pool; none if no page was ever written.
+        """Return room for `num` pages outside of the pool; no room if no page was ever written.
 
         Raises:
-            InvariantError: There is too little room. `SwapSpace` counts it, so this is a bug.
+            InvariantError: There is too little room. `SwapSpace` counts the room, so this is a bug.
         """
         if self.copies is None:
             return []
@@ -129,7 +129,7 @@ class Pages:
         return self._k[layer], self._v[layer]
 
     def write(self, layer: int, k_TGD: Tensor, v_TGE: Tensor, slots_T: Tensor) -> None:
-        """Write keys and values of tokens into slots; -1 writes nothing."""
+        """Write keys and values of tokens into slots. A slot of -1 writes nothing."""
         self._kernels.write(k_TGD, v_TGE, *self.of(layer, k_TGD, v_TGE), slots_T)
 
     def of(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class Pages:
 class PagedKV(RequestKV):
     """KV of one request. Checkpoints read and write through it; kernels use the slots.
 
-    It has many methods because it implements all of `RequestKV`.
+    The class has many methods because it implements all of `RequestKV`.
     """
 
     __slots__ = ("__weakref__", "_ahead", "_away", "_memory", "_num_ready", "pages")
@@ -160,9 +160,9 @@ class PagedKV(RequestKV):
         self._num_ready = 0
         """Number of first pages that kernels may use."""
         self._away: list[Slot] = []
-        """Slots of its KV while it is swapped out."""
+        """Slots of the request's KV while the request is swapped out."""
         self._ahead: list[Slot] = []
-        """Copies of its first whole pages, made ahead of a swap-out."""
+        """Copies of the request's first whole pages, made ahead of a swap-out."""
 
     def hold(self, blocks: Sequence[int], hi: int) -> None:
         size = self._memory.page_size
@@ -187,7 +187,7 @@ class PagedKV(RequestKV):
         copies = self._memory.copies
         if copies is not None:
             whole = max(self._num_ready, self.committed // self._memory.page_size)
-            copies.ready(pages[self._num_ready : whole])  # read-only: others may read
+            copies.ready(pages[self._num_ready : whole])  # other requests may read it
             copies.own(pages[whole:])
         self._num_ready = len(pages)
 
@@ -268,7 +268,7 @@ class PagedKV(RequestKV):
         return len(slots)
 
     def give_back_ahead(self) -> None:
-        """Give back the room of copies made ahead; other requests need it."""
+        """Give back the room of copies made ahead, because other requests need it."""
         self._ahead = []
 
     def swap_out(self) -> bool:

@@ -3,12 +3,11 @@
     first stage  embedding + layers [0, k)      ...      last stage  layers + norm + head + sampling
 
 There are two classes, each with its own lane. Programs that may stop only between steps replay one
-graph for the whole step. Others replay k layers at a time and may be parked between stages.
-A step in whose middle rows of a cohort join or leave also runs k layers at a time, but is not
-parked.
-The runner runs ops one by one, from the same frame, where no graph was captured: a bucket too
-small, layers that a cohort leaves in the middle of a stage, settings that only the host can sample
-by.
+graph for the whole step. Others replay k layers at a time and may be parked between stages. A step
+in whose middle rows of a cohort join or leave also runs k layers at a time, but is not parked.
+Without a captured graph, the runner runs ops one by one, from the same frame. Reasons are a bucket
+that is too small, a cohort that leaves in the middle of a stage, and settings that only the host
+can sample by.
 """
 
 import gc
@@ -56,11 +55,11 @@ class StagePart(NamedTuple):
 
 
 class Body:
-    """The computation of a stage, from the tensors of its lane to the tensors of its lane.
+    """The computation of a stage, which reads and writes the tensors of its lane.
 
     Args:
         parts: Parts of the model.
-        layers: Layers that run them.
+        layers: Layers that run the parts.
         kernels: Kernels that sample and prepare steps.
         pages: The KV.
         rope: Cos and sin of every position, each [S, H].
@@ -137,7 +136,7 @@ class Stages:
         self.num_replays = 0
 
     def keys(self, buckets: Iterable[Bucket]) -> list[Key]:
-        """Return every stage of the buckets: both classes; prefill with and without the head."""
+        """Return the keys of all stages: both classes, prefill with and without the head."""
         out = []
         for bucket in buckets:
             for whole in (True, False):
@@ -172,12 +171,12 @@ class Stages:
         Args:
             program: The program that runs.
             op: Index of the op.
-            grain: Finest boundary at which it may stop now.
+            grain: Finest boundary at which the program may stop now.
             can_sample: True if the device can sample all rows that need it.
         """
         whole = grain is Grain.STEP
         part = self._part(program, op, can_sample, whole)
-        # where rows of a cohort leave a step in the middle, it runs by stages and is not parked
+        # a step that rows of a cohort leave in the middle runs by stages, and is not parked
         return self._part(program, op, can_sample, False) if whole and part is None else part
 
     def _part(self, program: Program, op: int, can_sample: bool, whole: bool) -> StagePart | None:
@@ -192,7 +191,7 @@ class Stages:
         if bucket is None or len(rows) > self.lanes[whole].max_rows:
             return None
         last = ops[end_op] if can_sample and end_op < len(ops) else None
-        # where rows that wait at the last layer sample too, the head is an op of its own
+        # if rows that wait at the last layer sample too, the head is an op of its own
         head = (
             last is not None
             and last.kind is OpKind.HEAD
@@ -213,7 +212,8 @@ def _cover(ops: Ops, op: int, k: int, num_layers: int) -> tuple[int, int, int, i
     """Return the stage of k layers that begins at an op; None if the ops are not such a stage.
 
     Returns:
-        First and end layer, group, the op after it, and True if it begins with the embedding.
+        The first and end layer, the group, the op after the stage, and True if the stage begins
+            with the embedding.
     """
     at, start, end, end_layer, group, embed = 0, -1, -1, -1, -1, False
     for stretch in ops.stretches:

@@ -1,4 +1,4 @@
-"""The KV of one ATTN op as device tensors: modules of the model write and attend through it."""
+"""The KV of one ATTN op as device tensors, through which the model's modules write and attend."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from qllm.runner.layers.drivers import Rope
 
 
 class PagedStep:
-    """The `past_key_values` that a module writes to, and the context that it attends with.
+    """The `past_key_values` to which a module writes, and the context with which it attends.
 
     Args:
         pages: The KV.
@@ -32,7 +32,7 @@ class PagedStep:
     def update(
         self, k_1GTH: Tensor, v_1GTH: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values, or latents and their rotated part; `attend` reads the pages.
+        """Write keys and values, or latents and their rotated part. `attend` reads the pages.
 
         Returns:
             Empty tensors, [1, G, 0, H] each, so that no module computes with unused values.
@@ -62,7 +62,7 @@ class PagedStep:
             limit: Bound of projected values, clamped to [-limit, limit]; None is no bound.
             scaling: Factor of the scores.
             window: Number of keys that a query sees, itself included; None is all.
-            sinks_N: A score per head of a sink, which has no value.
+            sinks_N: Score per head of a sink, a key without a value.
         """
         q_TND, k_TGD, v_TGE = qkv
         cos, sin = (angles[0].contiguous() for angles in rope)
@@ -89,7 +89,7 @@ class PagedStep:
             norm: Norm of the latents.
             angles: Angles of the tokens' positions.
             out_TNR: Output of `attend_latents`, filled with zeros for padding and dead rows.
-            compressed: Queries [T, Q] and their norm; None if they are not compressed.
+            compressed: Queries [T, Q] and their norm; None if queries are not compressed.
 
         Returns:
             The normed queries, if there are any.
@@ -110,12 +110,12 @@ class PagedStep:
         scaling: float,
         out_TNR: Tensor,
     ) -> None:
-        """Attend over the latents of a layer, in their space; two launches.
+        """Attend over the latents of a layer, in the latents' space, in two launches.
 
         Args:
             layer: Index of the layer.
             q_TNR: Queries in the space of the latents.
-            q_rope_TNF: Their part that rotates, not rotated yet.
+            q_rope_TNF: Rotating part of the queries, not rotated yet.
             angles: Angles of the tokens' positions.
             scaling: Factor of the scores.
             out_TNR: Output in the space of the latents; written in place.
@@ -132,7 +132,7 @@ class PagedStep:
         window: int | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """Return the attention of all queries, [1, T, N, H]; zeros for padding and dead rows."""
+        """Return the attention of all queries, [1, T, N, H], zeros for padding and dead rows."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         k_SGD, v_SGE = self._pages.layer(layer)
         q_TND = q_1NTH[0].transpose(0, 1)

@@ -28,7 +28,7 @@ class StreamApi(Protocol):
         ...
 
     def finish(self, event: Any) -> None:
-        """Wait for an event. Used only for checkpoints and the end of the engine."""
+        """Wait for an event. Only checkpoints and the end of the engine use this."""
         ...
 
     def copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
@@ -42,7 +42,8 @@ class StreamApi(Protocol):
         ...
 
     def lock(self, num_bytes: int) -> Tensor:
-        """Return page-locked memory of the host. May wait for the device: call it at the start.
+        """Return page-locked memory of the host. Call this at the start: it may wait for the
+        device.
 
         Raises:
             DeviceError: There is too little memory.
@@ -50,7 +51,7 @@ class StreamApi(Protocol):
         ...
 
     def unlock(self, memory: Tensor) -> None:
-        """Free locked memory. No copy may use it any more."""
+        """Free page-locked memory, which no copy may use any more."""
         ...
 
 

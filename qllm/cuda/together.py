@@ -1,4 +1,4 @@
-"""Projections of one input as one product: one tensor of weights, of which modules keep views."""
+"""Projections of one input as one product, with one tensor of weights that modules view."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,8 @@ class Together:
     """Projections of one input as one product.
 
     Args:
-        linears: Modules that all have a bias, or all none; otherwise each is a product of its own.
+        linears: Modules that all have a bias, or all have none. Otherwise each is a product of its
+            own.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -26,7 +27,7 @@ class Together:
         self._can = len(kinds) == 1 and all(biases) == any(biases)
 
     def enter(self) -> None:
-        """Put the weights into one tensor; the modules compute with views of it."""
+        """Join the weights into one tensor. The modules compute with views of the tensor."""
         if not self._can or self.weight is not None:
             return
         self.weight = _laid([linear.weight for linear in self._linears])
@@ -43,7 +44,7 @@ class Together:
         self.weight = self._bias = None
 
     def __call__(self, x_TD: Tensor) -> list[Tensor]:
-        """Return each projection's output, [T, F]; rows of one tensor if they were one product."""
+        """Return each projection's output, [T, F]; those of one product are views of a tensor."""
         if self.weight is None:
             return [linear(x_TD) for linear in self._linears]
         return list(torch.split(self.whole(x_TD), self._sizes, 1))
