@@ -42,8 +42,7 @@ class StreamApi(Protocol):
         ...
 
     def lock(self, num_bytes: int) -> Tensor:
-        """Return page-locked memory of the host. Call this at the start: it may wait for the
-        device.
+        """Return page-locked memory of the host. Call it at the start: the device may delay it.
 
         Raises:
             DeviceError: There is too little memory.
