@@ -11,7 +11,7 @@ The guide is docs/guides/ray.md.
     deploy    the application
     data      a Ray dataset answered by engines that would be idle
 
-Ray is imported when one of these functions is called.
+These functions import Ray when they are called.
 """
 
 import os
@@ -69,7 +69,7 @@ def connect(name: str = "qllm") -> Any:
 
     Raises:
         ConfigError: Ray is missing, or no application has the name.
-        EngineClosedError: None of its engines answers.
+        EngineClosedError: No engine of the application answers.
     """
     _need_ray()
     from qllm.ray.deploy import connected
@@ -78,7 +78,7 @@ def connect(name: str = "qllm") -> Any:
 
 
 def map_batches(dataset: Any, **keywords: Any) -> Any:
-    """Return a dataset with an answer to each of its prompts, from engines that also serve.
+    """Return a dataset with an answer to each prompt, from engines that also serve.
 
     See `qllm.ray.data.map_batches` for the arguments.
     """

@@ -45,7 +45,7 @@ class LoopThread:
 class Calls:
     """Questions to replicas.
 
-    The loop that receives tokens must not ask: callers may hold its locks.
+    The loop that receives tokens must not ask questions, because callers may hold the loop's locks.
 
     Args:
         engines: Handle of the deployment.
@@ -81,7 +81,7 @@ class Calls:
             raise EngineClosedError(f"no replica has answered for {timeout_s:.0f} s") from None
         except QllmError:
             raise
-        except Exception as error:  # Ray's errors: the deployment or the replica has ended
+        except Exception as error:  # errors of Ray: the deployment or the replica has ended
             raise EngineClosedError(f"no replica answers: {error}") from error
 
     def close(self) -> None:

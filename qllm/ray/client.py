@@ -1,8 +1,8 @@
 """A front end for the engines of a Ray Serve deployment, for the server and batch jobs.
 
 Every open request is one stream of a replica that the router has chosen. When the replica dies, the
-request waits in a `RequestLog`, like a request whose engine died under a server. Then it continues
-at another replica after the tokens that this front end has.
+request waits in a `RequestLog`, like a request whose engine died under a server. Then the request
+continues at another replica, after the tokens that this front end has.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ BEAT_S = 3.0
 FIRST_S = 600.0
 """Seconds within which the first replica must load its model."""
 MAX_TRIALS = 2
-"""Number of engines that may die before the request has a token there; the last one ends it, as in
-a fleet."""
+"""Number of engines that may die before the request has a token there. The last of these deaths
+ends the request, as in a fleet."""
 
 
 class Stream:
@@ -51,7 +51,7 @@ class Stream:
     Args:
         item: The request.
         key: Id of the request at replicas.
-        seen: Knowledge of the replicas.
+        seen: Facts about the replicas.
     """
 
     def __init__(self, item: Submission, key: str, seen: Seen) -> None:
@@ -61,13 +61,13 @@ class Stream:
         """The replica that has the request; None while the router looks for one."""
         self.task: asyncio.Task[None] | None = None
         self.moves = False
-        """True if its task was cancelled so that the request continues elsewhere."""
+        """True if the stream's task was cancelled so that the request continues elsewhere."""
         self.telling = asyncio.Lock()
         """Lock that keeps updates to replicas in the order of the calls."""
 
 
 class Streams(FrontEndPort):
-    """A port that sends requests to the replicas of a deployment and takes what they stream.
+    """A port that sends requests to the replicas of a deployment and receives their streams.
 
     Args:
         engines: Handle of the deployment.
@@ -78,7 +78,7 @@ class Streams(FrontEndPort):
     def __init__(self, engines: Any) -> None:
         self._engines = engines
         self._client = os.urandom(6).hex()
-        """Random id of this front end; replicas have others too."""
+        """Random id of this front end. Replicas have other front ends too."""
         self._streams: dict[RequestId, Stream] = {}
         self._heard: deque[Heard] = deque()
         self._unheard: set[RequestId] = set()
@@ -99,7 +99,7 @@ class Streams(FrontEndPort):
         while True:
             await asyncio.sleep(BEAT_S)
             if self._streams:
-                with suppress(Exception):  # a replica that has ended needs none
+                with suppress(Exception):  # a replica that has ended needs no sign of life
                     asked = self._engines.broadcast("beat", self._client)
                     await asked.results_async(timeout_s=BEAT_S, return_exceptions=True)
 
@@ -143,9 +143,9 @@ class Streams(FrontEndPort):
             self._loop.call_soon_threadsafe(self._loop.create_task, work)
 
     async def _told(self, stream: Stream, op: str, *args: Any) -> None:
-        """Send an update to the replica of a request; before it has one, a cancel ends it here.
+        """Send an update to a request's replica. Without a replica, a cancel ends the request here.
 
-        When a replica has ended, its request continues elsewhere with the updates applied.
+        When a replica has ended, its requests continue elsewhere with the updates applied.
         """
         async with stream.telling:
             if op == "cancel" and stream.replica is None:
@@ -162,7 +162,7 @@ class Streams(FrontEndPort):
                     return
                 if said is not None or self.reaches(stream):
                     return
-            if op != "cancel":  # it ends where it is, unless another replica can take the update
+            if op != "cancel":  # the request ends there, unless another replica can take the update
                 while self._is_open(stream) and not self.seen.serving:
                     await asyncio.sleep(LOOK_S)
                 stream.moves = True
@@ -172,7 +172,7 @@ class Streams(FrontEndPort):
     def reaches(self, stream: Stream) -> bool:
         """Return True if the request's replica can receive updates.
 
-        A replica that drains finishes its requests, and Ray sends it nothing more.
+        A replica that drains finishes its requests, and Ray sends nothing more to that replica.
         """
         return self.seen.replicas is None or stream.replica in self.seen.replicas
 
@@ -220,7 +220,7 @@ class Streams(FrontEndPort):
             self._end(number, FinishReason.TIMEOUT)
         except asyncio.CancelledError:
             lost = self._stopped(stream)
-        except (QllmError, ValueError) as error:  # raised there: the request is wrong
+        except (QllmError, ValueError) as error:  # the replica raised this: the request is wrong
             self._end(number, FinishReason.ERROR, str(error))
         except Exception as error:  # noqa: BLE001 - Ray's own: the replica has ended
             first = (str(error).splitlines() or [""])[0]
@@ -239,7 +239,7 @@ class Streams(FrontEndPort):
         return None
 
     def _carry_over(self, stream: Stream, lost: Lost | Refused) -> None:
-        """Continue a request at another replica; where that one is full, after a while."""
+        """Continue a request at another replica, after a pause if that replica is full."""
         assert self.owner is not None
         had_it, is_full = isinstance(lost, Lost), isinstance(lost, Refused) and not lost.is_final
         if stream.replica is not None and had_it:
@@ -264,7 +264,7 @@ class Streams(FrontEndPort):
         return self._engines.options(stream=True).generate.remote(ask)
 
     def _take(self, stream: Stream, batch: Sequence[Any]) -> Lost | Refused | None:
-        """Take a replica's first message; return why the request must continue elsewhere."""
+        """Take a replica's first message; return a reason to continue elsewhere, if any."""
         number, now = stream.item.request_id, time.monotonic_ns()
         for said in batch:
             if isinstance(said, Placed):
@@ -310,7 +310,7 @@ class RayClient(FarClient, ManyClient, RingClient):
     Args:
         engines: Handle of the deployment of engines.
         max_replays: Largest number of times that one request continues at another replica.
-        waits: True to let new requests wait while no replica serves; else they are refused.
+        waits: True to let new requests wait while no replica serves. False refuses them.
     """
 
     _front_end: Streams
@@ -344,7 +344,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         self._take()
 
     def lost(self, number: RequestId, why: str, *, had_it: bool) -> None:
-        """Store a request whose replica has ended, until `go_on`."""
+        """Store a request whose replica has ended, until the next `go_on`."""
         if (entry := self._open.get(number)) is not None:
             self._forget(number)
             self.log.take(entry, self.now_ns(), why, had_it=had_it)
@@ -354,7 +354,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         self.log.go_on(self.replay)
 
     def _left(self, number: RequestId) -> None:
-        """End the request as the base class does, but without the end of a connection."""
+        """End the request as the base class does, but without closing a connection."""
         self.lost(number, "its replica ended it", had_it=True)
         self.go_on()
 
@@ -366,7 +366,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         return config
 
     def costs_ns(self) -> None:
-        """Return None: replicas report their costs to Ray Serve's router, which chooses."""
+        """Return None, because replicas report costs to Ray Serve's router, which chooses."""
 
     @property
     def draining(self) -> bool:
@@ -378,7 +378,7 @@ class RayClient(FarClient, ManyClient, RingClient):
             raise EngineClosedError(why)
 
     def _why_none(self) -> str | None:
-        """Return the reason why no replica serves; None if one does, or none is known yet."""
+        """Return the reason why no replica serves; None if one serves, or none is known yet."""
         seen = self._seen
         if seen.replicas is None or seen.serving:
             return None
@@ -410,7 +410,7 @@ class RayClient(FarClient, ManyClient, RingClient):
 
     def submit(self, submission: Submission, handle: Handle) -> None:
         if submission.is_open:
-            self._front_end.revise(Revision(0, submission))  # raises with the reason
+            self._front_end.revise(Revision(0, submission))  # this call raises with the reason
         self.log.keep(handle)
         super().submit(submission, handle)
 
@@ -451,7 +451,7 @@ class RayClient(FarClient, ManyClient, RingClient):
         return "an engine on this machine; these are replicas of Ray"
 
     def drain(self) -> None:
-        """Stop taking requests here only: the engines have other front ends."""
+        """Stop taking requests at this front end only, because the engines have others."""
         self.raise_if_closed()
         self._drains = True
 

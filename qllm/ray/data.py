@@ -1,6 +1,6 @@
 """Answers to the prompts of a Ray dataset, by the engines of a running application.
 
-Requests are BE: they use the capacity that LS requests leave.
+Requests are BE, so they use the capacity that LS requests leave.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from qllm.ray.deploy import APP, connected
 
 
 class Answers:
-    """A callable that answers batches of prompts; Ray Data makes one in each worker.
+    """A callable that answers batches of prompts. Ray Data makes one in each worker.
 
     Args:
         app: Name of the application.
@@ -58,7 +58,7 @@ def map_batches(
     concurrency: int = 1,
     **asked: Any,
 ) -> Any:
-    """Return a dataset with an answer to each of its prompts, computed as it is read.
+    """Return a dataset with an answer to each prompt, computed while the dataset is read.
 
     Args:
         dataset: A `ray.data.Dataset`.
@@ -66,7 +66,7 @@ def map_batches(
         column: Name of the column with the prompts: text, token ids, or chat messages.
         into: Name of the column for the answers' text. INTO_tokens and INTO_end get the number of
             tokens and the finish reason.
-        batch_size: Rows that one worker has in the engines at once.
+        batch_size: Number of rows that one worker has in the engines at once.
         concurrency: Number of workers. They compute nothing, so Ray counts no CPU for them.
         **asked: Further arguments of `QLLMEngine.generate`: `max_tokens`, `temperature`, `seed`,
             `priority` ("BE") and so on.

@@ -31,7 +31,7 @@ LOGGING = {"enable_access_log": False}
 
 
 class HttpFrontEnd:
-    """HTTP in front of the engines: the server's own application over a `RayClient`.
+    """The HTTP side in front of the engines: the server's own application over a `RayClient`.
 
     Args:
         config: Settings of the server.
@@ -43,7 +43,7 @@ class HttpFrontEnd:
         self._config, self._engines = config, engines
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Connect to the engines, once the first is there."""
+        """Connect to the engines, once the first one is running."""
         self._engine = over(self._engines, self._config)
         return create_app(self._engine, self._config)
 
@@ -59,11 +59,11 @@ def over(engines: Any, config: ServerConfig | None = None) -> QLLMEngine:
     Args:
         engines: Handle of the deployment.
         config: Settings of the server; `max_replays`, `trust_remote_code` and the table `ray`
-            count. None is for batch jobs, which wait while no replica is there.
+            count. None is for batch jobs, which wait while there is no replica.
     """
     if config is None:
         client = RayClient(engines)
-    else:  # where none may be there for long, a waiting request makes Ray start one
+    else:  # with min_replicas=0, a waiting request makes Ray start a replica
         waits = settings_of(config).min_replicas == 0
         client = RayClient(engines, config.max_replays, waits=waits)
     trusts = config is not None and config.trust_remote_code
@@ -103,7 +103,7 @@ def engine_options(config: ServerConfig, settings: RaySettings) -> dict[str, Any
     gpus = settings.gpus if settings.gpus is not None else float(config.device != "cpu")
     found: dict[str, Any] = {
         "name": ENGINES,
-        "max_ongoing_requests": MAX_OPEN,  # the engine's own queues know classes
+        "max_ongoing_requests": MAX_OPEN,  # the engine's own queues order requests by class
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus, "resources": settings.resources},
         "graceful_shutdown_timeout_s": config.drain_s,
         "graceful_shutdown_wait_loop_s": 0.2,

@@ -1,6 +1,6 @@
-"""The load of a replica, counted where requests pass, without asking its engine.
+"""The load of a replica, counted where requests pass, without a question to the engine.
 
-Routers receive it per front end, and the autoscaler too. Times are nanoseconds of one clock.
+Routers and the autoscaler receive the load, per front end. Times are nanoseconds of one clock.
 """
 
 import threading
@@ -13,7 +13,7 @@ from qllm.fleet.routes import Backlog
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, Slo
 
 Counts = dict[str, list[Sequence[int]]]
-"""Backlogs of LS and of BE as tuples, by front end; survives JSON."""
+"""Backlogs of LS and of BE as tuples, by front end. JSON keeps this type."""
 
 
 def front_end_of(key: str) -> str:
@@ -36,17 +36,17 @@ class _Open:
         return 1, int(self.waits), self.num_prompt * self.waits, self.num_output
 
     def late(self, now_ns: int) -> float:
-        """Return TTFT over target if its first token comes now; 0 without a target or LS."""
+        """Return TTFT over target if the first token came now; 0 for BE, or without a target."""
         if self.priority >= Priority.BE or self.ttft_ms is None:
             return 0.0
         return (now_ns - self.arrival_ns) / NS_PER_MS / self.ttft_ms
 
 
 class ReplicaLoad:
-    """The open requests of a replica, and the lateness of its LS requests. From any thread.
+    """The open requests of a replica, and the lateness of its LS requests. It is thread-safe.
 
     Args:
-        ttft_ms: Target in ms of LS requests without one; None leaves them out of the lateness.
+        ttft_ms: Target in ms for LS requests without a target. With None they do not count as late.
         window_s: Seconds for which a first token counts.
     """
 
@@ -71,13 +71,13 @@ class ReplicaLoad:
         """Add a request that has arrived.
 
         Args:
-            key: Its id until `closed`.
+            key: Id of the request until `closed`.
             priority: Its class.
             arrival_ns: Time of its arrival.
             slo: Its targets.
             num_prompt: Number of tokens to prefill, including output of another engine.
             num_output: Largest number of tokens still to produce.
-            is_moved: True if it had its first token elsewhere and cannot be late.
+            is_moved: True if the request had its first token elsewhere, so that it cannot be late.
         """
         target = None if is_moved else slo.ttft_ms or self._ttft_ms
         with self._lock:
@@ -124,7 +124,7 @@ class ReplicaLoad:
     def lateness(self, now_ns: int) -> float:
         """Return the 90th percentile of TTFT over target of LS in the window, else 0.
 
-        A waiting request counts with the time it has waited, once that exceeds its target.
+        A waiting request counts with its waiting time, once that exceeds its target.
         """
         with self._lock:
             while self._firsts and self._firsts[0][0] < now_ns - self._window_ns:
@@ -141,7 +141,7 @@ class ReplicaLoad:
 
 
 def added(counts: Counts, without: Container[str] = ()) -> tuple[Backlog, Backlog]:
-    """Return the summed backlogs of LS and BE of all front ends but some."""
+    """Return the summed backlogs of LS and BE of all front ends except the given ones."""
     each = [both for name, both in counts.items() if name not in without]
     ls, be = ([sum(column) for column in zip(*(b[i] for b in each), strict=True)] for i in (0, 1))
     return Backlog(*ls), Backlog(*be)

@@ -33,21 +33,21 @@ from qllm.torchless import forgo_torch
 from qllm.types import PromptLogprobs, RequestId, RequestStatus, Sampled
 
 SILENT_TICKS = 20
-"""Seconds without a sign of life after which a front end has ended, on a clock that stalls with the
+"""Seconds without a sign of life after which a front end counts as ended. The clock stalls with the
 process.
 
-A replica that drains gets no signs of life. So a front end has ended only after these and
-`drain_s`.
+A replica that drains gets no signs of life. So there a front end counts as ended only after these
+seconds and `drain_s`.
 """
 
 
 class Relay(Handle):
-    """A request whose caller is elsewhere: messages of the engine are passed on to it.
+    """A request whose caller is in another process. Messages of the engine are sent to the caller.
 
     Args:
         ask: The request as it arrived.
-        push: Function that sends a message, called on the engine's receiver thread.
-        on_token: Function called there for each token.
+        push: Function that sends a message. It is called on the engine's receiver thread.
+        on_token: Function that is called on that thread for each token.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Relay(Handle):
         self.far_number = item.request_id
         """The front end's id of the request."""
         for token_id in item.token_ids[item.num_prompt_tokens :]:
-            super().on_token(Sampled(self.far_number, token_id))  # the caller has them
+            super().on_token(Sampled(self.far_number, token_id))  # the caller has these tokens
         now = time.monotonic_ns()
         deadline_ns = None if item.deadline_ns is None else now + item.deadline_ns
         self.asked_for = replace(
@@ -93,7 +93,7 @@ class Relay(Handle):
             self._push((PROMPT_KIND, 0, body))
 
     def ended(self, end: End, known: EngineMetrics) -> None:
-        """Send how the request ended."""
+        """Send the end of the request."""
         self._push((FINISH_KIND, *encode_finish(self.far_number, *end, known)))
 
     # -- as a log: the engine's process is gone, and this one is not
@@ -103,15 +103,15 @@ class Relay(Handle):
         self._push(Lost(why))
 
     def heard_of(self, entry: Any) -> None:
-        """Do nothing: the caller elsewhere sees the token."""
+        """Do nothing, because the token goes to the caller in the other process."""
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
-        """Tell the front end to continue the request elsewhere: replicas migrate no KV."""
+        """Tell the front end to continue the request elsewhere, because replicas migrate no KV."""
         self._push(Lost("the engine handed it over"))
 
 
 class Relayed(SavedRequest):
-    """An open request whose end is passed on."""
+    """An open request whose end is sent to its caller."""
 
     handle: Relay
 
@@ -121,7 +121,7 @@ class Relayed(SavedRequest):
 
 
 class EngineReplica:
-    """A replica: serves one engine to front ends. Ray Serve makes it a deployment.
+    """A replica, which serves one engine to front ends. Ray Serve makes a deployment of this class.
 
     Args:
         config: Settings of the server, including those of its engine.
@@ -153,13 +153,13 @@ class EngineReplica:
     # -- what Ray Serve asks
 
     def check_health(self) -> None:
-        """Raise once the engine has ended: Ray Serve makes another replica."""
+        """Raise once the engine has ended. Ray Serve then makes another replica."""
         if (why := self._engine.failure) is not None:
             raise EngineClosedError(why)
         self._engine.raise_if_closed()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return its model and version. The router skips replicas that differ, and reports how."""
+        """Return the model and version. The router skips and reports replicas that differ."""
         config = self._engine.config
         kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
         return {
@@ -175,7 +175,7 @@ class EngineReplica:
         return {"backlogs": self._load.counts()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the metrics that `Scaling` decides by."""
+        """Return the metrics by which `Scaling` decides."""
         late = self._load.lateness(time.monotonic_ns())
         return {LATENESS: late, BE_TOKENS: float(be_tokens(self._load.counts()))}
 
@@ -191,7 +191,7 @@ class EngineReplica:
         return self._card
 
     async def generate(self, ask: Ask) -> AsyncIterator[list[Said]]:
-        """Serve one request: yield its replica, then its tokens as they come, then its end.
+        """Serve one request: yield its replica, then its tokens as they arrive, then its end.
 
         Raises:
             InvalidRequestError: The request is wrong.
@@ -242,14 +242,14 @@ class EngineReplica:
         finally:
             del self._relays[key]
             load.closed(key)
-            relay.cancel()  # nothing if it has ended
+            relay.cancel()  # does nothing if the request has ended
 
     def beat(self, front_end: str) -> None:
         """Record a front end's sign of life."""
         self._silent[front_end] = 0
 
     async def _leave_the_dead(self) -> None:
-        """End the requests of front ends that have ended: Ray does not end their streams."""
+        """End the requests of front ends that have ended, whose streams Ray does not end."""
         while True:
             await asyncio.sleep(1)
             self.tick()
@@ -263,16 +263,16 @@ class EngineReplica:
                 relay.cancel()
 
     async def tell(self, key: str, op: str, *args: Any, at: str | None = None) -> str | None:
-        """Change an open request, or return its state.
+        """Change an open request, or return the request's status.
 
         Args:
             key: Id of the request.
             op: "cancel", "update" with a class and a pause flag, or "status".
             *args: Arguments of the operation.
-            at: The replica; the router has used it already.
+            at: Name of the replica. The router has used it already.
 
         Returns:
-            The status, or "" after a change; None if the request is not here.
+            The status, or "" after a change; None if this replica has no such request.
         """
         relay = self._relays.get(key)
         if relay is None:

@@ -1,8 +1,9 @@
 """Choice of a replica for a request: the fleet's routes inside Ray Serve's router.
 
-Ray Serve runs one router in every process that holds a handle of the deployment. It records what
-this process has sent as a fleet without Ray does (`qllm.fleet.router`). The replicas report what
-other processes have sent, at most a second late, and the router adds it to the views.
+Ray Serve runs one router in every process that holds a handle of the deployment. The router records
+the requests that this process has sent, as a fleet without Ray does (`qllm.fleet.router`). The
+replicas report the requests of other processes, at most a second late. The router adds these
+reports to the views.
 """
 
 import logging
@@ -36,9 +37,10 @@ class EngineRouter(RequestRouter):
         """
         self._router = Router(load_route(route))
         self._lock = threading.Lock()
-        """Lock of the views: another thread reports tokens."""
+        """Lock of the views, because another thread reports tokens."""
         self._told: dict[str, tuple[Any, tuple[Backlog, Backlog]]] = {}
-        """Latest report of each replica, and the part of it that its view contains."""
+        """Latest report of each replica, and the part of the report that the replica's view
+        contains."""
         self._front_ends: set[str] = set()
         """Front ends of this process."""
         self._keys: dict[str, str] = {}
@@ -69,7 +71,7 @@ class EngineRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas for one call: the chosen one, or none yet."""
+        """Return the replica chosen for one call, or no replica yet."""
         if pending_request is None:
             return [candidate_replicas]
         for arg in pending_request.args:
@@ -82,7 +84,7 @@ class EngineRouter(RequestRouter):
             named = [r for r in candidate_replicas if r.replica_id.unique_id == at]
             return [
                 named or candidate_replicas
-            ]  # any other replica reports that it does not have the request
+            ]  # any other replica would report that it lacks the request
         ask = _ask_of(pending_request)
         if ask is None:
             return [candidate_replicas]
@@ -107,7 +109,7 @@ class EngineRouter(RequestRouter):
         return None if found is None else same[found.name]
 
     def _look(self, candidates: Sequence[RunningReplica]) -> None:
-        """Update the view of each replica, with its report of other front ends' requests."""
+        """Update the view of each replica, with the report of other front ends' requests."""
         views = {engine.name: engine for engine in self._router.engines}
         names = {replica.replica_id.unique_id for replica in candidates}
         for gone in views.keys() - names:
@@ -147,7 +149,7 @@ class EngineRouter(RequestRouter):
             self._router.heard(key, num_tokens, priority)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count it no more."""
+        """Remove a request that has ended from the counts."""
         if (key := self._keys.pop(internal_request_id, None)) is not None:
             with self._lock:
                 self._router.left(key)
@@ -156,7 +158,7 @@ class EngineRouter(RequestRouter):
 def _replace(
     view: EngineView, before: tuple[Backlog, Backlog], now: tuple[Backlog, Backlog]
 ) -> None:
-    """Replace the requests that other front ends had at a replica by those they have now."""
+    """Replace the count of other front ends' requests at a replica by its latest report."""
     for backlog, old, new in zip((view.ls, view.be), before, now, strict=True):
         backlog.num += new.num - old.num
         backlog.num_waiting += new.num_waiting - old.num_waiting
@@ -187,7 +189,7 @@ def _difference(ours: Card, name: str, metadata: dict[str, Any]) -> str:
 
 
 def _ask_of(pending: PendingRequest) -> Ask | None:
-    """Return our request in a call; None in other calls."""
+    """Return the request in a call of ours; None in other calls."""
     args = pending.args
     is_ours = bool(args) and isinstance(args[0], Ask) and isinstance(args[0].local, Local)
     return args[0] if is_ours else None

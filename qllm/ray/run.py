@@ -1,4 +1,4 @@
-"""The application on an existing cluster, or on one of this process: `qllm serve --ray`."""
+"""The application on an existing cluster, or on a new one of this process: `qllm serve --ray`."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ from qllm.server.config import ServerConfig
 
 LOG = logging.getLogger("qllm")
 STORE_BYTES = 128 << 20
-"""Size of the object store where a cluster is started here: requests and tokens are small."""
+"""Size of the object store of a cluster that is started here. Requests and tokens are small."""
 
 LOOK_S = 0.2
 """Seconds between two checks of an application that drains."""
 START_TRIES = 3
-"""Number of tries: a node of Ray fails after 30 s, a fixed limit; the next try finds its files
-cached."""
+"""Number of tries to start a node of Ray. A node fails after 30 s, a fixed limit. The next try is
+faster, because its files are cached."""
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5, after which it kills its proxy: too soon
     "RAY_worker_niceness": "0",  # 15, so on cores that others use too, engines hardly ran
@@ -38,7 +38,7 @@ def serve(config: ServerConfig) -> None:
     application = build(config)
     stop = threading.Event()
     is_ours = start()
-    before = {  # only now: Ray puts handlers of its own in place, which abort
+    before = {  # only now, because Ray installs handlers of its own, which abort
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGTERM, signal.SIGINT)
     }
@@ -59,7 +59,7 @@ def serve(config: ServerConfig) -> None:
 def drain() -> None:
     """Delete the application and wait until its replicas have finished their requests.
 
-    Ray's own wait ends after 60 s, whatever `drain_s` is.
+    Ray itself would wait only 60 s, whatever `drain_s` is.
     """
     ray_serve.delete(APP, _blocking=False)
     while APP in ray_serve.status().applications:
@@ -91,10 +91,10 @@ def start_here(**settings: Any) -> None:
 
 
 def patiently(begin: Callable[[], Any], undo: Callable[[], Any]) -> Any:
-    """Start a node of Ray, again if it has failed.
+    """Start a node of Ray, and try again if that has failed.
 
     Args:
-        begin: Function that starts it.
+        begin: Function that starts the node.
         undo: Function that is called before another try.
     """
     for left in reversed(range(START_TRIES)):

@@ -1,8 +1,8 @@
 """Number of replicas, chosen by the lateness of LS requests and the amount of waiting BE work.
 
-Ray Serve's own policy counts requests. It makes no difference between a BE request of 4,000 tokens
-and an LS request of 20. But a replica full of BE work is no reason for another one: its LS requests
-are served at once.
+Ray Serve's own policy counts requests. It treats a BE request of 4,000 tokens like an LS request of
+20. But a replica full of BE work is no reason for another replica, because it serves its LS
+requests at once.
 """
 
 from math import ceil
@@ -23,11 +23,11 @@ def wanted(
     """Return the number of replicas that the load needs; the caller applies bounds and delays.
 
     Args:
-        now: Number of replicas there are.
-        lateness: TTFT over target per replica; the worst one counts.
+        now: Number of present replicas.
+        lateness: TTFT over target, per replica. The worst replica counts.
         be_tokens: Tokens of BE requests not computed yet, per replica.
-        be_tokens_per_replica: Tokens per replica above which another one is needed; None disables
-            it.
+        be_tokens_per_replica: Tokens per replica above which another replica is needed; None
+            disables this rule.
     """
     worst = max(lateness, default=0.0)
     if worst > 1:
@@ -39,7 +39,7 @@ def wanted(
 
 
 class Scaling:
-    """The autoscaling policy of the engines' deployment, as Ray Serve calls it.
+    """The autoscaling policy of the engines' deployment. Ray Serve calls it.
 
     Args:
         be_tokens_per_replica: Tokens as for `wanted`.
@@ -56,7 +56,7 @@ class Scaling:
         """
         found = context.aggregated_metrics or {}
         late, backlog = (list(found.get(name, {}).values()) for name in (LATENESS, BE_TOKENS))
-        if not late:  # no replica has reported yet, or there is none and requests wait for one
+        if not late:  # no replica has reported yet, or requests wait for a first replica
             is_asked = context.target_num_replicas == 0 and context.total_num_requests > 0
             return int(is_asked) or context.target_num_replicas, {}
         return wanted(context.target_num_replicas, late, backlog, self._be_tokens), {}

@@ -12,17 +12,17 @@ from qllm.ingress import Submission
 
 @dataclass(eq=False)
 class Seen:
-    """Facts about replicas that a front end shares with the router of its process. It is not sent.
+    """Facts about replicas that a front end shares with its process's router; they are not sent.
 
-    The router gets it with the front end's first call, and updates it.
+    The router gets this object with the front end's first call, and updates it.
     """
 
     replicas: Mapping[str, Mapping[str, Any]] | None = None
-    """Report of each present replica, by name; None before any is known."""
+    """Report of each present replica, by name; None before a replica is known."""
     refused: dict[str, str] = field(default_factory=dict)
     """Permanent reasons why replicas take no request of this front end."""
     card: Card | None = None
-    """Card of the engine that the front end serves; the router skips replicas with another one."""
+    """Card of the engine that the front end serves. The router skips replicas with another card."""
     identity: str | None = None
     """Digest of the card."""
     router: Router | None = None
@@ -33,7 +33,7 @@ class Seen:
         return Seen, ()
 
     def look(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the present replicas; called on the router's thread."""
+        """Record the present replicas. The router's thread calls this."""
         self.refused = {name: why for name, why in self.refused.items() if name in replicas}
         for name in replicas.keys() - (self.replicas or {}).keys():
             self.load_s = replicas[name].get("load_s", self.load_s)
@@ -60,7 +60,8 @@ class Local:
     view: RequestView | None = None
     """The view of the request that the route saw."""
     heard: Callable[[int, int], None] | None = None
-    """Function called with its number of tokens and its class, once it is routed."""
+    """Function that is called once the request is routed, with its number of tokens and its
+    class."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,15 @@ class Ask:
     """A request on its way to a replica."""
 
     key: str
-    """Its id at replicas; a new one each time it is sent."""
+    """Id of the request at replicas. Each time the request is sent, it gets a new id."""
     identity: str
     """`Card.digest` of the engine that the front end serves."""
     flags: int
     body: bytes
-    """A request's record. Its times count from now: arrival in the past, deadline in the future."""
+    """A request's record. Its times count from now. The arrival is in the past, the deadline in the
+    future."""
     local: Local | None = None
-    """Data for the router of this process; it is not sent."""
+    """Data for the router of this process, which is not sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ask, (self.key, self.identity, self.flags, self.body)
@@ -88,17 +90,18 @@ class Placed(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A message: the engine of a living replica has died; the request continues elsewhere."""
+    """A message: the engine of a living replica has died, so a request continues elsewhere."""
 
     why: str
 
 
 class Refused(NamedTuple):
-    """A message: a replica refuses a request, which continues elsewhere."""
+    """A message that a replica refuses a request, which continues elsewhere."""
 
     why: str
     is_final: bool
-    """True if it takes none of this front end any more: its engine has ended, or differs."""
+    """True if the replica takes no more requests of this front end: its engine has ended, or
+    differs."""
 
 
 Said = Placed | Lost | Refused | tuple[int, int, bytes]
