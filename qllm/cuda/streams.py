@@ -1,6 +1,6 @@
 """Streams, events and copies: the CUDA calls for copies of KV. None of these calls waits.
 
-`None` is the stream that computes.
+In all arguments, the stream `None` is the one that computes.
 """
 
 import mmap

@@ -275,7 +275,7 @@ class _Numbers(ast.NodeTransformer):
         return ast.copy_location(ast.Assign([node.target], self.visit(node.value)), node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """Replace a power of two known numbers by its value."""
+        """Replace `a ** b` of two known numbers by its value."""
         left, right = self.visit(node.left), self.visit(node.right)
         node.left, node.right = left, right
         if isinstance(node.op, ast.Pow):

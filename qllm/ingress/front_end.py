@@ -105,7 +105,7 @@ class FrontEndPort(ABC):
     @property
     @abstractmethod
     def num_waiting(self) -> int:
-        """Number of requests not taken yet, and of taken ones that hold no KV."""
+        """Number of requests that wait in the rings, or in the engine without KV."""
 
     @abstractmethod
     def ring_use(self) -> dict[str, float]:
@@ -217,7 +217,7 @@ class FrontEndRings(FrontEndPort):
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests not taken yet, and of taken ones that hold no KV."""
+        """Number of requests that wait in the rings, or in the engine without KV."""
         progress = self._words[FrontEndMemory.PROGRESS]
         return ((self._num_submitted - (progress >> 32)) & _MASK) + (progress & _MASK)
 

@@ -288,7 +288,7 @@ def emit_header() -> str:
 
 
 def emit_records() -> str:
-    """Return `records.h`: the same for the engine's ends, in C++ for host and device."""
+    """Return `records.h`: the same structs for the engine's ends, in C++ for host and device."""
     numbers = {"NUMBER_BITS": NUMBER_BITS, **_NUMBERS}
     del numbers["VERSION"]  # the version of the layout; that of the extension covers both
     structs = {

@@ -57,7 +57,7 @@ def runs(k: int, group: int) -> Iterator[tuple[int, int]]:
 
 
 def rounded(x_TK: Tensor, group: int) -> Rounded:
-    """Round rows for a weight whose groups have so many inputs."""
+    """Round rows, for a weight with groups of this many inputs."""
     x, largest_int = x_TK.float(), torch.tensor(LARGEST, dtype=torch.float32)
     q_TK, scales = torch.zeros(x.shape, dtype=torch.int8), []
     for lo, hi in runs(x.shape[1], group):

@@ -89,7 +89,7 @@ class Streams(FrontEndPort):
         self._loop = self._thread.loop
 
     def start(self, owner: "RayClient") -> None:
-        """Start to receive, for a client."""
+        """Start to receive records for a client."""
         self.owner = owner
         self._loop.call_soon_threadsafe(self._look)
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._beats()))

@@ -141,7 +141,7 @@ def rows(
 
 
 def pair(a: float | None, b: float | None) -> str:
-    """Return two numbers of a table."""
+    """Return the text of a table cell with two numbers."""
     return "-" if a is None or b is None else f"{a:,.1f} / {b:,.1f}"
 
 

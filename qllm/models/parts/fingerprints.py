@@ -132,14 +132,14 @@ def _is_of_transformers(module: object) -> bool:
 
 
 def by_source(table: Mapping[str, str], module: nn.Module | None) -> str | None:
-    """Return a table's entry for the forward of a module, if its class is transformers' own."""
+    """Return a table's entry for a module's forward; None if the class is not transformers'."""
     if module is None or not _is_of_transformers(module):
         return None
     return table.get(fingerprint(module))
 
 
 def norm_by_source(module: Any) -> str | None:
-    """Return a key of `formulas.NORMS`, if the source of a norm is known."""
+    """Return a key of `formulas.NORMS`; None unless the source of a norm is known."""
     if hasattr(module, "variance_epsilon"):
         return by_source({NORM: "rms", WIDE_NORM: "rms_wide"}, module)
     inner, (own, digest) = getattr(type(module), "_norm", None), WIDE_NORM_FROM_ONE
@@ -149,7 +149,7 @@ def norm_by_source(module: Any) -> str | None:
 
 
 def attention_by_source(attn: Any) -> str | None:
-    """Return a value of ATTENTION, if all of the source of an attention module is known."""
+    """Return a value of ATTENTION; None unless the whole source of an attention is known."""
     kind = by_source(ATTENTION, attn)
     if kind == "flagged_head_norm":
         kind = "head_norm" if attn.use_qk_norm else "plain"
@@ -177,7 +177,7 @@ def expands_by_source(attn: Any) -> bool:
 
 
 def delta_net_by_source(attn: Any) -> str | None:
-    """Return a value of DELTA_NET, if all of the source of a Gated DeltaNet is known."""
+    """Return a value of DELTA_NET; None unless the whole source of a Gated DeltaNet is known."""
     kind = by_source(DELTA_NET, attn)
     if kind is None or not uses(attn, DELTA_RULE) or fingerprint(attn.norm) != DELTA_NORM:
         return None
@@ -199,7 +199,7 @@ def is_clamped_by_source(experts: Any) -> bool:
 
 
 def router_by_source(router: Any) -> str | None:
-    """Return a value of ROUTER, if all of the source of a router is known."""
+    """Return a value of ROUTER; None unless the whole source of a router is known."""
     kind = by_source(ROUTER, router)
     return None if kind == "sparse_mixer" and not uses(router, SPARSE_MIXER) else kind
 

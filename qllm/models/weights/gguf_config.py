@@ -165,7 +165,7 @@ class Metadata(NamedTuple):
     values: Mapping[str, Any]
     """Values by key, without the architecture's prefix."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of its tensors by name, rows first."""
+    """Shapes of the file's tensors by name, rows first."""
     ends: Sequence[int] = ()
     """Ids of the tokens that end an answer."""
     start: int | None = None

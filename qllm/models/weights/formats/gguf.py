@@ -22,29 +22,29 @@ SMALL = 32
 
 
 def q4_0(blocks: Tensor) -> Quantised:
-    """Read bytes [..., n, blocks, 18]."""
+    """Return the weight in blocks of 18 bytes, uint8 [..., n, blocks, 18]."""
     return shifted("u4", _halves(blocks[..., 2:]), _fp16(blocks, 0), 8, SMALL)
 
 
 def q4_1(blocks: Tensor) -> Quantised:
-    """Read bytes [..., n, blocks, 20]."""
+    """Return the weight in blocks of 20 bytes, uint8 [..., n, blocks, 20]."""
     return Quantised("u4", _halves(blocks[..., 4:]), _fp16(blocks, 0), _fp16(blocks, 2), SMALL)
 
 
 def q8_0(blocks: Tensor) -> Quantised:
-    """Read bytes [..., n, blocks, 34]."""
+    """Return the weight in blocks of 34 bytes, uint8 [..., n, blocks, 34]."""
     codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(-2)
     return Quantised("i8", codes, _fp16(blocks, 0), None, SMALL)
 
 
 def q4_k(blocks: Tensor) -> Quantised:
-    """Read bytes [..., n, blocks, 144]."""
+    """Return the weight in blocks of 144 bytes, uint8 [..., n, blocks, 144]."""
     codes = _k_nibbles(blocks[..., 16:], 32)
     return Quantised("u4", pairs(codes.flatten(-2)), *_k_scales(blocks), 32)
 
 
 def q5_k(blocks: Tensor) -> Quantised:
-    """Read bytes [..., n, blocks, 176]."""
+    """Return the weight in blocks of 176 bytes, uint8 [..., n, blocks, 176]."""
     low = _k_nibbles(blocks[..., 48:], 32)
     high = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
     codes = low | high.flatten(-2) << 4
@@ -52,7 +52,7 @@ def q5_k(blocks: Tensor) -> Quantised:
 
 
 def q6_k(blocks: Tensor) -> Quantised:
-    """Read bytes [..., n, blocks, 210]."""
+    """Return the weight in blocks of 210 bytes, uint8 [..., n, blocks, 210]."""
     low = _k_nibbles(blocks[..., :128], 64)
     quarters = blocked(blocks[..., 128:192], 2, 1, 32)
     high = quarters >> torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1) & 3

@@ -58,7 +58,7 @@ def _mxfp4(weight_NK: Tensor) -> Quantised:
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mxfp4}
-"""Functions that round, by the values of `expert_weights` that round while a model is loaded."""
+"""Rounding function for each value of `expert_weights` that rounds while a model loads."""
 
 
 BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
