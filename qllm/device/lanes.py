@@ -25,7 +25,7 @@ TENSORS = (
     *("ids", "pos", "slots", "seq", "gather", "tables", "decode", "prefill", "last", "positions"),
     *("seeds", "top_k", "temperature", "top_p", "min_p", "num_tokens", "tokens", "peaks"),
 )
-"""Arrays of a lane, each contiguous; 8 bytes per element, `peaks` 4."""
+"""Arrays of a lane, each contiguous. An element has 8 bytes, or 4 in `peaks`."""
 
 STAGE: Dtype = np.dtype(numbers("start", "end", "tokens", "prefill", "head", "whole", kind="<i4"))
 """One graph: layers [start, end), the graph's bucket, and 1 in `head` if the graph samples. A graph
@@ -39,7 +39,7 @@ LANE: Dtype = np.dtype(
         *numbers("max_rows", "max_pages", "block", "prefill_tiles", kind="<i4"),
     ]
 )
-"""Addresses of tensors; the loaded data; and sizes.
+"""Addresses of tensors, facts about the loaded data, and sizes.
 
 The loaded data is that of frame `loaded_frame`, of its group from layer `loaded_layer` on, with
 `loaded_rows` live rows. A group has one bucket in all its layers."""

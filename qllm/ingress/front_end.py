@@ -46,7 +46,7 @@ SPARE_BYTES = 64 << 10
 
 
 def ring_bytes(max_prompt: int, vocab_size: int) -> tuple[int, int, int, int]:
-    """Capacities of the LS, BE, cancel and token rings; untouched pages cost nothing."""
+    """Return capacities of the LS, BE, cancel and token rings. Untouched pages cost nothing."""
     largest = 4 * max_prompt + 20 * vocab_size + SPARE_BYTES
     request = max(MIN_REQUEST_BYTES, 2 * largest)
     return request, request, CANCEL_BYTES, TOKEN_BYTES

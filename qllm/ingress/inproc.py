@@ -52,7 +52,7 @@ class InprocIngress:
         self._arrived = threading.Event()
 
     def put(self, item: Item) -> None:
-        """Add one item; returns at once."""
+        """Add one item, without waiting."""
         self._items.append(item)
         if isinstance(item, Submission):
             self.stop.lower(item.priority)

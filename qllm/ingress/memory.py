@@ -54,7 +54,7 @@ class Memory(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def write(self, at: int, data: bytes) -> None:
-        """Write bytes into the memory; the host does so at set-up."""
+        """Write bytes into the memory. The host does so at set-up."""
         ...
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Segment:
         return cls(fd)
 
     def close_fd(self) -> None:
-        """Close the descriptor; the mapping stays until the object is collected."""
+        """Close the descriptor. The mapping stays until the object is collected."""
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1

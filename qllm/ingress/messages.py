@@ -20,7 +20,7 @@ class Source(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """Facts about a model that a front end needs; another process may have loaded the model."""
+    """Facts about a model that a front end needs. Another process may have loaded the model."""
 
     name: str
     shape: ModelShape
@@ -70,7 +70,7 @@ class Hello(NamedTuple):
 
 
 class EngineCard(NamedTuple):
-    """The description of an engine for front ends of other hosts; it can be sent as JSON."""
+    """The description of an engine for front ends of other hosts, which is sent as JSON."""
 
     info: ModelInfo
     config: EngineConfig

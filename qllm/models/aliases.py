@@ -1,4 +1,4 @@
-"""Short names of models and their hub ids; the id is empty for a local model."""
+"""Short names of models and their hub ids. The id of a local model is empty."""
 
 from collections.abc import Mapping
 

@@ -31,7 +31,7 @@ TRIED = 3
 CHUNK = 5
 """Tokens per call in the trial that continues one call from another."""
 CLOSE = 0.05
-"""Relative difference that rounding explains in any dtype; a lost state makes a far larger one."""
+"""Relative difference that rounding explains in any dtype. A lost state makes a far larger one."""
 MOST = 0.7
 """Share of tokens that must be close. For the rest, the router may choose other experts."""
 
@@ -352,7 +352,7 @@ class Around:
 
 
 class Leave(nn.Module):
-    """A module that calls `Around.leave`; it is used instead of a model's last norm."""
+    """A module that calls `Around.leave`, used instead of a model's last norm."""
 
     def __init__(self, around: Around) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ def _keeps_nothing_before(
     Args:
         attention: Attention module of the layer.
         real: The layer's forward.
-        args: Positional arguments of the call; caches are copied.
+        args: Positional arguments of the call. Caches among them are copied.
         kwargs: Keyword arguments of the call.
     """
     if attention is None:

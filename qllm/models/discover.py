@@ -1,8 +1,8 @@
 """Discovery of the parts of a Hugging Face MoE model from transformers' declarations.
 
-`_can_record_outputs` names the classes of layers, attention and routers; the experts carry the
-flags of `use_experts_implementation`; `base_model_pp_plan` names embedding, layers and norm.
-No part is found by the name of a family.
+`_can_record_outputs` names the classes of layers, attention and routers. The experts carry the
+flags of `use_experts_implementation`. `base_model_pp_plan` names embedding, layers and norm. No
+part is found by the name of a family.
 
 The fast driver may run a layer if the code that joins its parts, in its forward and in its MoE
 block, is known (`qllm.models.parts.known`). A layer with other code is run by hooks.
@@ -132,7 +132,7 @@ def _like(head: nn.Linear) -> Tensor:
 
 
 def _can_drive(module: Any) -> bool:
-    """Return True if our work units support these experts; a layer with others runs whole."""
+    """Return True if our work units support these experts. A layer with others runs whole."""
     return (
         is_experts(module)
         and bool(module.has_gate)

@@ -53,7 +53,8 @@ def refuse_misfits(name: str, model: PreTrainedModel, shapes: Mapping[str, Shape
         shapes: Shapes of its weights by name; None if only the weight's codes show the shape.
 
     Raises:
-        ModelError: A misfit; the text has the first name as the checkpoint spells it.
+        ModelError: The checkpoint does not fit. The text has the first wrong name, in the
+            checkpoint's spelling.
     """
     found: dict[str, dict[str, Renamed]] = {}
     for one in renamed(model, shapes):

@@ -11,7 +11,7 @@ from qllm.errors import ConfigError, ModelError
 from qllm.models.aliases import ALIASES
 
 HUB_TIMEOUT_S = 5.0
-"""Longest wait for the hub's first answer; without a network an error comes at once."""
+"""Longest wait for the hub's first answer. Without a network an error comes at once."""
 
 TALK = "talk-smollm2-135m-r1"
 """Name of the folder of the model `talk` in `cache_dir()`. It changes when `make talk` makes

@@ -3,8 +3,8 @@
 Layers are run part by part, and kernels compute several parts at once from their weights. If a
 part, or a module inside it, has a hook, the part is computed by its own modules. So the hook is
 called as in `model.forward`, with the rows of an op. Modules that are no part (a layer, a block of
-experts, experts, the head) are never called; a warning names hooks on them. Layers that the
-model's forward calls are called whole, but modules inside their experts are not called.
+experts, experts, the head) are never called. A warning names the hooks on these modules. Layers
+that the model's forward calls are called whole, but modules inside their experts are not called.
 """
 
 import logging

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LogitRule(NamedTuple):
-    """A rule for the output head's logits; its operations run in this order."""
+    """A rule for the output head's logits, whose operations run in the order of the fields."""
 
     divisor: float | None = None
     factor: float | None = None

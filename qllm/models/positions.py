@@ -90,7 +90,7 @@ def refuse_rope_types(rotary: Any) -> None:
 
 
 def max_position(config: Any) -> int:
-    """Return the longest sequence; dynamic NTK extends `max_position_embeddings` by a factor."""
+    """Return the longest sequence. Dynamic NTK extends `max_position_embeddings` by a factor."""
     length = getattr(config, "max_position_embeddings", 1 << 30)
     rope = getattr(config, "rope_parameters", None) or {}
     return int(length * rope.get("factor", 1.0) if rope.get("rope_type") == "dynamic" else length)

@@ -10,7 +10,7 @@ Stub = Callable[..., Any]
 
 
 class Unwind(BaseException):
-    """An exception that leaves a model's forward; no `except Exception` of a model catches it."""
+    """An exception that leaves a model's forward. No `except Exception` of a model catches it."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Models that the drivers would run incorrectly; they are refused by name."""
+"""Refusals, by name, of models that the drivers would run incorrectly."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ class HeldGaps:
         self._expected_ns = step_ns if decision.slice_ns is None else decision.slice_ns
 
     def ran(self, elapsed_ns: int, now_ns: int) -> str | None:
-        """Count a run; return what is wrong, as the end of a sentence, if anything is."""
+        """Count a run; return the broken rule as the end of a sentence, or None."""
         scheduler = self._scheduler
         gap_ms = scheduler.policy.max_prompt_gap_ms
         for tier in self._prompts:

@@ -29,8 +29,8 @@ class Outcome:
     ls_tpot_p50: float | None
     ls_tpot_p99: float | None
     attainment: float | None
-    """Part of the LS requests that met both targets; requests that were undecided at the end of the
-    window are not counted."""
+    """Part of the LS requests that met both targets. Requests that were undecided at the end of the
+    window do not count."""
     be_prompt_per_s: float
     """Prompt tokens of BE requests computed per second of the window."""
     be_output_per_s: float

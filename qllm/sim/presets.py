@@ -23,7 +23,7 @@ _SPARE_PART = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Sizes of a Mixture-of-Experts model; the names are those of a Hugging Face config."""
+    """Sizes of a Mixture-of-Experts model, with the names of a Hugging Face config."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -68,7 +68,7 @@ class ModelSpec:
 
     @property
     def weights(self) -> int:
-        """Return the number of all weights; embedding and output matrix count separately."""
+        """Return the number of all weights. Embedding and output matrix count separately."""
         layer = self.attn_weights + self.route_weights + self.num_experts * self.expert_weights
         return self.num_hidden_layers * layer + 2 * self.head_weights
 

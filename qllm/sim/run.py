@@ -120,7 +120,7 @@ class SimulatedEngine:
         )
 
     def fits(self, spec: RequestSpec) -> bool:
-        """Return True if the engine can hold a request; `submit` refuses others."""
+        """Return True if the engine can hold a request. `submit` refuses others."""
         total = spec.longest_prompt + spec.max_tokens
         return total <= self.runner.shape.longest(self._config.pool_tokens)
 

@@ -19,7 +19,7 @@ from qllm.types import Grain
 
 @lru_cache(maxsize=64)
 def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
-    """Return the probability per expert that one token uses it; the sum is `top_k`.
+    """Return the probability of each expert that one token uses it. Their sum is `top_k`.
 
     The probability is proportional to 1 / (place + 1) ** skew, but a token uses an expert at most
     once.

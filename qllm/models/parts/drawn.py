@@ -136,8 +136,8 @@ def shadow(
     """Return a module's code over random weights.
 
     Args:
-        module: The module; it is not changed.
-        draw: Source of the weights; those of higher precision than the rest stay wider.
+        module: The module, which is not changed.
+        draw: Source of the weights. Weights of higher precision than the rest stay wider.
         stubs: Replacements of modules inside it.
         **settings: Attributes of the shadow that replace those of the module.
     """
@@ -263,7 +263,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def has_another_forward(module: nn.Module) -> bool:
-    """Return True if a user replaced a method of a module; our own forwards do not count."""
+    """Return True if a user replaced a method of a module. Our own forwards do not count."""
     own, kind = vars(module), type(module)
     replaced = {k for k in own.keys() - _OF_TORCH if isfunction(getattr(kind, k, None))}
     is_held = linear_in(module) is not None or quantised_in(module) is not None

@@ -92,9 +92,10 @@ HALF_TABLE = {
 PART = {"apply_rotary_pos_emb": "5b52c0dc5bb2", "rotate_half": "b59dbfffe0ee"}
 PAIRS = {"apply_rotary_pos_emb_interleave": "5af815f3c610"}
 COMPLEX = {"apply_rotary_emb": "3c585dc0d8cb"}
-"""Digests of functions in a model's file, for one way of rotation each. In the model's dtype: a
-head in halves; with cos and sin of half its width, and attention with sinks; the first values of a
-head in halves; in pairs, with output in halves. In fp32: pairs as complex numbers.
+"""Digests of functions in a model's file, for one way of rotation each. In the model's dtype there
+are four ways: a head in halves, halves with cos and sin of half the width (and attention with
+sinks), the first values of a head in halves, and pairs with output in halves. In fp32 there are
+pairs as complex numbers.
 """
 NORM = "5cf66a5b73d6"
 """Fingerprint of the RMS norm that rounds before it multiplies by its weight."""
@@ -188,7 +189,7 @@ def delta_net_by_source(attn: Any) -> str | None:
 
 
 def is_swiglu_by_source(mlp: Any) -> bool:
-    """Return True if the source of an MLP is the usual one; its activation is not checked."""
+    """Return True if the source of an MLP is the usual one, whatever its activation."""
     return by_source({MLP: "swiglu"}, mlp) is not None
 
 

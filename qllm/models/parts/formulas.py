@@ -206,7 +206,7 @@ def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs as complex numbers, in fp32; cos and sin are half as wide."""
+    """Rotate pairs as complex numbers, in fp32. Cos and sin are half as wide."""
     first, second = x[..., 0::2].float(), x[..., 1::2].float()
     turned = torch.stack((first * cos - second * sin, first * sin + second * cos), -1)
     return turned.flatten(-2).to(x.dtype)

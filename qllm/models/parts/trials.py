@@ -65,7 +65,7 @@ Trial = Callable[..., str]
 
 
 def trial(run: Callable[..., Iterator[str]]) -> Trial:
-    """Make a trial of a function that yields differences; an exception counts as one."""
+    """Make a trial of a function that yields differences. An exception counts as one."""
 
     @wraps(run)
     def tried(module: nn.Module, *args: Any) -> str:

@@ -105,7 +105,7 @@ class DenseFolder:
 
 
 class DenseGguf:
-    """A GGUF file; blocks of integers are expanded one tensor at a time."""
+    """A GGUF file, whose blocks of integers are expanded one tensor at a time."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_file(path)

@@ -16,7 +16,7 @@ from qllm.errors import ModelError
 from qllm.models.folders import first_line
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the tensor that scales Llama 3's rotations; it is no parameter of a model."""
+"""Name of the tensor that scales Llama 3's rotations, which is no parameter of a model."""
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -65,7 +65,7 @@ class Architecture(NamedTuple):
 
     model_type: str
     keys: Mapping[str, str] = {}
-    """Further attributes of the config by key; keys whose value no tensor gives are required."""
+    """Further attributes of the config by key. A key is required if no tensor gives its value."""
     fixed: Mapping[str, Any] = {}
     """Attributes without a key: llama.cpp assumes these values."""
     same: Mapping[str, Any] = {}

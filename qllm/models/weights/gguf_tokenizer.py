@@ -51,7 +51,7 @@ _CASED = (
 
 
 class Splitting(NamedTuple):
-    """Rules that split a text into pieces; byte-level BPE then merges bytes inside a piece."""
+    """Rules that split a text into pieces. Byte-level BPE then merges bytes inside a piece."""
 
     pattern: str | None
     """Pattern of pieces; None is that of GPT-2."""

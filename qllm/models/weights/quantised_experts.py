@@ -128,7 +128,7 @@ class QuantisedExperts:
         return forward
 
     def _rounded(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run the module's forward with rounded activations; sums are in fp32."""
+        """Run the module's forward with rounded activations and fp32 sums."""
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         out_TKD = x_TD.new_zeros((*top_k_index.shape, x_TD.shape[-1]))
         for expert in range(self.num_experts):

@@ -61,7 +61,8 @@ class Weights(_Weights):
 
         Args:
             first: Number of the first.
-            weights: Parts of each weight, to be stacked along their rows; free afterwards.
+            weights: Parts of each weight, to be stacked along their rows. They are not used
+                afterwards.
 
         Raises:
             ModelError: The kernels do not support such weights.

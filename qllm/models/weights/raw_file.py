@@ -29,7 +29,8 @@ SPARE = 64 << 20
 PROBES = 8
 """Number of places in a file that are checked for being in the cache."""
 AT_ONCE = 1 << 20
-"""Bytes per call that asks the system to read ahead; it ignores the end of longer ranges."""
+"""Bytes per call that asks the system to read ahead. The system ignores the rest of longer
+ranges."""
 
 
 class Buffers:

@@ -223,7 +223,7 @@ class _Held:
         *,
         linears: bool,
     ) -> None:
-        """Read experts, and linears if set, that can stay quantised; remove them from `rest`."""
+        """Read experts, and linears if set, that can stay quantised; drop them from `rest`."""
         with _readers() as pool:
             others = {n: read for n, read in rest.items() if n not in places} if linears else {}
             found_linears = _linears(skeleton, others, pool)  # early: the head takes long

@@ -18,7 +18,7 @@ from qllm.kernels.quantised import Quantised
 from qllm.models.weights.formats.layout import blocked, pairs, shifted
 
 SMALL = 32
-"""Inputs of a block of the formats with one level of scales; K-quants have 256."""
+"""Inputs of a block of the formats with one level of scales. K-quants have 256."""
 
 
 def q4_0(blocks: Tensor) -> Quantised:

@@ -90,7 +90,7 @@ def _check_groups(scale: Tensor, zero: Tensor, n: int, groups: int) -> None:
 
 
 def _bits(bits: int, group: int, centred: bool = False) -> float:
-    """Return bits in memory: scale and offset in fp32; if all zeros are 8, a scale in fp16."""
+    """Return bits in memory. Scale and offset are fp32, or a scale is fp16 if all zeros are 8."""
     return bits + ((16 if centred else 64) / group if group > 0 else 0)
 
 

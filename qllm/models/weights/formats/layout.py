@@ -19,7 +19,8 @@ SCALES = ("F32", "F16", "BF16")
 WHOLE = ("I32", "I64")
 """Dtypes of integers: shapes, and the group of each input."""
 Weight = Quantised | Tensor
-"""A weight [n, k] or a stack [E, n, k]; bf16 where its codes have no groups of consecutive inputs.
+"""A weight [n, k] or a stack [E, n, k]. It is bf16 if its codes have no groups of consecutive
+inputs.
 """
 
 
@@ -43,7 +44,8 @@ class Layout:
     dtypes: tuple[str, ...]
     """Dtypes of the codes: a tensor of another dtype is a plain weight."""
     other_dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Dtypes of other tensors by the end of their names; all not listed have SCALES."""
+    """Dtypes of other tensors by the end of their names. Tensors that are not listed have
+    SCALES."""
     weight: str = ".weight"
     """End of the name of an unquantised weight."""
     read: Callable[[Parts], Weight]

@@ -25,7 +25,7 @@ SIZES = 0x77
 
 
 def read(parts: Parts) -> Quantised:
-    """Read a stack of weights; rows are outputs in the order of the checkpoint."""
+    """Read a stack of weights, with outputs in the order of the checkpoint as rows."""
     blocks, scales = parts["_blocks"], parts["_scales"]
     check(
         blocks.shape[-1] == GROUP // 2 and blocks.shape[:-1] == scales.shape,
@@ -39,7 +39,7 @@ def read(parts: Parts) -> Quantised:
 
 
 def mxfp4(_: Settings) -> Format:
-    """Return the format; it has no settings."""
+    """Return the format, which has no settings."""
     layout = Layout(
         codes="_blocks",
         needs=("_scales",),

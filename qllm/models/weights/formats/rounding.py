@@ -42,7 +42,7 @@ def _int4(weight_NK: Tensor) -> Quantised:
 
 
 def mxfp4(weight: Tensor) -> Quantised:
-    """Round in the same way; values above the largest 4-bit float become it."""
+    """Round in the same way. Values above the largest 4-bit float become that float."""
     return _in_parts(weight, _mxfp4)
 
 
@@ -86,7 +86,7 @@ def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantised]) -> Quantis
 
 
 def _grouped(weight_NK: Tensor, group: int, fill: str) -> Tensor:
-    """Return fp32 [..., n, groups, group]; a shorter last group is padded."""
+    """Return fp32 [..., n, groups, group]. A shorter last group is padded."""
     if not weight_NK.isfinite().all():
         raise ModelError("weights that are not finite cannot be rounded to 4 bits")
     more = -weight_NK.shape[-1] % group
@@ -103,7 +103,7 @@ def _packed(codes: Tensor, k: int) -> Tensor:
 
 
 def _nearest(size: Tensor) -> Tensor:
-    """Return the nearest of the eight sizes; between two, the one with an even code."""
+    """Return the nearest of the eight sizes, or between two of them the one with an even code."""
     sizes = torch.tensor(E2M1[:8], dtype=torch.float32)
     middles = (sizes[1:] + sizes[:-1]) / 2
     low, high = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
