@@ -74,8 +74,8 @@ SECTIONS = (
 `stages`: stages by class and first layer, the best fit first. `starts`: index of the first stage of
 a class and a layer, at class * (num_layers + 1) + layer. `lanes`: the lane of stages, and that of
 whole steps. `sampled`: tokens of the frame that ended last. `latencies`: ns from the put of a
-request to the stop for it, of preemption i at i % MOST_LATENCIES. They are too small by the lag of
-the device's clock, which is as long as a launch takes, but never below 0."""
+request to the stop for it, of preemption i at i % MOST_LATENCIES. The latencies are too small by
+the lag of the device's clock, which is as long as a launch takes. They are never below 0."""
 
 LANES: Dtype = np.dtype(
     [

@@ -235,7 +235,7 @@ class DeviceEngine:
     def gone(self) -> list[CutOff]:
         """Return the front ends that the device has detached since the last call, with reasons.
 
-        Their memory stays page-locked until `unpin`.
+        The memory of these front ends stays page-locked until `unpin`.
         """
         found = []
         block = self.loop.server.memory

@@ -148,7 +148,7 @@ def rank_tree(policy: Any) -> tuple[ast.Module, str]:
     """Return `rank` as a function of integers and an array for the verdict, without `self`.
 
     Returns:
-        Its syntax tree, with the policy's numbers in it, and its source file.
+        The syntax tree of the function, with the policy's numbers in it, and the source file.
 
     Raises:
         ConfigError: The policy is no `RankPolicy`, declares that it cannot be compiled, or its

@@ -39,7 +39,8 @@ MAX_OPEN = 32_767
 """Largest number of open requests of one front end. Its cancel ring has two places per request,
 because a stop string and then the caller may cancel. So a cancel always finds a place."""
 UPDATE_BYTES = 1024 * record_bytes(16)
-"""Largest fill of the cancel ring at which it takes an update, so that room for cancels remains."""
+"""Largest fill, in bytes, at which the cancel ring still takes an update. So room for cancels
+remains."""
 CANCEL_BYTES = 2 * (MAX_OPEN + 1) * record_bytes(16) + UPDATE_BYTES
 SPARE_BYTES = 64 << 10
 """Room for a request's name and strings, in addition to its largest prompt and bias."""
@@ -96,7 +97,7 @@ class FrontEndPort(ABC):
 
     @abstractmethod
     def update(self, item: Update) -> None:
-        """Write a new class for a request, a pause, or its end.
+        """Write a new class for a request, a pause, or the end of a pause.
 
         Raises:
             QueueFullError: The engine has not read a thousand earlier ones.
@@ -203,7 +204,7 @@ class FrontEndRings(FrontEndPort):
             self._ring()
 
     def update(self, item: Update) -> None:
-        """Write a new class for a request, a pause, or its end.
+        """Write a new class for a request, a pause, or the end of a pause.
 
         Raises:
             QueueFullError: The engine has not read a thousand earlier ones.

@@ -184,7 +184,7 @@ class ControlMemory:
 
     @property
     def heartbeat_ns(self) -> int:
-        """Engine time of the loop's last look at its rings; when idle, every second."""
+        """Engine time of the loop's last look at its rings. An idle loop looks every second."""
         return self.words[self._BEAT]
 
     @heartbeat_ns.setter
@@ -236,7 +236,7 @@ class FrontEndLayout(NamedTuple):
 
     number: int
     capacities: tuple[int, ...]
-    """Bytes of each ring; whole pages."""
+    """Bytes of each ring, in whole pages."""
 
     @classmethod
     def of(cls, number: int, capacities: Sequence[int]) -> Self:
@@ -278,7 +278,7 @@ class FrontEndMemory:
         self.offsets = FrontEndLayout(self.number, self.capacities).offsets
         """Offset of each ring in the segment, by name."""
         self.rings: dict[str, tuple[memoryview, Words]] = {}
-        """Bytes of each ring and the word of its reader, by name."""
+        """Bytes of each ring and the word of the ring's reader, by name."""
         for name, size in zip(RINGS, self.capacities, strict=True):
             at, tail = self.offsets[name], cell(FRONT_END, f"{name}_tail")
             self.rings[name] = segment.bytes[at : at + size], segment.words[tail : tail + 1]

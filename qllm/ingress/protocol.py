@@ -91,11 +91,11 @@ class Revision:
 
 
 class Cancel(NamedTuple):
-    """A front end's message that it no longer wants a request."""
+    """A front end's message to cancel a request."""
 
     request_id: RequestId
     reason: FinishReason = FinishReason.CANCELLED
-    """STOP if the front end found a stop string, ERROR if its text failed."""
+    """STOP if the front end found a stop string, ERROR if the front end failed to make text."""
 
 
 class Update(NamedTuple):

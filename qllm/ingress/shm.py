@@ -328,7 +328,7 @@ class ShmIngress:
         return any(backlogs)
 
     def _look(self) -> None:
-        """Take the records of the rings into `_items`, and lower the word for them."""
+        """Take the records of the rings into `_items`, and lower the stop word for these items."""
         self.stop.seen = self._bell[0]
         prompts: list[Submission | Revision] = []
         cancels: list[Cancel | Update] = []

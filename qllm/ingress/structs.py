@@ -44,12 +44,12 @@ number of the first record that the reader cannot see yet, or 0."""
 
 
 def c_struct(name: str, dtype: Dtype, known: Mapping[Dtype, str]) -> list[str]:
-    """Return the lines of a struct, and of the assertion that it is as large as its dtype.
+    """Return the lines of a struct, and of the assertion that struct and dtype have one size.
 
     Args:
         name: Name of the struct.
-        dtype: Its fields.
-        known: Names of the structs that may be fields of it.
+        dtype: Fields of the struct.
+        known: Names of the structs that may be fields of this struct.
     """
     lines = [f"struct {name} {{"]
     for field in dtype.names or ():

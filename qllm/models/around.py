@@ -1,4 +1,4 @@
-"""The part of a model's own forward around its decoder layers, learned by running it.
+"""The part of a model's own forward around its decoder layers, learned by running the forward.
 
 Some layers take more than hidden states, positions and the cache: several residual streams, token
 ids for a router, masks that an indexer reads, values of earlier layers. Such layers are called as
@@ -43,7 +43,7 @@ class Handed(NamedTuple):
     """Name of the later layer's argument."""
     layer: int
     place: int
-    """Its place in the tuple that the layer returns."""
+    """Place of the value in the tuple that the layer returns."""
 
 
 class Entry(NamedTuple):
@@ -101,7 +101,8 @@ class Around:
         self.attention_lengths = [0] * len(self.layers)
         """Lengths of the tuples that each layer's attention returns; 0 if it returns one tensor."""
         self.may_stop = [True] * len(self.layers)
-        """True for each layer that can stop at its attention. It changes no cache before that."""
+        """True for each layer that can stop at its attention, because it changes no cache before
+        that."""
         with torch.inference_mode():
             self._learn()
             self.goes_on = self._tries_chunks()
@@ -116,7 +117,7 @@ class Around:
         return ids[None]
 
     def _learn(self) -> None:
-        """Run the forward, and record how it calls its layers."""
+        """Run the forward, and record the arguments and results of its layers."""
         outs: list[tuple[int, Any]] = []
 
         def see(number: int, real: Stub) -> Stub:
@@ -205,7 +206,7 @@ class Around:
         return all(same)
 
     def _follow_values(self, ids_1T: Tensor) -> None:
-        """Find the arguments that are the cache, and those that an earlier layer returned."""
+        """Find the arguments that are the cache, and those that come from an earlier layer."""
         cache, given = self.cache_of(0), []
         made: list[list[Tensor]] = []
 
@@ -359,7 +360,7 @@ class Leave(nn.Module):
         self._leave = around.leave
 
     def forward(self, x_RW: Tensor) -> Tensor:
-        """Return rows [R, W] as the output head takes them, [R, D]."""
+        """Return rows [R, W] in the form of the output head's input, [R, D]."""
         return self._leave(x_RW)
 
 

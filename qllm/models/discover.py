@@ -72,7 +72,7 @@ class LayerParts:
     new_state: Callable[[], Any] | None = None
     """Factory of a request's state, if `self_attn` carries a state instead of attending."""
     around: Around | None = None
-    """The model's own forward around the layer, if it must call the layer."""
+    """The model's own forward around the layer, if only that forward can call the layer."""
 
 
 class Chunk(int):
@@ -93,7 +93,7 @@ class ModelParts:
     rotary_emb: nn.Module | None
     """Module of position embeddings; None if no layer takes them."""
     around: Around | None = None
-    """The model's own forward around its layers, if it must be used."""
+    """The model's own forward around the layers, if only that forward can call them."""
     latent_kv: bool
     """True if the KV cache contains MLA latents."""
     shape: ModelShape
@@ -389,7 +389,7 @@ def _around(model: Any) -> Around:
 
 
 def _around_parts(base: Any, around: Around) -> tuple[LayerParts, ...]:
-    """Return the parts of layers that are called as the model's forward calls them."""
+    """Return the parts of layers that are called with the arguments of the model's forward."""
     out = []
     kinds = _recorded(base, "attentions")
     for index, layer in enumerate(around.layers):

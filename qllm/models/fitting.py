@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
 
 def without_further_layers(names: Iterable[str], config: PreTrainedConfig) -> set[str]:
-    """Return names without those of layers after the last, which predict further tokens.
+    """Return names without the names of layers after the last, which predict further tokens.
 
     DeepSeek-V3 and GLM publish such layers. transformers skips them by their numbers in a few
     models. This function skips the layers that the config counts, if they have a projection of two
@@ -45,7 +45,7 @@ def without_further_layers(names: Iterable[str], config: PreTrainedConfig) -> se
 
 
 def refuse_misfits(name: str, model: PreTrainedModel, shapes: Mapping[str, Shape | None]) -> None:
-    """Refuse a checkpoint that lacks a tensor of its model, or has one of another shape.
+    """Refuse a checkpoint that lacks a tensor of its model, or has a tensor of another shape.
 
     Args:
         name: Name of the model.
@@ -114,7 +114,7 @@ def _place(one: Renamed) -> tuple[int | None, int] | None:
 def _parts(
     target: str, shape: Shape, spelling: "_Spelling", have: Mapping[Any, str]
 ) -> Iterator[_Part]:
-    """Yield the tensors that make a parameter: itself, or parts of its experts."""
+    """Yield the tensors that make a parameter: the parameter itself, or parts of its experts."""
     num_parts = spelling.num_parts(target)
     if not num_parts or (None, 0) in have:
         yield _Part(target, None, 0, shape)
@@ -171,7 +171,7 @@ def _advice(model: PreTrainedModel, names: Iterable[str], found: Mapping[str, ob
 
 
 def _prefix_of(names: Sequence[str], model: PreTrainedModel) -> str:
-    """Return the prefix that all names of a checkpoint have before those of the parameters."""
+    """Return the prefix that all names of a checkpoint have before the names of parameters."""
     starts = [i + 1 for i, letter in enumerate(names[0]) if letter == "."] if names else []
     for end in starts:
         prefix = names[0][:end]

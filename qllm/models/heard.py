@@ -1,4 +1,4 @@
-"""Forward hooks that a user registered: the modules that have them, and those that serving calls.
+"""Forward hooks that a user registered: the modules with hooks, and the hooks that serving calls.
 
 Layers are run part by part, and kernels compute several parts at once from their weights. If a
 part, or a module inside it, has a hook, the part is computed by its own modules. So the hook is
@@ -43,7 +43,7 @@ def warn_of_unheard(model: nn.Module, parts: ModelParts) -> None:
 
 
 def _called(parts: ModelParts) -> Iterator[nn.Module]:
-    """Yield the modules that serving calls when it computes their part by its own modules."""
+    """Yield the modules that serving calls when a part's own modules compute the part."""
     yield from parts.embed.modules()
     yield from parts.norm.modules()
     if parts.around is not None:

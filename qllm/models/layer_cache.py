@@ -21,7 +21,7 @@ JOINED = {
     "DeepseekV4HCACache",
     "DeepseekV4CSACache",
 }
-"""Kinds of cache layers that never write into a tensor: they make a new one."""
+"""Kinds of cache layers that never write into a tensor, but make a new tensor."""
 
 
 KEPT = (Tensor, bool, int, float)
@@ -31,7 +31,7 @@ KNOWN = (*KEPT, torch.dtype, torch.device, str, type(None))
 
 
 class LayerCache:
-    """The cache layers that one decoder layer uses, and the values that a pass carries with them.
+    """The cache layers that one decoder layer uses, and the further values that a pass carries.
 
     Args:
         layers: Cache layers by index.
@@ -96,7 +96,7 @@ class LayerCache:
                         )
 
     def compact(self) -> None:
-        """Copy views that keep a larger storage alive, so that the rest of it is freed."""
+        """Copy views that keep a larger storage alive, so that the rest of the storage is freed."""
         made: dict[int, Tensor] = {}  # a tensor with two names stays one tensor
         for layer in self.layers.values():
             for name, value in list(_values(layer)):

@@ -32,7 +32,7 @@ class _Open:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Its contribution to a `Backlog`."""
+        """Contribution of the request to a `Backlog`."""
         return 1, int(self.waits), self.num_prompt * self.waits, self.num_output
 
     def late(self, now_ns: int) -> float:
@@ -72,9 +72,9 @@ class ReplicaLoad:
 
         Args:
             key: Id of the request until `closed`.
-            priority: Its class.
+            priority: Class of the request.
             arrival_ns: Time of its arrival.
-            slo: Its targets.
+            slo: Targets of the request.
             num_prompt: Number of tokens to prefill, including output of another engine.
             num_output: Largest number of tokens still to produce.
             is_moved: True if the request had its first token elsewhere, so that it cannot be late.

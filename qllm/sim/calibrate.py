@@ -122,7 +122,7 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The mean time of one op of one program, over the layers that have it."""
+    """The mean time of one op of one program, over the layers that have the op."""
 
     kind: OpKind
     is_moe: bool

@@ -92,7 +92,7 @@ def _shared_s(events: Iterable[Event], priorities: Mapping[int, int]) -> float:
 
 
 def _verdict(request: RequestMetrics, slo: Slo, end_ns: int) -> bool | None:
-    """Return True if a request met its targets; None if that is not known yet."""
+    """Return True if a request met its targets; None if the answer is not known yet."""
     if request.reason in _WHOLE:
         return request.meets(slo)
     if request.reason not in (None, FinishReason.CANCELLED):

@@ -179,7 +179,7 @@ class Prices:
         self._known: dict[tuple[OpKind, int, int, bool], tuple[int, int]] = {}
 
     def of(self, program: Program, op: Op) -> tuple[int, int]:
-        """Return the number of boundaries to the end of an op, and the time between two of them."""
+        """Return the number of boundaries to the end of an op, and the time between two."""
         kind, layer, group, lo, hi = op
         is_moe = kind is not OpKind.HEAD and self._shape.is_moe[layer]
         if kind is OpKind.ATTN:
@@ -214,7 +214,7 @@ class _Part(NamedTuple):
     unit_ns: tuple[int, ...]
     """Time of one unit of each op of a layer."""
     ends_ns: tuple[int, ...]
-    """End of each op, as time since the start of its layer."""
+    """End of each op, as the time since the start of the op's layer."""
     layer_loads: int
     """Experts read by one layer of the stretch."""
     start: int

@@ -42,7 +42,7 @@ LIMITS = Limits(
 
 
 class FlakyRunner(SimRunner):
-    """A runner that raises when a request of `poisoned` reaches its layer, and counts down."""
+    """A runner that raises for each request of `poisoned`, as often as the number there."""
 
     poisoned: dict[RequestId, int]
 

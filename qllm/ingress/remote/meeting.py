@@ -63,7 +63,7 @@ class Address(NamedTuple):
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
     def is_loopback(self) -> bool:
-        """True if only this machine can reach it."""
+        """True if only this machine can reach the address."""
         try:
             found = socket.getaddrinfo(self.host, None)
         except OSError as error:

@@ -87,7 +87,7 @@ class Peer(NamedTuple):
     kind: str = "DRAM"
     """Kind of the memory that the block lies in, one of KINDS."""
     device: int = 0
-    """Number of the device whose memory it is."""
+    """Number of the device that has the memory."""
     is_pulled: bool = False
     """True if the other side has to fetch new data, because this side does not push it."""
 
@@ -115,7 +115,7 @@ def check_profile(profile: str) -> None:
 
 
 class Link:
-    """One NIXL agent and the block it offers.
+    """One NIXL agent, and the block that it offers.
 
     Args:
         name: Name that is unique among the agents that meet.
@@ -249,7 +249,7 @@ class Link:
         if self._remote is not None:
             self._agent.remove_remote_agent(self._remote)
         self._agent.deregister_memory(memory)
-        self._agent = None  # on this thread, which used it: on another one it crashed
+        self._agent = None  # on this thread, which used the agent; on another thread this crashed
 
     def _end_reads(self) -> None:
         limit = time.monotonic() + SETTLE_S
@@ -358,7 +358,7 @@ class NixlFrontEnd(FrontEndRings):
             self._mirror.ring()
 
     def receive(self) -> Iterator[Heard]:
-        """Take the records of the token ring. Call it repeatedly: it also drives the link."""
+        """Take the records of the token ring. Repeated calls also drive the link."""
         with self._lock:
             if not self._is_closed:
                 self._mirror.pump()
@@ -399,7 +399,7 @@ LOOK_NS = 500_000
 
 
 class NixlStop(ShmStop):
-    """The stop word where front ends have no bell: it looks at the first word of every ring."""
+    """The stop word for front ends without a bell. It looks at the first word of every ring."""
 
     __slots__ = ("has_news",)
 

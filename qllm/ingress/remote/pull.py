@@ -142,7 +142,7 @@ class PullingFrontEnd(NixlFrontEnd):
         return nap_ns / NS_PER_S
 
     def receive(self) -> Iterator[Heard]:
-        """Take records that have arrived. Call it repeatedly: it drives the link."""
+        """Take records that have arrived. Repeated calls drive the link."""
         with self._lock:
             if self._is_closed:
                 return

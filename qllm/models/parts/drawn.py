@@ -258,7 +258,7 @@ def _comparable(value: Any) -> object:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return True if a user replaced a method of a module or of one inside it."""
+    """Return True if a user replaced a method of a module, or of a module inside it."""
     return any(map(has_another_forward, module.modules()))
 
 

@@ -102,8 +102,8 @@ NORM = "5cf66a5b73d6"
 WIDE_NORM = "6f6c68e4a6b2"
 """Digest of the norm that rounds after the product with its weight: gpt_oss."""
 WIDE_NORM_FROM_ONE = "d99cb336a934", "292148824323"
-"""Digests of a norm that also rounds afterwards but adds one to its weight, and of its `_norm`:
-qwen3_next.
+"""Digests of a norm that also rounds afterwards but adds one to its weight, and of the norm's
+`_norm` (qwen3_next).
 """
 MLP = "4a9e0f851f1a"
 """Fingerprint of the usual SwiGLU: shared experts and dense layers of qwen2_moe and deepseek_v3."""

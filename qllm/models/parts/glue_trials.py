@@ -50,7 +50,7 @@ def layer(
         draw: Source of inputs.
         kind: "plain", or "scaled" if each added term is multiplied.
         attn: Module that sees other tokens.
-        block: Its MLP, or its experts.
+        block: The layer's MLP, or its experts.
         is_long: True tries many tokens too.
     """
     norms = module.input_layernorm, module.post_attention_layernorm
@@ -186,7 +186,7 @@ def block(
 
 
 def _chooser(draw: Draw, width: int, num_experts: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return a replacement of a router: it gives logits, weights and ids of two experts."""
+    """Return a replacement of a router that gives logits, weights and ids of two experts."""
     factors = draw.normal(width)
 
     def choose(x: Tensor) -> tuple[Tensor, ...]:

@@ -18,13 +18,13 @@ class KnownPart(NamedTuple):
     role: str
     """"layer", "experts block", "attention", "router", "experts", "norm" or "mlp"."""
     source: str
-    """The function that computes it, like "MixtralAttention.forward"."""
+    """The function that computes the part, like "MixtralAttention.forward"."""
     digest: str
-    """12 hexadecimal digits of its source's digest; empty if there is none."""
+    """12 hexadecimal digits of the function's source digest; empty without a source."""
     known: Known
-    """Its kind, and how that was established."""
+    """The part's kind, and the way in which it was established."""
     num_layers: int
-    """Number of layers that have it."""
+    """Number of layers that have the part."""
 
 
 def parts_of(model: Any) -> list[KnownPart]:

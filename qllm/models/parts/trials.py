@@ -125,7 +125,7 @@ def rows(draw: Draw, width: int, *sizes: float) -> Tensor:
 
 
 def calls(x: Tensor, is_long: bool = True) -> Iterator[Tensor]:
-    """Yield all rows of an input, one of them, and many: a token must not depend on others."""
+    """Yield all rows of an input, one row, and many rows: a token must not depend on others."""
     yield x
     yield x[-1:]
     if is_long:

@@ -160,7 +160,7 @@ class Metadata(NamedTuple):
     """The description of a model in a GGUF file."""
 
     file: str
-    """Its path, for errors."""
+    """Path of the file, for errors."""
     architecture: str
     values: Mapping[str, Any]
     """Values by key, without the architecture's prefix."""

@@ -158,7 +158,7 @@ def _said(
 
 
 def _value(field: Any) -> Any:
-    """Return the value of a key. For a 32-bit float, return the shortest number that rounds to it.
+    """Return the value of a key; for a 32-bit float, the shortest number that rounds to it.
 
     The original config has that number: 1e-05, and not 9.99999974e-06.
     """

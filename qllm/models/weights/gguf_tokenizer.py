@@ -91,7 +91,8 @@ def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer in a file; None if there is none.
 
     Raises:
-        ModelError: A key of it is unknown, or transformers makes no tokenizer of it.
+        ModelError: A key of the tokenizer is unknown, or transformers makes no tokenizer of the
+            file.
     """
     fields = open_reader(path).fields
     said = {

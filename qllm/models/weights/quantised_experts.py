@@ -1,7 +1,8 @@
 """Experts of a layer whose weights stay quantised.
 
-Their module keeps its parameters on the meta device, for their shapes. Its own forward still runs:
-it computes with the bf16 values of the weights, which are in memory only during that call.
+The module of such experts keeps its parameters on the meta device, for their shapes. The module's
+own forward still runs. It computes with the bf16 values of the weights, which are in memory only
+during that call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,7 +165,7 @@ def pack_experts(
         module: Experts of transformers.
         weights: Weights by the name of the parameter, one [n, k] per expert; outputs in the order
             of the module.
-        room: Function that makes room for them.
+        room: Function that makes room for the packed weights.
 
     Raises:
         ModelError: The kernels do not support such weights.

@@ -28,10 +28,10 @@ class _Weights(ABC):
 
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """Return all their tensors."""
+        """Return all tensors of the weights."""
 
     def sample(self) -> bytes:
-        """Return a few of their bytes, for the identity of the model."""
+        """Return a few bytes of the weights, for the identity of the model."""
         return b"".join(sample_of(tensor) for tensor in self.tensors())
 
     def digest(self) -> str:
@@ -112,7 +112,7 @@ class Weights(_Weights):
 class DeviceWeights(_Weights):
     """E weights [n, k] of one shape and format in a checkpoint's layout, on a device.
 
-    They have the methods of `Weights`, but are not packed.
+    The class has the methods of `Weights`, but the weights are not packed.
 
     Args:
         num: E.
@@ -166,7 +166,7 @@ class DeviceWeights(_Weights):
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return all their tensors."""
+        """Return all tensors of the weights."""
         return tensors_of(self.whole)
 
 

@@ -1,6 +1,6 @@
 """Reads of a file that do not fill the page cache.
 
-Large reads bypass the system's cache where the file is not in it. A page of the cache costs the
+Large reads bypass the system's cache if the file is not in the cache. A page of the cache costs the
 system more time than the disk needs to send it (measured: 1.1 s of a core per GB, against 0.04 s),
 and a file of many gigabytes would push out everything else. Pages of a mapped file would count as
 memory of the process as long as they are mapped.

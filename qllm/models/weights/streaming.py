@@ -297,7 +297,7 @@ def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
 
 
 def _forget_method(model: Any) -> None:
-    """Remove transformers' marks of quantisation: only our modules describe it."""
+    """Remove transformers' marks of quantisation, because only our modules describe it."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in vars(model):
             delattr(model, name)
@@ -370,7 +370,7 @@ def _of_parameter(
     pool: Executor,
     room: Room,
 ) -> Wait:
-    """Start to read one weight per expert; None if some are missing, or they are not alike."""
+    """Start to read one weight per expert; None if weights are missing, or are not alike."""
     by_place = {places[name][2:]: name for name in names}
     if list(by_place) == [(0, None)]:
         return partial(_of_stack, module, parameter, names[0], checkpoint, room)

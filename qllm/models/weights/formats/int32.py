@@ -98,7 +98,7 @@ def awq(settings: Settings) -> Format:
     """Return AWQ with the settings of a checkpoint.
 
     Raises:
-        ModelError: Its words have the layout of another kernel.
+        ModelError: The words of the checkpoint have the layout of another kernel.
     """
     bits = settings.get("bits", settings.get("w_bit", 4))
     version = str(settings.get("version", settings.get("format", "gemm"))).lower()
@@ -122,7 +122,7 @@ def gptq(settings: Settings) -> Format:
     """Return GPTQ with the settings of a checkpoint.
 
     Raises:
-        ModelError: Its bits or its version are unsupported.
+        ModelError: The bits or the version of the checkpoint are unsupported.
     """
     bits, group = settings.get("bits", 4), int(settings.get("group_size", 128))
     version = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()

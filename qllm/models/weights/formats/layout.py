@@ -68,7 +68,7 @@ class Format:
         """Yield name, layout, and tensors by the end of their names, of every quantised weight.
 
         Raises:
-            ModelError: Codes lack a tensor that belongs to them, or it has another dtype.
+            ModelError: Codes lack a tensor that belongs to them, or that tensor has another dtype.
         """
         for layout in self.layouts:
             ends = tuple(dict.fromkeys((layout.codes, *layout.needs, *layout.may_have)))
