@@ -34,7 +34,7 @@ class Router(NamedTuple):
     rule: Rule
     top_k: int
     dtype: torch.dtype
-    """Dtype of its weights."""
+    """Dtype of the router's weights."""
     is_wide: bool
     """True if the router's product is in fp32, whatever the model's dtype."""
 

@@ -26,7 +26,7 @@ class Answers:
         self._column, self._into, self._asked = column, into, asked
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch with its answers.
+        """Return the batch with a column of answers.
 
         Raises:
             ConfigError: The column is missing.

@@ -67,7 +67,7 @@ def drain() -> None:
 
 
 def start() -> bool:
-    """True if this process started it."""
+    """Join a cluster, or start one; return True if this process started the cluster."""
     if ray.is_initialized():
         return False
     try:

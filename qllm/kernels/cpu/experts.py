@@ -249,9 +249,9 @@ class Mlp:
 
     Args:
         gate_FD: Weights [F, D], in bf16 or quantised.
-        up_FD: Weights [F, D], likewise.
+        up_FD: Weights [F, D], in bf16 or quantised.
         down_DF: Weights [D, F].
-        share_1D: Gate weight [1, D]; the sigmoid of its product with a row scales the row's output.
+        share_1D: Gate weight [1, D]. The sigmoid of its product with a row scales the row's output.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Mlp:
         self.address = ctypes.addressof(self._struct)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        """Return its output for bf16 rows."""
+        """Return the MLP's output for bf16 rows."""
         x_TD = cpu.dense(x_TD)
         out = torch.empty_like(x_TD)
         cpu.native.mlp(out.data_ptr(), x_TD.data_ptr(), self.address, len(x_TD))

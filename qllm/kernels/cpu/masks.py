@@ -20,6 +20,6 @@ def keep_allowed(x_V: Tensor, words: Tensor) -> None:
 
 
 def by_hand(x_V: Tensor, words: Tensor) -> None:
-    """Do the same in torch, if the kernels were not built and as their reference in tests."""
+    """Do what `keep_allowed` does in torch: without built kernels, and as a reference in tests."""
     bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     x_V[bits.flatten()[: x_V.numel()] == 0] = -torch.inf

@@ -1,4 +1,4 @@
-"""Norms of rows: RMS as most models have it, RMS that rounds once, layer norm."""
+"""Norms of rows: the usual RMS norm, an RMS norm that rounds once, and layer norm."""
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
@@ -23,10 +23,10 @@ class Norm:
     """A norm of bf16 rows.
 
     Args:
-        weight_D: Weight; copied.
+        weight_D: Weight, which is copied.
         eps: Number added to the mean of squares.
         kind: One of KINDS.
-        bias_D: Bias of a layer norm; copied.
+        bias_D: Bias of a layer norm, which is copied.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ ACTIVATIONS: dict[str, int] = {"bf16": 0, "int8": 1}
 """`Code`, `Worth`, `Products` and `Activations` in kernels.h."""
 BLOCK_INPUTS = 8
 MOST_SCALE = 2.0**100
-"""Largest scale or offset; the least one other than 0 is its inverse. The limit exists because
-instructions that round to bf16 read subnormal numbers as 0; within it no value gets near them."""
+"""Largest scale or offset. The least one, except 0, is the inverse of this limit. The limit exists
+because instructions that round to bf16 read subnormal numbers as 0. Within the limit no value gets
+near subnormal numbers."""
 ALLOWED_WORTHS = "0 and sizes from 2^-100 to 2^100 are allowed: check the checkpoint"
 
 
@@ -161,7 +162,7 @@ class QuantisedStack:
         self._judging = threading.Lock()
 
     def pack(self, first: int, *weights: Quantised | Sequence[Quantised]) -> None:
-        """Pack weights from number `first` on; a sequence of weights is stacked into one weight.
+        """Pack weights from number `first` on. A sequence of weights is stacked into one weight.
 
         Several threads may pack at the same time, each into different places.
 
@@ -233,7 +234,8 @@ class QuantisedStack:
         Args:
             expert: Number of the weight.
             out_NK: Destination.
-            values: Memory for the values, bf16 [`packed_numel`]; reuse keeps it in the cache.
+            values: Memory for the values, bf16 [`packed_numel`]. Reuse keeps the memory in the
+                cache.
         """
         if values is None:
             values = torch.empty(cpu.packed_numel(self._n, self._k), dtype=torch.bfloat16)
@@ -267,7 +269,8 @@ def matrix_of(
 ) -> cpu.Matrix:
     """Return one matrix of stacked weights with the same inputs, each in its own format.
 
-    Weights before another format have a multiple of 64 outputs; otherwise all become bf16.
+    Weights before another format must have a multiple of 64 outputs. Otherwise all weights become
+    bf16.
 
     Args:
         weights: bf16 [out, in] or quantised weights, of the same inputs.
