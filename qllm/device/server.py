@@ -181,7 +181,7 @@ class NativeServer(NativeDecider):
         return list(self._indexes.items())
 
     def forget(self, number: int) -> None:
-        """Free the place of a front end that is detached in the device's copy of the block."""
+        """Free the place of a front end that the device's copy of the block has detached."""
         self.memory.array("front_ends")["state"][self._drop(number)] = serving.DETACHED
 
     def _drop(self, number: int) -> int:

@@ -29,7 +29,7 @@ KNOWN = {
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 }
-"""Kinds of layers in transformers' cache that are supported, or refused for another reason."""
+"""Kinds of layers in transformers' cache that are supported, or that other code refuses."""
 
 
 MOST_LAYERS = 1 << 16

@@ -20,7 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes defined fully by tokenizer.json: AutoTokenizer would find the same one."""
 LONG_TEXT = 2048
-"""Characters from which on a text is encoded with the interpreter's lock released."""
+"""Least number of characters of a text that is encoded without the interpreter's lock."""
 MOST_IN_FRONT = 4
 """Most tokens before a text that are searched for a second token like the first."""
 _LONGEST: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()

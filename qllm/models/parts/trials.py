@@ -293,7 +293,7 @@ def _meet(
     how: str,
     is_long: bool,
 ) -> Iterator[str]:
-    """Compare an attention over a cache for several tokens and one, or for many without cache."""
+    """Compare an attention with a cache (several tokens, one token) or without (many tokens)."""
     config = with_attention(module.config, PROBE if how == COMPLEX else how)
     made = shadow(module, draw, config=config)
     first = next(m for m in module.children() if type(m) is nn.Linear)
