@@ -33,7 +33,8 @@ WEB = STDLIB | {
     *("fastapi", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn"),
 }
 BASE = "errors types config plan policy"
-VALUES = "errors types hints spelling floor plan policy plugins torchless"
+VALUES = "errors types hints spelling floor torchless"
+PLANS = "plan policy plugins"
 GRAMMARS = "grammar_schema grammar_check grammar_bounds grammar"
 LOOP = (
     "engine.costs engine.delayed engine.effects engine.kv engine.limits engine.loop "
@@ -42,7 +43,8 @@ LOOP = (
 ROUTES = "fleet.rebalance fleet.router fleet.routes fleet.stats"
 GROUPS = {
     # values, and rules without a clock
-    VALUES: Floor(VALUES, PURE),
+    VALUES: Floor("errors types", PURE),
+    PLANS: Floor("errors types plan policy spelling", PURE),
     "private cores": Floor("errors", PURE | {"os"}),
     "names logs": Floor("", STDLIB),
     "config": Floor("errors hints spelling types floor", PURE | {"pydantic"}),
