@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common import SPECIAL, Table, machine, paired, plain, result_file
+from bench.common import SPECIAL, Table, machine, paired, plain, result_file, without_paths
 from bench.models.noise_folder import skeleton, write
 from bench.models.published_shapes import SHAPES, VOCAB, Shape, config_of
 from bench.models.rival import Rival, RivalError, library
@@ -398,8 +398,12 @@ def main() -> None:
             place = args.place or Path(temporary)
             for form in args.formats:
                 case = fitting(name, form, args, table)
-                if case is not None:
+                if case is None:
+                    continue
+                try:
                     cases.append(measured(case, place, args, table))
+                except Exception as error:  # noqa: BLE001 - the other shapes are measured
+                    table.add(f"{case.title} FAILED", without_paths(repr(error))[:200], "", False)
     add_behind(table, [row for case in cases for row in case["rows"]])
     config = {"threads": args.threads, "rounds": args.rounds, "seed": SEED, "vocab_size": VOCAB}
     config |= {"formats": args.formats, "memory_gb": args.memory, "quick": args.quick}
