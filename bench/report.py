@@ -206,8 +206,10 @@ NOTES = {"kv.json": KV_NOTES}
 
 def small_part(name: str, document: dict[str, Any]) -> list[str]:
     """Return one table under a title, and the notes on it."""
-    lines = ["", f"## {SMALL[name]}", "", f"- {machine_of(document)}", *table(document["lines"])]
-    return [*lines, *NOTES.get(name, "").splitlines()]
+    lines = ["", f"## {SMALL[name]}", "", f"- {machine_of(document)}"]
+    if document.get("note"):
+        lines.append(f"- {document['note']}")
+    return [*lines, *table(document["lines"]), *NOTES.get(name, "").splitlines()]
 
 
 PARTS = {
