@@ -92,7 +92,12 @@ def build(config: ServerConfig) -> Any:
     target = settings.ls_ttft_ms or default_target(config)
     no_key = SecretStr("")
     without_keys = config.model_copy(
-        update={"api_keys": no_key, "api_key_file": None, "admin_api_key": no_key}
+        update={
+            "api_keys": no_key,
+            "api_key_file": None,
+            "keys_file": None,
+            "admin_api_key": no_key,
+        }
     )
     return front.bind(config, engines.bind(without_keys, target, settings.window_s))
 

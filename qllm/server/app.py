@@ -1,6 +1,6 @@
 """The application: an engine, its routes, and the layers in front of them."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from qllm.server.batch.worker import Worker
 from qllm.server.config import ServerConfig, read_api_keys
 from qllm.server.http import access, errors
 from qllm.server.http.guard import Guard, Keys, Limits
+from qllm.server.http.keys import Rule, read_rules
 from qllm.server.metrics import Metrics
 from qllm.server.ops import probes
 from qllm.server.ops.supervisor import Supervisor
@@ -88,8 +89,9 @@ def create_app(
         make: Function that makes a new engine after one has failed; None makes none.
         load_s: Seconds that the first engine took to load.
     """
+    rules = read_rules(config.keys_file)
     metrics = Metrics(config.model_name, is_local=config.engine_address is None)
-    front = Front(engine, config, metrics)
+    front = Front(engine, config, metrics, {rule.caller: rule for rule in rules})
     prompts = StreamingPrompts(front)
     log = access.Log() if config.access_log else None
 
@@ -124,10 +126,8 @@ def create_app(
     others += [] if state is None else state.routers()
     for router in (*makes_answers, *others):
         app.include_router(router)
-    limits = Limits(config.rate_per_minute, config.max_concurrent)
-    keys = Keys(read_api_keys(config), config.admin_api_key.get_secret_value().strip())
     layers: ASGIApp = Shortcut(app.build_middleware_stack(), front.apart, (*makes_answers, *others))
-    layers = Guard(layers, config, keys, limits, metrics, log)
+    layers = _guarded(layers, config, rules, metrics, log)
     if config.cors_origins:
         layers = CORSMiddleware(
             layers,
@@ -139,6 +139,22 @@ def create_app(
     app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
     _make_routes(app)
     return app
+
+
+def _guarded(
+    layers: ASGIApp,
+    config: ServerConfig,
+    rules: Sequence[Rule],
+    metrics: Metrics,
+    log: access.Log | None,
+) -> Guard:
+    """Return the guard in front of the layers, with all API keys."""
+    for rule in rules:
+        metrics.name_key(rule.caller, rule.name)
+    own = {rule.caller: rule.max_concurrent for rule in rules if rule.max_concurrent is not None}
+    limits = Limits(config.rate_per_minute, config.max_concurrent, most_of=own)
+    keys = Keys(read_api_keys(config), config.admin_api_key.get_secret_value().strip(), rules)
+    return Guard(layers, config, keys, limits, metrics, log)
 
 
 def _make_routes(app: FastAPI) -> None:

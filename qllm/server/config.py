@@ -75,6 +75,9 @@ class ServerConfig(BaseModel):
     """Bytes of the disk of `state_dir` that no upload may use, at most a tenth of it; else 507."""
     api_key_file: Path | None = None
     """File with one API key per line; # begins a comment."""
+    keys_file: Path | None = None
+    """TOML file of API keys with a name, a default class, a best class and a limit each
+    (docs/guides/serve.md)."""
     api_keys: SecretStr = SecretStr("")
     """API keys, separated by commas. Meant for the environment: other users can see flags."""
     admin_api_key: SecretStr = SecretStr("")

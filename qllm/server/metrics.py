@@ -189,6 +189,9 @@ class Metrics:
         self._key_requests = self._counter(
             "key_requests", "HTTP requests per API key, named by its digest", "key", "status"
         )
+        self._key_info = self._gauge(
+            "key_info", "1 for each API key of keys_file, with its name", "key", "name"
+        )
         self._key_prompt = self._counter(
             "key_prompt_tokens", "Tokens of prompts per API key", "key", "class"
         )
@@ -302,6 +305,10 @@ class Metrics:
 
         Args:
             key: Digest of the key.
+    def name_key(self, key: str, name: str) -> None:
+        """Tell the name of an API key, given as its digest."""
+        self._key_info.labels(self._model, key, name).set(1)
+
             result: The choice.
             is_first: True for the first choice of a prompt, with which the prompt is counted.
         """

@@ -16,6 +16,7 @@ from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
 from qllm.server.app import create_app
 from qllm.server.config import ServerConfig, read_api_keys
+from qllm.server.http.keys import read_rules
 from qllm.server.http.tls import ssl_context
 from qllm.server.ops.banner import banner, warnings
 from qllm.server.ops.run import make_server
@@ -160,7 +161,7 @@ def serve(config: ServerConfig) -> None:
         OSError: The server cannot listen on the address.
     """
     scheme = "http" if ssl_context(config) is None else "https"
-    said = warnings(config, len(read_api_keys(config)))
+    said = warnings(config, len(read_api_keys(config)) + len(read_rules(config.keys_file)))
     with bound_socket(config.host, config.port) as sock:
         for text in said:
             LOG.warning(text)

@@ -113,7 +113,7 @@ GROUPS = {
     ),
     "server.config": Floor("config cores errors hints plugins spelling", WEB),
     "server.metrics": Floor("types frontend.handle", WEB),
-    "server.http": Floor("errors frontend names server.config server.metrics", WEB),
+    "server.http": Floor("errors types frontend names server.config server.metrics", WEB),
     "server.requests": Floor(
         "errors types frontend llm server.config server.http server.metrics", WEB
     ),

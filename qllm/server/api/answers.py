@@ -418,18 +418,19 @@ def _class_of_gateway(request: Request, objectives: Mapping[str, str]) -> Priori
     return Priority.BE if int(text) < 0 else Priority.LS
 
 
-def wanted_class(
-    request: Request, by_body: Priority | None, objectives: Mapping[str, str]
-) -> Priority:
-    """Return the class a request asks for: by `HEADER`, a gateway's header, its body, else LS.
+def wanted_class(request: Request, by_body: Priority | None, front: Front) -> Priority:
+    """Return the class that a request asks for.
+
+    It is in `HEADER`, a gateway's header or the body; else it is the default of its API key.
 
     Raises:
         ApiError: The header contains no known class.
     """
     text = header(request.scope, HEADER)
     if text is None:
-        by_gateway = _class_of_gateway(request, objectives)
-        return next((x for x in (by_gateway, by_body) if x is not None), Priority.LS)
+        by_gateway = _class_of_gateway(request, front.config.objectives)
+        default = front.rule_of(request.state.caller).default
+        return next((x for x in (by_gateway, by_body) if x is not None), default)
     if text.upper() not in Priority.__members__:
         raise ApiError(400, f"{HEADER}: {text!r:.40} must be LS or BE", param=HEADER)
     return Priority[text.upper()]
@@ -485,7 +486,7 @@ async def respond(
     request: Request, front: Front, renderer: Renderer, body: Any, ask: Ask
 ) -> Response:
     """Serve one HTTP request, as a stream if its body asks for one."""
-    wanted = wanted_class(request, body.asked_class(), front.config.objectives)
+    wanted = wanted_class(request, body.asked_class(), front)
     ignored = front.told.headers(body.all_unserved)
 
     async def work() -> Response:

@@ -1,23 +1,24 @@
 """The middleware in front of every route: API keys, rates, concurrency, limits on bodies."""
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qllm.errors import ConfigError
 from qllm.names import token_hex
 from qllm.server.config import ServerConfig
 from qllm.server.http import access
 from qllm.server.http.access import ANYBODY
 from qllm.server.http.errors import ANTHROPIC, ApiError, logged
 from qllm.server.http.headers import header, is_ndjson
+from qllm.server.http.keys import Rule, caller_of, digest
 from qllm.server.metrics import Metrics
 
 OPEN_PATHS = frozenset(
@@ -48,6 +49,7 @@ class Limits:
     Args:
         rate_per_minute: Requests per minute; None is unlimited.
         max_concurrent: Requests at once; None is unlimited.
+        most_of: Requests at once of callers that have a limit of their own.
         now_s: A clock, in seconds.
     """
 
@@ -56,9 +58,10 @@ class Limits:
         rate_per_minute: int | None,
         max_concurrent: int | None,
         now_s: Callable[[], float] = time.monotonic,
+        most_of: Mapping[str, int] | None = None,
     ) -> None:
         self._rate = rate_per_minute
-        self._most = max_concurrent
+        self._most, self._most_of = max_concurrent, most_of or {}
         self._now_s = now_s
         self._uses: dict[str, _Use] = {}
 
@@ -70,10 +73,11 @@ class Limits:
         """
         now = self._now_s()
         use = self._uses.setdefault(caller, _Use(tokens=float(self._rate or 0), at_s=now))
-        if self._most is not None and use.num_open >= self._most:
+        most = self._most_of.get(caller, self._most)
+        if most is not None and use.num_open >= most:
             raise ApiError(
                 429,
-                f"{use.num_open} requests of this API key are open (max_concurrent={self._most})",
+                f"{use.num_open} requests of this API key are open (max_concurrent={most})",
                 code="concurrency_limit",
                 retry_after_s=1,
             )
@@ -107,22 +111,28 @@ class Limits:
         self._uses[caller].num_open -= 1
 
 
-def digest(key: str) -> bytes:
-    """Return the digest under which a key is stored."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
 class Keys:
     """The API keys, stored only as digests.
 
     Args:
         keys: All keys; with none, every caller is allowed.
         admin: The key for admin endpoints, one of `keys`; empty if none is configured.
+        rules: Further keys, with rules of their own.
+
+    Raises:
+        ConfigError: A key has a rule and is in `keys`, too.
     """
 
-    def __init__(self, keys: Iterable[str], admin: str = "") -> None:
-        self._digests = [*{digest(key): None for key in keys}]
-        self._admin = _name_of(digest(admin)) if admin else None
+    def __init__(self, keys: Iterable[str], admin: str = "", rules: Iterable[Rule] = ()) -> None:
+        plain, ruled = {digest(key): None for key in keys}, {rule.digest: rule for rule in rules}
+        for rule in ruled.values():
+            if rule.digest in plain:
+                raise ConfigError(
+                    f"the key of {rule.name} in keys_file is also in api_key_file, api_keys or "
+                    "admin_api_key; name each key once"
+                )
+        self._digests = [*plain, *ruled]
+        self._admin = caller_of(digest(admin)) if admin else None
 
     def caller(self, authorization: str) -> str:
         """Return a name of the caller that is not its key. Takes the same time for every key.
@@ -141,7 +151,7 @@ class Keys:
                 "no valid API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
             )
-        return _name_of(given)
+        return caller_of(given)
 
     def is_admin(self, caller: str) -> bool:
         """Return True if the caller may use admin endpoints: its key is the admin key.
@@ -149,10 +159,6 @@ class Keys:
         Without an admin key, every caller may if at most one key is configured.
         """
         return len(self._digests) <= 1 if self._admin is None else caller == self._admin
-
-
-def _name_of(digested: bytes) -> str:
-    return digested.hex()[:16]
 
 
 class Guard:

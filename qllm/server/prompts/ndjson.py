@@ -174,7 +174,7 @@ class _Streamed:
     async def _open(
         self, request: Request, body: CompletionRequest | ChatRequest, ask: Ask
     ) -> Opened:
-        wanted = wanted_class(request, body.asked_class(), self._front.config.objectives)
+        wanted = wanted_class(request, body.asked_class(), self._front)
         template: dict[str, Any] = {}
         first: Any = ask.prompts[0] if len(ask.prompts) == 1 else None
         if isinstance(body, ChatRequest):

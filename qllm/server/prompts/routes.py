@@ -86,7 +86,7 @@ class _Routes:
         how = (raw, header(request.scope, "content-type"), OpenRequest)
         body: OpenRequest = await front.apart.run(len(raw), read, *how)
         front.check_model(body.model)
-        wanted = wanted_class(request, body.asked_class(), front.config.objectives)
+        wanted = wanted_class(request, body.asked_class(), front)
         given: Any = body.prompt or "" if body.messages is None else body.messages
         salt, template = body.cache_salt or "", body.template()
         opened = await self._prompts.open(

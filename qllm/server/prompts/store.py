@@ -149,7 +149,7 @@ class StreamingPrompts:
         num_bytes = _num_bytes(prompt)
         check_size(num_bytes, most.max_prompt_bytes)
         front = self._front
-        served = front.admit(wanted)
+        served = front.admit(wanted, caller)
         self._num_open[caller] += 1
         name = f"prompt-{secrets.token_hex(12)}"
         make = partial(

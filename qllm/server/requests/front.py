@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,7 @@ from qllm.llm import QLLMEngine
 from qllm.server.config import ServerConfig
 from qllm.server.http import access
 from qllm.server.http.errors import ApiError, from_engine
+from qllm.server.http.keys import NO_RULE, Rule
 from qllm.server.http.unknown import Told
 from qllm.server.metrics import Metrics
 from qllm.server.requests import texts
@@ -38,7 +39,13 @@ class Front:
     One class because all ways of a request into and out of the server share the same counts.
     """
 
-    def __init__(self, engine: QLLMEngine, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: QLLMEngine,
+        config: ServerConfig,
+        metrics: Metrics,
+        rules: Mapping[str, Rule] | None = None,
+    ) -> None:
         self.engine = engine
         """The current engine; the supervisor replaces one that has ended."""
         self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
@@ -48,6 +55,8 @@ class Front:
         self.gave_up: str | None = None
         """Reason why the supervisor starts no further engine: the server ends."""
         self.config = config
+        self._rules = rules or {}
+        """Rules of callers that have one."""
         self.metrics = metrics
         if (fleet := engine.fleet) is None:
             self.log = RequestLog(config.max_replays, metrics.replayed.inc)
@@ -92,6 +101,10 @@ class Front:
                 code="model_not_found",
             )
 
+    def rule_of(self, caller: str) -> Rule:
+        """Return the class and the limits of a caller's requests."""
+        return self._rules.get(caller, NO_RULE)
+
     async def in_thread(self, priority: Priority, function: Callable[..., Any], *args: Any) -> Any:
         """Run text work on a thread of the class, and return its result."""
         loop = asyncio.get_running_loop()
@@ -124,7 +137,7 @@ class Front:
                 param="request_id",
                 code="duplicate_request_id",
             )
-        served = self._admit(wanted, count) if ask.opened is None else ask.opened.served
+        served = self._admit(wanted, count, ask.caller) if ask.opened is None else ask.opened.served
         takes = count * (served.priority is Priority.LS and ask.opened is None)
         self._num_ls += takes
         engine = self.engine
@@ -163,10 +176,18 @@ class Front:
         """Change the class of an open request, or pause or resume it; None leaves it as it is.
 
         Raises:
-            ApiError: The limit of LS requests is reached.
+            ApiError: The limit of LS requests is reached, or the API key may not have the class.
             QllmError: The engine refuses the change.
         """
         count, before = len(answer.handles), answer.served.priority
+        rule = self.rule_of(answer.caller)
+        if priority is not None and not rule.allows(priority):
+            raise ApiError(
+                403,
+                f"the best class of this API key ({rule.name}) is {rule.best.name} (max_priority)",
+                param="priority",
+                code="class_not_allowed",
+            )
         is_raised = priority is Priority.LS and before is not Priority.LS
         if is_raised and self._num_ls + count > self.config.max_ls:
             raise self._full()
@@ -203,7 +224,9 @@ class Front:
             return ApiError(503, str(error), code="engine_closed")
         return self._explain(engine, error) if handle.log is None else from_engine(error)
 
-    def _admit(self, wanted: Priority, count: int) -> Served:
+    def _admit(self, wanted: Priority, count: int, caller: str) -> Served:
+        if not (rule := self.rule_of(caller)).allows(wanted):
+            return Served(rule.best, demoted=True)
         if wanted is Priority.BE or self._num_ls + count <= self.config.max_ls:
             return Served(wanted)
         if self.config.ls_overflow == "demote":
@@ -211,13 +234,13 @@ class Front:
             return Served(Priority.BE, demoted=True)
         raise self._full()
 
-    def admit(self, wanted: Priority) -> Served:
+    def admit(self, wanted: Priority, caller: str) -> Served:
         """Reserve a seat for a streaming prompt: for its answer, or until `release`.
 
         Raises:
             ApiError: The limit of LS requests is reached.
         """
-        served = self._admit(wanted, 1)
+        served = self._admit(wanted, 1, caller)
         self._num_ls += served.priority is Priority.LS
         return served
 
