@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any, Literal, get_type_hints
 
-from qllm.errors import ConfigError, shown
+from qllm.errors import ConfigError, InvariantError, shown
 from qllm.floor import Floor
 from qllm.hints import hint_of
-from qllm.spelling import read_all
+from qllm.spelling import allowed, read, read_all
 from qllm.types import MAX_TIME_MS, Exactness, Grain, Priority, Slo
 
 GRAINS = {grain.name.lower(): grain for grain in Grain}
@@ -49,8 +49,11 @@ PAGE_SIZE = 64
 """Tokens of a page of the prefix cache, or a KV block if that is larger."""
 SLO_EXAMPLE = "ttft=500ms,tpot=50ms"
 MAX_KV_GIB = 1 << 20
+MAX_MEMORY = MAX_KV_GIB << 30
 MAX_COUNT = (1 << 31) - 1
 """Largest count of a setting: the decisions in C++ keep counts in 32 bits."""
+MAY_BE_OPEN = {"default_max_tokens", "max_kv_tokens", "prefix_cache_tokens"}
+"""Counts that may be None."""
 ONLY_HOST_LOOP = {
     "record": False,
     "on_policy_error": "fail",
@@ -75,8 +78,12 @@ class EngineConfig:
     """Finest boundary at which a pass may stop: "step", "layer" or "expert"."""
     max_num_seqs: int = 32
     """Seats: most requests in one step."""
-    max_kv_tokens: int = 65536
-    """Most tokens of KV at once, over all requests."""
+    memory: int | str | None = None
+    """Bytes of memory for the whole engine, like "10GiB": weights, KV, cached KV and buffers; on a
+    GPU those of the device. None: what is free (docs/guides/reuse-kv.md)."""
+    max_kv_tokens: int | None = None
+    """Most tokens of KV at once, over all requests. None: a share of the memory that is free after
+    loading (docs/guides/reuse-kv.md)."""
     block_size: int = 16
     """Tokens per KV block, the unit of allocation."""
     max_step_tokens: int = 4096
@@ -128,11 +135,12 @@ class EngineConfig:
     no bit changes (our CPU kernels in every layer). True: refused where bits change. "approximate":
     also where a hit may change last bits, with loop="host". False: off
     (docs/guides/reuse-kv.md)."""
-    prefix_cache_tokens: int = 16384
-    """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`."""
-    prefix_states_gib: float = 2.0
-    """Most GiB of states in the prefix cache, for models whose layers have states
-    (docs/guides/reuse-kv.md)."""
+    prefix_cache_tokens: int | None = None
+    """Most tokens of KV in the prefix cache, in addition to `max_kv_tokens`. None: a share of the
+    memory that is free after loading, and 16,384 on a GPU (docs/guides/reuse-kv.md)."""
+    prefix_states_gib: float | None = None
+    """Most GiB of states in the prefix cache, for models whose layers have states. None: a share of
+    the memory that is free after loading (docs/guides/reuse-kv.md)."""
     swap_kv_tokens: int = 0
     """Most tokens of swapped-out KV, in addition to `max_kv_tokens`: requests that lost blocks
     continue where they stopped. 0: they are computed again (docs/guides/reuse-kv.md)."""
@@ -164,6 +172,7 @@ class EngineConfig:
         self._check_choices()
         if isinstance(self.kv_dir, PurePath):
             object.__setattr__(self, "kv_dir", str(self.kv_dir))
+        object.__setattr__(self, "memory", _num_bytes("memory", self.memory))
         for name in (
             "max_num_seqs",
             "max_kv_tokens",
@@ -175,7 +184,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool)
-            is_open = value is None and name == "default_max_tokens"
+            is_open = value is None and name in MAY_BE_OPEN
             if not is_open and not (is_count and 1 <= value <= MAX_COUNT):
                 raise ConfigError(f"{name}={shown(value)} must be an integer in [1, {MAX_COUNT}]")
         if self.block_size & (self.block_size - 1) or self.block_size > 256:
@@ -183,9 +192,10 @@ class EngineConfig:
         for name in ("clamp_max_tokens", "conformance", "record", "kv_dir_reset"):
             check_bool(name, getattr(self, name))
         self._check_sizes()
-        if self.prefix_cache is not False and self.prefix_cache_tokens < self.page_size:
+        kept = self.prefix_cache_tokens
+        if self.prefix_cache is not False and kept is not None and kept < self.page_size:
             raise ConfigError(
-                f"prefix_cache_tokens={self.prefix_cache_tokens} has no room for a page of "
+                f"prefix_cache_tokens={kept} has no room for a page of "
                 f"{self.page_size} tokens; give more, or prefix_cache=False"
             )
         if self.loop != "host":
@@ -211,9 +221,9 @@ class EngineConfig:
             )
         most = MAX_TIME_MS / 1000
         states = self.prefix_states_gib
-        if not _is_number(states) or not 0 <= states <= MAX_KV_GIB:
+        if states is not None and (not _is_number(states) or not 0 <= states <= MAX_KV_GIB):
             raise ConfigError(
-                f"prefix_states_gib={shown(states)} must be a number in [0, {MAX_KV_GIB}]"
+                f"prefix_states_gib={shown(states)} must be None or a number in [0, {MAX_KV_GIB}]"
             )
         keep, ttl, gib = self.keep_ls_s, self.kv_ttl_s, self.kv_dir_gib
         if not _is_number(keep) or not 0 <= keep <= most:
@@ -317,12 +327,33 @@ class EngineConfig:
     @property
     def num_blocks(self) -> int:
         """Number of KV blocks in the pool."""
-        return self.max_kv_tokens // self.block_size
+        return int(self._sized("max_kv_tokens")) // self.block_size
 
     @property
     def pool_tokens(self) -> int:
         """Tokens of KV in the pool: `max_kv_tokens` in whole blocks."""
         return self.num_blocks * self.block_size
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens of KV in the prefix cache; 0 if it is off."""
+        return 0 if self.prefix_cache is False else int(self._sized("prefix_cache_tokens"))
+
+    @property
+    def kept_state_bytes(self) -> int:
+        """Most bytes of states in the prefix cache."""
+        return int(self._sized("prefix_states_gib") * (1 << 30))
+
+    def _sized(self, name: str) -> Any:
+        """Return a size.
+
+        Raises:
+            InvariantError: The setting leaves it open, and no engine has chosen it.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise InvariantError(f"{name} is open: an engine chooses it after loading its model")
+        return value
 
     @property
     def page_size(self) -> int:
@@ -354,6 +385,7 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
 
 
 KINDS = get_type_hints(EngineConfig) | {name: Literal[known] for name, known in CHOICES.items()}
+KINDS["memory"] = int | None
 """Type of each setting; a `Literal` of the values for those in CHOICES."""
 
 
@@ -401,6 +433,17 @@ def check_bool(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)} must be True or False")
+
+
+def _num_bytes(name: str, value: Any) -> int | None:
+    """Return a number of bytes that is given as an integer, or as text with a unit."""
+    found: int | None = read(name, value, int | None) if isinstance(value, str) else value
+    is_count = isinstance(found, int) and not isinstance(found, bool)
+    if found is not None and not (is_count and 1 <= found <= MAX_MEMORY):
+        raise ConfigError(
+            f"{name}={shown(value)} must be {allowed(name, int | None)}, in [1, {MAX_MEMORY}] bytes"
+        )
+    return found
 
 
 def _is_number(value: Any) -> bool:

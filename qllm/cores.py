@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qllm.errors import ConfigError
 
@@ -71,6 +71,63 @@ def memory_bytes(
     files = [folder / name for folder in _folders("memory", groups, root) for name in names]
     texts = [file.read_text().strip() for file in files if file.exists()]
     return min([whole, *(int(text) for text in texts if text.isdigit())])
+
+
+def free_bytes(
+    groups: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+    machine: Path = Path("/proc/meminfo"),
+) -> int:
+    """Return the bytes of memory that are free, fewer if a control group's limit leaves fewer.
+
+    Cached files count as free, also those of weights that are mapped.
+
+    Args:
+        groups: File with the control groups of the process (see `usable_cores`).
+        root: Folder of their files.
+        machine: File with the memory of the machine, as Linux lists it.
+    """
+    found = [_numbers(machine)["MemAvailable"] * 1024]
+    found += [left for folder in _folders("memory", groups, root) for left in _left_in(folder)]
+    return max(0, min(found))
+
+
+def _left_in(folder: Path) -> Iterator[int]:
+    """Yield what the limit of a control group leaves; nothing without a limit."""
+    for limit, use, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        text = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
+        if text.isdigit():
+            stat = _numbers(folder / "memory.stat")
+            files = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            yield int(text) - int((folder / use).read_text()) + files
+
+
+class Held(NamedTuple):
+    """Memory that a process holds, in bytes."""
+
+    own: int
+    """Memory that is in no file."""
+    in_files: int
+    """Mapped parts of files, such as weights, that are in memory."""
+
+
+def held_bytes(pid: int | str = "self", processes: Path = Path("/proc")) -> Held | None:
+    """Return the memory that a process holds; None if there is no such process."""
+    try:
+        found = _numbers(processes / str(pid) / "status")
+    except OSError:
+        return None
+    own = found.get("RssAnon", 0) + found.get("RssShmem", 0)
+    return Held(own * 1024, found.get("RssFile", 0) * 1024)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the numbers of a file of Linux with a name and a number per line."""
+    rows = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _folders(controller: str, groups: Path, root: Path) -> Iterator[Path]:

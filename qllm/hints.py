@@ -6,8 +6,8 @@ from difflib import get_close_matches
 HINTS = {
     # vLLM
     "max_model_len": "the model says how long a request may be; max_kv_tokens bounds KV",
-    "gpu_memory_utilization": "max_kv_tokens bounds KV",
-    "kv_cache_memory_bytes": "max_kv_tokens bounds KV",
+    "gpu_memory_utilization": "memory bounds the engine in bytes, and max_kv_tokens bounds KV",
+    "kv_cache_memory_bytes": "memory bounds the engine in bytes, and max_kv_tokens bounds KV",
     "num_gpu_blocks_override": "max_kv_tokens bounds KV",
     "max_num_batched_tokens": "set max_step_tokens",
     "enable_chunked_prefill": "leave it out: a pass stops anywhere; max_segment_ms says when",

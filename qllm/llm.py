@@ -78,10 +78,9 @@ class QLLMEngine:
     the engine.
     """
 
-    def __init__(self, client: Client, tokenizer: Any, policy: Any, config: EngineConfig) -> None:
+    def __init__(self, client: Client, tokenizer: Any, policy: Any) -> None:
         self.model_name = client.info.name
         self.tokenizer = tokenizer
-        self.config = config
         self.policy = policy
         """Policy that the caller gave. An engine in a process of its own uses a copy of a policy
         object."""
@@ -94,6 +93,11 @@ class QLLMEngine:
         self.fleet = client if isinstance(client, ManyClient) else None
         collected = weakref.finalize(self, close_collected, client)
         collected.atexit = False  # at exit the client closes itself
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings of the engine, with the sizes that it chose; of a fleet, the smallest sizes."""
+        return self._client.config
 
     # -- constructors
 
@@ -164,7 +168,7 @@ class QLLMEngine:
             from qllm.models.loader import load
 
             loaded = load(name_or_path, **how)
-            return cls(ThreadClient(loaded, made, config, count), loaded.tokenizer, made, config)
+            return cls(ThreadClient(loaded, made, config, count), loaded.tokenizer, made)
         # progress bars are on if the module is not imported yet
         bars = sys.modules.get("transformers.utils.logging")
         start = Start(
@@ -231,14 +235,14 @@ class QLLMEngine:
         check_bool("trust_remote_code", trust_remote_code)
         client = meet(address, profile, secret_file, fleet)
         where = client.hello.model if tokenizer is None else os.fspath(tokenizer)
-        policy, config = client.hello.trace_meta["policy"], client.hello.config
-        return cls(client, tokenizer_of(client, where, trust_remote_code), policy, config)
+        tokenizer = tokenizer_of(client, where, trust_remote_code)
+        return cls(client, tokenizer, client.hello.trace_meta["policy"])
 
     @classmethod
     def _over_rings(cls, client: ProcessClient, policy: Any) -> Self:
         hello = client.hello
         tokenizer = tokenizer_of(client, hello.model, hello.trust_remote_code)
-        return cls(client, tokenizer, policy, hello.config)
+        return cls(client, tokenizer, policy)
 
     @classmethod
     def from_model(
@@ -266,7 +270,7 @@ class QLLMEngine:
 
         config, made = engine_config(settings), load_policy(policy, policy_settings)
         thread = ThreadClient(wrap(model, tokenizer), made, config, num_threads(threads))
-        return cls(thread, tokenizer, made, config)
+        return cls(thread, tokenizer, made)
 
     def now_ns(self) -> int:
         """Return the engine's clock, in nanoseconds since its start."""

@@ -45,6 +45,7 @@ UNITS: dict[str, Units] = {
     "_s": (TIMES_MS, 1000, "10s or 500ms"),
     "_gib": (SIZES, 2**30, "8GiB or 500MB"),
     "_bytes": (SIZES, 1, "4MiB or 500kB"),
+    "memory": (SIZES, 1, "10GiB or 500MB"),
 }
 """Units by the end of a setting's name. Each has the sizes of its units, the size of a number
 without unit, and an example."""

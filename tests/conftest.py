@@ -76,6 +76,18 @@ def _engines_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _sizes_do_not_depend_on_the_machine() -> Iterator[None]:
+    """Name the sizes of KV of every engine that a test makes; None in a test leaves one open."""
+    from qllm import llm
+    from tests.support.sizes import SIZES
+
+    make = llm.engine_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "engine_config", lambda settings: make(SIZES | settings))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _ca_certificates_are_read_once() -> Iterator[None]:
     """Read the certificates of authorities once, not for each client: that takes 30 ms of CPU.
 

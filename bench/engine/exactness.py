@@ -12,6 +12,7 @@ import numpy as np
 
 from bench.common import ROOT, Job, make_jobs
 from qllm import QLLMEngine, SamplingParams
+from qllm.measure.variants import KV_SIZES
 from qllm.record.summary import request_metrics
 from qllm.record.trace import Parked
 
@@ -83,7 +84,7 @@ def solo_streams(engine: QLLMEngine, jobs: Sequence[Job]) -> list[Any]:
 def own_streams(model: Any, jobs: Sequence[Job], exactness: str, seed: int) -> dict[str, Any]:
     """Return mixed and solo runs of one engine."""
     with QLLMEngine.from_model(
-        model, exactness=exactness, record=True, conformance=False, threads=1
+        model, exactness=exactness, record=True, conformance=False, threads=1, **KV_SIZES
     ) as engine:
         mixed = mixed_streams(engine, jobs, seed)
         num_mixed = len(engine.trace)

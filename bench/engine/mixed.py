@@ -9,6 +9,7 @@ import numpy as np
 
 from bench.common import Job, make_jobs, make_prompt
 from qllm import QLLMEngine, SamplingParams
+from qllm.measure.variants import KV_SIZES
 from qllm.record.metrics import RequestMetrics
 from qllm.record.summary import request_metrics
 from qllm.record.trace import Arrived, Event, Parked, Planned, Ran, Token, Trace
@@ -131,6 +132,7 @@ def run_window(
         threads=1,
         record=True,
         conformance=False,
+        **KV_SIZES,
         **settings,
     )
     window = Window(policy, load.seed, tpot_target_ms=tpot_target_ms)
@@ -241,7 +243,7 @@ def _be_tokens(events: Sequence[Event]) -> tuple[int, int]:
 def ls_capacity(model: Any, count: int, seed: int) -> float:
     """Return the LS requests per second when `count` arrive at once."""
     jobs = make_jobs(seed * 77 + 5, count, LS_PROMPT, LS_OUTPUT)
-    with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
+    with QLLMEngine.from_model(model, threads=1, conformance=False, **KV_SIZES) as engine:
         engine.submit(jobs[0].token_ids, "LS", 4, sampling=GREEDY).result(120)
         begin = time.monotonic()
         handles = [engine.submit(j.token_ids, "LS", j.max_tokens, sampling=GREEDY) for j in jobs]

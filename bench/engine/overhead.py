@@ -12,6 +12,7 @@ from bench.common import Job, estimate, make_jobs, make_prompt, paired, quantile
 from bench.engine import silent
 from bench.engine.mixed import GREEDY, Flood
 from qllm import QLLMEngine
+from qllm.measure.variants import KV_SIZES
 from qllm.record.trace import Event, Finished, Parked, Planned, Ran
 from qllm.types import NS_PER_MS, Grain
 
@@ -22,7 +23,9 @@ def latency_row(model: Any, seconds: float, seed: int, every_s: float = 0.12) ->
     """Measure LS probes of 16 tokens against a flood of prompts of 1k to 2k tokens."""
     rng = np.random.default_rng(seed)
     jobs = make_jobs(seed, 256, (1024, 2048), (32, 256))
-    with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
+    with QLLMEngine.from_model(
+        model, threads=1, conformance=False, record=True, **KV_SIZES
+    ) as engine:
         flood = Flood(engine, jobs, 16)
         flood.top_up()
         time.sleep(1.0)
@@ -106,7 +109,9 @@ def added_row(model: Any, pairs: int, seed: int, every_s: float = 0.04) -> dict[
     cold: list[float] = []
     parts: dict[str, list[float]] = {"park_ms": [], "resume_ms": [], "between_ms": []}
     parks = 0.0
-    with QLLMEngine.from_model(model, threads=1, conformance=False, record=True) as engine:
+    with QLLMEngine.from_model(
+        model, threads=1, conformance=False, record=True, **KV_SIZES
+    ) as engine:
         _run_be(engine, job, None, seed)
         for i in range(pairs):
             runs = {
@@ -149,7 +154,7 @@ def boundary_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
     }
     order = random.Random(seed)
     spent = {name: {part: list[float]() for part in work} for name in GRAINS}
-    with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
+    with QLLMEngine.from_model(model, threads=1, conformance=False, **KV_SIZES) as engine:
         for i in range(rounds + 2):
             for name in order.sample(list(GRAINS), len(GRAINS)):
                 grain, is_silent = GRAINS[name]
@@ -174,9 +179,13 @@ def cuts_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
     """Measure the CPU time that cuts for 5 ms add to one prefill, against `max_segment_ms=inf`."""
     out: dict[str, Any] = {}
     with (
-        QLLMEngine.from_model(model, threads=1, conformance=False) as cut,
+        QLLMEngine.from_model(model, threads=1, conformance=False, **KV_SIZES) as cut,
         QLLMEngine.from_model(
-            copy.deepcopy(model), threads=1, conformance=False, max_segment_ms=float("inf")
+            copy.deepcopy(model),
+            threads=1,
+            conformance=False,
+            max_segment_ms=float("inf"),
+            **KV_SIZES,
         ) as uncut,
     ):
         for num in (192, 768, 1536):

@@ -12,6 +12,7 @@ from bench.common import active_bytes, make_jobs, median, paired
 from bench.engine.exactness import ReferenceProcess
 from bench.engine.mixed import GREEDY
 from qllm import QLLMEngine
+from qllm.measure.variants import KV_SIZES
 
 WORKLOADS = {
     "16 x (64-256 in, 32 out)": (16, (64, 256), 512, 1.3),
@@ -26,7 +27,7 @@ def peer_row(model: Any, folder: Path, rounds: int, seed: int) -> dict[str, Any]
     out: dict[str, Any] = {}
     with (
         ReferenceProcess(folder) as process,
-        QLLMEngine.from_model(model, threads=1, conformance=False) as engine,
+        QLLMEngine.from_model(model, threads=1, conformance=False, **KV_SIZES) as engine,
     ):
         for name, (count, prompt, batch_tokens, target) in WORKLOADS.items():
             jobs = make_jobs(seed, count, prompt, (32, 32))
@@ -91,7 +92,7 @@ def decode_row(model: Any, rounds: int, seed: int) -> dict[str, Any]:
     cpu_step: list[float] = []
     wall_step: list[float] = []
     speed: dict[str, list[float]] = {name: [] for name in reads}
-    with QLLMEngine.from_model(model, threads=1, conformance=False) as engine:
+    with QLLMEngine.from_model(model, threads=1, conformance=False, **KV_SIZES) as engine:
         for i in range(rounds + 1):
             job = make_jobs(seed + i, 1, (64, 64), (48, 48))[0]
             short = _timed(engine, job.token_ids, 8)

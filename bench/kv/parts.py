@@ -8,6 +8,7 @@ import numpy as np
 
 from bench.common import MODEL, SPECIAL
 from qllm import QLLMEngine, SamplingParams
+from qllm.measure.variants import KV_SIZES
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 PAGE, THREADS = 64, 2
@@ -15,7 +16,9 @@ PAGE, THREADS = 64, 2
 
 def make_engine(model: str, **settings: Any) -> QLLMEngine:
     """Start an engine of `THREADS` threads."""
-    return QLLMEngine.from_pretrained(model, threads=THREADS, conformance=False, **settings)
+    return QLLMEngine.from_pretrained(
+        model, **{**KV_SIZES, "threads": THREADS, "conformance": False, **settings}
+    )
 
 
 def make_ids(rng: np.random.Generator | int, count: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from qllm import QLLMEngine
 from qllm.measure.bench import corpus_of
 from qllm.measure.random_moe import make_random_moe
+from qllm.measure.variants import KV_SIZES
 from qllm.plugins import installed_policies
 from qllm.types import Priority, Slo
 from qllm.workloads.capacity import Capacity, measure_capacity
@@ -82,7 +83,14 @@ class Bench:
             self.model,
             policy=setting.policy,
             policy_settings=dict(setting.parameters),
-            **{"threads": 1, "conformance": False, "record": True, **self.settings, **changes},
+            **{
+                **KV_SIZES,
+                "threads": 1,
+                "conformance": False,
+                "record": True,
+                **self.settings,
+                **changes,
+            },
         )
 
     def capacity(self, prompt_tokens: int = 512) -> Capacity:

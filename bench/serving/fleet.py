@@ -41,6 +41,7 @@ from qllm.config import EngineConfig
 from qllm.fleet.members import Backoff
 from qllm.fleet.router import Router
 from qllm.fleet.routes import RouteCosts, load_route
+from qllm.measure.variants import KV_SIZES
 from qllm.record.summary import percentile, request_metrics
 from qllm.sim.fleet import costs_of, simulate_fleet
 from qllm.sim.presets import preset
@@ -48,7 +49,7 @@ from qllm.types import NS_PER_MS, Priority
 from qllm.workloads.spec import RequestSpec
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-TINY = {"threads": 1, "conformance": False, "exactness": "batch-invariant"}
+TINY = {**KV_SIZES, "threads": 1, "conformance": False, "exactness": "batch-invariant"}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from ray import serve
 import qllm.ray
 from bench.common import SPECIAL, Line, machine, print_result, result_file, with_lines
 from qllm import QLLMEngine
+from qllm.measure.variants import KV_SIZES
 from qllm.ray.run import start_here
 from qllm.record.summary import percentile
 
@@ -86,7 +87,7 @@ def jobs_of(count: int, seed: int, vocab_size: int) -> list[Job]:
 
 def alone(jobs: list[Job]) -> tuple[list[list[int]], float]:
     """Return the tokens of every job on an engine alone, all at once, and the seconds."""
-    with QLLMEngine.from_pretrained("tiny", threads=1, exactness=EXACT) as engine:
+    with QLLMEngine.from_pretrained("tiny", threads=1, exactness=EXACT, **KV_SIZES) as engine:
         start = time.perf_counter()
         handles = [
             engine.submit(

@@ -53,6 +53,7 @@ from bench.serving.servers import PEERS, InstallError, Place, free_port, install
 from bench.serving.servers import serving as serving_peer
 from qllm import QLLMEngine, SamplingParams
 from qllm.measure.random_moe import cache_dir, make_random_moe
+from qllm.measure.variants import KV_SIZES
 
 PROMPT_TOKENS, MAX_TOKENS = 64, 4
 SMALL_SIZE = "1m"
@@ -63,7 +64,7 @@ REACH = {
 """Largest values that the project allows. `kept_alive`: GET /version on a connection that is kept
 alive, minus on a fresh one. `small_ttft`: through the Python API; a slower model would hide the
 cost that the row `small` measures."""
-SETTINGS = {"conformance": False, "max_kv_tokens": 65536}
+SETTINGS = {**KV_SIZES, "conformance": False}
 ROWS = ("overhead", "small", "interference", "streams", "vllm")
 PYTHONS = ("python", "python_over_rings")
 HOG = "while True: pass"

@@ -23,6 +23,7 @@ from qllm.fleet.rebalance import REBALANCE_S
 from qllm.fleet.routes import EngineView, RequestView, Route, by_class, by_prefix
 from qllm.ingress.remote.meeting import Address, Meeting
 from qllm.measure.random_moe import make_random_moe
+from qllm.measure.variants import KV_SIZES
 from qllm.record.summary import percentile, request_metrics
 from qllm.sim.fleet import simulate_fleet
 from qllm.sim.presets import preset
@@ -31,6 +32,7 @@ from qllm.workloads.spec import RequestSpec
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
+    **KV_SIZES,
     "threads": 1, "conformance": False, "exactness": "batch-invariant", "handover_gib": 1.0,
     "swap_kv_tokens": 8192, "prefix_cache": True,
 }  # fmt: skip

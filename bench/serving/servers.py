@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from qllm.measure.variants import KV_SIZES
 from qllm.workloads.client import Server
 
 HERE = Path(__file__).resolve().parent
@@ -197,13 +198,16 @@ def _llama_command(place: Place) -> list[str]:
     return [place.python, script, str(place.model), str(place.port), str(place.threads)]
 
 
+SIZES = [f"--set={name}={value}" for name, value in KV_SIZES.items()]
+
+
 def ours_command(*more: str) -> Callable[[Place], list[str]]:
     """Return the command of our server with more options."""
 
     def command(place: Place) -> list[str]:
         where = ["--host", "127.0.0.1", "--port", str(place.port), "--threads", str(place.threads)]
         server = [sys.executable, "-m", "qllm.cli", "serve", str(place.model)]
-        return [*server, "--policy", "qllm2", *where, "--set", "conformance=false", *more]
+        return [*server, "--policy", "qllm2", *where, "--set", "conformance=false", *SIZES, *more]
 
     return command
 

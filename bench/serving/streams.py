@@ -37,6 +37,7 @@ from bench.common import (
 from bench.serving.stream_lines import lines_of
 from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
+from qllm.measure.variants import KV_SIZES
 from qllm.record.metrics import RequestMetrics
 from qllm.record.summary import percentile, request_metrics
 from qllm.record.trace import Ran
@@ -73,7 +74,8 @@ def ids_of(rng: np.random.Generator, count: int) -> list[int]:
 def live(**settings: Any) -> QLLMEngine:
     """Start an engine of the 300M model without a prefix cache: every prompt is computed."""
     return QLLMEngine.from_pretrained(
-        str(model_folder()), threads=2, conformance=False, prefix_cache=False, **settings
+        str(model_folder()),
+        **{**KV_SIZES, "threads": 2, "conformance": False, "prefix_cache": False, **settings},
     )
 
 

@@ -122,8 +122,14 @@ def _of_engine(texts: Iterable[str] | None) -> dict[str, str]:
     return found
 
 
-def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, str], dict[str, str]]:
+def split_settings(
+    texts: Iterable[str] | None, memory: str | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return texts of the engine's settings, and of the policy's settings (`policy.NAME`).
+
+    Args:
+        texts: Each `NAME=VALUE`.
+        memory: Setting of the engine that has a flag of its own.
 
     Raises:
         ConfigError: A name belongs neither to the engine nor to the policy; the message names its
@@ -132,11 +138,20 @@ def split_settings(texts: Iterable[str] | None) -> tuple[dict[str, str], dict[st
     given = list(texts or ())
     of_policy = [text for text in given if text.startswith(OF_POLICY)]
     engine = _of_engine(text for text in given if not text.startswith(OF_POLICY))
+    if memory is not None:
+        engine["memory"] = memory
     return engine, dict(parse_setting(text.removeprefix(OF_POLICY)) for text in of_policy)
 
 
 Policies = Annotated[
     str, typer.Option(help="Which ones to compare, with commas between; see `qllm policies`.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        help="Memory of the whole engine, like 10GiB: weights, KV, cached KV and buffers.",
+    ),
 ]
 Threads = Annotated[
     int | None,

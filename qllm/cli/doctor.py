@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "numpy")
 DEFAULT_POLICY = "qllm2"
+GIB = 1 << 30
 OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
 
 
@@ -70,6 +71,7 @@ def doctor(
         *((f"{name} (optional)", _version(name)) for name in OPTIONAL),
         ("cores", f"{len(os.sched_getaffinity(0))}, torch uses {torch.get_num_threads()}"),
         ("CPU kernels", kernels),
+        ("memory", _memory()),
         ("memory of one op", f"{OP_BYTES >> 20} MiB, which bounds its rows"),
         (
             "expert weights",
@@ -84,6 +86,17 @@ def doctor(
         rows.append(("why torch", missing))
     rows += _served()
     print_table(("what", "found"), rows)
+
+
+def _memory() -> str:
+    """Return how much memory is free."""
+    from qllm.cores import free_bytes, memory_bytes
+
+    return (
+        f"{free_bytes() / GIB:.1f} GiB of {memory_bytes() / GIB:.1f} are free, as far as control "
+        "groups allow; an engine without sizes gives three quarters of that to KV "
+        "(docs/guides/reuse-kv.md)"
+    )
 
 
 def _floor(config: "EngineConfig") -> str:
@@ -125,13 +138,18 @@ def _served() -> list[tuple[str, str]]:
     from qllm import QLLMEngine
 
     with QLLMEngine.from_pretrained("tiny", run_in="thread", conformance=False) as engine:
-        off = engine.stats()["prefix_cache"].get("off")
+        stats = engine.stats()
+        off, free = stats["prefix_cache"].get("off"), stats["memory"]["free_bytes"] / GIB
         counts = Counter(engine.drivers)
         return [
             ("drivers of tiny", ", ".join(f"{name} ({num})" for name, num in counts.items())),
             ("its kernels", f"{engine.kernels['attention']}; experts: {engine.kernels['experts']}"),
             ("its parts", f"known {engine.kernels['parts']}"),
-            ("its prefix cache", f"off, because {off}" if off else "on"),
+            ("its KV", f"{engine.config.pool_tokens:,} tokens of {free:.1f} GiB for it"),
+            (
+                "its prefix cache",
+                f"off, because {off}" if off else f"{engine.config.kept_tokens:,} tokens",
+            ),
         ]
 
 

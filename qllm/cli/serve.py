@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from qllm.cli.app import FAILED, Device, app, clean, one_line, parse_setting, quiet, split_settings
+from qllm.cli.app import (
+    FAILED,
+    Device,
+    Memory,
+    app,
+    clean,
+    one_line,
+    parse_setting,
+    quiet,
+    split_settings,
+)
 from qllm.cli.settings import FLAGS, WithServerSettings
 from qllm.errors import ConfigError, QllmError, pip_install
 from qllm.logs import configured
@@ -60,6 +70,7 @@ def serve(
             help="Threads to compute with; auto takes the cores that this process may use.",
         ),
     ] = None,
+    memory: Memory = None,
     state_dir: Annotated[
         str | None,
         typer.Option(help="Folder of batches and kept responses; without one there are none."),
@@ -105,7 +116,7 @@ def serve(
     if of_ray and not ray:
         raise ConfigError(f"{of_ray[0]} is a setting of Ray; give --ray too")
     engine_settings, policy_settings = split_settings(
-        text for text in setting or () if text not in of_ray
+        (text for text in setting or () if text not in of_ray), memory
     )
     named = {
         "model": model,

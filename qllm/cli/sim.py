@@ -199,7 +199,7 @@ def _named(
         seconds=seconds,
         capacity=capacity,
         load=load,
-        max_len=machine.model_shape().longest(config.max_kv_tokens),
+        max_len=machine.model_shape().longest(config.pool_tokens),
     )
 
 

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from qllm.config import EngineConfig
-from qllm.cores import memory_bytes
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
@@ -20,7 +20,10 @@ from qllm.engine.handover.handover import HandOver, Pull, handover_of
 from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
+from qllm.engine.memory import Claim, choose_sizes
+from qllm.engine.needs import device_costs, host_costs, refuse_sizes
 from qllm.engine.protocol import Sink
+from qllm.engine.sizes import SIZES
 from qllm.engine.storage.build import KeptPages
 from qllm.engine.storage.identity import weights_digest
 from qllm.engine.storage.own_threads import set_own_torch_threads
@@ -35,12 +38,10 @@ from qllm.models.tokenizer import vocabulary_of
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.quantised_experts import all_quantised
 from qllm.models.weights.quantised_linears import weight_bytes
-from qllm.plan import ModelShape
 from qllm.plugins import load_policy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
 from qllm.runner.cpu import cpu_runner
-from qllm.runner.layers.trial import kv_token_bytes
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
@@ -95,7 +96,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         page_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_step_tokens,
-        max_total_tokens=config.max_kv_tokens,
+        max_total_tokens=config.pool_tokens,
         graphs=None if config.kernels == "fast" else False,
         spare=spare_of(config, CudaBackend.why_inexact, TorchStreams, model.device),
     )
@@ -128,7 +129,7 @@ def spare_of(
     """
     num_kept = 0
     if config.prefix_cache == "approximate" or (config.prefix_cache and not why_inexact):
-        num_kept = config.prefix_cache_tokens // config.page_size
+        num_kept = config.kept_tokens // config.page_size
     if not (num_kept or config.num_swap_blocks):
         return None
     api = streams()
@@ -173,34 +174,36 @@ class LoadedRunner:
     Args:
         loaded: The model.
         policy: A policy object.
-        config: Settings.
+        config: Settings; sizes may be open.
         threads: Threads of torch; None leaves torch's choice.
+        claim: Claim on memory from before the model was loaded; None makes one.
 
     Raises:
-        ConfigError: A setting that the device does not support.
+        ConfigError: A setting that the device does not support, or too little memory.
         ModelError: The model cannot be run safely.
     """
 
     def __init__(
-        self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
+        self,
+        loaded: LoadedModel,
+        policy: Any,
+        config: EngineConfig,
+        threads: int | None,
+        claim: Claim | None = None,
     ) -> None:
-        self.config, self.threads = config, threads
+        self.threads = threads
         self.weight_bytes = weight_bytes(loaded.model)
-        with torch_threads(threads):
-            with naming_family(loaded.model, "finding its parts"):
-                self.runner = make_runner(loaded.model, config)
-            if config.conformance:
-                drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))
-                try:
-                    with naming_family(loaded.model, f"the start-up check (drivers: {drivers})"):
-                        check_conformance(loaded.model, self.runner)
-                except BaseException:
-                    self.runner.close()  # give the caller the model back as it was
-                    raise
         on_cuda = loaded.model.device.type == "cuda"
+        self.claim = claim or Claim("cuda" if on_cuda else "cpu")
+        try:
+            with torch_threads(threads):
+                self._start(loaded, config, on_cuda=on_cuda)
+        except BaseException:
+            self.claim.close()
+            raise
+        asked, config = config, self.config
         self.limits = limits_of(config, self.runner.capabilities, whole_steps=on_cuda)
-        meta = {"model": loaded.name, "policy": repr(policy)}
-        self.trace = Trace(meta=meta)
+        self.trace = Trace(meta={"model": loaded.name, "policy": repr(policy)})
         self.info = ModelInfo(
             name=loaded.name,
             shape=self.runner.shape,
@@ -209,7 +212,31 @@ class LoadedRunner:
             drivers=tuple(str(driver) for driver in self.runner.drivers),
             kernels={**self.runner.names, "weights": loaded.weights or _said(config)},
             vocabulary=vocabulary_of(loaded.tokenizer),
+            chosen=tuple(name for name in SIZES if getattr(asked, name) is None),
         )
+
+    def _start(self, loaded: LoadedModel, config: EngineConfig, *, on_cuda: bool) -> None:
+        """Make the runner, choose the sizes that are open, and check the model."""
+        model = loaded.model
+        choose = partial(choose_sizes, self.claim, self.weight_bytes, on_cuda=on_cuda)
+        with naming_family(model, "finding its parts"):
+            if on_cuda:  # the runner takes the memory of all its KV at once
+                config, self.memory = choose(config, device_costs(model, config))
+            self.runner = make_runner(model, config)
+        try:
+            if not on_cuda:
+                config, self.memory = choose(config, host_costs(config, self.runner))
+            self.config = config
+            if config.conformance:
+                drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))
+                with naming_family(model, f"the start-up check (drivers: {drivers})"):
+                    check_conformance(model, self.runner)
+        except BaseException:
+            self.runner.close()  # give the caller the model back as it was
+            raise
+        if on_cuda and config.conformance:  # which has written the first KV
+            with self.claim.others():
+                self.claim.tell(0)
 
     @property
     def max_total_tokens(self) -> int:
@@ -246,6 +273,7 @@ class LoadedRunner:
             "max_segment_ms": self.config.max_segment_ms,
             "expert_bytes": self.runner.expert_bytes,
             "weight_bytes": self.weight_bytes,
+            "memory": self.memory,
             "pid": os.getpid(),
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
@@ -304,6 +332,7 @@ class EngineCore(LoadedRunner):
         decided: Callback after each decision, see `EngineLoop`.
         pull: Function that fetches KV of other engines.
         weights: Digest of the model's weights; None computes the digest where it is needed.
+        claim: Claim on memory from before the model was loaded; None makes one.
 
     Raises:
         ConfigError: A setting that the device does not support.
@@ -323,13 +352,15 @@ class EngineCore(LoadedRunner):
         decided: Callable[[int, int], None] | None = None,
         pull: Pull | None = None,
         weights: str | None = None,
+        claim: Claim | None = None,
     ) -> None:
         self.handover: HandOver | None = None
         if weights is None and (config.kv_dir is not None or config.handover_gib):
             with torch_threads(threads):  # must happen before the runner packs the weights
                 weights = weights_digest(loaded.model)
         weights = weights or ""
-        super().__init__(loaded, policy, config, threads)
+        super().__init__(loaded, policy, config, threads, claim)
+        config = self.config
         try:
             shape, sampler = self.runner.shape, self.runner.sampler
             sampler.vocabulary = Vocabulary(
@@ -337,8 +368,7 @@ class EngineCore(LoadedRunner):
             )
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
-            _refuse_too_little_kv(config, shape)
-            _refuse_too_much_kv(config, self.runner)
+            refuse_sizes(config, self.runner)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             costs = StepCosts(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
@@ -366,6 +396,7 @@ class EngineCore(LoadedRunner):
             if (kept := getattr(self, "kept", None)) is not None:
                 kept.close()
             self.runner.close()  # give the caller the model back as it was
+            self.claim.close()
             raise
         self._watch = Watch(self.loop, config, self.runner)
 
@@ -391,6 +422,7 @@ class EngineCore(LoadedRunner):
         for request_id in open_ids:
             self.loop.end(request_id, reason, text)
         self.kept.close()
+        self.claim.close()
 
     @property
     def held(self) -> tuple[Submission, ...]:
@@ -463,31 +495,6 @@ class EngineCore(LoadedRunner):
             QllmError: The KV cannot be erased, or was not erased in time.
         """
         self.kept.settle()
-
-
-def _refuse_too_little_kv(config: EngineConfig, shape: ModelShape) -> None:
-    if shape.state_tokens and shape.longest(config.pool_tokens) < 2:
-        least = shape.state_tokens + config.block_size + 1
-        raise ConfigError(
-            f"max_kv_tokens={config.max_kv_tokens} has no room for one request: layers carry a "
-            f"state, and those of a request take as much memory as the KV of {shape.state_tokens} "
-            f"tokens; give at least {least}, and as much for each request that is to run at once"
-        )
-
-
-def _refuse_too_much_kv(config: EngineConfig, runner: TorchRunner) -> None:
-    """Refuse more KV than the machine has memory.
-
-    Without this check the error comes at run time.
-    """
-    kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
-    each, memory = kv_token_bytes(runner.parts, runner.model), memory_bytes()
-    if (kept + config.swap_kv_tokens) * each > memory:
-        raise ConfigError(
-            f"prefix_cache_tokens={kept} and swap_kv_tokens={config.swap_kv_tokens} are KV of "
-            f"{each} bytes a token, and there are {memory} bytes of memory; give at most "
-            f"{memory // each} together"
-        )
 
 
 def crash_text(crash: BaseException) -> str:

@@ -49,7 +49,10 @@ class GpuEngine(ServedEngine):
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, context: ProcessContext
     ) -> None:
         super().__init__(loaded, policy, config, context)
-        self.prepared = prepared = LoadedRunner(loaded, policy, config, context.threads)
+        self.prepared = prepared = LoadedRunner(
+            loaded, policy, config, context.threads, context.claim
+        )
+        config = prepared.config
         runner, backend = prepared.runner, prepared.runner.backend
         assert isinstance(backend, CudaBackend)  # `EngineConfig.check_place` checked the device
         self._context, self._calls = context, deque[Callable[[], None]]()
@@ -192,6 +195,7 @@ class GpuEngine(ServedEngine):
             "policy_errors": errors,
             "longest_plan_ms": 0.0,
             "num_live": head["num_live"],
+            "memory": self.prepared.memory,
             "time": time_stats(config, head),
             "frames": self._frames(state, head),
         }

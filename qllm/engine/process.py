@@ -27,6 +27,7 @@ from qllm.config import EngineConfig
 from qllm.cores import freeze_garbage
 from qllm.engine.build import crash_text, torch_threads
 from qllm.engine.handover.transfer import Puller, give
+from qllm.engine.memory import Claim
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
 from qllm.engine.storage.identity import software, weights_digest
@@ -120,7 +121,7 @@ class EngineProcess:
         if remote is not None:
             model = _absolute_model_path(self._start.model)
             prepared = engine.prepared
-            remote.open(EngineCard(prepared.info, self._start.config, prepared.trace.meta, model))
+            remote.open(EngineCard(prepared.info, prepared.config, prepared.trace.meta, model))
         crash = engine.serve()
         if crash is not None:
             self._control.error = crash_text(crash)
@@ -150,6 +151,7 @@ class EngineProcess:
             policy = load_policy(start.policy, start.policy_settings)
         kind = _kind_of(start.config)
         kind.check(policy, start.config)
+        claim = Claim(str(start.load.get("device", "cpu")).split(":")[0])
         loaded = load(start.model, **start.load)
         weights, code = None, ""
         if start.takes_digest:  # must happen before the runner packs the weights
@@ -164,6 +166,7 @@ class EngineProcess:
             pull=None if met is None else Puller(met.secret, met.profile),
             threads=start.threads,
             weights=weights,
+            claim=claim,
         )
         engine = kind(loaded, policy, start.config, context)
         engine.prepared.info = engine.prepared.info._replace(weights=weights or "", software=code)
@@ -185,7 +188,7 @@ class EngineProcess:
         block, doorbell = self._new_memory(), Doorbell.create()
         hello = Hello(
             prepared.info,
-            self._start.config,
+            prepared.config,
             prepared.trace.meta,
             _absolute_model_path(self._start.model),
             bool(self._start.load.get("trust_remote_code")),
@@ -214,8 +217,9 @@ class EngineProcess:
         with self._front_end_lock:
             number = self._num_front_ends
             self._num_front_ends += 1
-        shape = self.engine.prepared.info.shape
-        max_prompt = min(self._start.config.max_kv_tokens, shape.max_position)
+        prepared = self.engine.prepared
+        shape = prepared.info.shape
+        max_prompt = min(prepared.config.pool_tokens, shape.max_position)
         return number, ring_bytes(max_prompt, shape.vocab_size)
 
     def _listen(self, listener: socket.socket) -> None:

@@ -18,6 +18,7 @@ from qllm.engine import checkpoint
 from qllm.engine.build import EngineCore, LoadedRunner
 from qllm.engine.handover.arrivals import HandedIngress
 from qllm.engine.handover.handover import Pull
+from qllm.engine.memory import Claim
 from qllm.errors import ConfigError, EngineClosedError, contained
 from qllm.ingress import Call, Cancel
 from qllm.ingress.memory import ControlMemory, FrontEndMemory
@@ -48,6 +49,8 @@ class ProcessContext(NamedTuple):
     """Function that fetches KV of other engines."""
     weights: str | None = None
     """Digest of the model's weights, if it was computed."""
+    claim: Claim | None = None
+    """Claim on memory, from before the model was loaded."""
 
 
 class ServedEngine(ABC):
@@ -231,7 +234,7 @@ class LoopEngine(ServedEngine):
             loaded, policy, config,
             ingress=self._ingress, sink=RingSink(self._ingress.ports), now_ns=context.now_ns,
             threads=context.threads, decided=self._ingress.decided, pull=context.pull,
-            weights=context.weights,
+            weights=context.weights, claim=context.claim,
         )  # fmt: skip
 
     def serve(self) -> BaseException | None:

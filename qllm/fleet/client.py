@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from qllm.config import EngineConfig
 from qllm.errors import ConfigError, EngineClosedError, QllmError, QueueFullError
 from qllm.fleet import rebalance
 from qllm.fleet.members import Backoff, Card, Member, meet_all, none_serves, takes_requests
@@ -123,6 +124,7 @@ class FleetClient(FarClient, ManyClient):
         first = next(iter(met.values()))
         self.hello: Any = first.hello
         self.info = self.hello.info
+        self._config: EngineConfig = self.hello.config
         for member, client in met.items():
             self._enter(member, client)
         self._threads: list[threading.Thread] = []
@@ -191,13 +193,14 @@ class FleetClient(FarClient, ManyClient):
         config = client.config
         with self._routing.lock:
             member.is_up(client)
-            kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
+            least = min(m.kv_tokens for m in self.members.values() if m.num_met)
+            self._config = replace(self.hello.config, max_kv_tokens=least)
             seats, role = config.max_num_seqs, cast(Role, config.role)
             self._routing.router.up(
                 member.name,
                 role=role,
                 seats=seats,
-                kept_tokens=kept,
+                kept_tokens=config.kept_tokens,
                 hands_over=client.hands_over,
             )
 
@@ -268,6 +271,14 @@ class FleetClient(FarClient, ManyClient):
         assert self._rebalancer is not None
         while not self._ended.wait(rebalance.LOOK_S):
             self._rebalancer.look()
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings of the first engine, with the smallest KV of all that were met.
+
+        So a request that the fleet accepts fits every engine that it may continue at.
+        """
+        return self._config
 
     @property
     def back_in_s(self) -> int:

@@ -16,9 +16,11 @@ from qllm.frontend.rings import RingClient
 
 OF_ONE_ENGINE = {
     "conformance", "handover_gib", "kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "role",
-    "swap_kv_tokens",
+    "memory", "swap_kv_tokens",
 }  # fmt: skip
 """Settings that may differ between the engines of a fleet, because no answer depends on them."""
+CHOSEN = "chosen by the engine"
+"""Value in place of a size that an engine chose. Another engine may have another size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Member:
         self.keeps_file = True
         """True if KV in the engine's file may outlive the engine. It is True until the first
         connection."""
+        self.kv_tokens = 0
+        """Tokens of the engine's KV at the last connection."""
         self._num_gone = 0
         self._up_s = 0.0
         self.next_s = 0.0
@@ -85,6 +89,7 @@ class Member:
         """Record that the engine serves."""
         self.client, self.why = client, ""
         self.keeps_file = client.config.kv_dir is not None
+        self.kv_tokens = client.config.pool_tokens
         self.num_met += 1
         self._up_s = time.monotonic()
 
@@ -115,7 +120,7 @@ class Card:
         """
         for part, ours in self.parts.items():
             theirs = other.parts[part]
-            if ours != theirs:
+            if ours != theirs and CHOSEN not in (ours, theirs):
                 raise ConfigError(
                     f"the engine at {other.name} cannot serve beside that at {self.name}: {part} "
                     f"is {shown(theirs):.200} there and {shown(ours):.200} here, and an answer "
@@ -138,6 +143,7 @@ def card_of(name: str, hello: Any) -> Card:
         hello: A `Hello`, `RemoteHello` or `EngineCard`.
     """
     info, config = hello.info._asdict(), asdict(hello.config)
+    config |= dict.fromkeys(info.pop("chosen"), CHOSEN)
     parts = {what: config[what] for what in config if what not in OF_ONE_ENGINE}
     del info["name"]  # the same model may have different names and places
     parts |= {what if what not in config else f"{what} in use": info[what] for what in info}

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from qllm.config import EngineConfig
 from qllm.errors import ConfigError, EngineClosedError
 from qllm.frontend.handle import Handle
 from qllm.frontend.request_log import RequestLog
@@ -43,6 +44,11 @@ class Client(ABC):
         """True if the client is closed or about to be closed, so that no engine can be asked."""
         self._numbers: Iterator[int] = itertools.count()
         self._pid = os.getpid()
+
+    @property
+    @abstractmethod
+    def config(self) -> EngineConfig:
+        """The engine's settings, with the sizes that it chose."""
 
     # -- how it ends
 

@@ -90,7 +90,8 @@ class RemoteHello(NamedTuple):
         info = dict(message["info"])
         shape = ModelShape(**{**info["shape"], "is_moe": tuple(info["shape"]["is_moe"])})
         eos, drivers = frozenset(info["eos_token_ids"]), tuple(info["drivers"])
-        known = ModelInfo(**{**info, "shape": shape, "eos_token_ids": eos, "drivers": drivers})
+        made = {"shape": shape, "eos_token_ids": eos, "drivers": drivers}
+        known = ModelInfo(**{**info, **made, "chosen": tuple(info["chosen"])})
         config = engine_config(message["config"])
         return cls(known, config, message["trace_meta"], str(message["model"]))
 

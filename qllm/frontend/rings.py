@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from qllm.config import EngineConfig
 from qllm.errors import CRASHED, MOVED, ConfigError, EngineClosedError, QueueFullError
 from qllm.frontend.client import Client
 from qllm.frontend.handle import Handle, RequestedState
@@ -143,11 +142,6 @@ class RingClient(Client):
                 entry.finish(request_id, entry.ended or end)
 
     # -- as a client
-
-    @property
-    @abstractmethod
-    def config(self) -> EngineConfig:
-        """The engine's settings."""
 
     @abstractmethod
     def costs_ns(self) -> Sequence[float] | None:

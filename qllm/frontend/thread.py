@@ -120,6 +120,10 @@ class ThreadClient(Client):
 
     # -- as a client
 
+    @property
+    def config(self) -> EngineConfig:
+        return self._core.config
+
     def now_ns(self) -> int:
         return time.monotonic_ns() - self._zero_ns
 

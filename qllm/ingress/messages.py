@@ -36,6 +36,8 @@ class ModelInfo(NamedTuple):
     """Digest of the weights, for an engine that other processes may meet."""
     software: str = ""
     """Releases and kernels that decide bits, for an engine that other processes may meet."""
+    chosen: tuple[str, ...] = ()
+    """Settings of sizes that the engine chose itself."""
 
 
 class Start(NamedTuple):

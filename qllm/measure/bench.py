@@ -9,7 +9,7 @@ from typing import Any
 
 from qllm.errors import ConfigError
 from qllm.measure.random_moe import SIZES, make_random_moe, source_text
-from qllm.measure.variants import Variant
+from qllm.measure.variants import KV_SIZES, Variant
 from qllm.types import Priority, Slo
 from qllm.workloads.capacity import Capacity, measure_capacity
 from qllm.workloads.client import Server, send_http
@@ -184,7 +184,7 @@ def bench_engine(
             loaded.tokenizer,
             policy=policy,
             threads=threads,
-            **{"conformance": False, "record": True, **settings},
+            **{**KV_SIZES, "conformance": False, "record": True, **settings},
         )
 
     if capacity is None and load.file is None:

@@ -23,6 +23,7 @@ from qllm.llm import QLLMEngine
 from qllm.measure.bench import corpus_of
 from qllm.measure.plots import ttft_figure
 from qllm.measure.random_moe import SIZES, make_random_moe
+from qllm.measure.variants import KV_SIZES
 from qllm.models.folders import best_local
 from qllm.models.loader import LoadedModel, load
 from qllm.plugins import load_policy
@@ -244,6 +245,7 @@ def _engine(
         max_step_tokens=MAX_STEP_TOKENS,
         conformance=first,
         record=True,
+        **KV_SIZES,
     )
 
 

@@ -6,6 +6,13 @@ from typing import Any, NamedTuple
 from qllm.errors import ConfigError
 from qllm.plugins import load_policy, spelled_for
 
+KV_SIZES: dict[str, Any] = {
+    "max_kv_tokens": 65536,
+    "prefix_cache_tokens": 16384,
+    "prefix_states_gib": 2.0,
+}
+"""Sizes of KV of measured engines, so that no result depends on a machine's memory."""
+
 
 class Variant(NamedTuple):
     """A policy and its parameters."""

@@ -69,7 +69,7 @@ def over(engines: Any, config: ServerConfig | None = None) -> QLLMEngine:
     trusts = config is not None and config.trust_remote_code
     policy = client.hello.trace_meta["policy"]
     tokenizer = tokenizer_of(client, client.hello.model, trusts)
-    return QLLMEngine(client, tokenizer, policy, client.hello.config)
+    return QLLMEngine(client, tokenizer, policy)
 
 
 def build(config: ServerConfig) -> Any:

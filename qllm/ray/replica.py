@@ -161,13 +161,12 @@ class EngineReplica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the model and version. The router skips and reports replicas that differ."""
         config = self._engine.config
-        kept = 0 if config.prefix_cache is False else config.prefix_cache_tokens
         return {
             "identity": self._identity,
             "card": self._card,
             "load_s": self._load_s,
             "seats": config.max_num_seqs,
-            "kept_tokens": kept,
+            "kept_tokens": config.kept_tokens,
         }
 
     def record_routing_stats(self) -> dict[str, Any]:

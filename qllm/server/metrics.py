@@ -232,6 +232,15 @@ class Metrics:
                 ("kept_state_bytes", "Bytes of recurrent states kept beside it"),
             )
         }
+        self._sizes = {
+            name: self._gauge(metric, text)
+            for name, metric, text in (
+                ("kv_tokens", "kv_max_tokens", "Tokens of KV that requests may have at once"),
+                ("kv_bytes", "kv_max_bytes", "Most bytes of KV of requests"),
+                ("kept_tokens", "prefix_cache_max_tokens", "Tokens that the prefix cache may keep"),
+                ("kept_bytes", "prefix_cache_max_bytes", "Most bytes of cached KV and states"),
+            )
+        }
         self._state_bytes = self._gauge(
             "state_bytes", "Recurrent states that requests hold, in bytes"
         )
@@ -296,6 +305,10 @@ class Metrics:
         if m.ttft_ms is not None:
             self.recent_ttft_ms[label].append(m.ttft_ms)
 
+    def name_key(self, key: str, name: str) -> None:
+        """Tell the name of an API key, given as its digest."""
+        self._key_info.labels(self._model, key, name).set(1)
+
     def of_key(self, key: str, status: int) -> None:
         """Count an HTTP request of an API key, given as its digest."""
         self._key_requests.labels(self._model, key, str(status)).inc()
@@ -305,10 +318,6 @@ class Metrics:
 
         Args:
             key: Digest of the key.
-    def name_key(self, key: str, name: str) -> None:
-        """Tell the name of an API key, given as its digest."""
-        self._key_info.labels(self._model, key, name).set(1)
-
             result: The choice.
             is_first: True for the first choice of a prompt, with which the prompt is counted.
         """
@@ -343,6 +352,8 @@ class Metrics:
         if self._is_local:
             self._engine_pid = str(stats.get("pid", "none"))
         self._observe_prefix(stats.get("prefix_cache", {}))
+        for name, gauge in self._sizes.items():
+            gauge.labels(self._model).set(stats.get("memory", {}).get(name, 0))
         self._observe_swap(stats.get("swap", {}))
         self._count_up(self._time, self._time_before, stats.get("time", {}))
         self._min_be_share.labels(self._model).set(stats.get("time", {}).get("min_be_share", 0))

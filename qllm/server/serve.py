@@ -90,6 +90,12 @@ def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
     return config.model_copy(update={"served_model_name": names, "policy": policy})
 
 
+def _sized_like(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
+    """Return the settings with the sizes that an engine chose: what it accepted fits the next."""
+    sizes = {name: getattr(engine.config, name) for name in engine.client.info.chosen}
+    return config.model_copy(update={"engine": {**config.engine, **sizes}})
+
+
 def _meeting(config: ServerConfig) -> Meeting | None:
     if config.listen is None:
         return None
@@ -113,6 +119,7 @@ def serve_engine(config: ServerConfig) -> None:
     restarts, engine = Restarts(config), make_engine(config)
     for line in banner(engine, config, time.monotonic() - start):
         LOG.info(line)
+    config = _sized_like(config, engine)
     try:
         while not stop.wait(PERIOD_S):
             if (why := engine.failure) is None:
@@ -170,7 +177,9 @@ def serve(config: ServerConfig) -> None:
         load_s = time.monotonic() - start
         if config.role == "frontend":
             config = _as_the_engine(config, engine)
-        make = None if engine.fleet is not None else partial(make_engine, config)
+        make = (
+            None if engine.fleet is not None else partial(make_engine, _sized_like(config, engine))
+        )
         app = create_app(engine, config, make, load_s)
         front: Front = app.state.front
         server = make_server(app, config)

@@ -23,6 +23,7 @@ from qllm.config import EngineConfig
 from qllm.engine.build import torch_threads
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
+from qllm.engine.sizes import with_usual_sizes
 from qllm.errors import ConfigError
 from qllm.ingress import InprocIngress, Submission
 from qllm.measure.random_moe import SIZES, make_random_moe
@@ -382,7 +383,7 @@ def calibrate(
         ConfigError: An alias is unknown.
         ModelError: The model cannot be found, loaded or driven.
     """
-    config = config or EngineConfig()
+    config = with_usual_sizes(config or EngineConfig())
     loaded = load(make_random_moe(size=model) if model in SIZES else model)
     measured: list[Measured] = []
     with torch_threads(threads):
@@ -437,7 +438,7 @@ def _cost_file(
             "step_ns": step_ns,
             "step_row_ns": step_row_ns,
         },
-        max_kv_tokens=config.max_kv_tokens,
+        max_kv_tokens=config.pool_tokens,
         expert_bytes=0 if bank is None else bank.unit_bytes,
         fit=errors,
     )

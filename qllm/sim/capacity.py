@@ -163,7 +163,7 @@ class _Loads:
             name=question.workload,
             seconds=question.window_s,
             capacity=costs.capacity(config),
-            max_len=costs.model_shape().longest(config.max_kv_tokens),
+            max_len=costs.model_shape().longest(config.pool_tokens),
         ).scenario
         be: Flow = found.be
 

@@ -177,7 +177,7 @@ class CostFile(_Strict):
             prefill_tokens_per_s=_PROBE_TOKENS * 1e9 / self.step_ns(0, _PROBE_TOKENS, 0),
             output_tokens_per_s=rows * 1e9 / self.step_ns(rows, 0, _PROBE_TOKENS),
             max_num_seqs=rows,
-            max_kv_tokens=config.max_kv_tokens,
+            max_kv_tokens=config.pool_tokens,
         )
 
 

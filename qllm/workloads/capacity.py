@@ -87,5 +87,5 @@ def measure_capacity(
         prefill_tokens_per_s=prompt_tokens / per_prompt_s,
         output_tokens_per_s=batch * 1000 / sorted(gaps)[len(gaps) // 2],
         max_num_seqs=engine.config.max_num_seqs,
-        max_kv_tokens=engine.config.max_kv_tokens,
+        max_kv_tokens=engine.config.pool_tokens,
     )

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -417,6 +418,10 @@ def test_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     done = runner.invoke(app, ["doctor"])
     assert done.exit_code == 0
     assert cpu.kind() in done.stdout
+    said = " ".join(done.stdout.split())
+    assert re.search(r"memory [\d.]+ GiB of [\d.]+ are free", said)
+    assert re.search(r"its KV 65,536 tokens of [\d.]+ GiB for it", said)
+    assert "its prefix cache 16,384 tokens" in said
     assert "none; --set min_be_share=0.05" in " ".join(done.stdout.split())
     monkeypatch.setattr(cpu, "MISSING", "nobody built them")
     assert "nobody built them" in runner.invoke(app, ["doctor"]).stdout

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qllm import SamplingParams, Slo
-from qllm.errors import ConfigError, EngineClosedError, QueueFullError, RequestFailedError
+from qllm.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineClosedError,
+    QueueFullError,
+    RequestFailedError,
+)
 from qllm.fleet.client import FleetClient
 from qllm.fleet.members import Backoff
 from qllm.fleet.router import Entry, replayed
@@ -330,6 +336,29 @@ def test_settings_of_one_engine_may_differ(fleet: FakeFleet) -> None:
     fleet.look()
     fleet.look()
     assert fleet.client.members["1"].client is not None
+
+
+def test_sizes_that_an_engine_chose_may_differ_and_the_smallest_is_promised() -> None:
+    fleet = FakeFleet(3, round_robin)
+    chosen: dict[str, Any] = {"info": {"chosen": ("max_kv_tokens", "prefix_cache_tokens")}}
+    told = [{"max_kv_tokens": 1024, "prefix_cache_tokens": 4096}, {"max_kv_tokens": 512}]
+    longest = [fleet.engine.config.max_kv_tokens]
+    for number, config in enumerate(told, 1):
+        fleet.told[str(number)] = {**chosen, "config": config}
+        fleet.kill(number)
+        fleet.look()
+        fleet.look()
+        assert fleet[number] is not None
+        longest.append(fleet.engine.config.max_kv_tokens)
+    assert longest == [65536, 1024, 512]
+    prompt = [1] * 600
+    with pytest.raises(ContextLengthError, match=r"shorter than 512 \(max_kv_tokens\)"):
+        fleet.engine.submit(prompt, "BE", 4, sampling=GREEDY)
+    fleet.kill(2)
+    fleet.look()
+    with pytest.raises(ContextLengthError):
+        fleet.engine.submit(prompt, "BE", 4, sampling=GREEDY)
+    fleet.client.close()
 
 
 def test_kept_kv_is_deleted_everywhere_or_it_is_said_where_not(fleet: FakeFleet) -> None:

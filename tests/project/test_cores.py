@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 from qllm import QLLMEngine
 from qllm.cli import app
-from qllm.cores import memory_bytes, num_threads, parse_threads, usable_cores
+from qllm.cores import (
+    Held,
+    free_bytes,
+    held_bytes,
+    memory_bytes,
+    num_threads,
+    parse_threads,
+    usable_cores,
+)
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.server.config import load_config
@@ -176,3 +184,51 @@ def test_a_fork_has_threads_of_its_own_while_its_parent_computes() -> None:
         until.set()
         other.join()
         cpu.set_threads(1)
+
+
+def _linux(tmp_path: Path, available: int) -> dict[str, Path]:
+    """Write what Linux says of its memory, in kB, and return where."""
+    written(tmp_path / "meminfo", f"MemTotal: 24000 kB\nMemAvailable: {available} kB\nOdd: x\n")
+    return {"groups": tmp_path / "cgroup", "root": tmp_path, "machine": tmp_path / "meminfo"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "names", "prefix"),
+    [
+        ("0::/a/b\n", "a", ("memory.max", "memory.current"), ""),
+        (
+            "4:memory:/a/b\n",
+            "memory/a",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_",
+        ),
+    ],
+)
+def test_what_a_control_group_leaves_is_free_with_its_cached_files(
+    tmp_path: Path, groups: str, folder: str, names: tuple[str, str], prefix: str
+) -> None:
+    where = _linux(tmp_path, 20_000)
+    assert free_bytes(**where) == 20_000 * 1024, "without a group"
+    written(where["groups"], groups)
+    limit, use = (tmp_path / folder / name for name in names)
+    written(use, "9000000\n")
+    stat = f"{prefix}active_file 1000000\n{prefix}inactive_file 500000\n{prefix}anon 7000000\n"
+    written(tmp_path / folder / "memory.stat", stat)
+    for text, free in (("max", 20_000 * 1024), ("10000000", 2_500_000), ("8000000", 500_000)):
+        written(limit, text + "\n")
+        assert free_bytes(**where) == free
+    written(limit, "7000000\n")
+    assert free_bytes(**where) == 0, "a limit that was lowered below what is used"
+    written(tmp_path / "meminfo", "MemAvailable: 100 kB\n")
+    written(limit, "10000000\n")
+    assert free_bytes(**where) == 100 * 1024, "the machine has less than the group"
+
+
+def test_a_process_holds_its_own_memory_and_parts_of_files(tmp_path: Path) -> None:
+    text = "Name:\tx\nRssAnon:\t  10 kB\nRssFile:\t  7 kB\nRssShmem:\t  1 kB\n"
+    written(tmp_path / "5" / "status", text)
+    assert held_bytes(5, tmp_path) == Held(11 * 1024, 7 * 1024)
+    assert held_bytes(6, tmp_path) is None
+    found = held_bytes()
+    assert found is not None
+    assert found.own > 1 << 20

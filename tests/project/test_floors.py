@@ -91,6 +91,7 @@ GROUPS = {
         "scheduler",
         STDLIB | {"numpy", "torch", "xxhash"},
     ),
+    "engine.sizes": Floor("errors config", PURE),
     "engine.handover": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv engine.loop engine.remote "
         "engine.storage ingress models record runner scheduler",

@@ -20,6 +20,7 @@ from qllm.ingress.messages import ModelInfo
 from qllm.llm import QLLMEngine
 from qllm.plan import ModelShape
 from qllm.types import FinishReason, Sampled
+from tests.support.sizes import SIZES
 
 VOCAB = 97
 SHAPE = ModelShape(2, 4, 2, (True, True), VOCAB, 4096)
@@ -117,7 +118,7 @@ class FakeClient(RingClient):
 
     def __init__(self, number: int, **told: Any) -> None:
         info = ModelInfo("fake", SHAPE, frozenset(), {}, (), {}, None, "w", "s")
-        config = EngineConfig(**told.pop("config", {}))
+        config = EngineConfig(**(SIZES | told.pop("config", {})))
         self.hello = SimpleNamespace(
             info=info._replace(**told.pop("info", {})),
             config=config,
@@ -208,7 +209,7 @@ class FakeFleet:
         ]
         card, met = meet_all(members)
         self.client = FleetClient(members, card, met, route, **settings)
-        self.engine = QLLMEngine(self.client, None, None, self.client.hello.config)
+        self.engine = QLLMEngine(self.client, None, None)
 
     def _meet(self, name: str) -> RingClient:
         if not self.is_there[name]:

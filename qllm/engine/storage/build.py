@@ -74,7 +74,7 @@ class KeptPages:
             raise ConfigError(f"kv_dir={config.kv_dir!r} is not possible: {STATES_IN_FILE}")
         page_size = config.page_size
         keep_ls_ns = int(config.keep_ls_s * NS_PER_S)
-        self._store = store = PageStore[Any](config.prefix_cache_tokens // page_size, keep_ls_ns)
+        self._store = store = PageStore[Any](config.kept_tokens // page_size, keep_ls_ns)
         decides = (runner.fingerprint(), sorted(runner.names.items()), config.kernels)
         dtype = runner.parts.like.dtype
         identity = repr((*decides, config.exactness, str(dtype), page_size))

@@ -97,7 +97,7 @@ SHAPES = "the keys and values of its layers have different shapes, and a page ho
 
 def num_states(config: EngineConfig, runner: TorchRunner) -> int:
     """Return how many states of whole requests the prefix cache keeps."""
-    return int(config.prefix_states_gib * (1 << 30)) // runner.charge.state_bytes
+    return config.kept_state_bytes // runner.charge.state_bytes
 
 
 def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:

@@ -1,6 +1,8 @@
 """The log lines at start: the model, its kernels, and the allowed callers."""
 
 import ipaddress
+from collections.abc import Mapping
+from typing import Any
 
 from qllm.llm import QLLMEngine
 from qllm.server.config import ENGINE_ROLES, ServerConfig
@@ -24,6 +26,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
     stats = engine.stats()
     size = shown_bytes(stats.get("weight_bytes", 0))
     no_prefix = stats.get("prefix_cache", {}).get("off")
+    kept = f"{settings.kept_tokens:,} tokens"
     return [
         f"model    {engine.model_name}: {size} of weights "
         f"({kernels.get('weights', 'as they were stored')}), layers: {layers}; loaded in "
@@ -31,13 +34,29 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"kernels  experts: {kernels.get('experts')}; attention: {kernels.get('attention')}; "
         f"head: {kernels.get('head')}",
         f"parts    known {kernels.get('parts')}",
-        f"KV       {settings.max_kv_tokens:,} tokens in blocks of {settings.block_size}, "
+        f"KV       {settings.pool_tokens:,} tokens in blocks of {settings.block_size}, "
         f"{settings.max_num_seqs} requests per step; prefix cache: "
-        f"{f'off, because {no_prefix}' if no_prefix else 'on'}",
+        f"{f'off, because {no_prefix}' if no_prefix else kept}",
+        f"memory   {memory_line(engine, stats)}",
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms",
         f"classes  {classes}; LS: {targets}, {taken}",
     ]
+
+
+def memory_line(engine: QLLMEngine, stats: Mapping[str, Any]) -> str:
+    """Return how much memory the KV of an engine may take, and who chose that."""
+    told = stats["memory"]
+    limits = f"KV at most {shown_bytes(told['kv_bytes'])}"
+    if told["kept_bytes"]:
+        limits += f", cached KV {shown_bytes(told['kept_bytes'])}"
+    of = (
+        f"of the budget of {shown_bytes(told['budget_bytes'])} (memory)"
+        if told["budget_bytes"]
+        else f"{shown_bytes(told['free_bytes'])} were free after loading (see --memory)"
+    )
+    chosen = ", ".join(engine.client.info.chosen) or "no size"
+    return f"{limits}; {of}; chosen by the engine: {chosen}"
 
 
 def shown_bytes(count: float) -> str:

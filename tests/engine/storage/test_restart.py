@@ -80,7 +80,7 @@ def test_prompt_and_output_of_a_killed_engine_are_loaded(
         assert slow.finish_reason is None, "it is open while its engine is killed"
         os.kill(pid_of(first), signal.SIGKILL)
         wait_for(lambda: log.holds(slow))
-    with make() as second:
+    with make(max_kv_tokens=8192, prefix_cache_tokens=4096) as second:  # of other sizes
         log.go_on(second.replay)
         slow.update(paused=False)
         found = slow.result(300)

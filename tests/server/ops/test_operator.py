@@ -260,11 +260,13 @@ def test_the_start_says_what_serves_and_with_what(engine: QLLMEngine) -> None:
     text = "\n".join(banner(engine, config, 1.25))
     for part in ("tiny", "MB of weights", "loaded in 1.2 s", engine.kernels["experts"], "65,536",
                  "qllm2", "LS and BE", "at most 7", "fast", "parts    known by their source: layer",
-                 "prefix cache: on"):  # fmt: skip
+                 "prefix cache: 16,384 tokens", "memory   KV at most ", "cached KV ",
+                 "were free after loading", "chosen by the engine: no size"):  # fmt: skip
         assert part in text, part
     with QLLMEngine.from_pretrained("tiny", kernels="reference", conformance=False) as other:
         said = "\n".join(banner(other, config, 1.25))
     assert "prefix cache: off, because not every layer runs on our kernels" in said
+    assert "cached KV" not in said
     assert engine.stats()["weight_bytes"] > 1_000_000
 
 

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,14 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qllm.config import EngineConfig
 from qllm.errors import ModelError
 from qllm.frontend.process import WATCH_S, Watchdog
 from qllm.llm import QLLMEngine
-from qllm.server.config import ServerConfig
+from qllm.server.config import ServerConfig, load_config
 from qllm.server.ops.supervisor import Restarts
+from qllm.server.serve import serve, serve_engine
 from tests.support.batches import ended, line, records, start
 from tests.support.engines import POISON, Poisoned, freeze, is_alive, pid_of
 from tests.support.serving import Serving, serving, tiny_engine
+from tests.support.sizes import SIZES
 from tests.support.waiting import wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -219,3 +224,36 @@ def test_only_a_process_that_is_ours_can_be_ended() -> None:
         pytest.raises(ValueError, match="a process of its own, made here"),
     ):
         engine.end_if_stuck(1)
+
+
+@pytest.mark.parametrize("run", [serve, serve_engine])
+def test_an_engine_that_follows_another_has_the_sizes_that_it_chose(
+    run: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def seen(*args: Any) -> None:
+        got.extend(args)
+        raise EnoughError
+
+    got: list[Any] = []
+    info = SimpleNamespace(chosen=("max_kv_tokens", "prefix_states_gib"))
+    engine = SimpleNamespace(
+        config=EngineConfig(**SIZES), client=SimpleNamespace(info=info), fleet=None, failure="dead"
+    )
+    engine.close = lambda: None
+    module = "qllm.server.serve"
+    monkeypatch.setattr(f"{module}.make_engine", lambda config: engine)
+    monkeypatch.setattr(f"{module}.banner", lambda *_: [])
+    monkeypatch.setattr(f"{module}.PERIOD_S", 0)
+    for name in ("create_app", "_replaced"):
+        monkeypatch.setattr(f"{module}.{name}", seen)
+    config = load_config(
+        None, {}, {"model": "tiny", "port": 0, "engine": {"max_num_seqs": 4, "record": True}}
+    )
+    with pytest.raises(EnoughError):
+        run(config)
+    again = got[2].args[0] if run is serve else got[0]
+    sizes = {"max_kv_tokens": 65536, "prefix_states_gib": 2.0}
+    assert again.engine == {"max_num_seqs": 4, "record": True, **sizes}

@@ -1,0 +1,218 @@
+"""Memory that an engine may take, beside the other engines of its machine.
+
+KV takes memory as it fills, so an engine that starts finds memory free that another one will take.
+Each engine tells what it may still take in a file of its own, and holds a lock on that file until
+its process ends. Engines of one user see each other if they have the same folder for temporary
+files.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from qllm.config import EngineConfig
+from qllm.cores import Held, free_bytes, held_bytes, memory_bytes
+from qllm.engine.sizes import Costs, memory_of, sized
+from qllm.errors import ConfigError
+from qllm.private import make_private_folder, private_fd
+
+LOCK = "lock"
+"""Name of the file that an engine locks while it reads the claims of others."""
+MOST_BYTES = 4096
+"""Most bytes of a claim's file."""
+_log = logging.getLogger("qllm.engine")
+
+
+class Others(NamedTuple):
+    """The claims of the other engines on one kind of memory."""
+
+    num_bytes: int = 0
+    """Bytes that they may still take."""
+    num_open: int = 0
+    """Number of engines that have not chosen their sizes yet."""
+
+
+class Claim:
+    """The claim of one engine, from before it loads its model until it is closed.
+
+    Args:
+        place: Kind of memory: "cpu" or "cuda".
+        folder: Folder of the claims; None is the user's own on this machine.
+    """
+
+    def __init__(self, place: str, folder: Path | None = None) -> None:
+        self._place = place
+        temporary = Path(tempfile.gettempdir())
+        self._folder = folder or temporary / f"qllm-memory-{os.getuid()}"
+        self._file = self._folder / f"{os.getpid()}-{os.urandom(4).hex()}"
+        self._fd: int | None = None
+        try:
+            make_private_folder(self._folder)
+            if self._folder.stat().st_uid != os.getuid():
+                raise PermissionError(f"{self._folder} belongs to another user")
+            with self._locked():
+                self._fd = private_fd(self._file, os.O_RDWR)
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._write(None)
+        except OSError as error:
+            _log.warning(
+                "this engine and others on the machine may count on the same memory: %s; set "
+                "TMPDIR to a folder of your own, or give each engine its `memory`",
+                error,
+            )
+            self.close()
+
+    @contextmanager
+    def others(self) -> Iterator[Others]:
+        """Yield the claims of other engines; no engine claims anything inside the block."""
+        if self._fd is None:
+            yield Others()
+            return
+        with self._locked():
+            yield self._read()
+
+    def tell(self, num_bytes: int) -> None:
+        """Tell other engines how many bytes this one may still take. Called inside of `others`."""
+        if self._fd is not None:
+            self._write(num_bytes)
+
+    def close(self) -> None:
+        """Withdraw the claim. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                self._file.unlink()
+            os.close(fd)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = private_fd(self._folder / LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _write(self, num_bytes: int | None) -> None:
+        assert self._fd is not None
+        held = held_bytes()
+        told = {
+            "place": self._place,
+            "pid": os.getpid(),
+            "bytes": num_bytes,
+            "own": 0 if held is None else held.own,
+        }
+        text = json.dumps(told).encode()
+        os.pwrite(self._fd, text, 0)
+        os.ftruncate(self._fd, len(text))
+
+    def _read(self) -> Others:
+        num_bytes = num_open = 0
+        for file in self._folder.iterdir():
+            if file.name in (LOCK, self._file.name):
+                continue
+            told = _told(file)
+            if told is None or told["place"] != self._place:
+                continue
+            if told["bytes"] is None:
+                num_open += 1
+                continue
+            held = held_bytes(told["pid"]) if self._place == "cpu" else None
+            taken = 0 if held is None else max(0, held.own - told["own"])
+            num_bytes += max(0, told["bytes"] - taken)
+        return Others(num_bytes, num_open)
+
+
+def _told(file: Path) -> dict[str, Any] | None:
+    """Return the claim in a file; None if its engine has ended, and then the file is removed."""
+    with suppress(FileNotFoundError):  # the engine is closed at this moment
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.unlink()
+        except BlockingIOError:
+            found: dict[str, Any] = json.loads(os.pread(fd, MOST_BYTES, 0))
+            return found
+        finally:
+            os.close(fd)
+    return None
+
+
+def choose_sizes(
+    claim: Claim, weight_bytes: int, config: EngineConfig, costs: Costs, *, on_cuda: bool
+) -> tuple[EngineConfig, dict[str, int]]:
+    """Return settings with the sizes that were open, and the bytes of all sizes for statistics.
+
+    Other engines are told what this one may take.
+
+    Args:
+        claim: Claim of this engine.
+        weight_bytes: Bytes of the model's weights.
+        config: Settings.
+        costs: Numbers of the loaded model.
+        on_cuda: True for the memory of the GPU.
+
+    Raises:
+        ConfigError: The model or its sizes do not fit; see `free_for` and `sized`.
+    """
+    with claim.others() as others:
+        free = free_for(config, weight_bytes, others, on_cuda=on_cuda)
+        found = sized(config, free, costs)
+        memory = memory_of(found, costs, free)
+        taken = memory["kv_bytes"] + memory["kept_bytes"]
+        claim.tell(taken if config.memory is None else free)
+    return found, memory
+
+
+def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda: bool) -> int:
+    """Return the bytes that an engine may take beside its loaded model.
+
+    With `memory` they are what is left of it; else the free memory without what other engines may
+    still take, divided among the engines that are loading.
+
+    Args:
+        config: Settings.
+        weight_bytes: Bytes of the model's weights.
+        others: Claims of the other engines.
+        on_cuda: True for the memory of the GPU.
+
+    Raises:
+        ConfigError: `memory` is more than there is, or the model does not fit into it.
+    """
+    free, held, whole = _of_device() if on_cuda else _of_host(weight_bytes)
+    if config.memory is None:
+        return max(0, free - others.num_bytes) // (1 + others.num_open)
+    budget = int(config.memory)
+    what = "the GPU has" if on_cuda else "the machine, or its control group, has"
+    if budget > whole:
+        raise ConfigError(f"memory={budget} is more than {what}: {whole} bytes; give at most that")
+    if held > budget:
+        raise ConfigError(
+            f"memory={budget} is too little for the model: {held} bytes are in use after loading, "
+            f"and its weights are {weight_bytes} of them; give more, or a smaller model"
+        )
+    return budget - held
+
+
+def _of_host(weight_bytes: int) -> tuple[int, int, int]:
+    """Return the free bytes, those that this process holds, and all bytes.
+
+    Weights may be parts of files, which Linux counts as free.
+    """
+    held = held_bytes() or Held(0, 0)
+    in_files = max(held.in_files, weight_bytes - held.own)
+    return free_bytes() - in_files, held.own + in_files, memory_bytes()
+
+
+def _of_device() -> tuple[int, int, int]:
+    """Return the free bytes of the GPU, those that torch has given out, and all bytes."""
+    free, whole = torch.cuda.mem_get_info()
+    return free, torch.cuda.memory_allocated(), whole

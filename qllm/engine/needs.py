@@ -1,0 +1,59 @@
+"""The memory that KV of a loaded model needs."""
+
+from dataclasses import replace
+from typing import Any
+
+from qllm.config import EngineConfig
+from qllm.cores import memory_bytes
+from qllm.engine.sizes import USUAL, Costs, sized
+from qllm.engine.storage.pages import why_not
+from qllm.errors import ConfigError
+from qllm.models.discover import discover
+from qllm.runner.layers.trial import kv_token_bytes
+from qllm.runner.runner import TorchRunner
+
+
+def host_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
+    """Return the numbers of a model on a CPU that sizes depend on."""
+    shape, charge = runner.shape, runner.charge
+    some = sized(replace(config, memory=None), 0, Costs(0))  # some reasons against it are sizes
+    return Costs(
+        token_bytes=charge.token_bytes,
+        state_bytes=charge.state_bytes,
+        state_tokens=shape.state_tokens,
+        most_tokens=config.max_num_seqs * (shape.max_position + shape.state_tokens),
+        keeps=why_not(some, runner) is None,
+    )
+
+
+def device_costs(model: Any, config: EngineConfig) -> Costs:
+    """Return the numbers of a model on a GPU that sizes depend on; cached KV is on the host."""
+    parts = discover(model)
+    most = config.max_num_seqs * parts.shape.max_position
+    if config.on_device:  # whose buffers grow with the longest request
+        most = USUAL.kv_tokens
+    return Costs(kv_token_bytes(parts, model), most_tokens=most, keeps=False)
+
+
+def refuse_sizes(config: EngineConfig, runner: TorchRunner) -> None:
+    """Refuse sizes that cannot be right; otherwise an error comes only at run time.
+
+    Raises:
+        ConfigError: KV has no room for one request, or is more than the machine has memory.
+    """
+    shape = runner.shape
+    if shape.state_tokens and shape.longest(config.pool_tokens) < 2:
+        least = shape.state_tokens + config.block_size + 1
+        raise ConfigError(
+            f"max_kv_tokens={config.max_kv_tokens} has no room for one request: layers carry a "
+            f"state, and those of a request take as much memory as the KV of {shape.state_tokens} "
+            f"tokens; give at least {least}, and as much for each request that is to run at once"
+        )
+    kept = config.kept_tokens
+    each, memory = kv_token_bytes(runner.parts, runner.model), memory_bytes()
+    if (kept + config.swap_kv_tokens) * each > memory:
+        raise ConfigError(
+            f"prefix_cache_tokens={kept} and swap_kv_tokens={config.swap_kv_tokens} are KV of "
+            f"{each} bytes a token, and there are {memory} bytes of memory; give at most "
+            f"{memory // each} together"
+        )
