@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qllm.config import EngineConfig
@@ -73,6 +73,8 @@ def test_sizes_by_hand_stay_and_no_size_is_left_open(
 
 
 @given(CONFIGS, FREE, COSTS)
+@example(EngineConfig(), 16, Costs(1, state_bytes=1))
+@example(EngineConfig(), 900 << 20, Costs(24 << 10, state_bytes=200 << 20))
 def test_open_sizes_take_no_more_than_their_part_of_what_is_free(
     config: EngineConfig, free: int, costs: Costs
 ) -> None:
