@@ -35,6 +35,7 @@ from qllm.ray.replica import EngineReplica
 from qllm.ray.wire import Seen
 from qllm.server.config import ServerConfig
 from qllm.types import FinishReason, Priority, RequestStatus, Sampled, SamplingParams, Slo
+from tests.support.sizes import SIZES
 from tests.support.waiting import wait_for
 
 VOCABULARY = 997
@@ -55,7 +56,7 @@ class Sums:
     """An engine, and the client of it: a token for each open request at every `step`."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
-        self.config, self.failure = EngineConfig(), None
+        self.config, self.failure = EngineConfig(**SIZES), None
         self.client = self.hello = self
         shape = ModelShape(
             num_layers=1,

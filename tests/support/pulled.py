@@ -31,6 +31,7 @@ from qllm.plan import NO_CUTS, ModelShape
 from qllm.plugins import load_policy
 from qllm.scheduler.decision import Limits
 from qllm.types import Grain, SamplingParams, Slo
+from tests.support.sizes import SIZES
 
 SHAPE = ModelShape(2, 4, 2, (True, True), 50_000, 4096)
 LIMITS = Limits(
@@ -146,7 +147,7 @@ class Met:
 
 def card() -> EngineCard:
     info = ModelInfo("one line", SHAPE, frozenset(), {}, (), {}, None)
-    return EngineCard(info, EngineConfig(), {}, "one line")
+    return EngineCard(info, EngineConfig(**SIZES), {}, "one line")
 
 
 class Engine:

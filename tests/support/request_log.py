@@ -15,6 +15,7 @@ from qllm.ingress.front_end import CANCEL_BYTES, FrontEndRings
 from qllm.ingress.memory import FrontEndMemory
 from qllm.ingress.ring import record_bytes
 from qllm.types import NS_PER_MS, RequestStatus, Sampled, Slo
+from tests.support.sizes import SIZES
 
 LS, BE = 0, 10
 
@@ -102,7 +103,7 @@ class SilentClient(RingClient):
 
     failure = None
     draining = False
-    config = EngineConfig()
+    config = EngineConfig(**SIZES)
 
     def __init__(self) -> None:
         block = FrontEndMemory.create(0, (1 << 20, 1 << 20, CANCEL_BYTES, 1 << 16))

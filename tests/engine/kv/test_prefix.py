@@ -436,3 +436,21 @@ def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
     for kept in (2, 1, 0):
         assert store.displace(Priority.LS, 2)
         assert [name in store for name in names] == [i < kept for i in range(3)]
+
+
+def test_short_prompts_displace_each_other_and_no_long_session_that_was_used_later() -> None:
+    """A turn touches its whole prompt, so all pages of a session are as recent as its last turn."""
+    ls, store = int(Priority.LS), PageStore[None](32)
+    session = [f"session {i}".encode() for i in range(20)]
+    for at, names in enumerate((session, *([f"chat {i}".encode()] for i in range(12)))):
+        for name in names:
+            assert store.make_room(ls, at)
+            store.add(name, None, ls, at)
+    store.touch(session, ls, 20)
+    for i in range(12):
+        assert store.make_room(ls, 30)
+        store.add(f"later {i}".encode(), None, ls, 30)
+        assert store.find(session) == 20, "older chats go first"
+    assert not any(f"chat {i}".encode() in store for i in range(12))
+    assert store.make_room(ls, 40)
+    assert store.find(session) == 19, "then the session, from its end"

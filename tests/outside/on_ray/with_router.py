@@ -17,6 +17,7 @@ from qllm.plan import ModelShape
 from qllm.ray.router import EngineRouter
 from qllm.ray.wire import Ask, Local, Seen
 from qllm.types import Priority, SamplingParams, Slo
+from tests.support.sizes import SIZES
 
 
 def asked(key: str = "here-1", priority: int = int(Priority.LS), num_prompt: int = 100) -> Ask:
@@ -152,7 +153,7 @@ def said_of(weights: str) -> dict[str, Any]:
         max_position=64,
     )
     info = ModelInfo("tiny", shape, frozenset({1}), {}, ("fast",), {}, None, weights, "this")
-    return EngineCard(info, EngineConfig(), {"policy": "Qllm2()"}, "tiny").to_json()
+    return EngineCard(info, EngineConfig(**SIZES), {"policy": "Qllm2()"}, "tiny").to_json()
 
 
 @pytest.mark.parametrize(
