@@ -17,7 +17,6 @@ from qllm.plan import ModelShape
 from qllm.ray.router import EngineRouter
 from qllm.ray.wire import Ask, Local, Seen
 from qllm.types import Priority, SamplingParams, Slo
-from tests.support.sizes import SIZES
 
 
 def asked(key: str = "here-1", priority: int = int(Priority.LS), num_prompt: int = 100) -> Ask:
@@ -153,7 +152,8 @@ def said_of(weights: str) -> dict[str, Any]:
         max_position=64,
     )
     info = ModelInfo("tiny", shape, frozenset({1}), {}, ("fast",), {}, None, weights, "this")
-    return EngineCard(info, EngineConfig(**SIZES), {"policy": "Qllm2()"}, "tiny").to_json()
+    config = EngineConfig(max_kv_tokens=65536, prefix_cache_tokens=16384)
+    return EngineCard(info, config, {"policy": "Qllm2()"}, "tiny").to_json()
 
 
 @pytest.mark.parametrize(
