@@ -44,7 +44,7 @@ from qllm.measure.random_moe import cache_dir, make_random_moe
 from qllm.types import Priority, Slo
 from qllm.workloads.client import saturate_http
 from qllm.workloads.measure import Served, Window, class_report
-from qllm.workloads.mix import Arrival
+from qllm.workloads.spec import Arrival
 
 FILE = RESULTS / "capacity-cpu.json"
 

@@ -54,7 +54,8 @@ from qllm.types import Priority, Slo
 from qllm.workloads.client import send_http
 from qllm.workloads.files import read_requests
 from qllm.workloads.measure import Served, Window, report
-from qllm.workloads.mix import Arrival, Mix, make_workload, only
+from qllm.workloads.mix import Mix, make_workload, only
+from qllm.workloads.spec import Arrival
 from qllm.workloads.tokens import with_tokens
 
 FILE = RESULTS / "peers-cpu.json"

@@ -30,7 +30,7 @@ def bench(
     model: Annotated[
         str | None, typer.Argument(help="Alias, folder or hub id; 300m or 1m for random weights.")
     ] = None,
-    workload: Annotated[str | None, typer.Option(help="S1 to S14; or give --trace.")] = None,
+    workload: Annotated[str | None, typer.Option(help="S1 to S15; or give --trace.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Azure or BurstGPT CSV, Mooncake or our own JSON lines.")
     ] = None,
@@ -46,8 +46,9 @@ def bench(
         list[str] | None,
         typer.Option(
             "--scale",
-            help="NAME=VALUE: load, ls_share, cv, length_scale, ls_scale or max_len of a named "
-            "workload; be_share, be_where, start_s, rate_scale or limit of a trace.",
+            help="NAME=VALUE: load, ls_share, cv, length_scale, ls_scale, max_len, wait_scale or "
+            "subagents of a named workload; be_share, be_where, start_s, rate_scale or limit of a "
+            "trace.",
         ),
     ] = None,
     slo: Annotated[str, typer.Option(help="What LS is judged by.")] = "ttft=500ms,tpot=100ms",
@@ -131,6 +132,8 @@ def bench(
             tokenizer=tokenizer,
             say=_say,
         )
+    if "what" in document:
+        typer.echo(f"{document['workload']}: {document['what']}")
     for name in ("nominal_per_s", "offered_per_s"):
         if name in document:
             rates = ", ".join(f"{c} {rate:.3g}" for c, rate in document[name].items())

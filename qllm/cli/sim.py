@@ -69,13 +69,14 @@ def _config(machine: "CostFile", settings: list[str] | None) -> "EngineConfig":
     from qllm.config import engine_config
 
     given = engine_settings(settings)
-    return engine_config({"max_kv_tokens": machine.max_kv_tokens, **given})
+    room = dict.fromkeys(("max_kv_tokens", "prefix_cache_tokens"), machine.max_kv_tokens)
+    return engine_config({**room, **given})
 
 
 @app.command(cls=WithSettings)
 @clean
 def sim(
-    workload: Annotated[str | None, typer.Option(help="A named workload, S1 to S14.")] = None,
+    workload: Annotated[str | None, typer.Option(help="A named workload, S1 to S15.")] = None,
     requests: Annotated[
         Path | None,
         typer.Option(help="A trace file instead: Azure, BurstGPT, Mooncake or our own."),
@@ -126,7 +127,7 @@ def sim(
     if route is not None and engines == 1:
         raise ConfigError(f"--route {route} chooses among engines: give --engines a number above 1")
     if (workload is None) == (requests is None):
-        raise ConfigError("give --workload S1 to S14 or --requests FILE, and not both")
+        raise ConfigError("give --workload S1 to S15 or --requests FILE, and not both")
     if requests is not None:
         from qllm.workloads.files import read_requests
 
@@ -190,17 +191,18 @@ def _named(
     seed: int,
     load: float | None,
 ) -> "list[RequestSpec]":
-    """Return a named workload, scaled to the machine's speed and memory."""
-    from qllm.workloads.generators import named_workload
+    """Return a named workload, scaled to the machine's speed and memory; print what it is."""
+    from qllm.workloads.generators import Workload
 
-    return named_workload(
-        name,
-        seed=seed,
+    workload = Workload(
+        name=name,
         seconds=seconds,
         capacity=capacity,
         load=load,
         max_len=machine.model_shape().longest(config.pool_tokens),
     )
+    typer.echo(f"{name}: {workload.what}")
+    return workload.requests(seed)
 
 
 def _with_slo(specs: "list[RequestSpec]", slo: "Slo") -> "list[RequestSpec]":

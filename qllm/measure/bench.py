@@ -27,9 +27,9 @@ ANY_VOCABULARY = 1000
 Say = Callable[[str], None]
 
 
-OF_A_WORKLOAD = dict.fromkeys(("load", "ls_share", "cv", "length_scale", "ls_scale"), float) | {
-    "max_len": int
-}
+OF_A_WORKLOAD = dict.fromkeys(
+    ("load", "ls_share", "cv", "length_scale", "ls_scale", "wait_scale"), float
+) | {"max_len": int, "subagents": str}
 """Names of the scales of a named workload, with their types."""
 OF_A_TRACE = {
     "be_share": float,
@@ -81,7 +81,8 @@ class BenchLoad:
             if kind is float and not (is_number and math.isfinite(value)):
                 raise ConfigError(f"{name}={value!r} must be a number")
             if kind is str and not isinstance(value, str):
-                raise ConfigError(f"{name}={value!r} must be COLUMN=VALUE")
+                what = "COLUMN=VALUE" if name == "be_where" else "text"
+                raise ConfigError(f"{name}={value!r} must be {what}")
 
     @property
     def total_s(self) -> float:
@@ -120,7 +121,7 @@ class BenchLoad:
             nominal = workload.nominal_rates()
             about = {
                 "workload": self.name,
-                "what": workload.scenario.what,
+                "what": workload.what,
                 "nominal_per_s": {p.name: rate for p, rate in nominal.items()},
             }
         found = [r for r in found if r.at_s < until_s]

@@ -32,7 +32,6 @@ from qllm.record.summary import ClassMetrics, Summary, request_metrics
 from qllm.record.trace import Parked
 from qllm.types import Priority
 from qllm.workloads.mix import (
-    Arrival,
     Equality,
     Mix,
     Sent,
@@ -44,6 +43,7 @@ from qllm.workloads.mix import (
     send,
     solo_tokens,
 )
+from qllm.workloads.spec import Arrival
 
 REFERENCE_POLICY = "qllm2"
 """Policy of the reference runs. If this policy also has a run of its own, that run is drawn and

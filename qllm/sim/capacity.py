@@ -165,6 +165,11 @@ class _Loads:
             capacity=costs.capacity(config),
             max_len=costs.model_shape().longest(config.pool_tokens),
         ).scenario
+        if found.sessions is not None:
+            raise ConfigError(
+                f"{question.workload} has sessions, whose turns wait for answers, and a plan is "
+                "made for a rate; use `qllm sim`, or a workload without sessions"
+            )
         be: Flow = found.be
 
         def jobs() -> Iterator[RequestSpec]:

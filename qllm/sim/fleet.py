@@ -209,6 +209,12 @@ def simulate_fleet(
         raise ConfigError(f"engines={engines!r} must be >= 1")
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"seconds={seconds!r} must be > 0")
+    requests = sorted(requests, key=lambda r: r.at_s)
+    if any(spec.follows is not None for spec in requests):
+        raise ConfigError(
+            "the turns of sessions wait for answers, and a router has to know all arrivals before; "
+            "simulate sessions with one engine"
+        )
     config = config or EngineConfig(max_kv_tokens=costs.max_kv_tokens)
     made = load_policy(policy, policy_settings)
     router = Router(load_route(route) if isinstance(route, str) else route, record)
@@ -223,7 +229,7 @@ def simulate_fleet(
     begun, refused = time.process_time(), 0
     end_ns = None if seconds is None else round(seconds * NS_PER_S)
     with no_collections():
-        for number, spec in enumerate(sorted(requests, key=lambda r: r.at_s)):
+        for number, spec in enumerate(requests):
             at_ns = round(spec.at_s * NS_PER_S)
             if not worlds[0].fits(spec):
                 refused += 1

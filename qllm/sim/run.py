@@ -5,7 +5,7 @@ events. No code here draws a random number or reads a clock, except for the repo
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.cores import no_collections
 from qllm.engine.costs import StepCosts
+from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.errors import ConfigError, PolicyError
@@ -20,13 +21,16 @@ from qllm.ingress import Revision, Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Arrived, Event, Trace
+from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile
 from qllm.sim.ingress import VirtualIngress
 from qllm.sim.runner import SimRunner, VirtualClock
 from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
 from qllm.workloads.mix import Sent
-from qllm.workloads.spec import RequestSpec
+from qllm.workloads.sessions import Conversations
+from qllm.workloads.spec import Arrival, RequestSpec
+from qllm.workloads.tokens import with_tokens
 
 _SAMPLING = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 _IDLE_TURNS = 10_000
@@ -76,6 +80,7 @@ class SimulatedEngine:
         config: Settings of the engine.
         move_token_ns: Nanoseconds, see `simulate`.
         ingress: Factory of the ingress.
+        has_tokens: True if prompts have tokens, so that their KV is cached.
     """
 
     def __init__(
@@ -85,11 +90,12 @@ class SimulatedEngine:
         config: EngineConfig,
         move_token_ns: int | None = None,
         ingress: Callable[[VirtualClock], VirtualIngress] = VirtualIngress,
+        has_tokens: bool = False,
     ) -> None:
         if config.prefix_cache not in ("auto", False):
             raise ConfigError(
-                f"prefix_cache={config.prefix_cache!r} cannot be simulated: simulated prompts have "
-                "no tokens; leave it at 'auto'"
+                f"prefix_cache={config.prefix_cache!r} cannot be simulated: only the prompts of "
+                "sessions have tokens, and 'auto' caches those; leave it at 'auto'"
             )
         if config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
@@ -102,22 +108,40 @@ class SimulatedEngine:
         self._turns = self._idle = 0
         self._flood: Flood | None = None
         self._of_flood: set[RequestId] = set()
+        self._talks = Conversations(())
+        self._talking: dict[RequestId, tuple[Arrival, list[int]]] = {}
+        """Open requests that others follow, with their answers so far."""
         shape = costs.model_shape()
         self.runner = SimRunner(
             shape, self.clock, costs.sim_costs(), costs.cut_rule(), self.ingress
         )
         simulated = round(self.runner.costs.move_token_ns)
         move_ns = simulated if move_token_ns is None else move_token_ns
+        scheduler = Scheduler(policy, shape, self.runner.cuts, limits_of(config))
+        caches = has_tokens and config.prefix_cache is not False
         self.loop = EngineLoop(
             self.ingress,
-            Scheduler(policy, shape, self.runner.cuts, limits_of(config)),
+            scheduler,
             self.runner,
             self,
             self.clock,
             self.record,
             fallback=load_policy("fcfs") if config.on_policy_error == "fcfs" else None,
+            prefix=self._prefix_cache(scheduler) if caches else None,
             costs=StepCosts(lambda: move_ns),
         )
+
+    def _prefix_cache(self, scheduler: Scheduler) -> PrefixCache:
+        config = self._config
+        pages, keep_ls_ns = (
+            config.prefix_cache_tokens // config.page_size,
+            config.keep_ls_s * NS_PER_S,
+        )
+        store = PageStore[Any](pages, int(keep_ls_ns))
+        return PrefixCache(
+            self.runner, "", store, config.page_size, scheduler.found, self.clock,
+            named=scheduler.name_pages,
+        )  # fmt: skip
 
     def fits(self, spec: RequestSpec) -> bool:
         """Return True if the engine can hold a request. `submit` refuses others."""
@@ -125,7 +149,11 @@ class SimulatedEngine:
         return total <= self.runner.shape.longest(self._config.pool_tokens)
 
     def submit(
-        self, spec: RequestSpec, at_ns: int, request_id: RequestId | None = None
+        self,
+        spec: RequestSpec,
+        at_ns: int,
+        request_id: RequestId | None = None,
+        token_ids: tuple[int, ...] | None = None,
     ) -> RequestId | None:
         """Let a request arrive, with the next or a given id; return None if it does not fit."""
         if not self.fits(spec):
@@ -138,7 +166,7 @@ class SimulatedEngine:
             request_id=request_id,
             name=spec.name or f"request-{request_id}",
             priority=spec.priority,
-            token_ids=() if spec.pieces else blank(spec.num_prompt_tokens),
+            token_ids=() if spec.pieces else token_ids or blank(spec.num_prompt_tokens),
             sampling=_SAMPLING,
             stop_ids=frozenset(),
             max_tokens=spec.max_tokens,
@@ -153,6 +181,18 @@ class SimulatedEngine:
             rest = replace(item, token_ids=blank(num_tokens), is_open=is_open)
             self.ingress.put_at(then_ns, Revision(keep, rest).put_at(request_id, then_ns))
         return request_id
+
+    def talk(self, specs: Sequence[RequestSpec]) -> None:
+        """Let the requests of a workload with sessions arrive, each prompt with its own tokens."""
+        self._talks = Conversations(with_tokens(specs, range(self.runner.shape.vocab_size)))
+        for arrival in self._talks.first:
+            self._ask(arrival)
+
+    def _ask(self, arrival: Arrival) -> None:
+        at_ns = round(arrival.at_s * NS_PER_S)
+        request_id = self.submit(arrival.spec, at_ns, token_ids=arrival.token_ids)
+        if request_id is not None and self._talks.holds(arrival.name):
+            self._talking[request_id] = arrival, []
 
     def start(self, flood: Flood) -> None:
         """Let the first requests of a flood arrive."""
@@ -170,6 +210,8 @@ class SimulatedEngine:
                 return
 
     def on_token(self, sampled: Sampled, at_ns: int) -> bool:
+        if talking := self._talking.get(sampled.request_id):
+            talking[1].append(sampled.token_id)
         return False
 
     def on_finish(
@@ -183,6 +225,10 @@ class SimulatedEngine:
             self._of_flood.remove(request_id)
             if not self.loop.closing:
                 self._top_up()
+        arrival, answer = self._talking.pop(request_id, (None, []))
+        if arrival is not None and reason is FinishReason.LENGTH:
+            for after in self._talks.ended(arrival, answer, self.clock.at_ns / NS_PER_S):
+                self._ask(after)
 
     @property
     def has_work(self) -> bool:
@@ -247,7 +293,8 @@ def simulate(
 
     Args:
         requests: Requests with their arrival times. `max_waiting` is not simulated. Requests that
-            are longer than the engine could hold count as refused.
+            are longer than the engine could hold count as refused. If some requests
+            follow others, all prompts have tokens, and the KV of their prefixes is cached.
         policy: A policy's name or object.
         costs: The model and the machine.
         policy_settings: Parameters of a policy given by name.
@@ -268,12 +315,19 @@ def simulate(
         raise ConfigError("a flood never ends: give the simulation its length (seconds)")
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"seconds={seconds!r} must be > 0")
+    specs = sorted(requests, key=lambda r: r.at_s)
+    has_sessions = any(spec.follows is not None for spec in specs)
+    if has_sessions and flood is not None:
+        raise ConfigError("the prompts of a flood have no tokens: simulate sessions without one")
     made = load_policy(policy, policy_settings)
-    world = SimulatedEngine(made, costs, config, move_token_ns)
+    world = SimulatedEngine(made, costs, config, move_token_ns, has_tokens=has_sessions)
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()
-    for spec in sorted(requests, key=lambda r: r.at_s):
-        world.submit(spec, round(spec.at_s * NS_PER_S))
+    if has_sessions:
+        world.talk(specs)
+    else:
+        for spec in specs:
+            world.submit(spec, round(spec.at_s * NS_PER_S))
     if flood is not None:
         world.start(flood)
     end_ns = None if seconds is None else round(seconds * NS_PER_S)

@@ -2,25 +2,34 @@
 
 The client sends a request at its time, however many are open: a client that waits hides the queue
 that it makes. Latencies count from the time at which a request was due, so a slow client shows
-(`late_ms` of the report).
+(`late_ms` of the report). Turns of sessions are due after the answers that they follow.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qllm.errors import ConfigError, pip_install
 from qllm.types import Priority
 from qllm.workloads.measure import Served
-from qllm.workloads.mix import Arrival
-from qllm.workloads.spec import RequestSpec
+from qllm.workloads.sessions import Conversations
+from qllm.workloads.spec import Arrival
 
 if TYPE_CHECKING:
     import aiohttp
 
+LEAST_RETRY_S = 0.1
 TIERS = {Priority.LS: "priority", Priority.BE: "flex"}
 """`service_tier` of the classes."""
 BY = ("priority", "service_tier", "none")
@@ -68,8 +77,13 @@ class Server:
         if unknown := set(self.fixed) - set(FIXED):
             raise ConfigError(f"fixed lengths by {sorted(unknown)}; known: {', '.join(FIXED)}")
 
-    def body(self, arrival: Arrival) -> dict[str, Any]:
-        """Return the JSON of one request: greedy, streamed, exactly `max_tokens` out."""
+    def body(self, arrival: Arrival, with_ids: bool = False) -> dict[str, Any]:
+        """Return the JSON of one request: greedy, streamed, exactly `max_tokens` out.
+
+        Args:
+            arrival: The request.
+            with_ids: True asks for the ids of the answer, which a later prompt contains.
+        """
         ids = list(arrival.token_ids)
         body: dict[str, Any] = {
             "model": self.model,
@@ -78,22 +92,11 @@ class Server:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"return_token_ids": True} if with_ids else {}),
             **{name: FIXED[name](arrival.max_tokens) for name in self.fixed},
             **self.bodies.get(arrival.priority, {}),
         }
         return {key: value for key, value in body.items() if value is not None}
-
-
-def spec_of(arrival: Arrival) -> RequestSpec:
-    """Return the lengths of an arrival."""
-    return RequestSpec(
-        at_s=arrival.at_s,
-        priority=arrival.priority,
-        num_prompt_tokens=len(arrival.token_ids),
-        max_tokens=arrival.max_tokens,
-        name=arrival.name,
-        slo=arrival.slo,
-    )
 
 
 def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
@@ -101,7 +104,7 @@ def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> li
 
     Args:
         server: Server to send to.
-        arrivals: Arrivals in order of time.
+        arrivals: Arrivals in order of time; those that follow others come after those.
         seconds: Length of the run.
 
     Raises:
@@ -128,6 +131,32 @@ def saturate_http(
         ConfigError: aiohttp is not installed, or nothing answers at the address.
     """
     return _run(server, lambda session: _saturate(session, server, arrivals, concurrency, seconds))
+
+
+def talk_http(
+    server: Server,
+    arrivals: Sequence[Arrival],
+    seconds: float,
+    *,
+    batch: Iterable[Arrival] = (),
+    depth: int = 0,
+) -> list[Served]:
+    """Send arrivals, and keep requests of a batch open meanwhile; return all with their ids.
+
+    It ends as soon as the last arrival is answered, those of sessions too. A request that gets a
+    503 with Retry-After is sent again after that time, as clients of agents do.
+
+    Args:
+        server: Server to send to; it returns token ids (`return_token_ids`).
+        arrivals: Arrivals in order of time; those that follow others come after those.
+        seconds: Most seconds; unanswered requests are closed then.
+        batch: Enough requests; each counts from the time at which it was sent.
+        depth: Number of open requests of the batch.
+
+    Raises:
+        ConfigError: aiohttp is not installed, or nothing answers at the address.
+    """
+    return _run(server, lambda session: _talk_all(session, server, arrivals, seconds, batch, depth))
 
 
 def _run(
@@ -160,18 +189,11 @@ def _run(
 async def _send_all(
     session: "aiohttp.ClientSession", server: Server, arrivals: Sequence[Arrival], seconds: float
 ) -> list[Served]:
-    start = time.monotonic()
-    tasks, out = [], []
-    for arrival in arrivals:
-        await asyncio.sleep(max(0.0, start + arrival.at_s - time.monotonic()))
-        served = Served(spec=spec_of(arrival))
-        out.append(served)
-        tasks.append(asyncio.create_task(_send(session, server, arrival, served, start)))
-        if time.monotonic() - start >= seconds:
-            break
-    await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
-    await _close(tasks)
-    return out
+    client = _Client(session, server, arrivals)
+    await client.send_first(seconds)
+    await asyncio.sleep(max(0.0, seconds - client.now_s))
+    await client.close()
+    return client.served
 
 
 async def _saturate(
@@ -181,51 +203,139 @@ async def _saturate(
     concurrency: int,
     seconds: float,
 ) -> list[Served]:
-    start, out, left = time.monotonic(), [], iter(arrivals)
-
-    async def one_by_one() -> None:
-        for arrival in left:
-            now = replace(arrival, at_s=time.monotonic() - start)
-            served = Served(spec=spec_of(now))
-            out.append(served)
-            await _send(session, server, now, served, start)
-            if served.error is not None:
-                return  # do not ask a server again that refuses
-
-    tasks = [asyncio.create_task(one_by_one()) for _ in range(concurrency)]
+    client, left = _Client(session, server), iter(arrivals)
+    tasks = [asyncio.create_task(client.flood(left)) for _ in range(concurrency)]
     await asyncio.wait(tasks, timeout=seconds)
-    await _close(tasks)
-    return out
+    await client.close(*tasks)
+    return client.served
 
 
-async def _close(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _talk_all(
+    session: "aiohttp.ClientSession",
+    server: Server,
+    arrivals: Sequence[Arrival],
+    seconds: float,
+    batch: Iterable[Arrival],
+    depth: int,
+) -> list[Served]:
+    client, left = _Client(session, server, arrivals, is_agent=True), iter(batch)
+    floods = [asyncio.create_task(client.flood(left)) for _ in range(depth)]
+    await client.send_first(seconds)
+    await client.wait(seconds)
+    await client.close(*floods)
+    return client.served
 
 
-async def _send(
-    session: "aiohttp.ClientSession", server: Server, arrival: Arrival, served: Served, start: float
-) -> None:
-    """Send one request; put the server's tokens and errors into `served`."""
-    import aiohttp
+class _Client:
+    """The requests of one run, and their answers.
 
-    served.sent_s = time.monotonic() - start
-    url = f"{server.url.rstrip('/')}/v1/completions"
-    try:
-        async with session.post(url, json=server.body(arrival)) as answer:
+    Args:
+        session: Session with the server.
+        server: Server to send to.
+        arrivals: Requests that may follow each other.
+        is_agent: True asks for the ids of every answer, and asks again after a 503 that says when.
+    """
+
+    def __init__(
+        self,
+        session: "aiohttp.ClientSession",
+        server: Server,
+        arrivals: Iterable[Arrival] = (),
+        is_agent: bool = False,
+    ) -> None:
+        self._session, self._server, self._is_agent = session, server, is_agent
+        self._talks = Conversations(arrivals)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._start = time.monotonic()
+        self.served: list[Served] = []
+
+    @property
+    def now_s(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._start
+
+    async def send_first(self, seconds: float) -> None:
+        """Begin each request that follows none at its time, until the run is over."""
+        for arrival in self._talks.first:
+            await asyncio.sleep(max(0.0, arrival.at_s - self.now_s))
+            self._begin(arrival)
+            if self.now_s >= seconds:
+                return
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until all requests are answered, those that follow too, or the run is over."""
+        while (left := [t for t in self._tasks if not t.done()]) and self.now_s < seconds:
+            await asyncio.wait(left, timeout=seconds - self.now_s)
+
+    async def flood(self, arrivals: Iterator[Arrival]) -> None:
+        """Send requests one after the other, until the server refuses one."""
+        for arrival in arrivals:
+            served = await self._send(replace(arrival, at_s=self.now_s))
+            if served.error is not None:
+                return
+
+    async def close(self, *more: "asyncio.Task[None]") -> None:
+        """Cancel these tasks, and all requests that are not answered."""
+        tasks = (*self._tasks, *more)
+        for task in tasks:
+            task.cancel()
+        for found in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(found, Exception):  # of the client itself; a cancellation is none
+                raise found
+
+    def _begin(self, arrival: Arrival) -> None:
+        self._tasks.append(asyncio.create_task(self._talk(arrival)))
+
+    async def _talk(self, arrival: Arrival) -> None:
+        """Send a request when it is due; its answer begins those that follow."""
+        await asyncio.sleep(max(0.0, arrival.at_s - self.now_s))
+        served = await self._send(arrival)
+        if served.done:
+            for after in self._talks.ended(arrival, served.token_ids, self.now_s):
+                self._begin(after)
+
+    async def _send(self, arrival: Arrival) -> Served:
+        """Send one request, and return its tokens and errors."""
+        import aiohttp
+
+        served = Served(spec=arrival.spec, sent_s=self.now_s)
+        self.served.append(served)
+        with_ids = self._is_agent or self._talks.extends(arrival.name)
+        try:
+            while (wait_s := await self._ask(self._server.body(arrival, with_ids), served)) > 0:
+                await asyncio.sleep(wait_s)
+        except (aiohttp.ClientError, ValueError) as error:
+            served.error = f"{type(error).__name__}: {error}"
+            return served
+        if served.error is None:
+            served.error = _missing(served, arrival.max_tokens, with_ids)
+            served.done = served.error is None
+        return served
+
+    async def _ask(self, body: dict[str, Any], served: Served) -> float:
+        """Send a body and take its answer; return the seconds after which to send it again."""
+        url = f"{self._server.url.rstrip('/')}/v1/completions"
+        async with self._session.post(url, json=body) as answer:
+            if answer.status == 503 and self._is_agent and "Retry-After" in answer.headers:
+                return max(LEAST_RETRY_S, float(answer.headers["Retry-After"]))
             if answer.status != 200:
                 served.error = f"HTTP {answer.status}: {(await answer.text())[:300]}"
-                return
+                return 0.0
             async for event in _events(answer.content):
-                _take(event, served, time.monotonic() - start)
-    except (aiohttp.ClientError, ValueError) as error:
-        served.error = f"{type(error).__name__}: {error}"
-        return
-    if served.error is None:
-        served.done = served.num_output_tokens >= arrival.max_tokens
-        if not served.done:
-            served.error = f"{served.num_output_tokens} of {arrival.max_tokens} tokens came"
+                _take(event, served, self.now_s)
+        return 0.0
+
+
+def _missing(served: Served, max_tokens: int, with_ids: bool) -> str | None:
+    """Return the reason why an answer is not whole; None if it is."""
+    if served.num_output_tokens < max_tokens:
+        return f"{served.num_output_tokens} of {max_tokens} tokens came"
+    if with_ids and len(served.token_ids) != served.num_output_tokens:
+        return (
+            f"{len(served.token_ids)} ids of {served.num_output_tokens} tokens came: the next "
+            "prompt of a session needs all of them (return_token_ids)"
+        )
+    return None
 
 
 async def _events(stream: "aiohttp.StreamReader") -> AsyncIterator[dict[str, Any]]:
@@ -246,6 +356,9 @@ def _take(event: dict[str, Any], served: Served, at_s: float) -> None:
     usage = event.get("usage")
     if usage and usage.get("completion_tokens") is not None:
         served.num_tokens = int(usage["completion_tokens"])
+        details = usage.get("prompt_tokens_details") or {}
+        served.num_cached = int(details.get("cached_tokens") or 0)
     for choice in event.get("choices") or ():
+        served.token_ids += choice.get("token_ids") or ()
         if choice.get("text") or choice.get("finish_reason") is None:
             served.token_s.append(at_s)

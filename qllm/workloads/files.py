@@ -115,9 +115,18 @@ def _rule(
 
 
 def write_requests(path: str | os.PathLike[str], requests: Iterable[RequestSpec]) -> None:
-    """Write our own format, one JSON object per line; `read_requests` returns the same requests."""
+    """Write our own format, one JSON object per line; `read_requests` returns the same requests.
+
+    Raises:
+        WorkloadFileError: A prompt comes in pieces or a request follows another; no line holds it.
+    """
     with write_private(path) as file:
         for r in requests:
+            if r.pieces or r.follows is not None:
+                raise WorkloadFileError(
+                    f"{path}: {r.name} has pieces or follows another request, and the format has "
+                    "no field for that; write requests that arrive whole and by themselves"
+                )
             line = {
                 "at_s": r.at_s,
                 "priority": _class_name(r.priority),

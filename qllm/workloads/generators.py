@@ -1,12 +1,13 @@
-"""Named workloads S1 to S14: seeded, scaled to the machine, the same for every policy.
+"""Named workloads S1 to S15: seeded, scaled to the machine, the same for every policy.
 
 A name fixes the requests and their pattern; `Capacity` fixes the amount. A load of 0.4 is 40 % of
 the requests that the machine could complete alone. A rate is nominal: the draw of one seed differs,
 so results print `offered_rates` next to `nominal_rates`.
 """
 
+import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -18,9 +19,11 @@ from qllm.workloads.arrivals import Arrivals, Bursts, Even, Gamma, Modulated
 from qllm.workloads.capacity import REFERENCE, Capacity
 from qllm.workloads.lengths import Lengths, between
 from qllm.workloads.retrieval import ANNS, CRAWLER, Retrieval
-from qllm.workloads.spec import RequestSpec
+from qllm.workloads.sessions import AGENTS, Sessions
+from qllm.workloads.spec import RequestSpec, Turn
 
 POISSON = Gamma()
+CLASSES = tuple(Priority.__members__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,9 @@ class Scenario:
     backlog: Backlog = field(default_factory=Backlog)
     retrieval: Retrieval | None = None
     """Pieces of LS prompts; None: they arrive whole."""
+    sessions: Sessions | None = None
+    """LS requests as turns of sessions. Then `ls` is what a turn adds to a cached prompt, and its
+    answer, and a constant number of agents have sessions one after the other."""
 
 
 _SHAREGPT = Flow(prompt=tables.SHAREGPT_PROMPT, output=tables.SHAREGPT_OUTPUT)
@@ -187,6 +193,14 @@ SCENARIOS: dict[str, Scenario] = {
         load=0.5,
         retrieval=ANNS,
     ),
+    "S15": Scenario(
+        what="agents with tools and subagents, over an endless batch of long prompts",
+        ls=Flow(prompt=AGENTS.result, output=AGENTS.answer),
+        be=Flow(prompt=between(8000, 30_000), output=between(128, 512), arrivals=Even()),
+        load=0.4,
+        backlog=Backlog(jobs=4, flow=0.7),
+        sessions=AGENTS,
+    ),
 }
 
 
@@ -217,6 +231,10 @@ class Workload:
     ls_slo: Slo = field(default_factory=Slo)
     retrieval_scale: float = 1.0
     """Factor on the time in which streaming prompts arrive."""
+    wait_scale: float = 1.0
+    """Factor on the time that tools of agents take."""
+    subagents: str = "BE"
+    """Class of the subagents' turns, "BE" or "LS", if there are agents."""
 
     def __post_init__(self) -> None:
         if self.name not in SCENARIOS:
@@ -229,7 +247,21 @@ class Workload:
             Gamma(cv=self.cv)
             if not isinstance(base.ls.arrivals, Gamma):
                 raise ConfigError(f"cv={self.cv!r}: the LS arrivals of {self.name} are not Gamma")
-        for name in ("seconds", "load", "length_scale", "ls_scale", "retrieval_scale"):
+        if self.subagents not in CLASSES:
+            raise ConfigError(f"subagents={self.subagents!r} must be one of {', '.join(CLASSES)}")
+        if base.sessions is None and (self.subagents, self.wait_scale) != ("BE", 1.0):
+            raise ConfigError(
+                f"subagents={self.subagents!r} and wait_scale={self.wait_scale!r} are for agents, "
+                "and only S15 has some"
+            )
+        for name in (
+            "seconds",
+            "load",
+            "length_scale",
+            "ls_scale",
+            "retrieval_scale",
+            "wait_scale",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value!r} must be > 0")
@@ -237,17 +269,45 @@ class Workload:
             raise ConfigError(f"max_len={self.max_len!r} must be at least 16")
 
     @property
+    def what(self) -> str:
+        """Return the workload in words, with the factor on published lengths if it has agents."""
+        found = self.scenario
+        if found.sessions is None:
+            return found.what
+        shrunk = f"their published lengths times {self.session_scale:.3g}"
+        return f"{found.what}; {self.num_agents()} agents, {shrunk}"
+
+    @property
     def scenario(self) -> Scenario:
         """Return the scenario with this workload's changes."""
         base = SCENARIOS[self.name]
         ls = base.ls.fitted(self.length_scale * self.ls_scale, self.max_len)
+        sessions = base.sessions
+        if sessions is not None:
+            sessions = sessions.scaled(self.session_scale, self.wait_scale)
+            ls = Flow(prompt=sessions.result, output=sessions.answer)
         return replace(
             base,
             ls=ls if self.cv is None else replace(ls, arrivals=Gamma(cv=self.cv)),
+            sessions=sessions,
             be=base.be.fitted(self.length_scale, self.max_len),
             load=base.load if self.load is None else self.load,
             ls_share=base.ls_share if self.ls_share is None else self.ls_share,
         )
+
+    @property
+    def session_scale(self) -> float:
+        """Factor on the published lengths of sessions; `max_len` bounds the longest context."""
+        scale = self.length_scale * self.ls_scale
+        return scale if self.max_len is None else min(scale, self.max_len / AGENTS.context)
+
+    def num_agents(self) -> int:
+        """Return the number of agents that cause the load of a scenario with sessions."""
+        found = self.scenario
+        assert found.sessions is not None
+        per_s = found.ls.per_s(self.capacity)
+        turn_s = found.sessions.wait_ms.mean / 1000 + 1 / per_s
+        return max(1, round(found.load * per_s * turn_s))
 
     def nominal_rates(self) -> dict[Priority, float]:
         """Return nominal requests per second by class, without a burst at the start."""
@@ -265,12 +325,16 @@ class Workload:
     def requests(self, seed: int) -> list[RequestSpec]:
         """Return the requests of one seed, in order of arrival.
 
-        Each class has its own random numbers: LS is the same with and without BE.
+        Each class has its own random numbers: LS is the same with and without BE. Turns of a
+        session follow each other in the list.
         """
         found, rates = self.scenario, self.nominal_rates()
         out: list[RequestSpec] = []
         burst = 0 if found.ls_share is not None else found.backlog.burst(found.be, self.capacity)
         for priority, flow, num in ((Priority.LS, found.ls, 0), (Priority.BE, found.be, burst)):
+            if priority is Priority.LS and found.sessions is not None:
+                out += self._turns(found.sessions, seed)
+                continue
             times = random.Random(f"{seed} {self.name} {priority.name} times")
             sizes = random.Random(f"{seed} {self.name} {priority.name} sizes")
             at = [0.0] * num + flow.arrivals.times(times, rates[priority], self.seconds)
@@ -290,6 +354,29 @@ class Workload:
             come = found.retrieval.scaled(self.retrieval_scale)
             out = [come.cut(r, rng) if r.priority == Priority.LS else r for r in out]
         return sorted(out, key=lambda r: r.at_s)
+
+    def _turns(self, sessions: Sessions, seed: int) -> Iterator[RequestSpec]:
+        """Yield the turns of every agent: sessions one after the other, for at least `seconds`."""
+        for agent in range(self.num_agents()):
+            rng = random.Random(f"{seed} {self.name} agent {agent}")
+            at_s, first = rng.uniform(0, 2 * sessions.wait_ms.mean / 1000), None
+            for number in itertools.count():
+                session = sessions.session(
+                    f"ls-{agent}.{number}",
+                    rng,
+                    at_s=at_s,
+                    first=first,
+                    subagents=Priority[self.subagents],
+                )
+                yield from (replace(r, slo=self._slo(r)) for r in session)
+                wait_s = sessions.wait_ms.at(rng.uniform(0, 100)) / 1000
+                first = Turn(session[-1].name, wait_s)
+                at_s += wait_s + sum(r.follows.wait_s for r in session[1:] if r.follows)
+                if at_s >= self.seconds:
+                    break
+
+    def _slo(self, request: RequestSpec) -> Slo:
+        return self.ls_slo if request.priority <= Priority.LS else Slo()
 
 
 def named_workload(
@@ -317,8 +404,15 @@ def named_workload(
 
 
 def offered_rates(requests: Iterable[RequestSpec], seconds: float) -> dict[int, float]:
-    """Return the arrivals per second by class in (0, seconds); bursts at 0 do not count."""
+    """Return the arrivals per second by class in (0, seconds).
+
+    Bursts at 0 do not count, and no request whose arrival depends on the end of another.
+    """
     counts: dict[int, int] = {}
+
+    def is_counted(r: RequestSpec) -> bool:
+        return 0 < r.at_s < seconds and r.follows is None
+
     for r in requests:
-        counts[r.priority] = counts.get(r.priority, 0) + (0 < r.at_s < seconds)
+        counts[r.priority] = counts.get(r.priority, 0) + is_counted(r)
     return {priority: count / seconds for priority, count in sorted(counts.items())}

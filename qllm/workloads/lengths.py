@@ -65,11 +65,16 @@ def between(low: int, high: int) -> Lengths:
 
 def lognormal(mean: float, sigma: float) -> Lengths:
     """Return a log-normal distribution of this mean, its tails cut at 0.1 and 99.9 %."""
-    found = [math.exp(sigma * NormalDist().inv_cdf(p / 100)) for p in _TAILS]
-    table = Lengths(
-        values=tuple(max(1.0, v * mean) for v in found), percentiles=(0.0, *_TAILS[1:-1], 100.0)
-    )
+    table = around(mean, sigma)
     return table.scaled(mean / table.mean)
+
+
+def around(median: float, sigma: float) -> Lengths:
+    """Return a log-normal distribution of this median, its tails cut at 0.1 and 99.9 %."""
+    values = [math.exp(sigma * NormalDist().inv_cdf(p / 100)) for p in _TAILS]
+    return Lengths(
+        values=tuple(max(1.0, v * median) for v in values), percentiles=(0.0, *_TAILS[1:-1], 100.0)
+    )
 
 
 def _table(values: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> Lengths:

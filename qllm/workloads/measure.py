@@ -61,6 +61,10 @@ class Served:
     """True if the request produced all its tokens."""
     error: str | None = None
     sent_s: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """Ids of the output tokens, if the client asked for them."""
+    num_cached: int | None = None
+    """Number of prompt tokens that the server had in its cache; None if it did not say."""
 
     @property
     def num_output_tokens(self) -> int:

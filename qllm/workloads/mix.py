@@ -1,28 +1,34 @@
 """A seeded mix of interactive requests and batch jobs, sent in real time.
 
-Open loop: the client submits a request at its time, whatever the engine does. LS requests arrive as
-a Poisson process; BE requests as a burst at the start and a steady flow that keeps a backlog. A
-request that is unfinished at the end of the window is cancelled and counted as censored.
+Open loop: the client submits a request at its time, whatever the engine does. Only a request that
+follows another in a session waits for that one's answer. LS requests arrive as a Poisson process;
+BE requests as a burst at the start and a steady flow that keeps a backlog. A request that is
+unfinished at the end of the window is cancelled and counted as censored.
 """
 
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from qllm.errors import ConfigError, QueueFullError
 from qllm.record.metrics import RequestMetrics
 from qllm.record.summary import Summary, percentile, request_metrics, summarize
 from qllm.record.trace import Arrived, Event, Parked, Token, Trace
-from qllm.types import NS_PER_MS, NS_PER_S, Priority, SamplingParams, Slo
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, Priority, SamplingParams
+from qllm.workloads.sessions import Conversations
+from qllm.workloads.spec import Arrival
 
 if TYPE_CHECKING:
     from qllm.frontend.handle import Handle
     from qllm.llm import QLLMEngine
 
 TICK_S = 0.2
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+"""Ends of an answer that a session continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +53,6 @@ class Mix:
     def __post_init__(self) -> None:
         if not self.seconds > 0 or self.ls_rate < 0 or self.be_rate < 0 or self.be_burst < 0:
             raise ConfigError(f"seconds must be > 0, and rates and the burst >= 0: {self}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """One request of a workload."""
-
-    at_s: float
-    """Seconds since the start of the window."""
-    name: str
-    priority: int
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    slo: Slo = field(default_factory=Slo)
 
 
 def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
@@ -189,7 +182,7 @@ def send(
         seconds: Length of the window.
         on_tick: Callback with the seconds since the start, a few times per second.
     """
-    client = _Client(engine, arrivals)
+    client = Client(engine, arrivals)
     client.start()
     try:
         while (left := client.start_s + seconds - time.monotonic()) > 0:
@@ -212,16 +205,26 @@ def send(
     )
 
 
-class _Client(threading.Thread):
-    """A thread that submits arrivals at their times."""
+class Client(threading.Thread):
+    """A thread that submits arrivals at their times, and those that follow others after those.
+
+    Args:
+        engine: Engine to submit to.
+        arrivals: Arrivals in order of time; those that follow others come after those.
+    """
 
     def __init__(self, engine: "QLLMEngine", arrivals: Sequence[Arrival]) -> None:
         super().__init__(name="qllm-client", daemon=True)
         self._engine = engine
-        self._arrivals = arrivals
-        self._handles: list[Handle] = []
+        self._talks = Conversations(arrivals)
+        self._due = [(a.at_s, i, a) for i, a in enumerate(self._talks.first)]
+        self._count = len(self._due)
+        self._open: list[tuple[Arrival, Handle]] = []
+        """Requests that others wait for."""
+        self.handles: list[Handle] = []
         self._error: BaseException | None = None
-        self._stopped = threading.Event()
+        self._stopped = False
+        self._news = threading.Event()
         self.max_lag_s = 0.0
         self.refused = 0
         self.start_ns = engine.now_ns()
@@ -229,14 +232,34 @@ class _Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            for arrival in self._arrivals:
-                due_s = self.start_s + arrival.at_s
-                if self._stopped.wait(max(0.0, due_s - time.monotonic())):
-                    return
-                self.max_lag_s = max(self.max_lag_s, time.monotonic() - due_s)
+            heapify(self._due)
+            while (self._due or self._open) and not self._stopped:
+                left_s = self._due[0][0] - self._now_s() if self._due else None
+                if left_s is None or left_s > 0:
+                    self._news.wait(left_s)
+                    self._news.clear()
+                    self._go_on()
+                    continue
+                arrival = heappop(self._due)[2]
+                self.max_lag_s = max(self.max_lag_s, self._now_s() - arrival.at_s)
                 self._submit(arrival)
         except BaseException as error:  # noqa: BLE001 - raised again in `stop`
             self._error = error
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self.start_s
+
+    def _go_on(self) -> None:
+        """Make the requests due that follow one whose answer is whole."""
+        for arrival, handle in list(self._open):
+            if not handle.has_ended:
+                continue
+            self._open.remove((arrival, handle))
+            handle.unlisten(self._news.set)
+            if handle.finish_reason in WHOLE:
+                for after in self._talks.ended(arrival, handle.token_ids, self._now_s()):
+                    self._count += 1
+                    heappush(self._due, (after.at_s, self._count, after))
 
     def _submit(self, arrival: Arrival) -> None:
         try:
@@ -244,14 +267,20 @@ class _Client(threading.Thread):
         except QueueFullError:
             self.refused += 1
         else:
-            self._handles.append(handle)
+            self.handles.append(handle)
+            if self._talks.holds(arrival.name):
+                self._open.append((arrival, handle))
+                handle.listen(self._news.set)
+                self._news.set()  # it may have ended before
 
     def stop(self) -> "list[Handle]":
-        self._stopped.set()
+        """Submit no more, and return the handles of all submitted requests."""
+        self._stopped = True
+        self._news.set()
         self.join()
         if self._error is not None:
             raise self._error
-        return self._handles
+        return self.handles
 
 
 class Tally:

@@ -17,12 +17,23 @@ class PieceSpec(NamedTuple):
     """Number of the piece's own tokens, which follow the kept ones."""
 
 
+class Turn(NamedTuple):
+    """The place of a request behind others in a session."""
+
+    after: str
+    """Name of the request that has to end first."""
+    wait_s: float
+    """Seconds from that end to the arrival."""
+    extends: str = ""
+    """Name of the request whose prompt and answer begin the prompt; empty if none does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """One request, before its tokens are chosen."""
 
     at_s: float
-    """Seconds from the start of the workload to the arrival."""
+    """Seconds from the start of the workload to the arrival; the least, if it follows another."""
     priority: int
     """Class, see `qllm.types.Priority`."""
     num_prompt_tokens: int
@@ -32,6 +43,11 @@ class RequestSpec:
     slo: Slo = field(default_factory=Slo)
     pieces: tuple[PieceSpec, ...] = ()
     """Pieces of a streaming prompt; it is whole with the last one. Empty if it arrives whole."""
+
+    num_shared: int = 0
+    """Number of tokens at the prompt's start that are the same in all requests with shared ones."""
+    follows: Turn | None = None
+    """Place of the request in a session; None if nothing has to end before it arrives."""
 
     @property
     def longest_prompt(self) -> int:
@@ -43,3 +59,32 @@ class RequestSpec:
         if not self.pieces:
             return self
         return replace(self, at_s=self.at_s + self.pieces[-1].after_s, pieces=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a workload, with its tokens."""
+
+    at_s: float
+    """Seconds since the start of the window."""
+    name: str
+    priority: int
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    slo: Slo = field(default_factory=Slo)
+    follows: Turn | None = None
+    """Place in a session: then `at_s` is its least value, and `token_ids` are only those that come
+    after the prompt and answer of the request that it extends."""
+
+    @property
+    def spec(self) -> RequestSpec:
+        """The lengths of the request."""
+        return RequestSpec(
+            at_s=self.at_s,
+            priority=self.priority,
+            num_prompt_tokens=len(self.token_ids),
+            max_tokens=self.max_tokens,
+            name=self.name,
+            slo=self.slo,
+            follows=self.follows,
+        )

@@ -4,8 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from qllm.errors import ConfigError
-from qllm.workloads.mix import Arrival
-from qllm.workloads.spec import RequestSpec
+from qllm.workloads.spec import Arrival, RequestSpec
 
 
 def with_tokens(
@@ -13,17 +12,26 @@ def with_tokens(
 ) -> tuple[Arrival, ...]:
     """Cut every prompt from a corpus at a place that depends on the seed and the name alone.
 
+    Of a request that extends another, only the new tokens are cut.
+
     Args:
-        requests: Requests in order of time.
+        requests: Requests in order of time; one that extends another comes after it.
         corpus: Token ids; a longer prompt starts again at the first one.
         seed: Seed of the places.
     """
     if not corpus:
         raise ConfigError("the corpus is empty; prompts are cut from it")
-    arrivals = []
+
+    def cut(name: str, num: int) -> tuple[int, ...]:
+        start = random.Random(f"{seed} {name}").randrange(len(corpus))
+        return tuple(corpus[(start + i) % len(corpus)] for i in range(num))
+
+    arrivals, said = [], dict[str, int]()
     for r in requests:
-        start = random.Random(f"{seed} {r.name}").randrange(len(corpus))
-        ids = tuple(corpus[(start + i) % len(corpus)] for i in range(r.num_prompt_tokens))
+        before = said.get(r.follows.extends, 0) if r.follows is not None else 0
+        shared = 0 if before else r.num_shared
+        ids = cut("shared", shared) + cut(r.name, r.num_prompt_tokens - before - shared)
+        said[r.name] = r.num_prompt_tokens + r.max_tokens
         arrivals.append(
             Arrival(
                 at_s=r.at_s,
@@ -32,6 +40,7 @@ def with_tokens(
                 token_ids=ids,
                 max_tokens=r.max_tokens,
                 slo=r.slo,
+                follows=r.follows,
             )
         )
     return tuple(arrivals)

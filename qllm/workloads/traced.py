@@ -1,6 +1,7 @@
 """The report of a run of our own engine, live or simulated: a trace has more than a client sees."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qllm.record.metrics import RequestMetrics, class_name
@@ -22,7 +23,11 @@ from qllm.workloads.spec import RequestSpec
 def served_of(
     events: Iterable[Event], requests: Iterable[RequestSpec], start_ns: int = 0
 ) -> list[Served]:
-    """Return the results of a workload's requests, by name; a refused request stays unserved."""
+    """Return the results of a workload's requests, by name; a refused request stays unserved.
+
+    A request that follows another arrived at the time of the trace; one that never did has no
+    result.
+    """
     found = {r.name: Served(spec=r) for r in requests}
     by_id: dict[RequestId, Served] = {}
     for event in events:
@@ -31,13 +36,15 @@ def served_of(
             if served := found.get(event.name):
                 by_id[event.request_id] = served
                 served.sent_s = at_s
+                if served.spec.follows is not None:
+                    served.spec = replace(served.spec, at_s=at_s)
         elif isinstance(event, Token | Finished) and (served := by_id.get(event.request_id)):
             if isinstance(event, Token):
                 served.token_s.append(at_s)
             else:
                 served.done = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 served.error = event.error
-    return list(found.values())
+    return [s for s in found.values() if s.spec.follows is None or s.sent_s is not None]
 
 
 def engine_report(

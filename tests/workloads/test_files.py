@@ -88,6 +88,13 @@ def test_our_own_round_trip(tmp_path: Path) -> None:
     assert read_requests(tmp_path / "own.jsonl") == requests
 
 
+@pytest.mark.parametrize("name", ["S13", "S15"])
+def test_what_no_line_holds_is_refused_and_not_left_out(tmp_path: Path, name: str) -> None:
+    requests = named_workload(name, seconds=60.0)
+    with pytest.raises(WorkloadFileError, match="write requests that arrive whole and by themselv"):
+        write_requests(tmp_path / "own.jsonl", requests)
+
+
 def test_classes_are_drawn_by_share(tmp_path: Path) -> None:
     rows = "\n".join(f"{i},m,10,5,15,x" for i in range(2000))
     path = write(tmp_path, "Timestamp,Model,Request tokens,Response tokens,Total,Log Type\n" + rows)

@@ -127,10 +127,10 @@ def test_a_workload_is_a_function_of_its_seed(name: str) -> None:
     assert all(r.num_prompt_tokens + r.max_tokens <= 4096 for r in one)
 
 
-def test_the_names_are_s1_to_s14() -> None:
-    assert list(SCENARIOS) == [f"S{i}" for i in range(1, 15)]
-    with pytest.raises(ConfigError, match=r"unknown workload 'S15'; known: S1, S2, .*, S14"):
-        named_workload("S15")
+def test_the_names_are_s1_to_s15() -> None:
+    assert list(SCENARIOS) == [f"S{i}" for i in range(1, 16)]
+    with pytest.raises(ConfigError, match=r"unknown workload 'S16'; known: S1, S2, .*, S15"):
+        named_workload("S16")
 
 
 @pytest.mark.parametrize("name", ["S2", "S3", "S7"])

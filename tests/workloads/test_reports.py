@@ -4,10 +4,11 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,8 +20,7 @@ from qllm.types import NS_PER_MS, FinishReason, Grain, Priority, Slo
 from qllm.workloads import client
 from qllm.workloads.client import Server, class_bodies, saturate_http, send_http
 from qllm.workloads.measure import Served, Window, class_report, report
-from qllm.workloads.mix import Arrival
-from qllm.workloads.spec import RequestSpec
+from qllm.workloads.spec import Arrival, RequestSpec, Turn
 from qllm.workloads.tokens import with_tokens
 from qllm.workloads.traced import class_inversions, engine_report, served_of
 from tests.support.virtual import VirtualLoop
@@ -193,6 +193,18 @@ def test_a_trace_says_what_a_client_cannot() -> None:
     assert served["refused"].sent_s is None
 
 
+def test_a_turn_counts_from_its_arrival_and_only_if_it_arrived() -> None:
+    requests = [
+        spec(0.0, 10, name="be"),
+        spec(0.0, 0, name="ls", follows=Turn("be", 0.9)),
+        spec(0.0, 0, name="never", follows=Turn("ls", 0.1)),
+    ]
+    found = {s.spec.name: s for s in served_of(events_of(), requests)}
+    assert found.keys() == {"be", "ls"}
+    assert found["ls"].spec.at_s == pytest.approx(0.9)
+    assert found["ls"].ttft_ms(9.0) == pytest.approx(200)
+
+
 def test_a_program_begun_while_ls_waits_is_an_inversion() -> None:
     events = events_of()
     ms = NS_PER_MS
@@ -232,16 +244,25 @@ def test_prompts_depend_on_seed_and_name_alone() -> None:
 
 
 async def told(body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """An answer: after 50 ms a token per 30 ms; none to prompts of 14 tokens, one less for 15."""
+    """An answer: after 50 ms a token per 30 ms; none to prompts of 14 tokens, one less for 15.
+
+    Its ids, if it is asked for them, count on from the prompt's last one.
+    """
     await asyncio.sleep(3600 if len(body["prompt"]) == 14 else 0.05)
     count = body["max_tokens"] - (len(body["prompt"]) == 15)
     for i in range(count):
         last = i == count - 1
         text = "" if i == 0 else "x"  # the first token is half a character
         choice = {"text": text, "finish_reason": "length" if last else None}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [body["prompt"][-1] + 1 + i]
         yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
         await asyncio.sleep(0.03)
-    usage = {"choices": [], "usage": {"completion_tokens": count}}
+    details = {"cached_tokens": len(body["prompt"]) // 2}
+    usage = {
+        "choices": [],
+        "usage": {"completion_tokens": count, "prompt_tokens_details": details},
+    }
     yield f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()
 
 
@@ -249,6 +270,7 @@ class FakeAnswer:
     """What the client asks of an answer of aiohttp."""
 
     status = 200
+    headers: ClassVar[dict[str, str]] = {}
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.content, self._body = self, body
@@ -389,6 +411,74 @@ def test_a_closed_loop_keeps_so_many_requests_open(loop: VirtualLoop, fake: Fake
     refused = saturate_http(server, (arrival(0.0, 13) for _ in range(50)), 2, 60.0)
     assert [s.error for s in refused] == ['HTTP 400: {"error": "unlucky"}'] * 2
     assert len(saturate_http(server, [arrival(0.0, 8)] * 3, 8, 60.0)) == 3
+
+
+def session(num: int, wait_s: float = 0.5) -> list[Arrival]:
+    """Return a session of so many turns, each with two new tokens."""
+    return [
+        replace(
+            arrival(0.0, 2),
+            name=f"t{i}",
+            follows=Turn(f"t{i - 1}", wait_s, f"t{i - 1}") if i else None,
+        )
+        for i in range(num)
+    ]
+
+
+def test_a_turn_is_sent_after_the_answer_with_the_answer_in_its_prompt(loop: VirtualLoop) -> None:
+    sent = client._send_all(FakeSession(), Server(url="", model="m"), session(4), 2.0)
+    found = loop.run_until_complete(sent)
+    assert [s.spec.name for s in found] == ["t0", "t1", "t2"], "the window ended before t3"
+    assert [s.spec.at_s for s in found] == pytest.approx([0.0, 0.67, 1.34])  # 170 ms an answer
+    assert [s.spec.num_prompt_tokens for s in found] == [2, 8, 14]  # of 14 none is answered
+    assert found[1].token_ids == [2, 3, 4, 5]
+    assert found[1].num_cached == 4
+    assert found[2].token_ids == []
+
+
+def test_a_batch_is_open_until_the_last_turn_is_answered(loop: VirtualLoop) -> None:
+    batch = (replace(arrival(0.0, 9, Priority.BE), name=f"be-{i}") for i in itertools.count())
+    turns = session(2)
+    server = Server(url="", model="m")
+    found = loop.run_until_complete(client._talk_all(FakeSession(), server, turns, 9.0, batch, 3))
+    assert loop.now_s == pytest.approx(0.84), "two answers and a tool"
+    assert {s.spec.name: s.done for s in found if s.spec.name[0] == "t"} == {"t0": True, "t1": True}
+    jobs = [s for s in found if s.spec.name[0] == "b"]
+    assert (len(jobs), sum(s.done for s in jobs)) == (15, 12)
+    assert all(len(s.token_ids) == 4 for s in jobs if s.done)
+
+
+class Restarting(FakeSession):
+    """A session with a server that is back after a second."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+
+    @asynccontextmanager
+    async def post(self, url: str, json: dict[str, Any]) -> AsyncIterator[FakeAnswer]:
+        answer = FakeAnswer(json)
+        if self._now() < 1.0:
+            answer.status, answer.headers = 503, {"Retry-After": "0.4"}
+        yield answer
+
+
+def test_an_agent_asks_again_when_the_server_says_when(loop: VirtualLoop) -> None:
+    server, restarting = Server(url="", model="m"), Restarting(loop.time)
+    (late,) = loop.run_until_complete(client._talk_all(restarting, server, session(1), 9.0, (), 0))
+    assert (late.done, late.error) == (True, None)
+    assert late.ttft_ms(9.0) == pytest.approx(1250), "counted from when it was due"
+
+
+def test_a_server_without_ids_cannot_have_sessions(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Server, "body", lambda self, arrival, with_ids: {
+        "prompt": list(arrival.token_ids), "max_tokens": arrival.max_tokens,
+    })  # fmt: skip
+    sent = client._send_all(FakeSession(), Server(url="", model="m"), session(2), 2.0)
+    (only,) = loop.run_until_complete(sent)
+    assert only.error is not None
+    assert "0 ids of 4 tokens came" in only.error
 
 
 def test_the_body_of_a_class_has_the_last_word() -> None:
