@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from bench.papers.rows import markdown
+from bench.report_agents import agents_part, draw_agents
 from bench.report_gpu import gpu_part
 from bench.report_index import headlines
 from bench.report_layout import fold
@@ -219,6 +220,7 @@ PARTS = {
     "validate_sim.json": simulator_part,
     "engine-cpu.json": engine_part,
     "gpu-h100.json": gpu_part,
+    "agents.json": agents_part,
     **{name: partial(small_part, name) for name in SMALL},
 }
 
@@ -230,8 +232,8 @@ TOPICS = {
     ),
     "serving": (
         "Serving, and other servers",
-        ("peers-cpu.json", "capacity-cpu.json", "over_http.json", "rate.json", "ttft.json",
-         "floor.json", "beside_mask.json", "worst_bodies.json"),
+        ("peers-cpu.json", "agents.json", "capacity-cpu.json", "over_http.json", "rate.json",
+         "ttft.json", "floor.json", "beside_mask.json", "worst_bodies.json"),
     ),
     "kernels": (
         "CPU kernels",
@@ -259,6 +261,8 @@ def draw_figures(documents: dict[str, dict[str, Any]]) -> None:
         draw_policies(document)
     if document := documents.get("validate_sim.json"):
         draw_predictions(document["policies"], str(SIM_FIGURE))
+    if document := documents.get("agents.json"):
+        draw_agents(document)
 
 
 def losing(documents: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:

@@ -149,6 +149,17 @@ class Needs:
             flops += one.flops * tokens * (1 if one.window == 0 else keys)
         return Work(self._weight_bytes(tokens, weights), flops)
 
+    def turn(self, tokens: int, context: int) -> Work:
+        """Return the products of new tokens behind cached ones, and bytes: one read of their KV."""
+        flops, read = 2.0 * (tokens * self._passed() + self.head), 0.0
+        for one in self._attentions:
+            seen, kept = context + tokens / 2, float(context + tokens)
+            if one.window is not None:  # a state counts as one key
+                seen, kept = (min(one.window or 1, keys) for keys in (seen, kept))
+            flops += one.flops * tokens * seen
+            read += one.kv_bytes * kept
+        return Work(read, flops)
+
     def decode(self, rows: int, context: int, weights: str) -> Work:
         """Return the work of one token each for a number of rows with a number of tokens."""
         flops, read = 2.0 * rows * (self._passed() + self.head), self._weight_bytes(rows, weights)

@@ -123,7 +123,14 @@ def _brief(values: Sequence[float], p: float) -> str:
     return f"{at:,.0f}" if at >= 100 else f"{at:.2g}"
 
 
-def _draw_ttft(ax: "Axes", results: Mapping[str, Sequence[float]], alone: str | None) -> None:
+def draw_ttft(ax: "Axes", results: Mapping[str, Sequence[float]], alone: str | None) -> None:
+    """Draw the distributions of TTFTs in ms.
+
+    Args:
+        ax: Axes to draw on.
+        results: TTFTs by policy.
+        alone: Key of the reference (a dashed line), if it is there.
+    """
     colors = iter(POLICY_COLORS * (len(results) // len(POLICY_COLORS) + 1))
     for name, values in results.items():
         if not values:
@@ -268,7 +275,7 @@ def ttft_figure(
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(12, 4.8), width_ratios=(1, 1.35), layout="constrained"
         )
-        _draw_ttft(left, results, alone)
+        draw_ttft(left, results, alone)
         _draw_timeline(right, events, begin, end, policy)
         figure.get_layout_engine().set(w_pad=0.15)
         figure.savefig(path, format="png", dpi=160)

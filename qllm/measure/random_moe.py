@@ -89,6 +89,7 @@ def make_random_moe(
     size: str = "300m",
     seed: int = 0,
     tied: bool = False,
+    positions: int = MAX_POSITION,
 ) -> Path:
     """Make the model, unless its folder exists, and return the folder.
 
@@ -99,9 +100,11 @@ def make_random_moe(
         seed: Seed of the weights.
         tied: True uses the embedding also as the output matrix. A model with random tied weights
             repeats one token.
+        positions: Longest context in tokens. The weights do not depend on it.
     """
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     name = f"random-moe-{size}-r{RECIPE}-py{python}-s{seed}{'-tied' if tied else ''}"
+    name += f"-p{positions}" if positions != MAX_POSITION else ""
     place = cache_dir() / name if folder is None else Path(folder)
     if (place / "config.json").is_file():
         return place
@@ -109,8 +112,10 @@ def make_random_moe(
     work = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
         tokenizer = train_tokenizer(SIZES[size]["vocab_size"])
+        tokenizer.model_max_length = positions
         tokenizer.save_pretrained(work)
-        _random_model(SIZES[size], len(tokenizer), tokenizer, seed, tied).save_pretrained(work)
+        model = _random_model(SIZES[size], len(tokenizer), tokenizer, seed, tied, positions)
+        model.save_pretrained(work)
         work.chmod(0o755)
         try:
             work.rename(place)
@@ -152,7 +157,7 @@ def train_tokenizer(vocab_size: int) -> "PreTrainedTokenizerBase":
 
 
 def _random_model(
-    shape: dict[str, int], vocab_size: int, tokenizer: Any, seed: int, tied: bool
+    shape: dict[str, int], vocab_size: int, tokenizer: Any, seed: int, tied: bool, positions: int
 ) -> Any:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -161,7 +166,7 @@ def _random_model(
     config = make(
         **{**shape, "vocab_size": vocab_size},
         intermediate_size=2 * shape["hidden_size"],
-        max_position_embeddings=MAX_POSITION,
+        max_position_embeddings=positions,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         norm_topk_prob=True,
         tie_word_embeddings=tied,
