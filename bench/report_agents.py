@@ -44,9 +44,8 @@ def draw_agents(document: dict[str, Any], path: str = str(FIGURE)) -> None:
         alone = samples["alone"]["ttft_ms"]
         ttft = {label: of["ttft_ms"] for label, of in shown.items()}
         draw_ttft(left, {**ttft, "no batch": alone}, "no batch")
-        rates = {label: of["batch_tokens_per_s"] for label, of in shown.items()}
-        means = [sum(of) / len(of) for of in rates.values()]
-        right.bar(list(rates), means, color=POLICY_COLORS[: len(rates)], width=0.6)
+        means = [of["batch_tokens_per_s"] or 0.0 for of in shown.values()]
+        right.bar(list(shown), means, color=POLICY_COLORS[: len(means)], width=0.6)
         for x, mean in enumerate(means):
             right.annotate(
                 f"{mean:,.0f}", (x, mean), ha="center", xytext=(0, 4), color=INK,

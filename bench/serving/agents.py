@@ -51,18 +51,18 @@ from bench.common import (
     busy_cores,
     estimate,
     machine,
+    percentiles,
     plain,
     quantile,
     result_file,
     without_paths,
 )
-from bench.serving.agents_numbers import Run, batch_rate, different, in_turn, prefix_share
+from bench.serving.agents_numbers import Run, different, in_turn, mean_rate, prefix_share
 from bench.serving.qllm_serve import Serve, serving
 from bench.serving.servers import (
     CLASSES,
     PEERS,
     VLLM_ARMS,
-    InstallError,
     Place,
     free_port,
 )
@@ -303,8 +303,8 @@ def measure_vllm(bench: Bench) -> tuple[Runs, dict[str, str]]:
     def one(arm: str, seed: int) -> None:
         try:
             run = watched(partial(bench.rival, arm, seed))
-        except InstallError as error:
-            failed[arm] = without_paths(str(error)[-700:])
+        except Exception as error:  # noqa: BLE001 - the other settings must run
+            failed[arm] = without_paths(f"{type(error).__name__}: {error}"[-700:])
             return
         found.setdefault(arm, []).append(run)
         _say(arm, run)
@@ -313,7 +313,7 @@ def measure_vllm(bench: Bench) -> tuple[Runs, dict[str, str]]:
         one(arm, bench.args.seed)
     served = {arm: runs for arm, runs in found.items() if runs[0].ls}
     if served:
-        best = min(served, key=lambda arm: quantile(99)(served[arm][0].ttft_ms))
+        best = min(served, key=lambda arm: percentiles(served[arm][0].ttft_ms)["p99"])
         for seed in range(bench.args.seed + 1, bench.args.seed + bench.args.rounds):
             one(best, seed)
         found = {best: found.pop(best), **found}  # the best one first
@@ -322,7 +322,7 @@ def measure_vllm(bench: Bench) -> tuple[Runs, dict[str, str]]:
 
 def _say(what: str, run: Run) -> None:
     ttft, tokens = run.ttft_ms, len(run.batch)
-    p99 = f"{quantile(99)(ttft):.0f} ms" if ttft else "-"
+    p99 = f"{percentiles(ttft)['p99']:.0f} ms" if ttft else "-"
     print(
         f"  {what}: {run.took_s:.0f} s, {len(run.ls)} LS turns, TTFT p99 {p99}, {tokens} jobs, "
         f"others used {run.other_cores:.2f} cores {' '.join(run.errors)}",
@@ -357,11 +357,10 @@ def tabulate(
             )
     share = found["prefix"] = prefix_share(s for run in runs["with_batch"] for s in run.ls)
     _least(table, "share of the agents' prompts found in the cache", share, REACH["prefix"])
-    rates = {
-        arm: [batch_rate(run.batch) for run in runs[arm]] for arm in ("with_batch", "priority")
-    }
+    rates = {arm: mean_rate(runs[arm]) for arm in ("with_batch", "priority")}
     found["batch_tokens_per_s"] = rates
-    over = sum(rates["with_batch"]) / sum(rates["priority"])
+    ours, theirs = rates["with_batch"], rates["priority"]
+    over = ours / theirs if ours and theirs else 0.0  # too few prompts ended in a round
     _least(table, "batch tokens/s, qllm2 / priority", over, REACH["batch"])
     ttft = ratio(runs, "ttft_ms", 99, "priority")
     table.add("  LS TTFT p99 under priority / alone", ttft.text())
@@ -393,15 +392,13 @@ def _ms(runs: Sequence[Run], what: str, p: float) -> str:
 
 def _add_killed(table: Table, bench: Bench, run: Run, equal: dict[str, Any]) -> dict[str, Any]:
     restarts, replayed = (int(run.server[name]) for name in run.server)
-    if not (restarts and replayed):
-        raise RuntimeError(f"{restarts} restarts with {replayed} requests: nothing was killed")
     lost = run.lost(len(bench.agents(bench.args.seed)))
     changed = len(equal["different"]["killed"])
     table.add(
         f"kill -9 with {replayed} requests open: answers lost; changed",
         f"{lost}; {changed}",
         "0; 0",
-        lost == changed == 0,
+        lost == changed == 0 and restarts > 0 and replayed > 0,
     )
     table.add(
         "  longest wait of an LS turn for its first token, s", f"{max(run.ttft_ms) / 1e3:.1f}"
@@ -411,9 +408,9 @@ def _add_killed(table: Table, bench: Bench, run: Run, equal: dict[str, Any]) -> 
 
 def _add_vllm(table: Table, ours: Sequence[Run], rivals: Runs) -> dict[str, Any]:
     for arm, of in rivals.items():
-        rate = sum(batch_rate(run.batch) for run in of) / len(of)
         text = "; ".join(_ms(of, "ttft_ms", p) for p in (50, 99))
-        table.add(f"{arm}: LS TTFT p50; p99 ms", f"{text}, batch {rate:.0f} tokens/s")
+        rate = f"{mean_rate(of) or 0:.0f} tokens/s"
+        table.add(f"{arm}: LS TTFT p50; p99 ms; batch", f"{text}; {rate}")
     best = next(iter(rivals))
     value = estimate(
         [run.ttft_ms for run in rivals[best]], quantile(99), [run.ttft_ms for run in ours]
@@ -485,7 +482,7 @@ def samples_of(runs: Sequence[Run]) -> dict[str, Any]:
         "tpot_ms": [ms for run in runs for ms in run.tpot_ms],
         "took_s": [run.took_s for run in runs],
         "other_cores": [run.other_cores for run in runs],
-        "batch_tokens_per_s": [batch_rate(run.batch) for run in runs if run.batch],
+        "batch_tokens_per_s": mean_rate(runs),
         "errors": [error for run in runs for error in run.errors],
     }
 

@@ -66,21 +66,26 @@ def prefix_share(turns: Iterable[Served]) -> float:
     return cached / sum(s.spec.num_prompt_tokens for s in turns)
 
 
-def batch_rate(batch: Iterable[Served]) -> float:
+def batch_rate(batch: Iterable[Served]) -> float | None:
     """Return the tokens per second of a batch, prompts and answers.
 
-    It is measured from its first first token to its last one: then no prompt is half done.
-
-    Raises:
-        RuntimeError: Fewer than two prompts had a first token.
+    It is measured from its first first token to its last one: then no prompt is half done. It is
+    None if fewer than two prompts had a first token.
     """
     batch = [s for s in batch if s.token_s]
     firsts = sorted((s.token_s[0], s.spec.num_prompt_tokens) for s in batch)
     if len(firsts) < 2:
-        raise RuntimeError(f"{len(firsts)} prompts of the batch ended: give the run more time")
+        return None
     begin, end = firsts[0][0], firsts[-1][0]
     tokens = sum(begin < at <= end for s in batch for at in s.token_s)
     return (sum(num for _, num in firsts[1:]) + tokens) / (end - begin)
+
+
+def mean_rate(runs: Iterable[Run]) -> float | None:
+    """Return the mean of the batch's rates over rounds; None if a round has no rate."""
+    rates = [batch_rate(run.batch) for run in runs]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) / len(known) if known and len(known) == len(rates) else None
 
 
 def in_turn(arrivals: Iterable[Arrival]) -> list[Arrival]:

@@ -14,7 +14,14 @@ from bench.models.published_shapes import SHAPES, config_of
 from bench.models.shape_floors import Needs
 from bench.report_agents import agents_part, draw_agents
 from bench.serving import agents
-from bench.serving.agents_numbers import Run, batch_rate, different, in_turn, prefix_share
+from bench.serving.agents_numbers import (
+    Run,
+    batch_rate,
+    different,
+    in_turn,
+    mean_rate,
+    prefix_share,
+)
 from qllm.types import Priority
 from qllm.workloads.measure import Served
 from qllm.workloads.sessions import Conversations
@@ -41,8 +48,10 @@ def test_the_rate_of_a_batch_counts_whole_prompts_between_two_first_tokens() -> 
         served("be-3", prompt=5000),
     ]
     assert batch_rate(batch) == pytest.approx((300 + 600 + 4) / 10)
-    with pytest.raises(RuntimeError, match="1 prompts of the batch ended"):
-        batch_rate(batch[:1])
+    assert batch_rate(batch[:1]) is None
+    whole, none = Run(agents=[], batch=batch), Run(agents=[], batch=batch[:1])
+    assert mean_rate([whole, whole]) == batch_rate(batch)
+    assert mean_rate([whole, none]) is None
 
 
 def test_a_prefix_counts_by_tokens_and_a_silent_server_found_none() -> None:
@@ -191,11 +200,14 @@ def turn_with(one: Served, **more: Any) -> Served:
     return replace(one, **more)
 
 
-def test_a_kill_that_hit_nothing_is_no_result(bench: agents.Bench) -> None:
+def test_a_kill_that_hit_nothing_misses_its_target(bench: agents.Bench) -> None:
     runs = runs_of(bench)
     runs["killed"] = [replace(runs["killed"][0], server={"restarts": 1.0, "replayed": 0.0})]
-    with pytest.raises(RuntimeError, match="nothing was killed"):
-        agents.tabulate(Table(), bench, runs, EQUAL, {})
+    table = Table()
+    agents.tabulate(table, bench, runs, EQUAL, {})
+    assert table.losing == [
+        "kill -9 with 0 requests open: answers lost; changed: 0; 0 (target 0; 0)"
+    ]
 
 
 def test_the_figure_and_the_page_come_from_the_result(bench: agents.Bench, tmp_path: Path) -> None:
