@@ -1,0 +1,229 @@
+"""Patterns that find the parts of an answer, made from the description of its format.
+
+All of them are for partial matching: `regex` tells a text that does not match from one that may
+still match when more of it arrives. No pattern ends with something optional, so a match never
+changes by what follows it. Runs of white space and names have a greatest length, so the text held
+back has one.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import regex
+
+from qllm.server.tools.format import Format
+from qllm.server.tools.values import MARKS
+
+SPACE = r"\s{0,16}"
+_FIELD = re.compile(r"\$([a-z]+)")
+_FIELDS = {
+    "index": "[0-9]{0,9}",
+    "id": r"[\w-]{0,64}",
+    "type": "(?P<type>[a-z]{1,16})",
+    "string": "(?P<string>true|false)",
+    "key": rf"(?P<key>[^\n<>{MARKS}]{{1,256}}?)",
+}
+_NAME = rf"[^\s<>{{}}()\[\]\"{MARKS}]{{1,256}}?"
+_SOME = r"(?=[\s\S])"
+NEVER = "(?!)"
+_SIGN = re.compile("[<>｜|\\[\\]]")
+
+
+def marks_in(format: Format, added: Mapping[int, Any]) -> dict[int, str]:
+    """Return the marks of the tags that are single tokens, by token id.
+
+    A tokenizer never splits an added token. So if a tag is one, the same characters made of other
+    tokens are not a tag.
+    """
+    texts = {i: token.content for i, token in added.items()}
+    found = {
+        i: text
+        for i, text in texts.items()
+        if len(text) > 2 and _SIGN.search(text) and any(text in part for part in format.markup)
+    }
+    order = sorted(set(found.values()))
+    return {i: chr(0xD800 + order.index(text)) for i, text in found.items()}
+
+
+class Forms:
+    """The ways in which tags appear in an answer.
+
+    Args:
+        marks: Tag of each mark.
+        spelled: True if a tag that has a mark may also be spelled, since a grammar made it.
+    """
+
+    def __init__(self, marks: Mapping[str, str], *, spelled: bool) -> None:
+        self._marks = {text: mark for mark, text in marks.items()}
+        self._spelled = spelled
+        tags = sorted(self._marks, key=len, reverse=True)
+        self._parts = re.compile("|".join([r"(?<=>)(?=<)", *map(re.escape, tags), r"\s+"]))
+
+    def of(self, text: str) -> str:
+        """Return the pattern of a text."""
+        found, at = [], 0
+        for part in self._parts.finditer(text):
+            found.append(regex.escape(text[at : part.start()]))
+            at = part.end()
+            if not part[0].strip():
+                found.append(SPACE)
+                continue
+            spelled = f"|{regex.escape(part[0])}" if self._spelled else ""
+            found.append(f"(?:{self._marks[part[0]]}{spelled})")
+        return "".join([*found, regex.escape(text[at:])])
+
+    def template(self, text: str, names: str) -> str:
+        """Return the pattern of a template up to its first value."""
+        text = re.split(r"\$(?:arguments|json|value)", text)[0].rstrip()
+        parts = _FIELD.split(text)
+        fields = {**_FIELDS, "name": f"(?P<name>{names})"}
+        return "".join(
+            fields[part] if n % 2 else self.of(part) for n, part in enumerate(parts)
+        )
+
+
+class Patterns(NamedTuple):
+    """The patterns of a format."""
+
+    first: Any
+    """What may only begin an answer, or follow a tag: groups "thought", "section", "call"."""
+    tags: Any
+    """What may occur anywhere in content: groups "section", "call", "hidden"."""
+    thought: Any
+    """End of reasoning, or a call that ends it."""
+    inside: Any
+    """A call in a section, or the section's end: groups "call", "close"."""
+    argument: Any
+    """Start of an argument, or the end of all (group "end")."""
+    value: Any
+    """End of a raw value: groups "missing" and "key" where it has no tag of its own."""
+    last_value: Any
+    """The same at the end of the answer."""
+    tail: Any
+    """Text behind the arguments of a call."""
+    rest: Any
+    """The same (group "tail"), or the begin of another call."""
+    blank: Any
+    """White space and tags that say nothing by themselves."""
+    quotes: Mapping[str, str]
+    """Pattern of each quote of the notation."""
+
+
+@lru_cache(maxsize=256)
+def patterns_of(
+    format: Format,
+    marks: tuple[tuple[str, str], ...],
+    names: tuple[str, ...],
+    *,
+    thinks: bool,
+    spelled: bool,
+) -> Patterns:
+    """Return the patterns for the answers of a model.
+
+    Args:
+        format: Format of the answers.
+        marks: Marks with their tags.
+        names: Functions that the model sees; without any, there are no calls.
+        thinks: True if the tag of reasoning counts.
+        spelled: True if a tag that has a mark may also be spelled.
+    """
+    forms = Forms(dict(marks), spelled=spelled)
+    lead = SPACE if format.lead else ""
+    calls = lead + _any(_head(forms, format, call, _names(format, names)) for call in format.calls)
+    opens = lead + _any(forms.of(begin.rstrip()) for begin, _ in format.sections)
+    opens += f"(?={SPACE}{calls})" if format.at_start else ""
+    closes = _any(forms.of(end.strip()) for _, end in format.sections)
+    begins = f"(?P<section>{opens})" if format.sections else f"(?P<call>{calls})"
+    begins = begins if names else NEVER
+    hidden = f"(?P<hidden>{_any(map(forms.of, format.hidden))})"
+    before, after = format.reasoning or ("", "")
+    thought = f"(?P<thought>{forms.of(before.strip())})" if thinks and before else NEVER
+    ends = _behind(forms, after) if after else NEVER
+    return Patterns(
+        first=regex.compile(rf"\s{{0,64}}(?:{thought}|{begins if format.at_start else NEVER})"),
+        tags=regex.compile(f"{NEVER if format.at_start else begins}|{hidden}"),
+        thought=regex.compile(f"{ends}|(?={begins}|{hidden})" if format.ends_reasoning else ends),
+        inside=regex.compile(f"(?P<close>{SPACE}{closes})|(?P<call>{calls})"),
+        **_of_arguments(forms, format, begins),
+        blank=regex.compile(rf"(?:\s|[{MARKS}]|{_any(map(forms.of, _openers(format)))})*"),
+        quotes={quote: forms.of(quote) for quote in format.notation.quotes},
+    )
+
+
+def _any(patterns: Iterable[str]) -> str:
+    return f"(?:{'|'.join(patterns) or NEVER})"
+
+
+def _names(format: Format, names: tuple[str, ...]) -> str:
+    """Return the pattern of a function's name; without a tag before it, only known ones count."""
+    known = sorted(names, key=len, reverse=True)
+    if not format.at_start:
+        known = [name for name in known if not regex.fullmatch(_NAME, name)]
+    return _any([*map(regex.escape, known), *([] if format.at_start else [_NAME])])
+
+
+def _head(forms: Forms, format: Format, call: str, names: str) -> str:
+    """Return the pattern of a call up to its arguments, which must follow."""
+    head = forms.template(call, names)
+    if "$json" in call:
+        return rf"{head}{SPACE if head else ''}(?=\{{)"
+    if "$arguments" not in call:
+        return f"{head}(?P<empty>)"
+    if not format.argument:
+        return f"{head}{SPACE}(?={regex.escape(format.notation.outer[0])})"
+    return f"{head}{SPACE}(?={_next(forms, format, call)})"
+
+
+def _next(forms: Forms, format: Format, call: str) -> str:
+    """Return the pattern of the texts that may follow an argument."""
+    begin, end = format.argument.partition("$key")[0], _tail(call).split()[0]
+    return f"{forms.of(begin)}|{forms.of(end)}"
+
+
+def _tail(call: str) -> str:
+    """Return the text behind the arguments of a call."""
+    return re.split(r"\$(?:arguments|json)", call)[-1]
+
+
+def _openers(format: Format) -> list[str]:
+    """Return the texts with which sections and calls begin, up to their first white space."""
+    begins = [*format.calls, *(begin for begin, _ in format.sections)]
+    return [text for begin in begins if (text := re.split(r"\s|\$", begin)[0])]
+
+
+def _behind(forms: Forms, text: str) -> str:
+    """Return the pattern of a text that ends something, with the white space before it."""
+    return (SPACE if text[:1].isspace() else "") + forms.of(text.strip())
+
+
+def _of_arguments(forms: Forms, format: Format, begins: str) -> dict[str, Any]:
+    """Return the patterns of arguments and of the text behind them."""
+    call = format.calls[0]
+    tail = _tail(call)
+    if not format.argument:
+        spare = "[\\s}]{0,16}" if "$json" in call else SPACE  # models close an object twice
+        end = spare + forms.of(tail.strip()) if tail.strip() else NEVER
+        return {"argument": None, "value": None, "last_value": None, **_ends(end, begins)}
+    first, _, rest = tail.lstrip().partition("\n")
+    before, after = format.argument.split("$value")
+    begin = forms.template(before, "")
+    line = "\n?+" if before[-1].isspace() else ""  # without going back: a line break is taken
+    close = "\n?" if after[0].isspace() else ""
+    missing = ("\n" if close else "") + f"{SPACE}(?P<missing>)(?={begin})"
+    ends = f"{close}(?P<missing>)(?={forms.of(tail.strip())}{SPACE}(?:{begins}))"
+    lasts = rf"{close}(?P<missing>)(?={forms.of(tail.strip())}\s*\Z)"
+    value = f"{close}{forms.of(after.strip())}{SPACE}(?={_next(forms, format, call)})"
+    return {
+        "argument": regex.compile(
+            rf"{SPACE}(?:(?P<end>{forms.of(first)})|{begin}{line}{_SOME if line else ''})"
+        ),
+        "value": regex.compile(f"{value}|{missing}|{ends}"),
+        "last_value": regex.compile(f"{value}|{missing}|{ends}|{lasts}"),
+        **_ends(_behind(forms, "\n" + rest) if rest else NEVER, begins),
+    }
+
+
+def _ends(tail: str, begins: str) -> dict[str, Any]:
+    return {"tail": regex.compile(tail), "rest": regex.compile(f"(?P<tail>{tail})|(?={begins})")}

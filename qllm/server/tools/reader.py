@@ -1,0 +1,511 @@
+"""A reader of reasoning and tool calls in an answer, as it grows, by the description of a format.
+
+Every character belongs to one place: reasoning, content, the arguments of a call, or a tag. White
+space next to a tag, and the text around arguments, count as the tag. Text that looks like a call
+but is invalid stays content.
+
+The reader is a generator that stops where the next part is not certain yet, and continues when more
+text arrives. So the pieces in which an answer arrives make no difference.
+"""
+
+import html
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import regex
+
+from qllm.server.tools.deltas import Delta, call_of, is_name, with_call
+from qllm.server.tools.format import JSON, LENIENT, Format, Notation
+from qllm.server.tools.patterns import SPACE, patterns_of
+from qllm.server.tools.values import (
+    KINDS,
+    MARKS,
+    Argument,
+    Unreadable,
+    Value,
+    argument_of,
+    kinds_in,
+)
+
+Steps = Generator[None, None, Any]
+"""A part of the reading: it stops while it needs more text."""
+NAMES, ARGUMENTS, OTHERS = ("name",), ("arguments", "parameters"), ("id", "type")
+"""Keys of a call that is written as a JSON object."""
+_KEY = regex.compile(
+    rf'{SPACE}(?:(?P<end>\}})|(?P<comma>,)?{SPACE}"(?P<key>\w{{1,32}})"{SPACE}:{SPACE}(?=\S))'
+)
+_TEXT = regex.compile(r'"(?:[^"\\]|\\[\s\S]){0,1024}"')
+_MARK = regex.compile(f"[{MARKS}]")
+
+
+class NoCall(Exception):  # noqa: N818 - no error: the text is content
+    """The text looks like a call, but is none."""
+
+
+class MarkupReader:
+    """A reader of the tags in a growing answer.
+
+    Reasoning begins only after nothing but white space, since the answer began or since another
+    tag. Elsewhere its tag is content that mentions the tag.
+
+    Args:
+        format: Format of the answer.
+        thinks: True if the model reasons, so that the tag of reasoning counts.
+        is_thinking: True if the prompt already ends inside reasoning.
+        tools: Tools that may be called; without any, tags of calls are content.
+        marks: Tags that are single tokens, by token id.
+        spelled: True if a tag that has a mark may also be spelled, since a grammar made it.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        *,
+        thinks: bool,
+        is_thinking: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        marks: Mapping[int, str] | None = None,
+        spelled: bool = False,
+    ) -> None:
+        self.num_calls = self.num_reasoning_tokens = 0
+        tags = sorted(set((marks or {}).values()))
+        self.marks = {i: chr(0xD800 + tags.index(tag)) for i, tag in (marks or {}).items()}
+        self._shown = {0xD800 + n: tag for n, tag in enumerate(tags)}
+        self._format, self._thinks = format, thinks
+        self._schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
+        }
+        shown = tuple((chr(mark), tag) for mark, tag in self._shown.items())
+        self._patterns = patterns_of(
+            format, shown, tuple(self._schemas), thinks=thinks, spelled=spelled
+        )
+        self._is_thinking = is_thinking
+        self._left = ""
+        """Text that was not read yet."""
+        self._read: list[str] | None = None
+        """Text that was read since a tag, which is content if no call follows."""
+        self._has_ended = False
+        self._is_bare = is_thinking
+        """True if only white space followed the last tag: it is dropped."""
+        self._is_fresh = True
+        """True if only white space followed the start of the answer, or the last tag."""
+        self._name: str | None = None
+        """Name of a call that has begun but was not reported."""
+        self._is_in_call = self._is_broken = False
+        self._delta: Delta = {}
+        self._undecided = ""
+        """Text that `split` has not yet yielded."""
+        self._may_think = False
+        """True if the text held back may begin the tag of reasoning."""
+        self._steps = self._answer()
+        next(self._steps)
+
+    @property
+    def is_in_call(self) -> bool:
+        """True if the arguments of a call have begun and not ended, or were invalid."""
+        return self._is_in_call or self._is_broken
+
+    @property
+    def is_thinking(self) -> bool:
+        """True if the answer reasons now."""
+        return self._is_thinking
+
+    def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
+        """Take an addition to the answer, and return the delta that is certain."""
+        self._left += text
+        was_thinking, was = self._is_thinking, len(token_ids)
+        self._behind: int | None = None
+        """Length of the text that was unread when the reasoning ended."""
+        next(self._steps)
+        if was_thinking and self._behind is not None:  # tokens may arrive together: up to the tag
+            said = len(text) - self._behind
+            was = sum(end < said for end in ends[: was - 1]) + 1 if ends else was
+        self.num_reasoning_tokens += was if was_thinking else 0
+        return self._taken()
+
+    def finish(self) -> Delta:
+        """Return the text that was held back, at the end of the answer."""
+        self._has_ended = True
+        next(self._steps)
+        return self._taken()
+
+    def split(self, text: str, token_id: int) -> Iterable[tuple[str, bool]]:
+        """Split text into reasoning, with its tags, and other text; see `Reading`."""
+        for character in text:
+            was_thinking = self._is_thinking
+            self.push(character, ())
+            self._undecided += character
+            is_reasoning = was_thinking or self._is_thinking
+            if is_reasoning or not self._may_think:
+                part, self._undecided = self._undecided, ""
+                yield part, is_reasoning
+
+    def undecided(self) -> str:
+        """Return the text that is held back because it may begin reasoning."""
+        return self._undecided
+
+    def _taken(self) -> Delta:
+        delta, self._delta = self._delta, {}
+        return delta
+
+    # -- the answer and its text
+
+    def _answer(self) -> Steps:
+        while True:
+            if self._is_thinking:
+                yield from self._reason()
+            else:
+                yield from self._speak()
+            while not self._left:
+                yield
+
+    def _match(self, pattern: Any) -> Steps:
+        """Return the match at the start of the text left; None if it cannot match any more."""
+        while True:
+            found = pattern.match(self._left, partial=not self._has_ended)
+            if found is None or not found.partial:
+                return found
+            yield
+
+    def _cut(self, num: int) -> str:
+        """Remove and return the first characters of the text left."""
+        part, self._left = self._left[:num], self._left[num:]
+        if self._read is not None:
+            self._read.append(part)
+        return part
+
+    def _say(self, text: str) -> None:
+        """Add reasoning or content."""
+        if self._is_bare:
+            text = text.lstrip()
+        if text:
+            self._is_bare = False
+            self._is_fresh = self._is_fresh and text.isspace()
+            name = "reasoning_content" if self._is_thinking else "content"
+            self._delta[name] = self._delta.get(name, "") + text.translate(self._shown)
+
+    def _pass_tag(self, *, is_bare: bool) -> None:
+        """Continue behind a tag."""
+        self._is_bare, self._is_fresh = is_bare, True
+
+    def _reason(self) -> Steps:
+        """Read reasoning up to its end."""
+        found = self._patterns.thought.search(self._left, partial=not self._has_ended)
+        self._say(self._cut(len(self._left) if found is None else found.start()))
+        if found is None or found.partial:
+            yield
+            return
+        self._cut(found.end() - found.start())
+        self._is_thinking, self._behind = False, len(self._left)
+        assert self._format.reasoning is not None
+        self._pass_tag(is_bare=self._format.reasoning[1][-1].isspace())
+
+    def _speak(self) -> Steps:
+        """Read content up to a tag, and what the tag begins."""
+        found = (yield from self._first()) if self._is_fresh else None
+        if found is None:
+            found = self._patterns.tags.search(self._left, partial=not self._has_ended)
+            if found is None and self._has_ended:
+                self._drop_cut_tag()
+            self._say(self._cut(len(self._left) if found is None else found.start()))
+            if found is None or found.partial:
+                yield
+                return
+        yield from self._tag(found)
+
+    def _first(self) -> Steps:
+        """Return the match of what may only begin an answer, or follow a tag; None without."""
+        self._may_think = self._thinks
+        found = yield from self._match(self._patterns.first)
+        self._may_think = False
+        return found
+
+    def _drop_cut_tag(self) -> None:
+        """Remove a tag at the end of the answer that no call or text follows."""
+        found = self._patterns.tags.search(self._left, partial=True)
+        tag = self._left[found.start() :]
+        is_section = bool(self._format.sections) and _MARK.search(tag) is not None
+        if is_section or self._patterns.blank.fullmatch(tag):
+            self._left = self._left[: found.start()]
+
+    def _tag(self, found: Any) -> Steps:
+        """Read a tag in content, and what belongs to it."""
+        groups = found.groupdict()
+        if groups.get("call") is not None:
+            if not (yield from self._call(found)):
+                self._say(self._cut(self._lead() + 1))
+        elif groups.get("section") is not None:
+            yield from self._section(found)
+        else:
+            self._cut(len(found[0]))
+            self._is_thinking = groups.get("thought") is not None
+            before = self._format.reasoning[0] if self._format.reasoning else ""
+            self._pass_tag(is_bare=self._is_thinking and before[-1].isspace())
+
+    def _lead(self) -> int:
+        """Return the number of characters of white space in front of the text left."""
+        return len(self._left) - len(self._left.lstrip())
+
+    # -- calls
+
+    def _section(self, found: Any) -> Steps:
+        """Read all calls of a section. Without a call it is content; else the calls alone count."""
+        others, was = [self._cut(len(found[0]))], self.num_calls
+        while True:
+            found = self._patterns.inside.search(self._left, partial=not self._has_ended)
+            others.append(self._cut(len(self._left) if found is None else found.start()))
+            if found is None or found.partial:
+                if self._has_ended:
+                    break
+                yield
+            elif found["close"] is not None:
+                others.append(self._cut(len(found[0])))
+                break
+            elif not (yield from self._call(found)):
+                others.append(self._cut(self._lead() + 1))
+            if self.num_calls > was:
+                others.clear()
+        text = "".join(others)
+        self._pass_tag(is_bare=bool(self._format.lead))
+        if self.num_calls == was and not self._patterns.blank.fullmatch(text):
+            self._is_bare = False
+            self._say(text)
+
+    def _call(self, found: Any) -> Steps:
+        """Read a call whose start was found; return False, and no text is read, if it is none."""
+        self._read = []
+        self._cut(len(found[0]))
+        try:
+            yield from self._body(found.groupdict())
+        except (NoCall, Unreadable):
+            if self._read is not None:
+                self._left, self._read, self._name = "".join(self._read) + self._left, None, None
+                return False
+            self._is_broken = self._is_broken or self._is_in_call
+            self._is_in_call, self._is_bare = False, False
+            yield from self._rest()
+        else:
+            if (tail := (yield from self._match(self._patterns.tail))) is not None:
+                self._cut(len(tail[0]))
+        self._pass_tag(is_bare=bool(self._format.lead))
+        return True
+
+    def _rest(self) -> Steps:
+        """Read what follows an invalid part of a call, as content."""
+        while True:
+            found = self._patterns.rest.search(self._left, partial=not self._has_ended)
+            self._say(self._cut(len(self._left) if found is None else found.start()))
+            if found is not None and not found.partial:
+                self._cut(len(found[0]))
+                return
+            if self._has_ended:
+                return
+            yield
+
+    def _body(self, groups: Mapping[str, str | None]) -> Steps:
+        """Read a call behind its start, up to the end of its arguments."""
+        name = groups.get("name")
+        if name is None:
+            yield from self._object()
+            return
+        name = self._unescaped(name)
+        self._begin(name)
+        if groups.get("empty") is not None:
+            self._write("{}")
+            self._is_in_call = False
+        elif self._format.argument:
+            yield from self._arguments(name)
+        else:
+            yield from self._value(self._format.notation, self._write)
+
+    def _unescaped(self, text: str) -> str:
+        text = text.strip().translate(self._shown)
+        return html.unescape(text) if self._format.is_escaped else text
+
+    def _begin(self, name: Any) -> None:
+        """Begin a call, which is reported with its first arguments."""
+        if not is_name(name) or (self._format.at_start and name not in self._schemas):
+            raise NoCall
+        self._name = name
+
+    def _write(self, arguments: str) -> None:
+        """Add arguments to the call."""
+        if not arguments:
+            return
+        if self._name is not None:
+            call = call_of(self.num_calls, self._name, arguments)
+            self._name, self._read, self._is_in_call = None, None, True
+            self.num_calls += 1
+        else:
+            call = {"index": self.num_calls - 1, "function": {"arguments": arguments}}
+        self._delta["tool_calls"] = with_call(self._delta.get("tool_calls", []), call)
+
+    def _cut_off(self) -> None:
+        """Return if a call was reported whose answer ends inside it.
+
+        Raises:
+            NoCall: No call was reported.
+        """
+        if self._read is not None:
+            raise NoCall
+
+    def _value(self, notation: Notation, write: Callable[[str], None]) -> Steps:
+        """Read one value, and write it as JSON."""
+        quotes = self._patterns.quotes if notation is self._format.notation else None
+        value = Value(notation, quotes, self._shown)
+        while True:
+            text, num = value.push(self._left, is_last=self._has_ended)
+            self._cut(num)
+            write(text)
+            if value.has_ended:
+                self._is_in_call = False
+                return
+            if num == 0 and self._has_ended:
+                self._cut_off()
+                write(self._cut(len(self._left)).translate(self._shown))
+                return
+            if num == 0 or not self._left:
+                yield
+
+    # -- a call as a JSON object
+
+    def _object(self) -> Steps:
+        """Read a JSON object with the name and the arguments of a call, in any order."""
+        held: str | None = None
+        self._cut(1)
+        is_first = True
+        while (key := (yield from self._key(is_first=is_first))) is not None:
+            is_first = False
+            if key in ARGUMENTS and held is None:
+                held = yield from self._given()
+            elif key in NAMES and self._name is None and self._read is not None:
+                text = yield from self._match(_TEXT)
+                self._begin(_loaded(text and self._cut(len(text[0])).translate(self._shown)))
+            elif key in OTHERS:
+                yield from self._value(LENIENT, lambda _: None)
+            else:
+                raise NoCall
+            if self._name is not None and held:
+                self._write(held)
+        if self._read is not None:
+            if self._name is None:
+                raise NoCall
+            self._write("{}")
+        self._is_in_call = False
+
+    def _key(self, *, is_first: bool) -> Steps:
+        """Read a key of the object, and return it; None at the end of the object."""
+        found = yield from self._match(_KEY)
+        if found is None and self._has_ended and not self._left.strip():
+            self._cut_off()
+            return None
+        if found is None or (found["end"] is None and (found["comma"] is None) is not is_first):
+            raise NoCall
+        self._cut(len(found[0]))
+        return found["key"]
+
+    def _given(self) -> Steps:
+        """Read the arguments; return their JSON, or nothing of it if it was written already."""
+        held: list[str] = []
+        if self._left[0] == "{":
+            write = held.append if self._name is None else self._write
+            yield from self._value(JSON, write)
+            return "".join(held)
+        if self._left[0] != '"':
+            raise NoCall
+        yield from self._value(JSON, held.append)
+        text = _loaded("".join(held))
+        if not isinstance(_loaded(text), dict):
+            raise NoCall
+        return text
+
+    # -- a call with each argument by itself
+
+    def _arguments(self, name: str) -> Steps:
+        """Read all arguments of a call, whose values are texts or JSON."""
+        schema = self._schemas.get(name)
+        schema = schema if isinstance(schema, Mapping) else {}
+        properties = schema.get("properties")
+        left = dict(properties) if isinstance(properties, Mapping) else {}
+        before = "{"
+        while True:
+            found = yield from self._match(self._patterns.argument)
+            if found is None:
+                if self._has_ended:
+                    self._cut_off()
+                    return
+                raise NoCall
+            self._cut(len(found[0]))
+            if found["end"] is not None:
+                self._write("{}" if before == "{" else "}")
+                self._is_in_call = False
+                return
+            key = self._unescaped(found["key"])
+            declared = _declared(found.groupdict())
+            kinds = declared or kinds_in(left.pop(key, None), schema)
+            before += f"{json.dumps(key, ensure_ascii=False)}: "
+            yield from self._argument(before, argument_of(kinds), left)
+            before = ", "
+
+    def _argument(self, before: str, argument: Argument, left: Mapping[str, Any]) -> Steps:
+        """Read the value of an argument up to its end.
+
+        Args:
+            before: JSON to write before the value.
+            argument: Translator of the value.
+            left: Arguments that may still follow.
+        """
+        has_ended = False
+        while not has_ended:
+            found, text = self._end_of_value(left)
+            try:
+                written = argument.push(text.translate(self._shown))
+                has_ended = found is not None and not found.partial
+                written += argument.end() if has_ended else ""
+            except Unreadable:
+                self._left = argument.left + self._left
+                raise
+            self._write(before + written if written else "")
+            before = "" if written else before
+            if has_ended:
+                self._cut(len(found[0]))
+            elif self._has_ended:
+                self._cut_off()
+                return
+            else:
+                yield
+
+    def _end_of_value(self, left: Mapping[str, Any]) -> tuple[Any, str]:
+        """Return the match of the end of a value, if it is there, and cut the text before it."""
+        ends = self._patterns.last_value if self._has_ended else self._patterns.value
+        text = ""
+        while True:
+            found = ends.search(self._left, partial=not self._has_ended)
+            if found is None:
+                return None, text + self._cut(len(self._left))
+            text += self._cut(found.start())
+            key = found["key"] if not found.partial else None
+            if key is None or self._unescaped(key) in left:
+                return found, text
+            text += self._cut(1)
+
+
+def _loaded(text: str | None) -> Any:
+    """Return a value from its JSON.
+
+    Raises:
+        NoCall: It has none.
+    """
+    try:
+        return json.loads(text or "")
+    except (ValueError, RecursionError) as error:
+        raise NoCall from error
+
+
+def _declared(groups: Mapping[str, str | None]) -> frozenset[str] | None:
+    """Return the types of a value that an argument itself declares; None without."""
+    if (is_text := groups.get("string")) is not None:
+        return frozenset({"string"}) if is_text == "true" else KINDS - {"string"}
+    kind = groups.get("type")
+    return None if kind is None else frozenset({kind}) & KINDS or KINDS
