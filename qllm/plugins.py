@@ -1,4 +1,4 @@
-"""Policies installed on this machine, from the entry-point group `qllm.policies`."""
+"""Plug-ins installed on this machine, from their entry points: policies and other kinds."""
 
 import pickle
 from collections.abc import Mapping
@@ -14,22 +14,27 @@ from qllm.types import Cap
 GROUP = "qllm.policies"
 
 
-def installed_policies() -> dict[str, EntryPoint]:
-    """Return entry points by policy name. Two packages with the same name are an error."""
+def installed(group: str, kind: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name. Two packages with the same name are an error.
+
+    Args:
+        group: Group of the entry points.
+        kind: Kind of the plug-ins, for messages.
+    """
     found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=GROUP):
+    for point in entry_points(group=group):
         other = found.get(point.name)
         if other is not None and other.value != point.value:
             raise ConfigError(
-                f"policy {point.name!r} is installed twice: {other.value} and {point.value}; "
+                f"{kind} {point.name!r} is installed twice: {other.value} and {point.value}; "
                 "uninstall one of the packages"
             )
         found[point.name] = point
     return found
 
 
-def load_factory(point: EntryPoint) -> Any:
-    """Import the class of a policy from an entry point.
+def loaded(point: EntryPoint, kind: str) -> Any:
+    """Import the object of an entry point.
 
     Raises:
         ConfigError: The import raised an error of any kind; the message names the module.
@@ -39,9 +44,23 @@ def load_factory(point: EntryPoint) -> Any:
             return point.load()
     except Exception as error:
         raise ConfigError(
-            f"policy {point.name!r} cannot be loaded from {point.value}: "
+            f"{kind} {point.name!r} cannot be loaded from {point.value}: "
             f"{told(error)}; repair or uninstall its package"
         ) from error
+
+
+def installed_policies() -> dict[str, EntryPoint]:
+    """Return entry points by policy name; two packages with one name are an error."""
+    return installed(GROUP, "policy")
+
+
+def load_factory(point: EntryPoint) -> Any:
+    """Import the class of a policy from an entry point.
+
+    Raises:
+        ConfigError: The import raised an error of any kind; the message names the module.
+    """
+    return loaded(point, "policy")
 
 
 def load_policy(policy: str | Any, settings: Mapping[str, Any] | None = None) -> Any:

@@ -55,6 +55,7 @@ def doctor(
     from qllm.kernels.cpu.course import OP_BYTES
     from qllm.models.weights.quantised import FORMATS
     from qllm.plugins import load_policy, spelled_for
+    from qllm.server.tools.choose import formats
 
     of_engine, of_policy = split_settings(setting)
     config = engine_config(spelled(of_engine))
@@ -79,6 +80,7 @@ def doctor(
         ),
         ("checkpoints", f"bfloat16, float16, float32, {', '.join(FORMATS)}, GGUF{_gguf()}"),
         ("CUDA", _cuda()),
+        ("tool calls", f"in the formats {', '.join(formats())} (--tool-calls)"),
         ("floor for BE", _floor(config)),
         ("gaps of a stream", _gaps(policy)),
     ]
@@ -158,6 +160,8 @@ def _fingerprints(model: str, trust_remote_code: bool) -> None:
 
     from qllm.models.loader import skeleton
     from qllm.models.parts.inventory import parts_of
+    from qllm.models.tokenizer import load_tokenizer
+    from qllm.server.tools.choose import AUTO, told
 
     parts = parts_of(skeleton(model, trust_remote_code))
     rows = [
@@ -175,6 +179,8 @@ def _fingerprints(model: str, trust_remote_code: bool) -> None:
     for part in parts:
         if part.known.kind is None:
             typer.echo(f"{part.source}: {part.known.how}")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    typer.echo(f"tool calls and reasoning: {told(tokenizer, AUTO)}")
     typer.echo(
         f"transformers {transformers.__version__}. A part is known by what it computes: its source "
         "is one that was tested, or its forward was tried (docs/guides/families.md)."

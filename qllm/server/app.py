@@ -32,6 +32,7 @@ from qllm.server.requests.front import Front
 from qllm.server.requests.shortcut import Shortcut
 from qllm.server.state.response_store import ResponseStore
 from qllm.server.state.store import Store
+from qllm.server.tools import choose
 
 
 class _State:
@@ -90,6 +91,7 @@ def create_app(
         load_s: Seconds that the first engine took to load.
     """
     rules = read_rules(config.keys_file)
+    choose.check(engine.tokenizer, config.tool_calls)
     metrics = Metrics(config.model_name, is_local=config.engine_address is None)
     front = Front(engine, config, metrics, {rule.caller: rule for rule in rules})
     prompts = StreamingPrompts(front)

@@ -124,6 +124,9 @@ class ServerConfig(BaseModel):
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Handling of unserved fields and tools that cannot change the text, in a chat, response or
     message: ignored and named in the header `x-qllm-ignored`, or refused with 400."""
+    tool_calls: str = "auto"
+    """Format in which the model writes tool calls and reasoning: its name (docs/guides/agents.md),
+    or auto, which finds it by the chat template and the tokenizer's tokens."""
     tool_ttl_s: float = Field(60, ge=0, le=1e6)
     """Seconds that the KV of an LS conversation with tools stays cached (`cache_ttl_s`), because a
     tool's result comes next; 0 disables."""

@@ -22,6 +22,7 @@ from qllm.server.ops.banner import banner, warnings
 from qllm.server.ops.run import make_server
 from qllm.server.ops.supervisor import PERIOD_S, Restarts, given_up
 from qllm.server.requests.front import Front
+from qllm.server.tools.choose import check_name
 
 LOG = logging.getLogger("qllm")
 
@@ -169,6 +170,7 @@ def serve(config: ServerConfig) -> None:
     """
     scheme = "http" if ssl_context(config) is None else "https"
     said = warnings(config, len(read_api_keys(config)) + len(read_rules(config.keys_file)))
+    check_name(config.tool_calls)
     with bound_socket(config.host, config.port) as sock:
         for text in said:
             LOG.warning(text)

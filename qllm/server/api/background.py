@@ -205,7 +205,7 @@ class Background:
         async def keep(response: dict[str, Any]) -> None:
             await asyncio.to_thread(self._kept.change, row["id"], response)
 
-        ask = chat.ask_of(asked, row["id"], None)
+        ask = chat.ask_of(self._front, asked, row["id"], None)
         ask = replace(ask, cache_owner=owner_of(row["owner"]))
         if not body.stream:
             writer = ResponseWriter(self._front, body, asked, keep, begun)

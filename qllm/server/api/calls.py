@@ -1,8 +1,8 @@
 """Readers of tool calls and reasoning in an answer.
 
-A tokenizer with a `response_template` parses its model's answers itself, after their end. GPT-OSS's
-format is read from its tokens (`harmony`). All others are read in the format of Hermes, Qwen and
-related models (`hermes`).
+The format of a model's answers is chosen by its template (`qllm.server.tools.choose`). GPT-OSS's is
+read from its tokens (`harmony`), the others by their description (`reader`). Without a sign of a
+format, a tokenizer with a `response_template` parses its model's answers itself, after their end.
 """
 
 import json
@@ -13,15 +13,20 @@ from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, Protocol
 
-from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_tokens
+from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_tokens, decoded
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.tools import harmony
+from qllm.server.tools.choose import AUTO, format_of
 from qllm.server.tools.deltas import Delta, Value, call_of, is_name, with_call
+from qllm.server.tools.format import Format
+from qllm.server.tools.formats import HERMES
 from qllm.server.tools.harmony import Harmony, HarmonyPart
-from qllm.server.tools.hermes import TAG_OF, HermesReader, ends_with, marks_of
+from qllm.server.tools.patterns import marks_in
+from qllm.server.tools.reader import MarkupReader
 from qllm.server.tools.tool_choice import Choice
-from qllm.types import THINK
 
+WINDOW = 16
+"""Number of tokens that always contain a tag, however a tokenizer has split it."""
 _LITERALS = {"true", "false", "null", "none"}
 """Literals of JSON and Python: words that a call may contain outside of strings."""
 
@@ -92,14 +97,17 @@ class TemplateReader:
     is_in_call = False
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any], passages: HermesReader
+        self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[Any], passages: MarkupReader
     ) -> None:
         self.num_calls = self.num_reasoning_tokens = 0
         self.marks, self.split = passages.marks, passages.split
         self.undecided, self._passages = passages.undecided, passages
         self._tokenizer, self._prompt, self._tools = tokenizer, list(prompt), list(tools)
         special = {i for i, token in added_tokens(tokenizer).items() if token.special}
-        self._shown = {ord(m): "" if i in special else TAG_OF[m] for i, m in self.marks.items()}
+        self._shown = {
+            ord(mark): "" if i in special else passages.shown[ord(mark)]
+            for i, mark in self.marks.items()
+        }
         self._ids: list[int] = []
         self._text = ""
 
@@ -309,7 +317,13 @@ class FirstCallReader:
         return {name: value for name, value in found.items() if value}
 
 
-def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
+def make_reader(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    choice: Choice,
+    has_form: bool,
+    tool_calls: str = AUTO,
+) -> Reader:
     """Return the reader of one choice of an answer.
 
     Args:
@@ -317,37 +331,53 @@ def make_reader(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form:
         prompt: Token ids of the prompt.
         choice: Tools that may be called.
         has_form: True if a grammar constrains the answer, from its first token or after reasoning.
+        tool_calls: Name of the format of the model's answers, or `auto`.
     """
-    reader = _reader_of_all(tokenizer, prompt, choice, has_form)
+    reader = _reader_of_all(tokenizer, prompt, choice, has_form, tool_calls)
     return FirstCallReader(reader) if choice.tools and not choice.parallel else reader
 
 
-def reader_of(asked: ChatRequest) -> Callable[[Any, Sequence[int]], Reader]:
+def reader_of(asked: ChatRequest, tool_calls: str) -> Callable[[Any, Sequence[int]], Reader]:
     """Return a function that makes the reader of an answer from a tokenizer and a prompt."""
     choice = asked.choice()
     has_form = choice.forced or asked.form() is not None
-    return lambda tokenizer, prompt: make_reader(tokenizer, prompt, choice, has_form)
+    return lambda tokenizer, prompt: make_reader(tokenizer, prompt, choice, has_form, tool_calls)
 
 
-def _reader_of_all(tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool) -> Reader:
+def _reader_of_all(
+    tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool, tool_calls: str
+) -> Reader:
     """Return a reader of any number of calls; the arguments are those of `make_reader`."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    if not has_form and (found := harmony.marks_of(tokenizer)):
+    found = format_of(tokenizer, tool_calls)
+    format = HERMES if found is None or has_form else found  # a grammar writes calls like this
+    if format.has_heads:
         names = {tool["function"]["name"] for tool in choice.tools}
-        return HarmonyReader(Harmony(tokenizer, found, prompt, names))
-    thinks = THINK in template
-    is_thinking = thinks and ends_with(tokenizer, prompt, THINK)
-    marks = marks_of(tokenizer)
-    if tokenizer is not None and not has_form and getattr(tokenizer, "response_template", None):
-        passages = HermesReader(thinks=thinks, is_thinking=is_thinking, calls=False, marks=marks)
+        return HarmonyReader(Harmony(tokenizer, harmony.marks_of(tokenizer), prompt, names))
+    thinks, is_thinking = _thinks(tokenizer, prompt, format)
+    marks = marks_in(format, added_tokens(tokenizer))
+    if found is None and not has_form and getattr(tokenizer, "response_template", None):
+        passages = MarkupReader(format, thinks=thinks, is_thinking=is_thinking, marks=marks)
         return TemplateReader(tokenizer, prompt, choice.tools, passages)
     thinks = thinks and not has_form  # a grammar may put the tag into a string
-    if not thinks and not is_thinking and not choice.tools:
+    if not (thinks or is_thinking or choice.tools or format.hidden):
         return PlainReader()
-    return HermesReader(
+    return MarkupReader(
+        format,
         thinks=thinks,
         is_thinking=is_thinking,
-        calls=bool(choice.tools),
+        tools=choice.tools,
         marks=marks,
         spelled=has_form,
     )
+
+
+def _thinks(tokenizer: Any, prompt: Sequence[int], format: Format) -> tuple[bool, bool]:
+    """Return True if the model reasons, and True if its prompt ends inside reasoning."""
+    if format.reasoning is None:
+        return False, False
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    before = format.reasoning[0].strip()
+    tag = re.match(r"<[^<>]*>|\S+", before)
+    thinks = tag is not None and tag[0] in template
+    ends = thinks and decoded(tokenizer, prompt[-WINDOW:]).rstrip().endswith(before)
+    return thinks, ends

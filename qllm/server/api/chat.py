@@ -35,7 +35,8 @@ class ChatWriter(Writer):
         """Return the reader of a choice; make it at first use."""
         if index not in self._readers:
             tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
-            self._readers[index] = reader_of(self._asked)(tokenizer, prompt)
+            make = reader_of(self._asked, self._front.config.tool_calls)
+            self._readers[index] = make(tokenizer, prompt)
         return self._readers[index]
 
     def usage(self, answer: Answer) -> dict[str, Any]:
@@ -85,15 +86,15 @@ def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
     return {**one(chosen), "top_logprobs": [one(x) for x in top]}
 
 
-def ask_of(body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
-    """Return the request to the engine."""
+def ask_of(front: Front, body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
+    """Return the request to the engine of a front."""
     return answers.ask_of(
         body,
         answer_id,
         timeout_s,
         messages=body.messages,
         template=body.template_options(),
-        reading=reader_of(body),
+        reading=reader_of(body, front.config.tool_calls),
         special=body.add_special_tokens,
         sampling={**body.sampling(), "logprobs": body.num_logprobs()},
     )
@@ -108,7 +109,7 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
         """Answer a conversation."""
         front.check_model(body.model)
         writer = ChatWriter(front, body)
-        ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
+        ask = ask_of(front, body, writer.answer_id, front.config.request_timeout_s)
         return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=True)
 
     return router

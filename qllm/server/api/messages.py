@@ -73,7 +73,7 @@ class MessageWriter:
 
     def _blocks(self, answer: Answer) -> Blocks:
         tokenizer, prompt = self._front.engine.tokenizer, answer.handles[0].prompt_token_ids
-        return Blocks(reader_of(self._asked)(tokenizer, prompt))
+        return Blocks(reader_of(self._asked, self._front.config.tool_calls)(tokenizer, prompt))
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         return {
@@ -162,7 +162,7 @@ def routes(front: Front) -> APIRouter:
         front.check_model(body.model)
         asked = await front.apart.run(body.num_bytes, chat_of, body)
         writer = MessageWriter(front, asked)
-        ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
+        ask = chat.ask_of(front, asked, writer.answer_id, front.config.request_timeout_s)
         return await respond(request, front, writer, body, ask)
 
     @router.post(f"{ENDPOINT}/count_tokens", responses=ANTHROPIC_RESPONSES)
@@ -171,7 +171,7 @@ def routes(front: Front) -> APIRouter:
         front.check_model(body.model)
         ignored = front.told.headers(body.all_unserved)
         asked = await front.apart.run(body.num_bytes, chat_of, body)
-        ask = chat.ask_of(asked, "count", None)
+        ask = chat.ask_of(front, asked, "count", None)
         ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
         return JSONResponse({"input_tokens": len(ids)}, headers=ignored)
 

@@ -107,7 +107,7 @@ class ResponseWriter:
 
     def _blocks(self, answer: Answer) -> Blocks:
         tokenizer, prompt = self._front.engine.tokenizer, answer.handles[0].prompt_token_ids
-        return Blocks(reader_of(self._chat)(tokenizer, prompt))
+        return Blocks(reader_of(self._chat, self._front.config.tool_calls)(tokenizer, prompt))
 
     async def _end(self, answer: Answer, blocks: Blocks, reason: FinishReason) -> None:
         """Complete the response, and store it."""

@@ -81,7 +81,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
             add = partial(state.kept.add, owner, raw, items)
             keep = partial(_keep_or_tell, add)
         writer = ResponseWriter(front, body, asked, keep)
-        ask = chat.ask_of(asked, writer.answer_id, front.config.request_timeout_s)
+        ask = chat.ask_of(front, asked, writer.answer_id, front.config.request_timeout_s)
         if not body.background:
             return await respond(request, front, writer, body, ask)
         assert state is not None
@@ -96,7 +96,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
         """Count the tokens of a conversation in the model's prompt."""
         ignored = front.told.headers(body.all_unserved)
         asked = await _chat_of(front, state, body, _caller(request))
-        ask = chat.ask_of(asked, "count", None)
+        ask = chat.ask_of(front, asked, "count", None)
         ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
         found = {"object": "response.input_tokens", "input_tokens": len(ids)}
         return JSONResponse(found, headers=ignored)

@@ -163,7 +163,7 @@ async def prepare(front: Front, body: Any) -> tuple[Ask, Renderer]:
     front.told.headers(body.all_unserved)
     if isinstance(body, ChatRequest):
         chat_writer = chat.ChatWriter(front, body)
-        return chat.ask_of(body, chat_writer.answer_id, None), chat_writer
+        return chat.ask_of(front, body, chat_writer.answer_id, None), chat_writer
     if isinstance(body, ResponsesRequest):
         return await _prepare_response(front, body)
     writer = completions.CompletionWriter(front, body)
@@ -177,7 +177,7 @@ async def _prepare_response(front: Front, body: ResponsesRequest) -> tuple[Ask, 
             raise ApiError(400, text, param=name)
     asked: ChatRequest = await front.best_effort(body.num_bytes, chat_of, body)
     writer = ResponseWriter(front, body, asked, None)
-    return chat.ask_of(asked, writer.answer_id, None), writer
+    return chat.ask_of(front, asked, writer.answer_id, None), writer
 
 
 class Worker:

@@ -6,6 +6,7 @@ from typing import Any
 
 from qllm.llm import QLLMEngine
 from qllm.server.config import ENGINE_ROLES, ServerConfig
+from qllm.server.tools.choose import told
 from qllm.types import Priority
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -18,7 +19,8 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
     layers = ", ".join(f"{count} {name}" for name, count in drivers.items())
     targets = settings.ls_slo or "no latency targets"
     classes = " and ".join(Priority.__members__)
-    if config.role in ENGINE_ROLES:
+    has_http = config.role not in ENGINE_ROLES
+    if not has_http:
         taken = f"from front ends at {config.listen}"
     else:
         stored = config.state_dir or "none, give --state-dir"
@@ -41,6 +43,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms",
         f"classes  {classes}; LS: {targets}, {taken}",
+        *([f"tools    calls and reasoning: {told(engine.tokenizer, config.tool_calls)}"] * has_http),
     ]
 
 

@@ -167,7 +167,7 @@ class _Streamed:
         timeout_s = front.config.request_timeout_s
         if isinstance(body, ChatRequest):
             chat_writer = chat.ChatWriter(front, body)
-            return chat_writer, chat.ask_of(body, chat_writer.answer_id, timeout_s)
+            return chat_writer, chat.ask_of(front, body, chat_writer.answer_id, timeout_s)
         writer = completions.CompletionWriter(front, body)
         return writer, completions.ask_of(body, writer.answer_id, timeout_s)
 

@@ -67,6 +67,8 @@ class Format:
     """True if a call inside reasoning ends it."""
     hidden: tuple[str, ...] = ()
     """Texts that are no part of the content."""
+    has_heads: bool = False
+    """True if each message of an answer begins with a head of its own: `harmony` reads these."""
 
     @property
     def markup(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Formats of the models that people run, each as its chat template or encoder publishes it."""
 
 from qllm.server.tools.format import PYTHON, Format, Notation
+from qllm.server.tools.harmony import MARKS
 
 HERMES = Format(
     "hermes",
@@ -40,7 +41,7 @@ GLM_COMPACT = Format(
     "glm-compact",
     calls=("<tool_call>$name$arguments</tool_call>",),
     argument="<arg_key>$key</arg_key><arg_value>$value</arg_value>",
-    signs=("<tool_call>", "</arg_key><arg_value>"),
+    signs=("<tool_call>", "<arg_key>", "<arg_value>", "</arg_key><arg_value>"),
     lead="\n",
     between="\n",
     reasoning=("<think>", "</think>"),
@@ -192,12 +193,24 @@ LLAMA4 = Format(
     hidden=("<|python_start|>", "<|python_end|>"),
 )
 
+HARMONY = Format(
+    "harmony",
+    calls=(
+        "<|start|>assistant<|channel|>commentary to=functions.$name <|constrain|>json<|message|>"
+        "$arguments<|call|>",
+    ),
+    signs=MARKS,
+    reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
+    has_heads=True,
+)
+"""GPT-OSS."""
+
 FORMATS = {
     x.name: x
     for x in (
         *(HERMES, QWEN_XML, GLM, GLM_COMPACT, MINIMAX, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32),
         *(DEEPSEEK_V4, DEEPSEEK_V41, KIMI_K2, KIMI_K3, MISTRAL_V3, MISTRAL_V11, MISTRAL, GEMMA),
-        *(LLAMA3, LLAMA4),
+        *(LLAMA3, LLAMA4, HARMONY),
     )
 }
 """Formats by name."""

@@ -40,9 +40,7 @@ class HarmonyPart(NamedTuple):
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
-    """Return the marks by token id; empty if the model's answers have another format."""
-    if CHANNEL not in str(getattr(tokenizer, "chat_template", None) or ""):
-        return {}
+    """Return the marks by token id; empty if the tokenizer has not all of them."""
     found = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS}
     is_known = len(found) == len(MARKS) and not {None, tokenizer.unk_token_id} & found.keys()
     return found if is_known else {}
@@ -100,8 +98,16 @@ class Harmony:
         return parts
 
     def finish(self) -> list[HarmonyPart]:
-        """Return the remaining parts at the end of the answer."""
-        return [*self._said(self._text.finish(), 0), *self._no_head()]
+        """Return the remaining parts at the end of the answer; a head without a message is none."""
+        parts = self._said(self._text.finish(), 0)
+        if self._is_head and all(self._is_known(*part) for part in self._unseen):
+            return [*parts, *(HarmonyPart("head", text) for _, text in self._unseen)]
+        return [*parts, *self._no_head()]
+
+    @staticmethod
+    def _is_known(mark: str, text: str) -> bool:
+        """Return True if a text of a head has a meaning after its mark."""
+        return _HEADS.get(mark, _ROLE).fullmatch(text) is not None
 
     def _said(self, text: str, num_tokens: int) -> list[HarmonyPart]:
         if not self._is_head:
@@ -120,8 +126,8 @@ class Harmony:
         """Return the parts of a complete head, and begin its message."""
         parts: list[HarmonyPart] = []
         for mark, text in self._unseen:
-            is_known = _HEADS.get(mark, _ROLE).fullmatch(text)
-            parts.append(HarmonyPart("head" if is_known else "content", text))
+            kind: Kind = "head" if self._is_known(mark, text) else "content"
+            parts.append(HarmonyPart(kind, text))
         self._unseen, self._is_head = [("", "")], False
         channel = re.search(r"<\|channel\|> (\w+)", self._head)
         recipient = _TO.search(self._head)

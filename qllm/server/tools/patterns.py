@@ -32,19 +32,18 @@ _SIGN = re.compile("[<>｜|\\[\\]]")
 
 
 def marks_in(format: Format, added: Mapping[int, Any]) -> dict[int, str]:
-    """Return the marks of the tags that are single tokens, by token id.
+    """Return the tags of a format that are single tokens, by token id.
 
     A tokenizer never splits an added token. So if a tag is one, the same characters made of other
     tokens are not a tag.
     """
     texts = {i: token.content for i, token in added.items()}
-    found = {
+    markup = "\n".join(format.markup)
+    return {
         i: text
         for i, text in texts.items()
-        if len(text) > 2 and _SIGN.search(text) and any(text in part for part in format.markup)
+        if len(text) > 2 and _SIGN.search(text) and text in markup
     }
-    order = sorted(set(found.values()))
-    return {i: chr(0xD800 + order.index(text)) for i, text in found.items()}
 
 
 class Forms:

@@ -71,12 +71,13 @@ class MarkupReader:
         self.num_calls = self.num_reasoning_tokens = 0
         tags = sorted(set((marks or {}).values()))
         self.marks = {i: chr(0xD800 + tags.index(tag)) for i, tag in (marks or {}).items()}
-        self._shown = {0xD800 + n: tag for n, tag in enumerate(tags)}
+        self.shown = {0xD800 + n: tag for n, tag in enumerate(tags)}
+        """Tag of each mark, by its code point."""
         self._format, self._thinks = format, thinks
         self._schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
         }
-        shown = tuple((chr(mark), tag) for mark, tag in self._shown.items())
+        shown = tuple((chr(mark), tag) for mark, tag in self.shown.items())
         self._patterns = patterns_of(
             format, shown, tuple(self._schemas), thinks=thinks, spelled=spelled
         )
@@ -183,7 +184,7 @@ class MarkupReader:
             self._is_bare = False
             self._is_fresh = self._is_fresh and text.isspace()
             name = "reasoning_content" if self._is_thinking else "content"
-            self._delta[name] = self._delta.get(name, "") + text.translate(self._shown)
+            self._delta[name] = self._delta.get(name, "") + text.translate(self.shown)
 
     def _pass_tag(self, *, is_bare: bool) -> None:
         """Continue behind a tag."""
@@ -320,7 +321,7 @@ class MarkupReader:
             yield from self._value(self._format.notation, self._write)
 
     def _unescaped(self, text: str) -> str:
-        text = text.strip().translate(self._shown)
+        text = text.strip().translate(self.shown)
         return html.unescape(text) if self._format.is_escaped else text
 
     def _begin(self, name: Any) -> None:
@@ -353,7 +354,7 @@ class MarkupReader:
     def _value(self, notation: Notation, write: Callable[[str], None]) -> Steps:
         """Read one value, and write it as JSON."""
         quotes = self._patterns.quotes if notation is self._format.notation else None
-        value = Value(notation, quotes, self._shown)
+        value = Value(notation, quotes, self.shown)
         while True:
             text, num = value.push(self._left, is_last=self._has_ended)
             self._cut(num)
@@ -363,7 +364,7 @@ class MarkupReader:
                 return
             if num == 0 and self._has_ended:
                 self._cut_off()
-                write(self._cut(len(self._left)).translate(self._shown))
+                write(self._cut(len(self._left)).translate(self.shown))
                 return
             if num == 0 or not self._left:
                 yield
@@ -381,7 +382,7 @@ class MarkupReader:
                 held = yield from self._given()
             elif key in NAMES and self._name is None and self._read is not None:
                 text = yield from self._match(_TEXT)
-                self._begin(_loaded(text and self._cut(len(text[0])).translate(self._shown)))
+                self._begin(_loaded(text and self._cut(len(text[0])).translate(self.shown)))
             elif key in OTHERS:
                 yield from self._value(LENIENT, lambda _: None)
             else:
@@ -460,7 +461,7 @@ class MarkupReader:
         while not has_ended:
             found, text = self._end_of_value(left)
             try:
-                written = argument.push(text.translate(self._shown))
+                written = argument.push(text.translate(self.shown))
                 has_ended = found is not None and not found.partial
                 written += argument.end() if has_ended else ""
             except Unreadable:

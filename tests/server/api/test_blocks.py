@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
 from qllm.server.api.blocks import Blocks, Kind
-from qllm.server.api.calls import HermesReader
+from qllm.server.tools.formats import HERMES
+from qllm.server.tools.reader import MarkupReader
 from qllm.server.api.messages import MessageWriter
 from qllm.server.api.messages_protocol import MessagesRequest
 from qllm.server.http.errors import parse
@@ -23,6 +24,7 @@ from qllm.types import FinishReason, Logprobs
 from tests.support.serving import serving
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f"}}]
 WORDS = ["Hm", "m", "</", "think>", "\n\n", "I", " say", "", "", "\N{SNOWMAN}", "<b", ">: "]
 WORDS += [*CALL, "\n", "and", " more", ""]
 
@@ -40,7 +42,7 @@ def pieces(words: Sequence[str], size: int) -> list[Piece]:
 
 def shown(words: Sequence[str], size: int, *, is_cut: bool = False) -> list[tuple[Any, ...]]:
     """Kind, text and tokens of each block, and whether it is whole."""
-    blocks = Blocks(HermesReader(thinks=True, is_thinking=True, calls=True))
+    blocks = Blocks(MarkupReader(HERMES, thinks=True, is_thinking=True, tools=TOOLS))
     tokens: dict[int, list[int]] = {}
     texts: dict[int, str] = {}
     changes = [change for piece in pieces(words, size) for change in blocks.push(piece)]
@@ -68,7 +70,7 @@ def test_how_many_tokens_come_together_changes_nothing(size: int) -> None:
 
 
 def test_tokens_that_come_together_are_one_growth() -> None:
-    blocks = Blocks(HermesReader(thinks=True, is_thinking=False, calls=True))
+    blocks = Blocks(MarkupReader(HERMES, thinks=True, is_thinking=False, tools=TOOLS))
     (piece,) = pieces(["a", "b", "c", "</think> ", "d"], 5)
     assert [(c.what, c.added) for c in blocks.push(piece)] == [
         ("open", ""),

@@ -11,8 +11,10 @@ import pytest
 from qllm.frontend.prompts import flat_message, render_chat
 from qllm.llm import QLLMEngine
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.api.calls import HermesReader, PlainReader, TemplateReader, make_reader
+from qllm.server.api.calls import PlainReader, TemplateReader, make_reader
 from qllm.server.tools.deltas import merged
+from qllm.server.tools.formats import HERMES
+from qllm.server.tools.reader import MarkupReader
 from qllm.server.tools.tool_choice import Choice
 from tests.support.serving import Serving
 
@@ -247,8 +249,13 @@ ANSWER = (
 )
 
 
+def hermes(*, thinks: bool = True, is_thinking: bool = False, calls: bool = True) -> MarkupReader:
+    tools = TOOLS if calls else ()
+    return MarkupReader(HERMES, thinks=thinks, is_thinking=is_thinking, tools=tools)
+
+
 def read(text: str, size: int, **how: bool) -> tuple[dict[str, Any], int]:
-    reader = HermesReader(**{"thinks": True, "is_thinking": False, "calls": True, **how})
+    reader = hermes(**how)
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     found = merged([*(reader.push(part, ()) for part in parts), reader.finish()])
     for call in found.get("tool_calls", ()):
@@ -273,7 +280,7 @@ def test_arguments_come_as_they_are_made(size: int) -> None:
     arguments = json.dumps({"a": '</tool_call>"}] \\', "b": [{"c": {}}, "ö"]}, ensure_ascii=False)
     call = f'<tool_call>\n{{"name": "f\\u00f6", "arguments": {arguments}}}\n</tool_call>'
     text = f"{call}\n{call} bye"
-    reader = HermesReader(thinks=False, is_thinking=False, calls=True)
+    reader = hermes(thinks=False)
     deltas = [reader.push(text[i : i + size], ()) for i in range(0, len(text), size)]
     parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
     heads = [part for part in parts if "id" in part]
@@ -379,7 +386,7 @@ def test_a_tokenizer_that_parses_is_asked() -> None:
     other = make_reader(Templated(), (7,), choice, False)
     other.push("text", (9,))
     assert other.finish() == {"content": "text"}
-    assert isinstance(make_reader(Templated(), (7,), choice, True), HermesReader)
+    assert isinstance(make_reader(Templated(), (7,), choice, True), MarkupReader)
 
 
 class Whole(Templated):
@@ -480,7 +487,7 @@ def test_tokens_of_reasoning_are_counted_the_same_however_they_come() -> None:
     texts = ["ab", "c", "</th", "ink", ">", "x", "y"]
     found = []
     for sizes in ([1] * 7, [7], [3, 4], [6, 1]):
-        reader = HermesReader(thinks=True, is_thinking=True, calls=False)
+        reader = hermes(is_thinking=True, calls=False)
         at = 0
         for size in sizes:
             parts = texts[at : at + size]

@@ -7,9 +7,10 @@ import pytest
 
 from qllm.frontend.detokenizer import Detokenizer
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.api.calls import HarmonyReader, HermesReader, make_reader
+from qllm.server.api.calls import HarmonyReader, make_reader
 from qllm.server.tools.deltas import merged
 from qllm.server.tools.harmony import MARKS
+from qllm.server.tools.reader import MarkupReader
 from qllm.server.tools.tool_choice import Choice
 
 NONE = Choice((), False, False)
@@ -130,7 +131,7 @@ def test_an_answer_goes_on_with_the_last_message_of_its_prompt(tokenizer: Any) -
 
 def test_other_models_and_forms_are_read_as_before(tokenizer: Any) -> None:
     choice = Choice([{"type": "function", "function": {"name": "f"}}], True, True)
-    assert isinstance(make_reader(tokenizer, (5,), choice, True), HermesReader)
+    assert isinstance(make_reader(tokenizer, (5,), choice, True), MarkupReader)
     other = load_tokenizer("tiny")
     other.chat_template = "<|channel|>"
-    assert isinstance(make_reader(other, (5,), choice, False), HermesReader), "it has no marks"
+    assert isinstance(make_reader(other, (5,), choice, False), MarkupReader), "it has no marks"
