@@ -118,7 +118,9 @@ GROUPS = {
     "server.requests": Floor(
         "errors types frontend llm server.config server.http server.metrics", WEB
     ),
-    "server.tools": Floor("errors types frontend grammar_check grammar_schema server.http", WEB),
+    "server.tools": Floor(
+        "errors types frontend grammar_check grammar_schema plugins server.http", WEB | {"regex"}
+    ),
     "server.state": Floor("errors private server.http", WEB),
     "server.api": Floor(
         "errors types frontend grammar_schema names server.http server.requests server.state "

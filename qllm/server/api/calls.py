@@ -17,7 +17,7 @@ from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_toke
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.tools import harmony
 from qllm.server.tools.choose import AUTO, format_of
-from qllm.server.tools.deltas import Delta, Value, call_of, is_name, with_call
+from qllm.server.tools.deltas import CALLS, Delta, Value, call_of, is_name, merged
 from qllm.server.tools.format import Format
 from qllm.server.tools.formats import HERMES
 from qllm.server.tools.harmony import Harmony, HarmonyPart
@@ -249,12 +249,11 @@ class HarmonyReader:
         return ""
 
     def _shown(self) -> Delta:
-        delta: Delta = {}
+        deltas: list[Delta] = []
         while self._due:
             part = self._due.popleft()
             if part.kind == "call":
-                calls = delta.get("tool_calls", [])
-                delta["tool_calls"] = with_call(calls, call_of(self.num_calls, part.text, ""))
+                deltas.append({CALLS: [call_of(self.num_calls, part.text, "")]})
                 self.num_calls += 1
                 self._arguments = Value()
                 continue
@@ -266,13 +265,13 @@ class HarmonyReader:
                 if self._arguments is not None and self._arguments.length(text)[1]:
                     self._arguments = None
                 more = {"index": self.num_calls - 1, "function": {"arguments": text}}
-                delta["tool_calls"] = with_call(delta.get("tool_calls", []), more)
+                deltas.append({CALLS: [more]})
             elif part.kind != "head" and text:
-                delta[part.kind] = delta.get(part.kind, "") + text
+                deltas.append({part.kind: text})
             if len(text) < len(part.text):
                 self._due.appendleft(part._replace(text=part.text[len(text) :], num_tokens=0))
                 break
-        return delta
+        return merged(deltas)
 
 
 class FirstCallReader:

@@ -3,11 +3,13 @@
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 Delta = dict[str, Any]
 """Additions to the fields of an assistant's message."""
+CALLS = "tool_calls"
+"""Field with calls, each a part of a whole call."""
 
 
 class Value:
@@ -53,23 +55,26 @@ def is_name(name: Any) -> bool:
     return isinstance(name, str) and bool(name) and not re.search("[\ud800-\udfff]", name)
 
 
-def with_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the calls with a new call added, or with the last one extended."""
-    if not calls or calls[-1]["index"] != part["index"]:
-        return [*calls, part]
-    last, more = calls[-1], part["function"]["arguments"]
-    function = {**last["function"], "arguments": last["function"]["arguments"] + more}
-    return [*calls[:-1], {**last, "function": function}]
+def joined(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls that are made of parts: the first part of a call, then its additions."""
+    calls: list[dict[str, Any]] = []
+    texts: list[list[str]] = []
+    for part in parts:
+        if not calls or calls[-1]["index"] != part["index"]:
+            calls.append(part)
+            texts.append([])
+        texts[-1].append(part["function"]["arguments"])
+    both = zip(calls, texts, strict=True)
+    return [
+        {**call, "function": {**call["function"], "arguments": "".join(text)}}
+        for call, text in both
+    ]
 
 
-def merged(deltas: Sequence[Delta]) -> Delta:
+def merged(deltas: Iterable[Delta]) -> Delta:
     """Return the fields of a whole message, joined from its deltas."""
-    whole: Delta = {}
+    parts: dict[str, list[Any]] = {}
     for delta in deltas:
         for name, value in delta.items():
-            if name == "tool_calls":
-                for part in value:
-                    whole[name] = with_call(whole.get(name, []), part)
-            else:
-                whole[name] = whole.get(name, "") + value
-    return whole
+            parts.setdefault(name, []).extend(value if name == CALLS else [value])
+    return {name: joined(some) if name == CALLS else "".join(some) for name, some in parts.items()}

@@ -136,17 +136,20 @@ def patterns_of(
     closes = _any(forms.of(end.strip()) for _, end in format.sections)
     begins = f"(?P<section>{opens})" if format.sections else f"(?P<call>{calls})"
     begins = begins if names else NEVER
+    another = "" if format.sections else f"(?:{forms.of(format.between.strip())}{SPACE})?"
     hidden = f"(?P<hidden>{_any(map(forms.of, format.hidden))})"
     before, after = format.reasoning or ("", "")
     thought = f"(?P<thought>{forms.of(before.strip())})" if thinks and before else NEVER
     ends = _behind(forms, after) if after else NEVER
     return Patterns(
-        first=regex.compile(rf"\s{{0,64}}(?:{thought}|{begins if format.at_start else NEVER})"),
+        first=regex.compile(
+            rf"\s{{0,64}}(?:{thought}|{another + begins if format.at_start else NEVER})"
+        ),
         tags=regex.compile(f"{NEVER if format.at_start else begins}|{hidden}"),
         thought=regex.compile(f"{ends}|(?={begins}|{hidden})" if format.ends_reasoning else ends),
         inside=regex.compile(f"(?P<close>{SPACE}{closes})|(?P<call>{calls})"),
         **_of_arguments(forms, format, begins),
-        blank=regex.compile(rf"(?:\s|[{MARKS}]|{_any(map(forms.of, _openers(format)))})*"),
+        blank=regex.compile(rf"(?:\s|[{MARKS}]|{_any(map(forms.of, _openers(format)))})*+"),
         quotes={quote: forms.of(quote) for quote in format.notation.quotes},
     )
 
@@ -189,7 +192,8 @@ def _tail(call: str) -> str:
 def _openers(format: Format) -> list[str]:
     """Return the texts with which sections and calls begin, up to their first white space."""
     begins = [*format.calls, *(begin for begin, _ in format.sections)]
-    return [text for begin in begins if (text := re.split(r"\s|\$", begin)[0])]
+    found = {re.split(r"\s|\$", begin)[0] for begin in begins} - {""}
+    return sorted(found, key=len, reverse=True)
 
 
 def _behind(forms: Forms, text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-from qllm.server.tools.deltas import Delta, call_of, is_name, with_call
+from qllm.server.tools.deltas import CALLS, Delta, call_of, is_name, merged
 from qllm.server.tools.format import JSON, LENIENT, Format, Notation
 from qllm.server.tools.patterns import SPACE, patterns_of
 from qllm.server.tools.values import (
@@ -37,6 +37,9 @@ _KEY = regex.compile(
 )
 _TEXT = regex.compile(r'"(?:[^"\\]|\\[\s\S]){0,1024}"')
 _MARK = regex.compile(f"[{MARKS}]")
+_FIRST = regex.compile(r"\s*\S")
+_BLOCK = 4096
+"""Most characters of a value that are read at once."""
 
 
 class NoCall(Exception):  # noqa: N818 - no error: the text is content
@@ -82,8 +85,8 @@ class MarkupReader:
             format, shown, tuple(self._schemas), thinks=thinks, spelled=spelled
         )
         self._is_thinking = is_thinking
-        self._left = ""
-        """Text that was not read yet."""
+        self._text, self._at = "", 0
+        """Text of the answer, and the number of characters of it that were read."""
         self._read: list[str] | None = None
         """Text that was read since a tag, which is content if no call follows."""
         self._has_ended = False
@@ -91,10 +94,14 @@ class MarkupReader:
         """True if only white space followed the last tag: it is dropped."""
         self._is_fresh = True
         """True if only white space followed the start of the answer, or the last tag."""
+        self._gap, self._has_spoken = "", False
+        """White space before a call, which is content if more content follows the call; and True
+        if content came before."""
         self._name: str | None = None
         """Name of a call that has begun but was not reported."""
         self._is_in_call = self._is_broken = False
-        self._delta: Delta = {}
+        self._deltas: list[Delta] = []
+        """Additions that were not returned yet."""
         self._undecided = ""
         """Text that `split` has not yet yielded."""
         self._may_think = False
@@ -114,7 +121,8 @@ class MarkupReader:
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
         """Take an addition to the answer, and return the delta that is certain."""
-        self._left += text
+        self._text = self._text[self._at :] + text
+        self._at = 0
         was_thinking, was = self._is_thinking, len(token_ids)
         self._behind: int | None = None
         """Length of the text that was unread when the reasoning ended."""
@@ -147,8 +155,8 @@ class MarkupReader:
         return self._undecided
 
     def _taken(self) -> Delta:
-        delta, self._delta = self._delta, {}
-        return delta
+        deltas, self._deltas = self._deltas, []
+        return merged(deltas)
 
     # -- the answer and its text
 
@@ -158,33 +166,44 @@ class MarkupReader:
                 yield from self._reason()
             else:
                 yield from self._speak()
-            while not self._left:
+            while self._at == len(self._text):
                 yield
+
+    def _look(self, look: Callable[..., Any]) -> Any:
+        """Match a pattern, or search it, in the text left."""
+        return look(self._text, self._at, partial=not self._has_ended)
 
     def _match(self, pattern: Any) -> Steps:
         """Return the match at the start of the text left; None if it cannot match any more."""
         while True:
-            found = pattern.match(self._left, partial=not self._has_ended)
+            found = self._look(pattern.match)
             if found is None or not found.partial:
                 return found
             yield
 
-    def _cut(self, num: int) -> str:
-        """Remove and return the first characters of the text left."""
-        part, self._left = self._left[:num], self._left[num:]
+    def _cut(self, end: int | None = None) -> str:
+        """Return the text left up to a place, by default all of it, as read."""
+        end = len(self._text) if end is None else end
+        part, self._at = self._text[self._at : end], end
         if self._read is not None:
             self._read.append(part)
         return part
+
+    def _cut_before(self, found: Any) -> str:
+        """Return the text left up to a match, which may be none, as read."""
+        return self._cut(None if found is None else found.start())
 
     def _say(self, text: str) -> None:
         """Add reasoning or content."""
         if self._is_bare:
             text = text.lstrip()
+        if text and not self._is_thinking:
+            text, self._gap, self._has_spoken = self._gap + text, "", True
         if text:
             self._is_bare = False
             self._is_fresh = self._is_fresh and text.isspace()
             name = "reasoning_content" if self._is_thinking else "content"
-            self._delta[name] = self._delta.get(name, "") + text.translate(self.shown)
+            self._deltas.append({name: text.translate(self.shown)})
 
     def _pass_tag(self, *, is_bare: bool) -> None:
         """Continue behind a tag."""
@@ -192,13 +211,13 @@ class MarkupReader:
 
     def _reason(self) -> Steps:
         """Read reasoning up to its end."""
-        found = self._patterns.thought.search(self._left, partial=not self._has_ended)
-        self._say(self._cut(len(self._left) if found is None else found.start()))
+        found = self._look(self._patterns.thought.search)
+        self._say(self._cut_before(found))
         if found is None or found.partial:
             yield
             return
-        self._cut(found.end() - found.start())
-        self._is_thinking, self._behind = False, len(self._left)
+        self._cut(found.end())
+        self._is_thinking, self._behind = False, len(self._text) - self._at
         assert self._format.reasoning is not None
         self._pass_tag(is_bare=self._format.reasoning[1][-1].isspace())
 
@@ -206,10 +225,10 @@ class MarkupReader:
         """Read content up to a tag, and what the tag begins."""
         found = (yield from self._first()) if self._is_fresh else None
         if found is None:
-            found = self._patterns.tags.search(self._left, partial=not self._has_ended)
+            found = self._look(self._patterns.tags.search)
             if found is None and self._has_ended:
                 self._drop_cut_tag()
-            self._say(self._cut(len(self._left) if found is None else found.start()))
+            self._say(self._cut_before(found))
             if found is None or found.partial:
                 yield
                 return
@@ -224,81 +243,94 @@ class MarkupReader:
 
     def _drop_cut_tag(self) -> None:
         """Remove a tag at the end of the answer that no call or text follows."""
-        found = self._patterns.tags.search(self._left, partial=True)
-        tag = self._left[found.start() :]
+        found = self._patterns.tags.search(self._text, self._at, partial=True)
+        tag = found[0]
         is_section = bool(self._format.sections) and _MARK.search(tag) is not None
-        if is_section or self._patterns.blank.fullmatch(tag):
-            self._left = self._left[: found.start()]
+        if is_section or (tag.strip() and self._patterns.blank.fullmatch(tag)):
+            self._text = self._text[: found.start()]
 
     def _tag(self, found: Any) -> Steps:
         """Read a tag in content, and what belongs to it."""
         groups = found.groupdict()
         if groups.get("call") is not None:
+            self._keep_gap(found)
             if not (yield from self._call(found)):
-                self._say(self._cut(self._lead() + 1))
+                self._gap = ""
+                self._say(self._cut(self._behind_first()))
         elif groups.get("section") is not None:
+            self._keep_gap(found)
             yield from self._section(found)
         else:
-            self._cut(len(found[0]))
+            self._cut(found.end())
             self._is_thinking = groups.get("thought") is not None
             before = self._format.reasoning[0] if self._format.reasoning else ""
             self._pass_tag(is_bare=self._is_thinking and before[-1].isspace())
 
-    def _lead(self) -> int:
-        """Return the number of characters of white space in front of the text left."""
-        return len(self._left) - len(self._left.lstrip())
+    def _keep_gap(self, found: Any) -> None:
+        """Keep the white space before calls until it is known whether content follows them."""
+        if self._has_spoken and not self._gap:
+            self._gap = found[0][: len(found[0]) - len(found[0].lstrip())]
+
+    def _behind_first(self) -> int:
+        """Return the place behind the first character left that is no white space."""
+        return int(_FIRST.match(self._text, self._at).end())
 
     # -- calls
 
     def _section(self, found: Any) -> Steps:
         """Read all calls of a section. Without a call it is content; else the calls alone count."""
-        others, was = [self._cut(len(found[0]))], self.num_calls
+        others, was = [self._cut(found.end())], self.num_calls
         while True:
-            found = self._patterns.inside.search(self._left, partial=not self._has_ended)
-            others.append(self._cut(len(self._left) if found is None else found.start()))
+            found = self._look(self._patterns.inside.search)
+            others.append(self._cut_before(found))
             if found is None or found.partial:
                 if self._has_ended:
                     break
                 yield
             elif found["close"] is not None:
-                others.append(self._cut(len(found[0])))
+                others.append(self._cut(found.end()))
                 break
             elif not (yield from self._call(found)):
-                others.append(self._cut(self._lead() + 1))
+                others.append(self._cut(self._behind_first()))
             if self.num_calls > was:
                 others.clear()
         text = "".join(others)
         self._pass_tag(is_bare=bool(self._format.lead))
         if self.num_calls == was and not self._patterns.blank.fullmatch(text):
-            self._is_bare = False
+            self._is_bare, self._gap = False, ""
             self._say(text)
 
     def _call(self, found: Any) -> Steps:
         """Read a call whose start was found; return False, and no text is read, if it is none."""
         self._read = []
-        self._cut(len(found[0]))
+        self._cut(found.end())
         try:
             yield from self._body(found.groupdict())
         except (NoCall, Unreadable):
             if self._read is not None:
-                self._left, self._read, self._name = "".join(self._read) + self._left, None, None
+                self._restore("".join(self._read))
+                self._read = self._name = None
                 return False
             self._is_broken = self._is_broken or self._is_in_call
             self._is_in_call, self._is_bare = False, False
             yield from self._rest()
         else:
             if (tail := (yield from self._match(self._patterns.tail))) is not None:
-                self._cut(len(tail[0]))
+                self._cut(tail.end())
         self._pass_tag(is_bare=bool(self._format.lead))
         return True
+
+    def _restore(self, text: str) -> None:
+        """Put a text back in front of the text left."""
+        self._text, self._at = text + self._text[self._at :], 0
 
     def _rest(self) -> Steps:
         """Read what follows an invalid part of a call, as content."""
         while True:
-            found = self._patterns.rest.search(self._left, partial=not self._has_ended)
-            self._say(self._cut(len(self._left) if found is None else found.start()))
+            found = self._look(self._patterns.rest.search)
+            self._say(self._cut_before(found))
             if found is not None and not found.partial:
-                self._cut(len(found[0]))
+                self._cut(found.end())
                 return
             if self._has_ended:
                 return
@@ -313,8 +345,7 @@ class MarkupReader:
         name = self._unescaped(name)
         self._begin(name)
         if groups.get("empty") is not None:
-            self._write("{}")
-            self._is_in_call = False
+            self._write_all("{}")
         elif self._format.argument:
             yield from self._arguments(name)
         else:
@@ -340,7 +371,12 @@ class MarkupReader:
             self.num_calls += 1
         else:
             call = {"index": self.num_calls - 1, "function": {"arguments": arguments}}
-        self._delta["tool_calls"] = with_call(self._delta.get("tool_calls", []), call)
+        self._deltas.append({CALLS: [call]})
+
+    def _write_all(self, arguments: str) -> None:
+        """Add all arguments of a call."""
+        self._write(arguments)
+        self._is_in_call = False
 
     def _cut_off(self) -> None:
         """Return if a call was reported whose answer ends inside it.
@@ -356,17 +392,19 @@ class MarkupReader:
         quotes = self._patterns.quotes if notation is self._format.notation else None
         value = Value(notation, quotes, self.shown)
         while True:
-            text, num = value.push(self._left, is_last=self._has_ended)
-            self._cut(num)
+            part = self._text[self._at : self._at + _BLOCK]
+            is_last = self._has_ended and self._at + len(part) == len(self._text)
+            text, num = value.push(part, is_last=is_last)
+            self._cut(self._at + num)
             write(text)
             if value.has_ended:
                 self._is_in_call = False
                 return
             if num == 0 and self._has_ended:
                 self._cut_off()
-                write(self._cut(len(self._left)).translate(self.shown))
+                write(self._cut().translate(self.shown))
                 return
-            if num == 0 or not self._left:
+            if num == 0 or self._at == len(self._text):
                 yield
 
     # -- a call as a JSON object
@@ -374,46 +412,51 @@ class MarkupReader:
     def _object(self) -> Steps:
         """Read a JSON object with the name and the arguments of a call, in any order."""
         held: str | None = None
-        self._cut(1)
+        self._cut(self._at + 1)
         is_first = True
-        while (key := (yield from self._key(is_first=is_first))) is not None:
+        while True:
+            left = OTHERS + ARGUMENTS * (held is None)
+            left += NAMES * (self._name is None and self._read is not None)
+            key = yield from self._key(left, is_first=is_first)
             is_first = False
-            if key in ARGUMENTS and held is None:
+            if key is None:
+                break
+            if key in ARGUMENTS:
                 held = yield from self._given()
-            elif key in NAMES and self._name is None and self._read is not None:
+            elif key in NAMES:
                 text = yield from self._match(_TEXT)
-                self._begin(_loaded(text and self._cut(len(text[0])).translate(self.shown)))
-            elif key in OTHERS:
-                yield from self._value(LENIENT, lambda _: None)
+                self._begin(_loaded(text and self._cut(text.end()).translate(self.shown)))
             else:
-                raise NoCall
+                yield from self._value(LENIENT, lambda _: None)
             if self._name is not None and held:
-                self._write(held)
+                self._write_all(held)
         if self._read is not None:
             if self._name is None:
                 raise NoCall
-            self._write("{}")
-        self._is_in_call = False
+            self._write_all("{}")
 
-    def _key(self, *, is_first: bool) -> Steps:
-        """Read a key of the object, and return it; None at the end of the object."""
+    def _key(self, known: tuple[str, ...], *, is_first: bool) -> Steps:
+        """Read a known key of the object, and return it; None at the end of the object."""
         found = yield from self._match(_KEY)
-        if found is None and self._has_ended and not self._left.strip():
+        if found is None and self._has_ended and not self._text[self._at :].strip():
             self._cut_off()
             return None
-        if found is None or (found["end"] is None and (found["comma"] is None) is not is_first):
+        if found is None:
             raise NoCall
-        self._cut(len(found[0]))
+        is_key = found["key"] in known and (found["comma"] is None) is is_first
+        if found["end"] is None and not is_key:
+            raise NoCall
+        self._cut(found.end())
         return found["key"]
 
     def _given(self) -> Steps:
         """Read the arguments; return their JSON, or nothing of it if it was written already."""
         held: list[str] = []
-        if self._left[0] == "{":
+        if self._text[self._at] == "{":
             write = held.append if self._name is None else self._write
             yield from self._value(JSON, write)
             return "".join(held)
-        if self._left[0] != '"':
+        if self._text[self._at] != '"':
             raise NoCall
         yield from self._value(JSON, held.append)
         text = _loaded("".join(held))
@@ -437,10 +480,9 @@ class MarkupReader:
                     self._cut_off()
                     return
                 raise NoCall
-            self._cut(len(found[0]))
+            self._cut(found.end())
             if found["end"] is not None:
-                self._write("{}" if before == "{" else "}")
-                self._is_in_call = False
+                self._write_all("{}" if before == "{" else "}")
                 return
             key = self._unescaped(found["key"])
             declared = _declared(found.groupdict())
@@ -465,12 +507,12 @@ class MarkupReader:
                 has_ended = found is not None and not found.partial
                 written += argument.end() if has_ended else ""
             except Unreadable:
-                self._left = argument.left + self._left
+                self._restore(argument.left)
                 raise
             self._write(before + written if written else "")
             before = "" if written else before
             if has_ended:
-                self._cut(len(found[0]))
+                self._cut(found.end())
             elif self._has_ended:
                 self._cut_off()
                 return
@@ -480,16 +522,14 @@ class MarkupReader:
     def _end_of_value(self, left: Mapping[str, Any]) -> tuple[Any, str]:
         """Return the match of the end of a value, if it is there, and cut the text before it."""
         ends = self._patterns.last_value if self._has_ended else self._patterns.value
-        text = ""
+        texts: list[str] = []
         while True:
-            found = ends.search(self._left, partial=not self._has_ended)
-            if found is None:
-                return None, text + self._cut(len(self._left))
-            text += self._cut(found.start())
-            key = found["key"] if not found.partial else None
+            found = self._look(ends.search)
+            texts.append(self._cut_before(found))
+            key = None if found is None or found.partial else found["key"]
             if key is None or self._unescaped(key) in left:
-                return found, text
-            text += self._cut(1)
+                return found, "".join(texts)
+            texts.append(self._cut(self._at + 1))
 
 
 def _loaded(text: str | None) -> Any:

@@ -60,7 +60,7 @@ def test_how_many_tokens_come_together_changes_nothing(size: int) -> None:
     before = 12 + len(CALL)
     assert [(kind, text) for kind, text, *_ in shown(WORDS, size)] == [
         (Kind.REASONING, "Hmm"),
-        (Kind.TEXT, "I say\N{SNOWMAN}<b>: "),
+        (Kind.TEXT, "I say\N{SNOWMAN}<b>:"),
         (Kind.CALL, '{"a": 1}'),
         (Kind.TEXT, "and more"),
     ]
@@ -138,7 +138,11 @@ def message(text: str, reason: FinishReason) -> tuple[dict[str, Any], str]:
         "model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
     }  # fmt: skip
-    front: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=None), model_name="tiny")
+    front: Any = SimpleNamespace(
+        engine=SimpleNamespace(tokenizer=None),
+        model_name="tiny",
+        config=SimpleNamespace(tool_calls="auto"),
+    )
     writer = MessageWriter(front, parse(MessagesRequest, body).chat())
 
     async def made() -> tuple[dict[str, Any], str]:
