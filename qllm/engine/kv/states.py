@@ -1,8 +1,9 @@
 """Recurrent states, cached next to the pages of a model whose layers carry them.
 
 Pages do not contain states. States are large, so few are cached, each under the name of the page
-before it: where a prompt ends, where a prompt leaves the cached pages of others (the branch of a
-system prompt), and after the last page of an answer. A hit reaches as far as the deepest states.
+before it: where a prompt ends, where its last `ANSWER_HEAD` tokens begin, where a prompt leaves the
+cached pages of others (the branch of a system prompt), and after the last page of an answer. A hit
+reaches as far as the deepest states.
 
     pages    [0][1][2][3][4][5][6]       cached under one chain of names
     states            *        *         a request that shares pages 0 to 4 continues after page 2,
@@ -20,6 +21,12 @@ from qllm.engine.kv.page_source import Keeper
 from qllm.engine.kv.users import User
 from qllm.errors import InvariantError
 from qllm.scheduler.prefix import Name, PageStore, tag_of
+
+ANSWER_HEAD = 16
+"""Most tokens at the end of a chat's prompt that begin the answer, such as `<think>`.
+
+A client that removes an answer's reasoning comes back with a prompt that lacks some of them.
+"""
 
 
 class KeptStates:
@@ -85,8 +92,8 @@ class KeptStates:
         """
         request, size = user.request, self._page_size
         # as in `Chain.usable`: a repeat of the same request could use KV up to here
-        owed = 1 if request.num_tokens == request.num_prompt_tokens else 2
-        ends = max(0, request.num_tokens - owed) // size * size, branch * size
+        owed = [1, ANSWER_HEAD] if request.num_tokens == request.num_prompt_tokens else [2]
+        ends = {max(0, request.num_tokens - num) // size * size for num in owed} | {branch * size}
         wanted = {p for p in ends if p > request.num_computed_tokens}
         self.forget(user)
         for position in sorted(wanted, reverse=True):
