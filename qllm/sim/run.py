@@ -133,13 +133,11 @@ class SimulatedEngine:
 
     def _prefix_cache(self, scheduler: Scheduler) -> PrefixCache:
         config = self._config
-        pages, keep_ls_ns = (
-            config.prefix_cache_tokens // config.page_size,
-            config.keep_ls_s * NS_PER_S,
-        )
-        store = PageStore[Any](pages, int(keep_ls_ns))
+        pages = config.kept_tokens // config.page_size
+        store = PageStore[Any](pages, int(config.keep_ls_s * NS_PER_S))
+        keeper: Any = self.runner  # without the methods for files and states, which nothing calls
         return PrefixCache(
-            self.runner, "", store, config.page_size, scheduler.found, self.clock,
+            keeper, "", store, config.page_size, scheduler.found, self.clock,
             named=scheduler.name_pages,
         )  # fmt: skip
 
