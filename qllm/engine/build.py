@@ -21,7 +21,7 @@ from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.memory import Claim, choose_sizes
-from qllm.engine.needs import device_costs, host_costs, refuse_sizes
+from qllm.engine.needs import cpu_costs, device_costs, refuse_sizes
 from qllm.engine.protocol import Sink
 from qllm.engine.sizes import SIZES
 from qllm.engine.storage.build import KeptPages
@@ -225,7 +225,7 @@ class LoadedRunner:
             self.runner = make_runner(model, config)
         try:
             if not on_cuda:
-                config, self.memory = choose(config, host_costs(config, self.runner))
+                config, self.memory = choose(config, cpu_costs(config, self.runner))
             self.config = config
             if config.conformance:
                 drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))

@@ -187,7 +187,7 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
     Raises:
         ConfigError: `memory` is more than there is, or the model does not fit into it.
     """
-    free, held, whole = _of_device() if on_cuda else _of_host(weight_bytes)
+    free, held, whole = _of_device() if on_cuda else _of_machine(weight_bytes)
     if config.memory is None:
         return max(0, free - others.num_bytes) // (1 + others.num_open)
     budget = int(config.memory)
@@ -202,7 +202,7 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
     return budget - held
 
 
-def _of_host(weight_bytes: int) -> tuple[int, int, int]:
+def _of_machine(weight_bytes: int) -> tuple[int, int, int]:
     """Return the free bytes, those that this process holds, and all bytes.
 
     Weights may be parts of files, which Linux counts as free.

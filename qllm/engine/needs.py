@@ -13,7 +13,7 @@ from qllm.runner.layers.trial import kv_token_bytes
 from qllm.runner.runner import TorchRunner
 
 
-def host_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
+def cpu_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
     """Return the numbers of a model on a CPU that sizes depend on."""
     shape, charge = runner.shape, runner.charge
     some = sized(replace(config, memory=None), 0, Costs(0))  # some reasons against it are sizes

@@ -1,6 +1,6 @@
 """Fixtures of `canitoolcall` through the server's reader: how many pass, per family.
 
-    python -m tests.long.tool_fixtures [CUTS]
+python -m tests.long.tool_fixtures [CUTS]
 """
 
 import sys

@@ -141,7 +141,9 @@ class Letters:
     unk_token_id = None
 
     def __init__(self, format: Format, family: Family) -> None:
-        tags = {tag for text in (*format.markup, *format.signs) for tag in _TAG.findall(text)} - SPELLED
+        tags = {
+            tag for text in (*format.markup, *format.signs) for tag in _TAG.findall(text)
+        } - SPELLED
         is_text = format.name == "mistral-v11"  # Magistral of 2506 spells the tags of reasoning
         self.tags = sorted(tags - {"<think>", "</think>"} if is_text else tags)
         self._pattern = re.compile("|".join(map(re.escape, self.tags)) or "$^")
@@ -185,7 +187,8 @@ def places_of(text: str, ids: Sequence[int], tags: dict[int, str]) -> list[int] 
         tags: Tags of that vocabulary.
     """
     spelled = [
-        (place.start(), place[0]) for place in re.finditer("|".join(map(re.escape, tags.values())), text)
+        (place.start(), place[0])
+        for place in re.finditer("|".join(map(re.escape, tags.values())), text)
     ]
     tokens = [(at, tags[token_id]) for at, token_id in enumerate(ids) if token_id in tags]
     if len(spelled) == len(tokens):

@@ -43,7 +43,10 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms",
         f"classes  {classes}; LS: {targets}, {taken}",
-        *([f"tools    calls and reasoning: {told(engine.tokenizer, config.tool_calls)}"] * has_http),
+        *(
+            [f"tools    calls and reasoning: {told(engine.tokenizer, config.tool_calls)}"]
+            * has_http
+        ),
     ]
 
 

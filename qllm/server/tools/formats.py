@@ -120,9 +120,7 @@ KIMI_K2 = Format(
 KIMI_K3 = Format(
     "kimi-k3",
     calls=('<|open|>call tool="$name" index="$index"<|sep|>$arguments<|close|>call<|sep|>',),
-    argument=(
-        '<|open|>argument key="$key" type="$type"<|sep|>$value<|close|>argument<|sep|>'
-    ),
+    argument=('<|open|>argument key="$key" type="$type"<|sep|>$value<|close|>argument<|sep|>'),
     is_escaped=True,
     signs=("<|open|>", "<|close|>", "<|sep|>"),
     sections=(("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),),

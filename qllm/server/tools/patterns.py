@@ -78,9 +78,7 @@ class Forms:
         text = re.split(r"\$(?:arguments|json|value)", text)[0].rstrip()
         parts = _FIELD.split(text)
         fields = {**_FIELDS, "name": f"(?P<name>{names})"}
-        return "".join(
-            fields[part] if n % 2 else self.of(part) for n, part in enumerate(parts)
-        )
+        return "".join(fields[part] if n % 2 else self.of(part) for n, part in enumerate(parts))
 
 
 class Patterns(NamedTuple):

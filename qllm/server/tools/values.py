@@ -22,9 +22,7 @@ _WRITTEN = {
 }
 """Pattern of each type without parts."""
 _SPACE = regex.compile(r"\s*")
-_ESCAPE = (
-    r"\\(?:[^ux]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)(?=[^0-9a-fA-F]))"
-)
+_ESCAPE = r"\\(?:[^ux]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)(?=[^0-9a-fA-F]))"
 _ATOM = regex.compile(rf"[^\s,:={{}}\[\]()\"'{MARKS}]{{1,512}}(?=[\s,}}\])])")
 _WORDS = regex.compile(rf"[^,:={{}}\[\]()\"'{MARKS}]{{1,512}}?(?=\s{{0,16}}[,}}\])])")
 _DEPTH = 500

@@ -28,7 +28,7 @@ def hybrid(request: pytest.FixtureRequest) -> Iterator[QLLMEngine]:
 def test_a_prompt_without_the_begin_of_the_answer_finds_all_other_pages(
     hybrid: QLLMEngine, head: int
 ) -> None:
-    """Of every length around the end of a page; the client's prompt lacks the last tokens."""
+    """Try every length around the end of a page. The client's prompt lacks the last tokens."""
     for length in (191, 192, 193, 193 + head, 192 + head, 191 + head, 200, 209, 255):
         first = prompt_of(length, seed=1000 * head + length)
         run(hybrid, first, 4)

@@ -14,11 +14,11 @@ from fastapi.responses import JSONResponse
 from qllm.frontend.handle import Piece
 from qllm.llm import QLLMEngine
 from qllm.server.api.blocks import Blocks, Kind
-from qllm.server.tools.formats import HERMES
-from qllm.server.tools.reader import MarkupReader
 from qllm.server.api.messages import MessageWriter
 from qllm.server.api.messages_protocol import MessagesRequest
 from qllm.server.http.errors import parse
+from qllm.server.tools.formats import HERMES
+from qllm.server.tools.reader import MarkupReader
 from qllm.server.tools.response_tools import plain_input
 from qllm.types import FinishReason, Logprobs
 from tests.support.serving import serving

@@ -170,7 +170,10 @@ def test_a_package_adds_a_format(points: list[EntryPoint]) -> None:
     [
         (EntryPoint("theirs", "their_formats:GONE", GROUP), "cannot be loaded from their_formats"),
         (EntryPoint("theirs", "their_formats:WRONG", GROUP), "not a qllm.server.tools.format.Form"),
-        (EntryPoint("glm", "their_formats:FORMAT", GROUP), "'glm' of their_formats:FORMAT has a na"),
+        (
+            EntryPoint("glm", "their_formats:FORMAT", GROUP),
+            "'glm' of their_formats:FORMAT has a na",
+        ),
         (EntryPoint("auto", "their_formats:FORMAT", GROUP), "has a name of ours"),
     ],
 )
@@ -252,7 +255,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         def look(text: str, pos: int = 0, **how: Any) -> Any:
             found = getattr(self._pattern, name)(text, pos, **how)
-            end = len(text) if found is None or name == "search" and found.partial else found.end()
+            end = (
+                len(text) if found is None or (name == "search" and found.partial) else found.end()
+            )
             self._counts[0] += end - pos + 1
             return found
 
