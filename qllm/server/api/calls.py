@@ -17,7 +17,7 @@ from qllm.frontend.detokenizer import NO_TOKEN, Detokenizer, Reading, added_toke
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.tools import harmony
 from qllm.server.tools.choose import AUTO, format_of
-from qllm.server.tools.deltas import CALLS, Delta, Value, call_of, is_name, merged
+from qllm.server.tools.deltas import CALLS, Delta, Scanner, call_of, is_name, merged
 from qllm.server.tools.format import Format
 from qllm.server.tools.formats import HERMES
 from qllm.server.tools.harmony import Harmony, HarmonyPart
@@ -219,7 +219,7 @@ class HarmonyReader:
         """Parts that are not shown yet."""
         self._num_shown = 0
         """Characters that may be shown: a stop string has cut off the others, or may do so."""
-        self._arguments: Value | None = None
+        self._arguments: Scanner | None = None
         """Scanner of the last call's arguments, until they have ended."""
 
     @property
@@ -255,7 +255,7 @@ class HarmonyReader:
             if part.kind == "call":
                 deltas.append({CALLS: [call_of(self.num_calls, part.text, "")]})
                 self.num_calls += 1
-                self._arguments = Value()
+                self._arguments = Scanner()
                 continue
             text = part.text[: self._num_shown]
             self._num_shown -= len(text)

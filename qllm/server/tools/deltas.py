@@ -12,20 +12,28 @@ CALLS = "tool_calls"
 """Field with calls, each a part of a whole call."""
 
 
-class Value:
-    """A scanner that finds the end of a JSON object that arrives in pieces."""
+class Unreadable(ValueError):
+    """A text that is no value in its notation."""
 
-    def __init__(self) -> None:
+
+class Scanner:
+    """A scanner that finds the end of a JSON object that arrives in pieces.
+
+    Args:
+        has_tags: True if a tag may come in the middle, which JSON has only in strings.
+    """
+
+    def __init__(self, *, has_tags: bool = False) -> None:
+        self._has_tags = has_tags
         self._depth = 0
         self._in_string = self._is_escaped = False
 
-    @property
-    def in_string(self) -> bool:
-        """True if the next character is inside a string."""
-        return self._in_string
-
     def length(self, text: str) -> tuple[int, bool]:
-        """Return the number of characters of `text` in the object, and True if it ends there."""
+        """Return the number of characters of `text` in the object, and True if it ends there.
+
+        Raises:
+            Unreadable: The text begins with a tag.
+        """
         for at, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -34,6 +42,10 @@ class Value:
                 self._in_string = character != '"'
             elif character == '"':
                 self._in_string = True
+            elif self._has_tags and (character == "<" or "\ud800" <= character <= "\udbff"):
+                if at == 0:
+                    raise Unreadable("a tag inside a JSON object")
+                return at, False
             else:
                 self._depth += (character in "{[") - (character in "}]")
                 if self._depth == 0 and not character.isspace():

@@ -85,9 +85,9 @@ class Patterns(NamedTuple):
     """The patterns of a format."""
 
     first: Any
-    """What may only begin an answer, or follow a tag: groups "thought", "section", "call"."""
+    """Tag at the start of an answer, or behind another one: groups "thought", "section", "call"."""
     tags: Any
-    """What may occur anywhere in content: groups "section", "call", "hidden"."""
+    """Tag anywhere in content: groups "section", "call", "hidden"."""
     thought: Any
     """End of reasoning, or a call that ends it."""
     inside: Any

@@ -15,14 +15,21 @@ from typing import Any
 
 import regex
 
-from qllm.server.tools.deltas import CALLS, Delta, call_of, is_name, merged
+from qllm.server.tools.deltas import (
+    CALLS,
+    Delta,
+    Scanner,
+    Unreadable,
+    call_of,
+    is_name,
+    merged,
+)
 from qllm.server.tools.format import JSON, LENIENT, Format, Notation
 from qllm.server.tools.patterns import SPACE, patterns_of
 from qllm.server.tools.values import (
     KINDS,
     MARKS,
     Argument,
-    Unreadable,
     Value,
     argument_of,
     kinds_in,
@@ -348,6 +355,8 @@ class MarkupReader:
             self._write_all("{}")
         elif self._format.argument:
             yield from self._arguments(name)
+        elif self._format.notation == JSON:
+            yield from self._verbatim(self._write)
         else:
             yield from self._value(self._format.notation, self._write)
 
@@ -407,6 +416,22 @@ class MarkupReader:
             if num == 0 or self._at == len(self._text):
                 yield
 
+    def _verbatim(self, write: Callable[[str], None]) -> Steps:
+        """Read a JSON object, and write it as it is: a client sees if it is not valid."""
+        scanner = Scanner(has_tags=True)
+        while True:
+            num, has_ended = scanner.length(self._text[self._at : self._at + _BLOCK])
+            write(self._cut(self._at + num).translate(self.shown))
+            if has_ended:
+                self._is_in_call = False
+                return
+            if self._at < len(self._text):
+                continue
+            if self._has_ended:
+                self._cut_off()
+                return
+            yield
+
     # -- a call as a JSON object
 
     def _object(self) -> Steps:
@@ -454,11 +479,11 @@ class MarkupReader:
         held: list[str] = []
         if self._text[self._at] == "{":
             write = held.append if self._name is None else self._write
-            yield from self._value(JSON, write)
+            yield from self._verbatim(write)
             return "".join(held)
         if self._text[self._at] != '"':
             raise NoCall
-        yield from self._value(JSON, held.append)
+        yield from self._value(LENIENT, held.append)
         text = _loaded("".join(held))
         if not isinstance(_loaded(text), dict):
             raise NoCall

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import regex
 
+from qllm.server.tools.deltas import Unreadable
 from qllm.server.tools.format import LENIENT, Notation
 
 MARKS = "\ud800-\udbff"
@@ -27,10 +28,6 @@ _ATOM = regex.compile(rf"[^\s,:={{}}\[\]()\"'{MARKS}]{{1,512}}(?=[\s,}}\])])")
 _WORDS = regex.compile(rf"[^,:={{}}\[\]()\"'{MARKS}]{{1,512}}?(?=\s{{0,16}}[,}}\])])")
 _DEPTH = 500
 """Most objects and lists inside each other; a client's parser has a limit too."""
-
-
-class Unreadable(ValueError):
-    """A text that is no value in its notation."""
 
 
 def escaped(text: str) -> str:
@@ -166,7 +163,7 @@ class Value:
         return int(quote.end()) - int(quote.start())
 
     def _open(self, character: str, out: list[str]) -> int:
-        begin, assign, end = self._notation.outer
+        begin, assign, end = tuple(self._notation.outer)
         if len(self._stack) >= _DEPTH:
             raise Unreadable(f"more than {_DEPTH} objects and lists inside each other")
         if not self._stack and character == begin:

@@ -62,11 +62,11 @@ def test_how_many_tokens_come_together_changes_nothing(size: int) -> None:
         (Kind.REASONING, "Hmm"),
         (Kind.TEXT, "I say\N{SNOWMAN}<b>:"),
         (Kind.CALL, '{"a": 1}'),
-        (Kind.TEXT, "and more"),
+        (Kind.TEXT, " and more"),
     ]
     first, last = (ids for kind, _, ids, _ in shown(WORDS, size) if kind is Kind.TEXT)
     assert first == [5, 6, 7, 8, 9, 10, 11], "no token of a tag or of the space behind it"
-    assert last == [before + 1, before + 2], "nor EOS"
+    assert last == [before, before + 1, before + 2], "with white space, without EOS"
 
 
 def test_tokens_that_come_together_are_one_growth() -> None:

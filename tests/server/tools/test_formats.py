@@ -60,7 +60,7 @@ TEMPLATES = {
     "hermes": "{{ '<tool_call>\\n{\"name\": \"' + c.name + '\"}' }}<think>",
     "qwen-xml": "<tool_call>\n<function=' + c.name + '>\n<parameter=' + k + '>",
     "glm": "<tool_call>{{ c.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>",
-    "glm-compact": "<tool_call>{{ c.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>",
+    "glm-compact": "<tool_call>{{ c.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}",
     "deepseek-v3": "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n'",
     "deepseek-v3.1": "<｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments",
     "deepseek-v3.2": "<｜DSML｜function_calls>",
@@ -255,10 +255,8 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         def look(text: str, pos: int = 0, **how: Any) -> Any:
             found = getattr(self._pattern, name)(text, pos, **how)
-            end = (
-                len(text) if found is None or (name == "search" and found.partial) else found.end()
-            )
-            self._counts[0] += end - pos + 1
+            is_open = found is None or (name == "search" and found.partial)
+            self._counts[0] += (len(text) if is_open else found.end()) - pos + 1
             return found
 
         return look

@@ -1,4 +1,4 @@
-"""The fixtures of `canitoolcall`: what models of nine families write, and what a client must get."""
+"""The fixtures of `canitoolcall`: what nine families write, and what clients get."""
 
 import json
 import random
