@@ -37,7 +37,10 @@ PAGES = ROOT / "docs" / "reference"
 WIDTH = 100
 NOTE = "<!-- Made by `python -m scripts.reference --write`; do not edit. -->"
 NO_ENGINE = SimpleNamespace(
-    fleet=None, client=SimpleNamespace(engines=list, num_route_errors=0), num_route_errors=0
+    tokenizer=None,
+    fleet=None,
+    client=SimpleNamespace(engines=list, num_route_errors=0),
+    num_route_errors=0,
 )
 """In place of an engine: routes and metrics are described before any serves."""
 

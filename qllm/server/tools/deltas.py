@@ -12,7 +12,7 @@ CALLS = "tool_calls"
 """Field with calls, each a part of a whole call."""
 
 
-class Unreadable(ValueError):
+class UnreadableError(ValueError):
     """A text that is no value in its notation."""
 
 
@@ -32,7 +32,7 @@ class Scanner:
         """Return the number of characters of `text` in the object, and True if it ends there.
 
         Raises:
-            Unreadable: The text begins with a tag.
+            UnreadableError: The text begins with a tag.
         """
         for at, character in enumerate(text):
             if self._is_escaped:
@@ -44,7 +44,7 @@ class Scanner:
                 self._in_string = True
             elif self._has_tags and (character == "<" or "\ud800" <= character <= "\udbff"):
                 if at == 0:
-                    raise Unreadable("a tag inside a JSON object")
+                    raise UnreadableError("a tag inside a JSON object")
                 return at, False
             else:
                 self._depth += (character in "{[") - (character in "}]")

@@ -19,7 +19,7 @@ from qllm.server.tools.deltas import (
     CALLS,
     Delta,
     Scanner,
-    Unreadable,
+    UnreadableError,
     call_of,
     is_name,
     merged,
@@ -313,7 +313,7 @@ class MarkupReader:
         self._cut(found.end())
         try:
             yield from self._body(found.groupdict())
-        except (NoCall, Unreadable):
+        except (NoCall, UnreadableError):
             if self._read is not None:
                 self._restore("".join(self._read))
                 self._read = self._name = None
@@ -531,7 +531,7 @@ class MarkupReader:
                 written = argument.push(text.translate(self.shown))
                 has_ended = found is not None and not found.partial
                 written += argument.end() if has_ended else ""
-            except Unreadable:
+            except UnreadableError:
                 self._restore(argument.left)
                 raise
             self._write(before + written if written else "")

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import regex
 
-from qllm.server.tools.deltas import Unreadable
+from qllm.server.tools.deltas import UnreadableError
 from qllm.server.tools.format import LENIENT, Notation
 
 MARKS = "\ud800-\udbff"
@@ -23,7 +23,9 @@ _WRITTEN = {
 }
 """Pattern of each type without parts."""
 _SPACE = regex.compile(r"\s*")
-_ESCAPE = r"\\(?:[^ux]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?)(?=[^0-9a-fA-F]))"
+_HEX = "[0-9a-fA-F]"
+_BROKEN = rf"(?:u{_HEX}{{0,3}}|x{_HEX}?)(?=[^0-9a-fA-F])"
+_ESCAPE = rf"\\(?:[^ux]|u{_HEX}{{4}}|x{_HEX}{{2}}|{_BROKEN})"
 _ATOM = regex.compile(rf"[^\s,:={{}}\[\]()\"'{MARKS}]{{1,512}}(?=[\s,}}\])])")
 _WORDS = regex.compile(rf"[^,:={{}}\[\]()\"'{MARKS}]{{1,512}}?(?=\s{{0,16}}[,}}\])])")
 _DEPTH = 500
@@ -73,7 +75,7 @@ class Value:
             The JSON, and the number of characters of the text that were read.
 
         Raises:
-            Unreadable: The text cannot continue the value. What was read before is returned first.
+            UnreadableError: The text cannot continue the value. What was read before is returned first.
         """
         out: list[str] = []
         at = 0
@@ -81,7 +83,7 @@ class Value:
             read = self._string if self._ending is not None else self._part
             try:
                 num = read(text, at, is_last, out)
-            except Unreadable:
+            except UnreadableError:
                 if at == 0:
                     raise
                 break
@@ -124,7 +126,7 @@ class Value:
         if self._stack and character == self._stack[-1][0] and self._may_close:
             return self._close(out)
         if self._expects == "next":
-            raise Unreadable(f"{character!r} behind a value")
+            raise UnreadableError(f"{character!r} behind a value")
         quote = self._begin.match(text, at, partial=not is_last)
         if quote is not None:
             return self._quote(quote, out)
@@ -148,7 +150,7 @@ class Value:
             self._may_close = True
             return 1
         if character != self._stack[-1][1]:
-            raise Unreadable(f"{character!r} behind a key")
+            raise UnreadableError(f"{character!r} behind a key")
         self._write(":", out)
         self._expects, self._may_close = "value", False
         return 1
@@ -165,11 +167,11 @@ class Value:
     def _open(self, character: str, out: list[str]) -> int:
         begin, assign, end = tuple(self._notation.outer)
         if len(self._stack) >= _DEPTH:
-            raise Unreadable(f"more than {_DEPTH} objects and lists inside each other")
+            raise UnreadableError(f"more than {_DEPTH} objects and lists inside each other")
         if not self._stack and character == begin:
             frame, is_object = (end, assign), True
         elif character == "(" and not (self._notation.bare and self._stack):
-            raise Unreadable("a bracket that JSON has not")
+            raise UnreadableError("a bracket that JSON has not")
         else:
             frame, is_object = {"{": ("}", ":"), "[": ("]", ""), "(": (")", "")}[character], False
         is_object = is_object or character == "{"
@@ -180,7 +182,7 @@ class Value:
 
     def _close(self, out: list[str]) -> int:
         if self._expects == "value" and self._stack[-1][1]:
-            raise Unreadable("a key without a value")
+            raise UnreadableError("a key without a value")
         _, assign = self._stack.pop()
         self._comma = ""
         out.append("}" if assign else "]")
@@ -190,11 +192,11 @@ class Value:
     def _bare_key(self, text: str, at: int, is_last: bool, out: list[str]) -> int:
         assign = self._stack[-1][1]
         if not (self._notation.bare or assign == "="):
-            raise Unreadable("a key without quotes")
+            raise UnreadableError("a key without quotes")
         pattern = rf"[^\n,:={{}}\[\]()\"'{MARKS}]{{1,256}}?(?=\s{{0,16}}{assign})"
         key = regex.match(pattern, text, pos=at, partial=not is_last)
         if key is None:
-            raise Unreadable("no key")
+            raise UnreadableError("no key")
         if key.partial:
             return 0
         self._write(json.dumps(key[0].strip(), ensure_ascii=False), out)
@@ -205,12 +207,12 @@ class Value:
         pattern = _WORDS if self._notation.bare else _ATOM
         found = pattern.match(text, at, partial=not is_last)
         if found is None:
-            raise Unreadable("no value")
+            raise UnreadableError("no value")
         if found.partial:
             return 0
         written = scalar(found[0])
         if written is None and not self._notation.bare:
-            raise Unreadable(f"{found[0]!r:.80} is no value")
+            raise UnreadableError(f"{found[0]!r:.80} is no value")
         self._write(escaped(found[0]).join('""') if written is None else written, out)
         self._may_close = True
         self._done()
@@ -252,7 +254,7 @@ def parsed(text: str, *, is_exact: bool) -> str | None:
     value = Value()
     try:
         found, num = value.push(text, is_last=True)
-    except Unreadable:
+    except UnreadableError:
         return None
     return found if value.has_ended and num == len(text) else None
 
@@ -361,7 +363,7 @@ class ValueArgument:
         if self._text is not None:
             return found + self._text.end()
         if not self._value.has_ended:
-            raise Unreadable("a value that does not end")
+            raise UnreadableError("a value that does not end")
         return found
 
     def _push(self, text: str, *, is_last: bool) -> str:
@@ -378,7 +380,7 @@ class ValueArgument:
             found, num = self._value.push(self.left, is_last=is_last)
             out, self.left = out + found, self.left[num:]
         if self._value.has_ended and self.left.strip():
-            raise Unreadable("text behind a value")
+            raise UnreadableError("text behind a value")
         return out
 
 

@@ -1,4 +1,4 @@
-"""Formats of tool calls: how one is chosen, how a package adds one, and how much work reading is."""
+"""Formats of tool calls: the choice of one, those of packages, and the work of reading."""
 
 import json
 import sys
