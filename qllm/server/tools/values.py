@@ -75,7 +75,7 @@ class Value:
             The JSON, and the number of characters of the text that were read.
 
         Raises:
-            UnreadableError: The text cannot continue the value. What was read before is returned first.
+            UnreadableError: The text cannot continue the value. Text before is returned first.
         """
         out: list[str] = []
         at = 0
