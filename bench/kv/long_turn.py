@@ -28,6 +28,9 @@ from qllm import QLLMEngine, SamplingParams
 
 NEW, CONTEXT, QUICK_CONTEXT = 500, 65_536, 4096
 POSITIONS = 131_072
+KEPT = 64
+"""Tokens of the answer to the context. An engine caches at most so many pages per step as it copies
+in `max_segment_ms`, and none after the answer: a short one would leave pages out."""
 REACH = 1.3
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -37,13 +40,19 @@ def ids(rng: np.random.Generator, num: int) -> list[int]:
     return [int(i) for i in rng.integers(8, VOCAB, num)]
 
 
-def turn_s(engine: QLLMEngine, prompt: list[int], cached: int) -> float:
+def turn_s(engine: QLLMEngine, prompt: list[int], cached: int, answer: int = 1) -> float:
     """Return the seconds to the first token of a prompt.
+
+    Args:
+        engine: Idle engine.
+        prompt: Token ids.
+        cached: Number of them that the cache has.
+        answer: Number of tokens to produce.
 
     Raises:
         RuntimeError: Another number of its tokens was in the cache.
     """
-    found = engine.submit(prompt, "LS", 1, sampling=GREEDY).result().metrics
+    found = engine.submit(prompt, "LS", answer, sampling=GREEDY).result().metrics
     assert found is not None
     assert found.ttft_ms is not None
     if found.num_cached_tokens != cached:
@@ -67,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ) as engine:  # fmt: skip
             turn_s(engine, ids(rng, NEW), 0)  # touches the weights
             context = ids(rng, args.context)
-            context_s = turn_s(engine, context, 0)
+            context_s = turn_s(engine, context, 0, answer=KEPT)
             for _ in range(args.rounds):
                 measured.once()
                 times["warm"].append(turn_s(engine, context + ids(rng, NEW), args.context))
