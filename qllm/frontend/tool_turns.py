@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 
 class Habits(NamedTuple):
-    """What a template takes of calls, which `qllm.frontend.templates` finds by samples."""
+    """A template's demands on calls. `qllm.frontend.templates` finds them by samples."""
 
     takes_text: bool = False
     """True if arguments must be JSON text, because objects fail or look like Python."""

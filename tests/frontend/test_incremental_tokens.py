@@ -316,7 +316,7 @@ def test_a_loop_that_cannot_serve_it_says_so(
 ) -> None:
     config = small.engine.config.__class__(max_kv_tokens=64)
     object.__setattr__(config, "loop", "conditional")
-    monkeypatch.setattr(small.engine, "config", config)
+    monkeypatch.setattr(type(small.engine._client), "config", config)
     with pytest.raises(ConfigError, match="takes whole prompts only"):
         small.engine.open("LS")
 

@@ -276,8 +276,9 @@ def test_an_engine_without_http_says_at_its_start_what_others_say(
 ) -> None:
     config = load_config(None, {}, {"model": "tiny", "role": role, "listen": "127.0.0.1:7001"})
     *lines, classes = banner(engine, config, 1.25)
-    *others, _ = banner(engine, load_config(None, {}, {"model": "tiny"}), 1.25)
+    *others, _, tools = banner(engine, load_config(None, {}, {"model": "tiny"}), 1.25)
     assert lines == others
+    assert tools.startswith("tools ")  # front ends read the calls of answers
     assert shown_bytes(engine.stats()["weight_bytes"]) in lines[0]
     assert "policy   qllm2, preempts at: expert, longest segment 5 ms" in lines
     assert classes.endswith("from front ends at 127.0.0.1:7001")

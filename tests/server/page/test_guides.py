@@ -29,7 +29,7 @@ RUN_ELSEWHERE = {"policies.md": "tests/cli/test_new_policy.py"}
 """Guides whose Python is run by another test, in an environment of its own."""
 CLIENTS = ("anthropic", "langchain_openai", "ray")
 """Packages of other environments: `tests/outside` has tests with each of them."""
-WORDS = ("cd", "export", "docker", "kubectl", "make", "pip", "python", "serve")
+WORDS = ("cd", "chmod", "export", "docker", "kubectl", "make", "pip", "python", "serve")
 """Commands of others. The files and targets that they name must exist."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from qllm.models.tokenizer import ids_of, load_tokenizer
 from qllm.names import new_seed, token_hex
 from qllm.server.api.answers import respond
 from qllm.server.http.connection import Presence
+from qllm.server.http.keys import NO_RULE
 from qllm.server.requests.ask import EACH, SHORT, Ask, Served
 from qllm.server.requests.inline_submit import MOST_CHARS, MOST_HELD, AtOnce
 from qllm.types import Priority, SamplingParams
@@ -126,6 +127,7 @@ def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
         config.silence_timeout_s = None
         told = SimpleNamespace(headers=lambda _: {})
         front: Any = SimpleNamespace(config=config, open=opened, told=told)
+        front.rule_of = lambda _: NO_RULE
         body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None)
         body.all_unserved = []
         scope = {"type": "http", "headers": [], "state": {"caller": "", "presence": Presence()}}
