@@ -21,12 +21,18 @@ class Notation:
     """True if keys have no quotes, and a word that is no literal is a string."""
     outer: str = "{:}"
     """Characters around the outermost object, and between its keys and values."""
+    comma: str = ", "
+    """Text between two members, as it is written."""
+    literals: tuple[str, str, str] = ("true", "false", "null")
+    """True, false and null, as they are written; also in an argument that is written by itself."""
+    is_sorted: bool = False
+    """True if members are written in the order of their keys."""
 
 
 JSON = Notation()
 LENIENT = Notation(quotes=('"', "'"))
 """JSON, or the literals of Python, as models write them where JSON was meant."""
-PYTHON = Notation(quotes=("'", '"'), bare=True, outer="(=)")
+PYTHON = Notation(quotes=("'", '"'), bare=True, outer="(=)", literals=("True", "False", "None"))
 """Keyword arguments of a call in Python."""
 
 

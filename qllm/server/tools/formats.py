@@ -19,6 +19,7 @@ QWEN_XML = Format(
         "<function=$name>\n$arguments</function>\n</tool_call>",
     ),
     argument="<parameter=$key>\n$value\n</parameter>\n",
+    notation=Notation(literals=PYTHON.literals),
     signs=("<tool_call>", "<function=", "<parameter="),
     lead="\n\n",
     between="\n",
@@ -43,7 +44,6 @@ GLM_COMPACT = Format(
     argument="<arg_key>$key</arg_key><arg_value>$value</arg_value>",
     signs=("<tool_call>", "<arg_key>", "<arg_value>", "</arg_key><arg_value>"),
     lead="\n",
-    between="\n",
     reasoning=("<think>", "</think>"),
 )
 """GLM-4.7 and GLM-5."""
@@ -161,7 +161,7 @@ MISTRAL = Format(
 GEMMA = Format(
     "gemma",
     calls=("<|tool_call>call:$name$arguments<tool_call|>",),
-    notation=Notation(quotes=('<|"|>',), escapes=False, bare=True),
+    notation=Notation(quotes=('<|"|>',), escapes=False, bare=True, comma=",", is_sorted=True),
     signs=("<|tool_call>", "<tool_call|>"),
     reasoning=("<|channel>thought\n", "\n<channel|>"),
 )
