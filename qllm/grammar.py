@@ -25,7 +25,7 @@ import numpy as np
 
 from qllm.errors import InvalidRequestError
 from qllm.grammar_bounds import Bounds, Sorts, Written
-from qllm.grammar_schema import CALLS, bounded
+from qllm.grammar_schema import CALLS, RAW, bounded
 from qllm.types import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -160,7 +160,9 @@ class Vocabulary:
             text = found.get_error().removesuffix("<non-verbose/>").strip()
             raise InvalidRequestError(f"structured_outputs.{asked.kind}: {text}")
         schemas = _schemas(asked)
-        written = None if schemas is None else Written(self.bounds.of(schemas), sorts)
+        written = None
+        if schemas is not None:
+            written = Written(self.bounds.of(schemas), sorts, _raw_markers(asked))
         return Matcher(found, self.vocab_size, written, tokens.decode_bytes)
 
 
@@ -209,6 +211,18 @@ def _schemas(asked: StructuredOutputs) -> list[Any] | None:
     from qllm.grammar_check import schemas_in
 
     return [schema for _, schema in schemas_in(asked.text())]
+
+
+def _raw_markers(asked: StructuredOutputs) -> dict[bytes, bytes]:
+    """Return the markers around raw text in an answer of tool calls."""
+    line = asked.text().removeprefix(CALLS).partition("\n")[0]
+    if asked.kind != "grammar" or not line.startswith(RAW):
+        return {}
+    try:
+        markers = loads(line.removeprefix(RAW))
+        return {opener.encode(): end.encode() for opener, end in markers.items()}
+    except (ValueError, AttributeError, RecursionError):  # a client's own grammar begins like that
+        return {}
 
 
 class Matcher:

@@ -5,6 +5,9 @@ an object. A model may continue with it without end. So this module follows the 
 When a part has its greatest length, the tokens that would make it longer are forbidden, if other
 tokens remain. Parts that a schema demands, or allows by limits of its own, are never forbidden
 (`Bounds.of`).
+
+Some markups of tool calls have strings as raw text between two markers. Such a text has the bound
+of a string: behind it only tokens that spell the second marker are left.
 """
 
 import re
@@ -94,7 +97,7 @@ class Sorts:
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], vocab_size: int) -> None:
-        texts = [bytes_of(i) for i in range(vocab_size)]
+        self._texts = texts = [bytes_of(i) for i in range(vocab_size)]
         leading = np.array([len(text) - len(text.lstrip(_DIGITS)) for text in texts])
         self._digits = [_words(leading > num) for num in range(leading.max())]
         self._num_chars = np.array([_num_chars(_before_end(text)) for text in texts])
@@ -122,6 +125,21 @@ class Sorts:
             is_escaped: True if the token continues an escape, so that a quote may not be the end.
         """
         return _words((self._num_all_chars if is_escaped else self._num_chars) > most)
+
+    @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
+    def longer_raw(self, most: int) -> Words:
+        """Return the tokens with more characters than `most`, whatever they are."""
+        return _words(self._num_all_chars > most)
+
+    @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
+    def spelling(self, text: bytes) -> Words:
+        """Return the tokens that begin a text, or begin with it."""
+        return _words(x != b"" and (text.startswith(x) or x.startswith(text)) for x in self._texts)
+
+    @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
+    def beginning(self, text: bytes) -> Words:
+        """Return the tokens that begin with a text."""
+        return _words(x.startswith(text) for x in self._texts)
 
     def digits(self, most: int) -> Words | None:
         """Return the tokens that begin with more than `most` digits; None if there are none."""
@@ -176,10 +194,15 @@ class Written:
     Args:
         bounds: Bounds of the answer.
         sorts: Sorted tokens of the vocabulary.
+        raw: Markers around raw text: the one behind it, by the one before it.
     """
 
-    def __init__(self, bounds: Bounds, sorts: Sorts) -> None:
-        self._bounds, self._sorts = bounds, sorts
+    def __init__(
+        self, bounds: Bounds, sorts: Sorts, raw: Mapping[bytes, bytes] | None = None
+    ) -> None:
+        self._bounds, self._sorts, self._raw = bounds, sorts, raw or {}
+        self._openers = tuple(self._raw)
+        self._most_tail = max(map(len, [b"", *self._raw, *self._raw.values()]))
         self.restart()
 
     def restart(self) -> None:
@@ -193,14 +216,33 @@ class Written:
         """Characters of the present string, and missing bytes of its last escape."""
         self._part, self._num_digits = _INTEGER, 0
         """Part of the present number, and its digits so far; 0 digits outside of a number."""
+        self._tail = b""
+        """Last bytes, in which markers of raw text are found."""
+        self._end: bytes | None = None
+        """Marker behind the present raw text; None outside of raw text."""
 
     def push(self, text: bytes) -> None:
         """Take the bytes of a token."""
         for byte in text:
-            if self._in_string:
+            if self._end is not None:
+                self._num_chars += byte & 0xC0 != 0x80
+            elif self._in_string:
                 self._push_inside(byte)
             else:
                 self._push_outside(byte)
+            if self._raw:
+                self._push_marker(byte)
+
+    def _push_marker(self, byte: int) -> None:
+        """Enter raw text behind its first marker, and leave it behind its second."""
+        self._tail = self._tail[1 - self._most_tail :] + bytes([byte])
+        if self._end is not None:
+            if self._tail.endswith(self._end):
+                self._end, self._tail = None, b""
+        elif self._tail.endswith(self._openers):
+            opener = max((x for x in self._openers if self._tail.endswith(x)), key=len)
+            self._end, self._tail = self._raw[opener], b""
+            self._in_string, self._num_chars = False, 0
 
     def _push_inside(self, byte: int) -> None:
         if self._escape:
@@ -246,6 +288,9 @@ class Written:
         Args:
             words: Tokens that the grammar allows; at least one stays.
         """
+        if self._end is not None:
+            self._limit_raw(words, self._end)
+            return
         bounds, sorts = self._bounds, self._sorts
         room = max(0, bounds.text - self._num_chars) + self._escape
         if self._in_string and room < sorts.most_chars:
@@ -265,6 +310,21 @@ class Written:
             if len(self._num_items) > bounds.depth and not self._in_string:
                 _keep(words, words & sorts.closes)
             _keep(words, words & ~sorts.opens[self._in_string])
+
+    def _limit_raw(self, words: Words, end: bytes) -> None:
+        """Forbid the tokens that would make raw text longer than a string may be."""
+        room = self._bounds.text - self._num_chars
+        if room > 0:
+            if room < self._sorts.most_chars:
+                _keep(words, words & ~self._sorts.longer_raw(room))
+            return
+        known = next(n for n in range(len(end), -1, -1) if self._tail.endswith(end[:n]))
+        for rest in (end[known:], end):  # one token ends the text, also where it has spelled a part
+            whole = words & self._sorts.beginning(rest)
+            if whole.any():
+                words[:] = whole
+                return
+        _keep(words, words & self._sorts.spelling(end[known:]))
 
 
 def _keep(words: Words, fewer: Words) -> None:

@@ -22,6 +22,10 @@ MOST_DIGITS = 15
 """Most digits of an integer without limits: every reader of JSON holds so many exactly."""
 CALLS = "// calls of tools\n"
 """First line of a grammar of tool calls. The limits of JSON apply to their arguments."""
+RAW = "// raw text between "
+"""Beginning of its second line, if strings are raw text: a JSON object of markers follows."""
+LARK = "x-lark"
+"""Keyword of a string that follows a grammar in Lark's syntax, which a client has given."""
 MOST_OF_FORMAT = 2_048
 """Most characters of a string that has a format and no length: a URI, for example, has no end."""
 MAPS = ("properties", "patternProperties", "$defs", "definitions")

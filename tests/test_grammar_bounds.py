@@ -12,7 +12,9 @@ import pytest
 from qllm.grammar import Vocabulary
 from qllm.grammar_bounds import Bounds
 from qllm.models.tokenizer import load_tokenizer
-from qllm.server.tools.tool_choice import Choice, grammar
+from qllm.server.tools.forced import grammar
+from qllm.server.tools.formats import HERMES
+from qllm.server.tools.tool_choice import Choice
 from qllm.types import StructuredOutputs
 
 SIZE = 3072
@@ -168,7 +170,7 @@ def test_a_call_that_is_forced_comes_to_an_end(vocabulary: Vocabulary, texts: li
         parameters = {"type": "object", "properties": {"x": ITEM}, "required": ["x"],
                       "$defs": {"item": OPEN[name]}}  # fmt: skip
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        form = StructuredOutputs(grammar=grammar(Choice([tool], True, False)))
+        form = StructuredOutputs(grammar=grammar(Choice([tool], True, False), HERMES, {}))
         for wish in WISHES:
             assert answer(vocabulary, texts, form, wish) is not None, (name, wish)
 

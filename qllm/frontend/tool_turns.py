@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 
 class Habits(NamedTuple):
-    """A template's demands on calls. `qllm.frontend.templates` finds them by samples."""
+    """Rules of a template for calls, which `qllm.frontend.templates` finds by samples."""
 
     takes_text: bool = False
     """True if arguments must be JSON text, because objects fail or look like Python."""

@@ -167,7 +167,7 @@ EQUAL: dict[str, Any] = {
 def test_every_row_with_a_target_is_judged(bench: agents.Bench) -> None:
     good, bad = Table(), Table()
     agents.tabulate(good, bench, runs_of(bench), EQUAL, {})
-    assert good.losing == []
+    assert not good.missed
     judged = [what for what, _, target, _ in good.lines if target]
     assert len(judged) == 9
     runs = runs_of(bench, slow=1.5)
@@ -219,7 +219,7 @@ def test_the_figure_and_the_page_come_from_the_result(bench: agents.Bench, tmp_p
         "config": vars(bench.args) | {"threads": 2},
         "machine": {"cpu": "x"},
         "found": found,
-        "lines": table.lines,
+        "lines": [line._asdict() for line in table.lines],
         "samples": {name: agents.samples_of(of) for name, of in runs.items()},
     }
     draw_agents(document | {"samples": document["samples"] | {

@@ -348,7 +348,8 @@ def _reader_of_all(
 ) -> Reader:
     """Return a reader of any number of calls; the arguments are those of `make_reader`."""
     found = format_of(tokenizer, tool_calls)
-    format = HERMES if found is None or has_form else found  # a grammar writes calls like this
+    is_plain = has_form and not choice.tools  # a grammar may put tags into a string
+    format = HERMES if found is None or is_plain else found
     if format.has_heads:
         names = {tool["function"]["name"] for tool in choice.tools}
         return HarmonyReader(Harmony(tokenizer, harmony.marks_of(tokenizer), prompt, names))
@@ -366,7 +367,6 @@ def _reader_of_all(
         is_thinking=is_thinking,
         tools=choice.tools,
         marks=marks,
-        spelled=has_form,
     )
 
 

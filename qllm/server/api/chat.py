@@ -97,6 +97,7 @@ def ask_of(front: Front, body: ChatRequest, answer_id: str, timeout_s: float | N
         reading=reader_of(body, front.config.tool_calls),
         special=body.add_special_tokens,
         sampling={**body.sampling(), "logprobs": body.num_logprobs()},
+        form=body.calls_form(front.config.tool_calls),
     )
 
 

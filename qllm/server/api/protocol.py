@@ -5,6 +5,7 @@ cannot be served are refused with the reason.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -22,9 +23,10 @@ from qllm.grammar_schema import closed
 from qllm.server.http.errors import ApiError
 from qllm.server.http.fields import Asked, Body, Items, Numbers, Open, Seed
 from qllm.server.http.headers import name_of
-from qllm.server.requests.ask import TO_FIT
+from qllm.server.requests.ask import TO_FIT, MakeForm
 from qllm.server.requests.texts import keywords_of
-from qllm.server.tools.tool_choice import Choice, allowed_of, choice_of, grammar
+from qllm.server.tools.forced import form_of_calls
+from qllm.server.tools.tool_choice import Choice, allowed_of, choice_of, shown
 from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -460,23 +462,32 @@ class ChatRequest(Generation):
         tools, asked = allowed_of(self.callable_tools, self.tool_choice)
         return choice_of(tools, asked, self.parallel_tool_calls)
 
-    def form(self) -> StructuredOutputs | None:
-        """Return the constraint: calls if forced; else the schema, with calls if tools exist."""
-        asked, choice = super().form(), self.choice()
+    def calls_form(self, tool_calls: str) -> MakeForm | None:
+        """Return the constraint if it depends on how the model writes calls; else None.
+
+        It is calls if they are forced, and calls or the schema if the answer may be either.
+
+        Args:
+            tool_calls: Name of the format of the model's answers, or `auto`.
+
+        Raises:
+            ApiError: The tools, or the choice, are wrong, or another form is asked for, too.
+        """
+        asked, choice = self.form(), self.choice()
         if choice.forced and asked is not None:
             text = "tool_choice forces a call, so the answer can have no other form; give one"
             raise ApiError(400, text, param="tool_choice")
         if choice.forced:
-            return StructuredOutputs(grammar=grammar(choice))
+            return partial(form_of_calls, choice, None, tool_calls)
         if choice.tools and asked is not None and isinstance(asked.json, Mapping):
-            return StructuredOutputs(grammar=grammar(choice, asked.json))
-        return asked
+            return partial(form_of_calls, choice, asked.json, tool_calls)
+        return None
 
     def template_options(self) -> dict[str, Any]:
         """Return the variables of the chat template, and its options."""
         tools, asked = allowed_of(self.callable_tools, self.tool_choice)
         tools = None if asked == "none" else tools
-        given = {**(self.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        given = {**(self.chat_template_kwargs or {}), **({"tools": shown(tools)} if tools else {})}
         if self.reasoning_effort is not None:
             given.setdefault("reasoning_effort", self.reasoning_effort)
             if self.reasoning_effort == "none":

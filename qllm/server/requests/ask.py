@@ -1,7 +1,7 @@
 """A route's request to the engine, and the class with which it is served."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from qllm.errors import InvalidRequestError
 from qllm.frontend.detokenizer import MakeReading
 from qllm.server.http.fields import Packed
-from qllm.types import Priority, Slo
+from qllm.types import Priority, Slo, StructuredOutputs
 
+MakeForm = Callable[[Any], StructuredOutputs]
+"""Function that makes the form of an answer, from the model's tokenizer."""
 SHORT = 2048
 """Limit in characters or ids; a text below it is short."""
 EACH = 32
@@ -35,6 +37,8 @@ class Ask:
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of SamplingParams; the model's own defaults fill the rest."""
+    form: MakeForm | None = None
+    """Factory of the form of an answer that may call tools, in the place of one in `sampling`."""
     max_tokens: int | None = None
     """Most tokens of the answer. For 0 the engine makes one token, and the answer hides it."""
     slo: Slo | None = None

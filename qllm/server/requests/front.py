@@ -268,7 +268,7 @@ class Front:
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
         """Tokenise and submit a request; called on a thread of its class."""
-        defaults = _defaults(engine)
+        given = _keywords(engine, ask)
         handles: list[Handle] = []
         ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
         if ask.opened is not None:
@@ -277,7 +277,7 @@ class Front:
             for prompt in self._prompts(ask, priority):
                 first: Any = prompt
                 for choice in range(ask.n):
-                    keywords = {**defaults, **ask.sampling}
+                    keywords = dict(given)
                     if choice and keywords.get("seed") is not None:
                         keywords["seed"] = (keywords["seed"] + choice) % 2**63
                     handles.append(
@@ -306,7 +306,7 @@ class Front:
     @staticmethod
     def _send(engine: QLLMEngine, ask: Ask, ttl_s: float | None) -> Handle:
         """Send a streaming prompt, which is now whole; called on a thread of its class."""
-        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        params = SamplingParams(**_keywords(engine, ask))
         handle: Handle = ask.opened.prompt.send(
             _most(ask),
             sampling=params,
@@ -358,7 +358,7 @@ class Front:
             InvalidRequestError: A setting is wrong, or the chat template refuses the messages.
         """
         engine = self.engine
-        params = SamplingParams(**{**_defaults(engine), **ask.sampling})
+        params = SamplingParams(**_keywords(engine, ask))
         engine.check(self.render(ask, Priority.BE), _most(ask), params)
 
     def render(self, ask: Ask, priority: Priority) -> Sequence[int]:
@@ -445,8 +445,12 @@ def _nice(priority: Priority) -> int:
     return NICE if priority is Priority.BE else 0
 
 
-def _defaults(engine: QLLMEngine) -> dict[str, Any]:
-    return {"temperature": 1.0, **engine.sampling_defaults}
+def _keywords(engine: QLLMEngine, ask: Ask) -> dict[str, Any]:
+    """Return the keywords of SamplingParams: the model's defaults, and what the request sets."""
+    found = {"temperature": 1.0, **engine.sampling_defaults, **ask.sampling}
+    return (
+        found if ask.form is None else {**found, "structured_outputs": ask.form(engine.tokenizer)}
+    )
 
 
 def _most(ask: Ask) -> int | str:

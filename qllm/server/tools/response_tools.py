@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
-from qllm.grammar_schema import closed
+from qllm.grammar_schema import LARK, closed
 from qllm.server.http.fields import Items, LeftOut, Open, kind_of
 
 INPUT = "input"
@@ -37,8 +37,8 @@ class FunctionTool(Open):
 class CustomTool(Open):
     """A tool of the client whose input is plain text.
 
-    Only a regular expression can constrain the input of a forced call: the input is inside JSON,
-    and grammars in Lark's syntax cannot describe JSON's escapes.
+    A regular expression can constrain the input of every forced call. A grammar in Lark's syntax
+    can do so where the model writes the input as it is, without JSON's escapes (`forced`).
     """
 
     type: Literal["custom"]
@@ -55,11 +55,11 @@ class CustomTool(Open):
             ValueError: The tool has a grammar that cannot constrain its input.
         """
         self._is_forced = True
-        if self._has_grammar and self._pattern is None:
+        if self._has_grammar and not self._keywords:
             said = f"{(self.format or {}).get('syntax')!r:.80}"
             raise ValueError(
                 f"the input of the custom tool {self.name!r:.80} is held to no grammar of syntax "
-                f"{said}; use syntax 'regex', or tool_choice 'auto' where none is held"
+                f"{said}; use syntax 'regex' or 'lark', or tool_choice 'auto' where none is held"
             )
 
     @property
@@ -67,20 +67,22 @@ class CustomTool(Open):
         return self.format is not None and self.format.get("type") != "text"
 
     @property
-    def _pattern(self) -> str | None:
-        """The regular expression for its input; None without one."""
+    def _keywords(self) -> dict[str, str]:
+        """The keywords of a JSON schema that constrain its input."""
         grammar = self.format or {}
-        wanted, text = grammar.get("syntax") == "regex", grammar.get("definition")
-        return f"^(?:{text})$" if wanted and isinstance(text, str) else None
+        syntax, text = grammar.get("syntax"), grammar.get("definition")
+        if not isinstance(text, str):
+            return {}
+        known = {"regex": {"pattern": f"^(?:{text})$"}, "lark": {LARK: text}}
+        return known.get(str(syntax), {})
 
     def function(self) -> dict[str, Any]:
         """Return the tool as a function with one text argument."""
         grammar = (self.format or {}).get("definition")
         said = [self.description, grammar and f"The input is of this grammar:\n{grammar}"]
-        pattern = {} if self._pattern is None else {"pattern": self._pattern}
         parameters = {
             "type": "object",
-            "properties": {INPUT: {"type": "string", **pattern}},
+            "properties": {INPUT: {"type": "string", **self._keywords}},
             "required": [INPUT],
             "additionalProperties": False,
         }

@@ -1,21 +1,12 @@
-"""The tools that an answer may call, and the grammar of an answer that must call one.
+"""The tools that an answer may call."""
 
-A forced call (`required`, or a name) has the format of Hermes and Qwen for every model:
-`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`.
-"""
-
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qllm.grammar_check import JSON_OPTIONS
-from qllm.grammar_schema import CALLS, bounded, closed
+from qllm.grammar_schema import LARK
 from qllm.server.http.errors import ApiError
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MOST_CALLS = 8
-"""Most calls in an answer that must call a tool."""
 ALLOWED_TOOLS = (
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": '
     '[{"type": "function", "function": {"name": ...}}, ...]}}'
@@ -106,33 +97,12 @@ def _name(tool: Any, index: int, where: str = "tools") -> str:
     return name
 
 
-def grammar(choice: Choice, answer: Mapping[str, Any] | None = None) -> str:
-    """Return the Lark grammar of calls.
-
-    Args:
-        choice: Tools that may be called.
-        answer: JSON schema of an answer that is allowed instead of calls; None allows only calls.
-    """
-    rules, names = [], []
-    for index, tool in enumerate(choice.tools):
-        function = tool["function"]
-        head = f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = function.get("parameters") or {"type": "object"}
-        schema = closed(schema) if function.get("strict") is True else schema
-        called = re.sub("[^a-z0-9]+", "_", function["name"].lower())[:64]
-        names.append(f"tool_{index}_{called}")  # a refusal names the rule
-        tail = _quoted(f"}}\n{CLOSE}")
-        rules.append(f"{names[-1]}: {_quoted(head)} {_json(schema)} {tail}")
-    more = f' ("\\n" call){{0,{MOST_CALLS - 1}}}' if choice.parallel else ""
-    rules += [f"call: {' | '.join(names)}", f"calls: call{more}"]
-    if answer is not None:
-        rules.append(f"answer: {_json(answer)}")
-    return CALLS + "\n".join([f"start: calls{'' if answer is None else ' | answer'}", *rules])
+def shown(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+    """Return tools as the chat template shows them, without grammars: descriptions have those."""
+    return None if tools is None else [_without_grammars(tool) for tool in tools]
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({'x-guidance': JSON_OPTIONS, **bounded(schema)})}"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _without_grammars(part: Any) -> Any:
+    if isinstance(part, Mapping):
+        return {key: _without_grammars(x) for key, x in part.items() if key != LARK}
+    return part

@@ -31,7 +31,7 @@ def test_only_they_are_offered_and_may_be_called(mode: str) -> None:
     wanted = [TOOLS[0], TOOLS[2]]
     assert body.choice() == (wanted, mode == "required", True)
     assert body.template_options()["tools"] == wanted
-    assert (body.form() is not None) == (mode == "required")
+    assert (body.calls_form("auto") is not None) == (mode == "required")
     assert not asked(mode, named("one"), parallel_tool_calls=False).choice().parallel
 
 
@@ -49,7 +49,7 @@ def test_only_they_are_offered_and_may_be_called(mode: str) -> None:
 )
 def test_what_is_wrong(mode: Any, tools: Any, says: str) -> None:
     body = asked(mode, tools)
-    for look in (body.choice, body.template_options, body.form):
+    for look in (body.choice, body.template_options, lambda: body.calls_form("auto")):
         with pytest.raises(ApiError) as found:
             look()
         assert says in str(found.value.message)

@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from qllm.grammar_check import JSON_OPTIONS
 from qllm.grammar_schema import ANNOTATIONS, bounded, closed
+from qllm.models.tokenizer import load_tokenizer
 from qllm.server.api.messages_protocol import MessagesRequest
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.api.responses_protocol import ResponsesRequest
@@ -108,7 +109,9 @@ def test_strict_is_read_on_every_route() -> None:
             {"name": "f", "input_schema": schema, "strict": True}]}).chat(),
     ]  # fmt: skip
     for one in asked:
-        assert '"additionalProperties": false' in one.form().text()
+        made = one.calls_form("auto")
+        form = one.form() if made is None else made(load_tokenizer("tiny"))
+        assert '"additionalProperties": false' in form.text()
 
 
 def test_a_served_form_is_bounded(served: Serving) -> None:
