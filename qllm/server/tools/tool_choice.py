@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from qllm.grammar_schema import LARK
 from qllm.server.http.errors import ApiError
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ALLOWED_TOOLS = (
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": '
     '[{"type": "function", "function": {"name": ...}}, ...]}}'

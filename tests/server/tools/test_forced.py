@@ -120,9 +120,7 @@ def tool(name: str = "f", **properties: Any) -> dict[str, Any]:
 def test_raw_text_comes_to_an_end(name: str, has_tokens: bool, wish: str) -> None:
     """The model never wants to end it."""
     made = model(name, has_tokens)
-    choice = Choice(
-        [tool(a={"type": "string"}, b={"type": "string", "minLength": 20})], True, False
-    )
+    choice = Choice([tool(a=STRING, b={**STRING, "minLength": 3})], True, False)
     said = made.answer(choice, 1, lambda text: bool(text) and set(text) <= set(wish))
     (call,) = made.read(choice, said)["tool_calls"]
     most = BOUNDS.text + 3 * len("</parameter>")  # a tag that it has begun to spell is text
