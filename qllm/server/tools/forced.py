@@ -296,7 +296,8 @@ class _Grammar:
         if wrong := sorted(schema.keys() & {"$ref", "anyOf", "oneOf", "allOf", "not", "if"}):
             raise UnheldError(f"{wrong[0]!r} of literals is not known there")
         true, false, null = self._form.notation.literals
-        names = {None: null} if part.kind == "null" else {True: true, False: false}
+        both: dict[bool | None, str] = {True: true, False: false}
+        names: dict[bool | None, str] = {None: null} if part.kind == "null" else both
         given = [schema[key] for key in ("const",) if key in schema]
         allowed = given or schema.get("enum", list(names))
         found = [names[value] for value in names if any(value is x for x in allowed)]
@@ -356,7 +357,7 @@ class _Grammar:
 
     def _object(self, schema: Any, root: Any, outer: str) -> str:
         """Return an object: its members, of which some may be absent, with commas between them."""
-        begin, assign, end = outer
+        assign = outer[1]
         members = self._members(schema, root)
         comma = quoted(self._form.notation.comma)
         written = []
@@ -374,7 +375,7 @@ class _Grammar:
             first = " ".join([member, *later[n + 1 :]])
             skipped = "" if is_needed else f" | {begun}" if begun else " | "
             begun = self._new(first + skipped)
-        return " ".join(filter(None, [quoted(begin), begun, quoted(end)]))
+        return " ".join(filter(None, [quoted(outer[0]), begun, quoted(outer[2])]))
 
     def _array(self, schema: Mapping[str, Any], root: Any) -> str:
         """Return a list."""
