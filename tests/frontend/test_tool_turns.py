@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 from qllm.errors import InvalidRequestError
 from qllm.frontend.prompts import render_chat
@@ -33,7 +33,7 @@ def renders(template: str) -> Render:
     return lambda messages: str(tokenizer.decode(render_chat(messages, tokenizer)))
 
 
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=10, deadline=None, phases=set(Phase) - {Phase.explain})
 RENDER = {name: renders(template) for name, template in TEMPLATES.items()}
 
 
