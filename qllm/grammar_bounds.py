@@ -194,7 +194,8 @@ class Written:
     Args:
         bounds: Bounds of the answer.
         sorts: Sorted tokens of the vocabulary.
-        raw: Markers around raw text: the one behind it, by the one before it.
+        raw: Markers around raw text: the one behind it, by the one before it. Text that begins
+            with a bracket is JSON.
     """
 
     def __init__(
@@ -224,6 +225,8 @@ class Written:
     def push(self, text: bytes) -> None:
         """Take the bytes of a token."""
         for byte in text:
+            if self._end is not None and self._num_chars == 0 and byte in _OPEN:
+                self._end = None  # a list or an object, in the place of raw text
             if self._end is not None:
                 self._num_chars += byte & 0xC0 != 0x80
             elif self._in_string:
