@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save
 
 from qllm.engine import archive
+from qllm.engine.memory import Claim
 from qllm.engine.storage.file import Layout, Lock, open_file
 from qllm.private import make_private_folder
 from qllm.record.perfetto import write_perfetto
@@ -133,7 +134,15 @@ def state(folder: Path) -> None:
     store.close()
 
 
+def claim(folder: Path) -> None:
+    made = Claim("cpu", folder / "claims")
+    with made.others():
+        made.tell(1)
+    made.close()
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
+    "qllm/engine/memory.py": claim,
     "qllm/record/trace.py": trace,
     "qllm/record/perfetto.py": perfetto,
     "qllm/workloads/files.py": requests,
