@@ -20,6 +20,8 @@ using Half = std::vector<uint16_t>;
 
 namespace {
 
+constexpr int64_t kEachTask = 2;  // Grain::EXPERT of qllm/types.py
+
 std::mt19937 noise(1);
 
 Half values(int64_t num) {  // about -1 to 1
@@ -208,8 +210,7 @@ void routers(const Kernels& k, Results& results) {
     int64_t top_k = kind == kSigmoid ? 5 : 2;
     Half mid = values(tokens * width), normed(tokens * width), weights(tokens * top_k);
     std::vector<int64_t> ids(tokens * top_k);
-    Router router{norm.norm, weight.matrix,     kind, top_k, 1, 0, 4, 2,
-                  correction.data(), 2.5f, 0.02f};
+    Router router{norm.norm, weight.matrix, 1, kind, top_k, 1, 0, 4, 2, correction.data(), 2.5f, 0.02f};
     k.route(normed.data(), ids.data(), weights.data(), mid.data(), tokens, router);
     results.add(normed);
     results.add(weights);
@@ -223,7 +224,7 @@ void experts(const Kernels& k, Results& results) {
   Half mid = values(tokens * width), normed(tokens * width);
   std::vector<int64_t> ids(tokens * top_k), token, inverse(tokens * top_k);
   std::vector<float> weights(tokens * top_k);
-  Router router{norm.norm, weight.matrix, kSoftmax, top_k, 1, 1, 1, 1, nullptr, 1, 0};
+  Router router{norm.norm, weight.matrix, 1, kSoftmax, top_k, 1, 1, 1, 1, nullptr, 1, 0};
   k.route(normed.data(), ids.data(), weights.data(), mid.data(), tokens, router);
   std::vector<Unit> units;
   for (int64_t e = 0; e < num; e++) {
@@ -275,6 +276,48 @@ void experts(const Kernels& k, Results& results) {
   results.add(out);
 }
 
+// A DeltaNet of random weights, and spans of two requests: one begins, one goes on.
+struct Recurrent {
+  static constexpr int64_t kWidth = 70, kTokens = 90, kTaps = 4;
+  static constexpr int64_t kMixed = 2 * 2 * 32 + 4 * 48, kGiven = kMixed + 4 * (48 + 2);
+  Packed into, out;
+  Normed first, norm;
+  std::vector<float> conv, rate, bias;
+  DeltaNet net;
+  Half conv_before, convs[2];
+  std::vector<float> before, states[2];
+  DeltaSpan spans[2];
+  explicit Recurrent(const Kernels& k)
+      : into(k, kGiven, kWidth), out(k, kWidth, 4 * 48), first(kWidth, kRms), norm(48, kRms),
+        conv(kTaps * kMixed, 0.3f), rate(4, -0.5f), bias(4, 0.1f),
+        net{2, 4, 32, 48, kTaps, conv.data(), rate.data(), bias.data(), norm.norm},
+        conv_before(values(kMixed * kTaps)), before(4 * 32 * 48, 0.01f) {
+    for (int i = 0; i < 2; i++) convs[i].resize(kMixed * kTaps), states[i].resize(before.size());
+    spans[0] = {nullptr, nullptr, convs[0].data(), states[0].data(), 1, 70};
+    spans[1] = {conv_before.data(), before.data(), convs[1].data(), states[1].data(), 71, 2};
+  }
+  // Bits of the states after the spans.
+  std::vector<uint32_t> last() const {
+    std::vector<uint32_t> found;
+    for (auto& state : states)
+      for (float x : state) memcpy(&found.emplace_back(), &x, 4);
+    for (auto& conv : convs) found.insert(found.end(), conv.begin(), conv.end());
+    return found;
+  }
+};
+
+void deltas(const Kernels& k, Results& results) {
+  Recurrent r(k);
+  Half given = values(Recurrent::kTokens * Recurrent::kGiven), out(Recurrent::kTokens * 4 * 48);
+  k.delta(out.data(), given.data(), r.net, r.spans, 2);
+  Half by = values(int64_t(out.size()));
+  k.gate(out.data(), by.data(), int64_t(out.size()));
+  results.add(out);
+  Half last;
+  for (uint32_t x : r.last()) last.push_back(uint16_t(x)), last.push_back(uint16_t(x >> 16));
+  results.add(last);
+}
+
 Results everything(const Kernels& k) {
   noise.seed(1);
   Results results;
@@ -291,6 +334,7 @@ Results everything(const Kernels& k) {
     latents(k, results, 3, low_rank, low_rank ? kPairs : kHalves);
     latents(k, results, 49, low_rank, kComplex);
   }
+  deltas(k, results);
   routers(k, results);
   experts(k, results);
   return results;
@@ -367,12 +411,47 @@ int polled_head() {
     HeadBlocks s{};
     s.peaks = peaks.data(), s.ids = ids.data(), s.x = x.data(), s.rows = rows;
     s.blocks = blocks.data(), s.width = wide, s.end = num, s.course = &course;
-    s.grain = 2, s.watch = &word, s.stop_ns = s.tasks_left = kNever;
+    s.grain = kEachTask, s.watch = &word, s.stop_ns = s.tasks_left = kNever;
     for (; s.at < num; head(kPortable, &s)) s.seen = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
     is_over.store(true);
     bell.join();
     if (wanted.empty()) wanted = peaks;
     if (peaks != wanted) return 1;
+  }
+  return 0;
+}
+
+// A layer with states, whole and then while another thread asks it to stop: its ops go on with the
+// task after the last finished one, and their states are those of an op that was not left.
+int polled_states() {
+  const int64_t width = Recurrent::kWidth, tokens = Recurrent::kTokens;
+  Recurrent r(kPortable);
+  Half x = values(tokens * width), wanted;
+  std::vector<uint32_t> last;
+  const int64_t nums[] = {1, 1};
+  for (bool rings : {false, true, true}) {
+    std::atomic<bool> is_over{false};
+    int64_t word = 0;
+    std::thread bell([&] {
+      while (!is_over.load()) __atomic_fetch_add(&word, int64_t(rings), __ATOMIC_RELEASE);
+    });
+    Half from = x, next(x.size()), mid(x.size());
+    Layer layer{};
+    layer.deltas = &r.net, layer.first_norm = &r.first.norm, layer.scale = 1;
+    layer.into = &r.into.matrix, layer.out = &r.out.matrix;
+    LayerOp part{};
+    part.kind = kAttn, part.hi = tokens, part.states = r.spans, part.round_nums = nums;
+    part.num_rounds = 2;
+    Course course;
+    Sweep s{};
+    s.layers = &layer, s.parts = &part, s.num_parts = s.end_layer = 1, s.course = &course;
+    s.tokens = tokens, s.width = width, s.x = from.data(), s.next = next.data();
+    s.mid = mid.data(), s.grain = kEachTask, s.watch = &word, s.stop_ns = s.tasks_left = kNever;
+    for (; s.layer < 1; sweep(kPortable, &s)) s.seen = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+    is_over.store(true);
+    bell.join();
+    if (wanted.empty()) wanted = mid, last = r.last();
+    if (mid != wanted || r.last() != last) return 1;
   }
   return 0;
 }
@@ -443,7 +522,8 @@ int main() {
   set_threads(3);
   if (packing()) return printf("packing: bits differ\n"), 1;
   if (polled_head()) return printf("head: bits differ\n"), 1;
-  printf("packing, head: ok\n");
+  if (polled_states()) return printf("states: bits differ\n"), 1;
+  printf("packing, head, states: ok\n");
   set_threads(1);
   return 0;
 }

@@ -147,6 +147,7 @@ def _served() -> list[tuple[str, str]]:
             ("drivers of tiny", ", ".join(f"{name} ({num})" for name, num in counts.items())),
             ("its kernels", f"{engine.kernels['attention']}; experts: {engine.kernels['experts']}"),
             ("its parts", f"known {engine.kernels['parts']}"),
+            ("its stops", f"{engine.kernels['stops']}; a server logs those of its model"),
             ("its KV", f"{engine.config.pool_tokens:,} tokens of {free:.1f} GiB for it"),
             (
                 "its prefix cache",

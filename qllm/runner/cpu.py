@@ -15,7 +15,7 @@ from qllm.models.weights.activations import read_rows, refuse_other_activations
 from qllm.plan import Row
 from qllm.runner.backend import Asking
 from qllm.runner.compute import Compute
-from qllm.runner.cuts import cut_rule, nominal_ms
+from qllm.runner.cuts import bound_of, cut_rule
 from qllm.runner.frame import Frame
 from qllm.runner.kv import RequestKV, SlabKV
 from qllm.runner.layers.attention import Span, Step
@@ -147,8 +147,7 @@ class CpuBackend:
         """Name of the implementation of each kind of work, for benchmark results."""
         stops = "before every task of an op"
         if not self.polls_inside:
-            longest_ms = nominal_ms(self.cuts, self.costs)
-            stops = f"between ops (nominal {longest_ms:.1f} ms)"
+            stops = f"between ops ({bound_of(self.cuts, self.costs)})"
         return self.compute.names | {"stops": stops}
 
     def enter(self) -> None:

@@ -84,6 +84,14 @@ class CutCosts:
     """Time of attention between one query and one key."""
     key_ns: float
     """Time to read one key and one value."""
+    glue_ns: float
+    """Time to read a router and its shared experts."""
+    glue_row_ns: float
+    """Time of one row through them."""
+    dense_ns: float
+    """Time to read the MLP of a layer without experts."""
+    dense_row_ns: float
+    """Time of one row through it."""
 
     def keys(self, num_tokens: int, num_spans: int, left: int) -> int:
         """Return the number of keys of the next segment for `num_tokens` queries.
@@ -116,8 +124,10 @@ def _weights(module: Any) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters() if p.dim() > 1)
 
 
-def _read_ns(module: nn.Module, item: int) -> float:
+def _read_ns(module: Any, item: int) -> float:
     """Return the time to read a module's weights once, in the format in which they are stored."""
+    if module is None:
+        return 0.0
     packed = [held for m in module.modules() if (held := linear_in(m)) is not None]
     plain = _weights(module) - sum(math.prod(held.weight.shape) for held in packed)
     codes = sum(held.num_bytes for held in packed)
@@ -222,6 +232,7 @@ def cut_rule(
     attn = _Attn(*map(max, zip(*all_ns, strict=True)))
     free = max(segment - attn.read, segment / 4)
     room = _room_of(parts, config, width)
+    dense = [layer.mlp for layer in parts.layers if not layer.is_moe]
     costs = CutCosts(
         range_rows=room.rows(room.expert),
         read_ns=attn.read,
@@ -235,6 +246,10 @@ def cut_rule(
         head_ns=_read_ns(parts.lm_head, item),
         head_row_ns=2 * head / flops,
         segment_ns=segment,
+        glue_ns=max(_read_ns(x.shared, item) + _read_ns(x.router, item) for x in parts.layers),
+        glue_row_ns=2 * max(_weights(x.shared) + _weights(x.router) for x in parts.layers) / flops,
+        dense_ns=max((_read_ns(mlp, item) for mlp in dense), default=0.0),
+        dense_row_ns=2 * max(map(_weights, dense), default=0) / flops,
     )
     if max_segment_ms == float("inf"):
         return NO_CUTS, costs
@@ -244,35 +259,47 @@ def cut_rule(
         return rule, replace(costs, range_ns=math.inf)
     if parts.around is not None:
         return _around_cuts(parts, costs), costs
-    shared = max(_weights(layer.shared) + _weights(layer.router) for layer in parts.layers)
-    route = 2 * shared / flops + GLUE_NS_PER_VALUE * width * 2
+    route = costs.glue_row_ns + GLUE_NS_PER_VALUE * width * 2
     combine = COMBINE_NS_PER_VALUE * width * (parts.shape.experts_per_token + 2)
-    dense = max((_weights(x.mlp) for x in parts.layers if not x.is_moe), default=0)
     least = _rows_as_long(attn.read, attn.project)
     keeps = _power_of_two(free / attn.project, 1, KEY_QUERIES) if stops_between_keys else 1
     rule = CutRule(
         max_cost=max(float(least), free / attn.project),
         attn_cost_per_kv=attn.query_key / attn.project,
         min_block=min(max(least, keeps), MOST_AROUND),
-        glue_block=_power_of_two(segment / max(route, combine)),
-        dense_block=_power_of_two(segment / max(2 * dense / flops, 1.0)),
+        glue_block=_block(costs.glue_ns, costs.glue_row_ns, segment / max(route, combine)),
+        dense_block=_block(
+            costs.dense_ns, costs.dense_row_ns, segment / max(costs.dense_row_ns, 1.0)
+        ),
         expert_block=_expert_block(costs),
     )
     return rule, costs
 
 
-def nominal_ms(rule: CutRule, costs: CutCosts) -> float:
-    """Return the milliseconds of the longest attention or expert that a rule does not cut."""
+def bound_of(rule: CutRule, costs: CutCosts) -> str:
+    """Return, as text, the nominal time of the longest op if a rule cuts the ops by rows."""
+    if rule.glue_block == NO_CUTS.glue_block:
+        return "some as long as a step"
     attn = costs.read_ns + rule.max_cost * costs.project_ns
     expert = costs.unit_ns + rule.expert_block * costs.row_ns
-    return max(attn, expert) / NS_PER_MS
+    glue = costs.glue_ns + rule.glue_block * costs.glue_row_ns
+    dense = costs.dense_ns + rule.dense_block * costs.dense_row_ns
+    return f"nominal {max(attn, expert, glue, dense) / NS_PER_MS:.1f} ms"
+
+
+def _block(read_ns: float, row_ns: float, most: float) -> int:
+    """Return the most rows of an op, a power of two.
+
+    The rows take at least as long to multiply as the weights take to read.
+    """
+    least = _rows_as_long(read_ns, max(row_ns, 1.0))
+    return _power_of_two(most, low=min(max(16, least), 1024))
 
 
 def _expert_block(costs: CutCosts) -> int:
     unit = costs.segment_ns - costs.range_ns  # a range ends with the unit that exceeds `range_ns`
     free = max(unit - costs.unit_ns, costs.segment_ns / 4)
-    row_ns = max(costs.row_ns, 1.0)
-    return max(_power_of_two(free / row_ns), min(_rows_as_long(costs.unit_ns, row_ns), 1024))
+    return _block(costs.unit_ns, costs.row_ns, free / max(costs.row_ns, 1.0))
 
 
 class _Room(NamedTuple):

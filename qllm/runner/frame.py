@@ -22,6 +22,7 @@ from qllm.plan import Row
 from qllm.runner.heads import HeadState
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers.attention import Span, Step
+from qllm.runner.layers.deltas import Carried
 from qllm.runner.layers.drivers import Rope, Routed
 from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
@@ -202,6 +203,8 @@ class Frame:
         self.course: Course | None = None
         """Place inside an op where the frame is parked. Without a course the op restarts, with the
         same bits."""
+        self.carried: Carried | None = None
+        """States of the op inside which the frame is parked. They are stored when the op ends."""
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
         self.unread: Unread | None = None
@@ -258,11 +261,11 @@ class Frame:
 
         Callable from any thread: for a running frame the result may be outdated.
         """
-        layer, head, inside = self.layer, self.head, self.course
+        layer, head = self.layer, self.head
         held, space = [self.x_TD, self.master_TD], layer.space
         held += layer.tensors() if space is None else []
         held += [] if head is None else head.tensors()
-        kept = sum(x.num_bytes for x in (space, inside) if x is not None)
+        kept = sum(x.num_bytes for x in (space, self.course, self.carried) if x is not None)
         return kept + sum({x.data_ptr(): x.nbytes for x in held if x is not None}.values())
 
     def flush(self) -> None:
@@ -417,7 +420,7 @@ class Frame:
         """Drop the spans of ATTN ops because rows died. An op that has started restarts."""
         self._steps.clear()
         self.ahead.clear()
-        self.course = None
+        self.course = self.carried = None
 
     def step_of(self, group: int, lo: int, hi: int, new_step: NewStep) -> Step:
         """Return the inputs of the ATTN op over tokens [lo, hi) of a group."""

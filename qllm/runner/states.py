@@ -94,8 +94,8 @@ class States:
     ) -> tuple[Any | None, Any]:
         """Return the state before a token, and a state to overwrite with the next state, for `put`.
 
-        If nothing else needs the first state, both are the same object. Otherwise the second is an
-        unneeded state, if there is one. The first is None for a request without tokens.
+        The first state stays as it is until `put`, so that an op that reads it can restart. It is
+        None for a request without tokens. The second is an unneeded state, if there is one.
 
         Raises:
             InvariantError: The layer was not run up to the position, or has dropped its state.
@@ -105,13 +105,10 @@ class States:
         held = self._held.get(layer, {})
         if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
-        if not self._is_fixed(position, committed):
-            state = held.pop(position)
-            return state, state
         for p in [p for p in held if p in self._lent and p not in (committed, position)]:
             if p not in self.marks:
                 del held[p]  # deleted before another is made, so that a request has two
-        spare = next((p for p in held if not self._is_fixed(p, committed)), None)
+        spare = next((p for p in held if p != position and not self._is_fixed(p, committed)), None)
         return held[position], new_state() if spare is None else held.pop(spare)
 
     def last(self, layer: int, new_state: NewState) -> Any:

@@ -1,6 +1,7 @@
 """Consecutive ops of a program in one native call, for layers whose every op has a kernel.
 
 A call runs until the number of ops per layer changes, an op has no kernel, or a stop may be due.
+It also ends before the next op that carries states: Python finds and stores the states of each op.
 The call leaves the frame in the same state as `qllm.runner.runner`, which runs the ops one by one.
 A call may stop inside an op, after any task (kernels/cpu/course.py). The loop is
 kernels/cpu/sweep.cpp.
@@ -17,11 +18,12 @@ from torch import Tensor
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import course
-from qllm.kernels.cpu.attention import Latents
+from qllm.kernels.cpu.norms import Norm
 from qllm.runner.buffers import LayerBuffers, Storage
 from qllm.runner.cuts import CutCosts
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
+from qllm.runner.layers.deltas import Carried
 from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.native import NativeDriver, NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
@@ -35,6 +37,10 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("attention", c_void_p),
         ("latents", c_void_p),
+        ("deltas", c_void_p),
+        ("first_norm", c_void_p),
+        ("into", c_void_p),
+        ("gate", c_void_p),
         ("out", c_void_p),
         ("router", c_void_p),
         ("experts", c_void_p),
@@ -57,6 +63,9 @@ class _LayerOp(ctypes.Structure):
         ("whole", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("states", c_void_p),
+        ("round_nums", c_void_p),
+        ("num_rounds", c_int64),
     )
 
 
@@ -151,6 +160,12 @@ class LayerOps(NamedTuple):
     steps: list[Step]
     """Inputs of the ATTN ops, which come first."""
 
+    def carry(self, part: int, carried: Carried) -> None:
+        """Let an op read and write these states."""
+        states, struct = carried.spans, self.structs[part]
+        struct.states, struct.round_nums = states.address, states.nums_address
+        struct.num_rounds = states.num_rounds
+
 
 class Sweep:
     """The layers of one model that run in native calls.
@@ -173,6 +188,8 @@ class Sweep:
             fits = layer is not None and layer.fits(found)
             self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
+        self._slab = next((layer.slab for layer in found if layer.slab is not None), None)
+        """Slab of all layers that attend."""
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
         """Largest number of experts of any layer. One call uses the same buffers for several
         layers."""
@@ -187,15 +204,17 @@ class Sweep:
         for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
             if layer is None:
                 continue
-            kind = "latents" if isinstance(layer.attention, Latents) else "attention"
             experts = bank if isinstance(bank, NativeBank) else None
             self._structs[i] = _Layer(
-                **{kind: layer.attention.address},
+                **{layer.mixes: layer.mixer.address},
+                first_norm=_address(layer.first_norm),
+                into=None if layer.into is None else layer.into.address,
+                gate=None if layer.gate is None else layer.gate.address,
                 out=layer.out.address,
                 router=None if layer.router is None else layer.router.address,
                 experts=None if experts is None else experts.address,
                 mlp=None if layer.mlp is None else layer.mlp.address,
-                norm=None if layer.norm is None else ctypes.addressof(layer.norm.struct),
+                norm=_address(layer.norm),
                 index=layer.number,
                 window=layer.window or 0,
                 expert_bytes=0 if experts is None else experts.unit_bytes,
@@ -255,6 +274,7 @@ class Sweep:
         units_done = at.pos if kind is OpKind.EXPERTS else 0
         _check_units(work, ahead.ops[part], units_done)
         space = self._space(frame, layer, x, sizes.unit_rows, part > 0)
+        carried = self._carried(frame, layer, ahead, part)
         inside = frame.course or course.take()
         s = _Sweep(
             **space.places,
@@ -271,7 +291,7 @@ class Sweep:
             row_ns=sizes.costs.row_ns,
             key_values=KEY_VALUES,
             course=inside.address,
-            single=sizes.single,
+            single=sizes.single or (carried is not None and part + 1 < len(ahead.steps)),
             layer=layer,
             part=part,
             pos=units_done,
@@ -283,6 +303,10 @@ class Sweep:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
         tasks_done = inside.done
         frame.course = course.keep(inside)
+        if carried is not None and (s.num_layers or s.part > part):
+            carried.put()
+            carried = None
+        frame.carried = carried
         self._leave(frame, s, space, x, ahead)
         pos = s.pos if ahead.ops[s.part].kind is OpKind.EXPERTS else tasks_done
         index = Index(first + (s.layer - stretch.start) * num + s.part, pos)
@@ -301,7 +325,20 @@ class Sweep:
 
     def _end(self, start: int, end: int) -> int:
         """Return the first layer of [start, end] that a call from `start` cannot include."""
-        return next((i for i in range(start, end) if self._layers[i] is None), end)
+        return next((i for i in range(start + 1, end) if self._ends_before(i)), end)
+
+    def _ends_before(self, layer: int) -> bool:
+        native = self._layers[layer]
+        return native is None or native.deltas is not None
+
+    def _carried(self, frame: Frame, layer: int, ahead: LayerOps, part: int) -> Carried | None:
+        """Return the states of the first op; None if the op carries none."""
+        native = self._layers[layer]
+        if native is None or native.deltas is None or part >= len(ahead.steps):
+            return None
+        carried = frame.carried or native.deltas.begin(ahead.steps[part].spans)
+        ahead.carry(part, carried)
+        return carried
 
     def _look_ahead(
         self,
@@ -316,7 +353,7 @@ class Sweep:
         key = stretch.group, native.router is None
         found: LayerOps | None = frame.ahead.get(key)
         if found is None:
-            found = _ahead(frame, stretch.in_layer(layer), native, x_TD, new_step)
+            found = _ahead(frame, stretch.in_layer(layer), self._slab, x_TD, new_step)
             frame.ahead[key] = found
         return found
 
@@ -391,7 +428,7 @@ def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
 def _ahead(
     frame: Frame,
     ops: tuple[Op, ...],
-    layer: NativeLayer,
+    slab: tuple[int, int, int] | None,
     x_TD: Tensor,
     new_step: NewStep,
 ) -> LayerOps:
@@ -401,13 +438,19 @@ def _ahead(
         if kind is not OpKind.ATTN:
             continue
         step = frame.step_of(group, lo, hi, new_step)
+        steps.append(step)
         part = structs[i]
-        part.spans = step.addresses(layer.slab, x_TD).address
         part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
+        if slab is None:
+            continue
+        part.spans = step.addresses(slab, x_TD).address
         tables = frame.rope.addresses(group, lo, hi, frame.tokens(group))
         part.cos, part.sin = tables[0], tables[-1]
-        steps.append(step)
     return LayerOps(ops, structs, steps)
+
+
+def _address(norm: Norm | None) -> int | None:
+    return None if norm is None else ctypes.addressof(norm.struct)
 
 
 def _check_units(work: Work | None, op: Op, pos: int) -> None:

@@ -422,6 +422,7 @@ def test_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"memory [\d.]+ GiB of [\d.]+ are free", said)
     assert re.search(r"its KV 65,536 tokens of [\d.]+ GiB for it", said)
     assert "its prefix cache 16,384 tokens" in said
+    assert "its stops before every task of an op" in said
     assert "none; --set min_be_share=0.05" in " ".join(done.stdout.split())
     monkeypatch.setattr(cpu, "MISSING", "nobody built them")
     assert "nobody built them" in runner.invoke(app, ["doctor"]).stdout

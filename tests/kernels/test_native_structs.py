@@ -33,7 +33,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Sweep": sweep._Sweep,
     "HeadBlocks": linears.HeadBlocks,
 }
-INTEGERS = {"Span": 6, "Unit": 3}
+INTEGERS = {"Span": 6, "Unit": 3, "DeltaSpan": deltas.SPAN_BYTES // 8}
 """Structs that are arrays of so many 64-bit integers in Python."""
 KINDS = {
     ctypes.c_int64: "std::is_integral_v<{}> || std::is_enum_v<{}>",
@@ -86,6 +86,14 @@ def test_the_structs_are_those_of_the_kernels(tmp_path: Path) -> None:
     lines += [f"sizeof({name}) == {8 * num}" for name, num in INTEGERS.items()]
     assert len(lines) > 300
     assert compiled(lines, tmp_path) == ""
+
+
+def test_the_driver_of_the_sanitizers_is_of_these_structs() -> None:
+    """It fills them by position, and runs by hand alone."""
+    source = Path(__file__).parents[2] / "scripts" / "sanitize_kernels.cpp"
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-w", f"-I{FOLDER}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
 
 
 def swapped(struct: type[ctypes.Structure]) -> list[tuple[str, type]]:

@@ -232,10 +232,10 @@ def held(runner: TorchRunner, program: Program, at: Index) -> dict[str, Tensor]:
 
 
 def kv_of(runner: TorchRunner, request: int, layers: int) -> dict[str, Tensor]:
-    """What is written of the KV of the first layers."""
-    names = [f"{x}.{i}" for i in range(layers) for x in "kv"]
+    """What is written of the KV of the first layers, and their states."""
     tensors = runner.export_request(request)[0]
-    return {name: tensors[name] for name in names if name in tensors}
+    kinds = [f"{kind}.{i}." for i in range(layers) for kind in ("k", "v", "state")]
+    return {name: t for name, t in tensors.items() if f"{name}.".startswith(tuple(kinds))}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

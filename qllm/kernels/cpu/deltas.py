@@ -2,7 +2,7 @@
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ from qllm.kernels.cpu.norms import Norm, NormStruct
 
 HEAD_MULTIPLE = 16
 """Divisor of the widths of heads."""
+SPAN_BYTES = 48
+"""Bytes of a `DeltaSpan` in kernels.h."""
 
 
 class DeltaStruct(ctypes.Structure):
@@ -47,9 +49,34 @@ class DeltaSpan(NamedTuple):
     before: DeltaState | None
     """State before the tokens; None is all zeros."""
     after: DeltaState
-    """Destination of the state after the tokens. It may be the same object as `before`."""
+    """Destination of the state after the tokens. It is never the same object as `before`."""
     at: int
     num: int
+
+
+class DeltaSpans:
+    """Spans in the layout of the kernels: 6 integers each (`DeltaSpan` in kernels/cpu/kernels.h).
+
+    Args:
+        rounds: Groups of spans that run together, one group after the other.
+    """
+
+    def __init__(self, rounds: Sequence[Sequence[DeltaSpan]]) -> None:
+        self._rounds, self._values = rounds, array("q")  # the rounds keep the states
+        self._nums = array("q", map(len, rounds))
+        for before, after, at, num in (span for spans in rounds for span in spans):
+            read = (0, 0) if before is None else _addresses(before)
+            self._values.extend((*read, *_addresses(after), at, num))
+        self.address = self._values.buffer_info()[0]
+        self.nums_address, self.num_rounds = self._nums.buffer_info()
+        """Address and length of the numbers of spans per round."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and the number of spans of each round."""
+        address = self.address
+        for num in self._nums:
+            yield address, num
+            address += num * SPAN_BYTES
 
 
 class DeltaNet:
@@ -79,7 +106,7 @@ class DeltaNet:
         k_heads: int,
         key: int,
     ) -> None:
-        self._into, self._out, self._norm = into, out, norm
+        self.into, self.out, self._norm = into, out, norm
         given = (conv_CK.detach().t(), rate_V.detach(), step_bias_V.detach())
         self._keep = [x.float().contiguous().clone() for x in given]
         self._channels, self._taps = conv_CK.shape
@@ -88,35 +115,27 @@ class DeltaNet:
         self._struct = DeltaStruct(
             k_heads, rate_V.numel(), key, norm.width, self._taps, *addresses, norm.struct
         )
+        self.address = ctypes.addressof(self._struct)
 
     def new_state(self) -> DeltaState:
         """Return an uninitialised state, to be written."""
         conv = torch.empty((self._channels, self._taps), dtype=torch.bfloat16)
         return DeltaState(conv, torch.empty(self._heads, dtype=torch.float32))
 
-    def __call__(
-        self, x_TD: Tensor, rounds: Iterable[Sequence[DeltaSpan]], num_covered: int
-    ) -> Tensor:
+    def __call__(self, x_TD: Tensor, spans: DeltaSpans, num_covered: int) -> Tensor:
         """Return the output [T, D] of bf16 tokens [T, D], with zeros for tokens outside of spans.
 
         Args:
             x_TD: Tokens.
-            rounds: Groups of spans that run together. The next group is requested after the states
-                of the group before are written.
+            spans: States of the tokens.
             num_covered: Number of tokens in all spans.
         """
-        mixed = self._into.linear(x_TD)
+        mixed = self.into.linear(x_TD)
         make = torch.empty if num_covered == len(x_TD) else torch.zeros
-        out = make((len(x_TD), self._out.num_in), dtype=torch.bfloat16)
-        layer = ctypes.addressof(self._struct)
-        for spans in rounds:
-            values = array("q")
-            for before, after, at, num in spans:
-                read = (0, 0) if before is None else _addresses(before)
-                values.extend((*read, *_addresses(after), at, num))
-            address = values.buffer_info()[0]
-            native.delta(out.data_ptr(), mixed.data_ptr(), layer, address, len(spans))
-        return self._out.linear(dense(out))
+        out = make((len(x_TD), self.out.num_in), dtype=torch.bfloat16)
+        for address, num in spans:
+            native.delta(out.data_ptr(), mixed.data_ptr(), self.address, address, num)
+        return self.out.linear(dense(out))
 
 
 def _addresses(state: DeltaState) -> tuple[int, int]:

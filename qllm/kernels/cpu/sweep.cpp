@@ -35,6 +35,37 @@ void attend_keys(const Kernels& k, uint16_t* out, const uint16_t* q, const Heads
     attend({sums, softmax, at, at + step, at == 0, at + step >= most});
 }
 
+// Tokens that are in no span get zeros.
+void clear(uint16_t* out, int64_t rows, int64_t width) {
+  parallel(rows, [&](int64_t r) { memset(out + r * width, 0, width * sizeof *out); });
+}
+
+// States that are read are not written, so that an op that is left may begin again.
+void carry(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  static const Kept<uint16_t> normed_, given_, out_;
+  int64_t rows = part.hi - part.lo, width = layer.out->k;
+  uint16_t *normed = normed_.of(rows * s.width), *given = given_.of(rows * layer.into->n);
+  uint16_t *out = out_.of(rows * width), *mid = s.mid + part.lo * s.width;
+  const uint16_t* x = s.x + part.lo * s.width;
+  k.norm(normed, x, *layer.first_norm, rows, s.width);
+  k.linear(given, normed, *layer.into, rows);
+  if (!part.whole) clear(out, rows, width);
+  const DeltaSpan* states = part.states;
+  for (int64_t i = 0; i < part.num_rounds; states += part.round_nums[i++])
+    k.delta(out, given, *layer.deltas, states, part.round_nums[i]);
+  k.linear(mid, out, *layer.out, rows);
+  k.add(mid, x, mid, layer.scale, rows * s.width);
+}
+
+void gate(const Kernels& k, uint16_t* out, const uint16_t* x, const Sweep& s, const Layer& layer,
+          int64_t rows) {
+  static const Kept<uint16_t> normed_, by_;
+  uint16_t *normed = normed_.of(rows * s.width), *by = by_.of(rows * layer.gate->n);
+  k.norm(normed, x, *layer.first_norm, rows, s.width);
+  k.linear(by, normed, *layer.gate, rows);
+  k.gate(out, by, rows * layer.gate->n);
+}
+
 void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
   static const Kept<uint16_t> q_, seen_, out_;
   const Heads& heads = layer.latents ? layer.latents->heads : layer.attention->heads;
@@ -48,9 +79,9 @@ void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp&
   else
     k.attend_in(q, x, part.cos, part.sin, rows, *layer.attention, layer.index, part.spans,
                 part.num_spans);
-  if (!part.whole)
-    parallel(rows, [&](int64_t r) { memset(out + r * (size / rows), 0, size / rows * sizeof *out); });
+  if (!part.whole) clear(out, rows, size / rows);
   attend_keys(k, out, q, heads, s, layer, part);
+  if (layer.gate) gate(k, out, x, s, layer, rows);
   if (layer.latents) {
     const uint16_t* seen = out;
     k.latents_out(out = out_.of(rows * layer.out->k), seen, *layer.latents, rows);
@@ -158,7 +189,7 @@ void run(const Kernels& kernels, Sweep& s) {
     int64_t stop = 0;
     s.course->begin(polls);
     switch (part.kind) {
-      case kAttn: attend(kernels, s, layer, part); break;
+      case kAttn: (layer.deltas ? carry : attend)(kernels, s, layer, part); break;
       case kRoute: route(kernels, s, layer, part); break;
       case kExperts:
         if (!s.pos && !start_experts(s, layer)) {

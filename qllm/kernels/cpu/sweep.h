@@ -12,8 +12,12 @@ enum Kind : int64_t { kAttn = 1, kRoute = 2, kExperts = 3, kCombine = 4 };
 
 // A layer with kernels for every part.
 struct Layer {
-  const Attention* attention;  // null for a layer with latents
+  const Attention* attention;  // one of these three is not null
   const Latents* latents;
+  const DeltaNet* deltas;
+  const Norm* first_norm;  // before `into` and `gate`
+  const Matrix* into;      // the projection to the inputs of `deltas`
+  const Matrix* gate;      // of what `attention` returns; or null
   const Matrix* out;
   const Router* router;  // null in a dense layer, as its experts
   const Experts* experts;
@@ -23,12 +27,16 @@ struct Layer {
   float scale;  // factor of the terms that are added to the residual stream
 };
 
-// One op of every layer, over tokens [lo, hi); for an ATTN op, also its spans.
+// One op of every layer, over tokens [lo, hi); for an ATTN op, also its spans. States belong to one
+// layer: the next one with states begins with a new call. So does the next op that has some.
 struct LayerOp {
   int64_t kind, lo, hi;
   const Span* spans;
   int64_t num_spans, whole;  // whole: every token is in a span
   const uint16_t *cos, *sin;
+  const DeltaSpan* states;  // by rounds, each of `round_nums` spans that run together
+  const int64_t* round_nums;
+  int64_t num_rounds;
 };
 
 struct Sweep {

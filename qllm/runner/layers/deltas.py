@@ -2,11 +2,14 @@
 
 One call runs all requests of a step. The states are in the tensors of `RecurrentMixer`. A token's
 bits depend neither on the cuts of its prompt nor on the other rows.
+
+    begin   return the states that an op reads, and those that it writes: `Carried`
+    put     store the written states when the op is done; an op without `put` restarts
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from torch import Tensor
 from qllm.errors import InvariantError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
-from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaState
+from qllm.kernels.cpu.deltas import HEAD_MULTIPLE, DeltaNet, DeltaSpan, DeltaSpans, DeltaState
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import matrix_of
 from qllm.kernels.quantised import Quantised
@@ -23,8 +26,8 @@ from qllm.models.discover import LayerParts
 from qllm.models.heard import is_heard
 from qllm.models.parts.known import delta_linears, delta_net
 from qllm.models.weights.quantised_linears import is_read, weight_of
-from qllm.runner.layers.attention import Span
-from qllm.runner.states import NewState
+from qllm.runner.layers.attention import Span, Step
+from qllm.runner.states import NewState, tensors_of
 
 
 def is_delta_net(parts: LayerParts) -> bool:
@@ -70,7 +73,7 @@ class DeltaMixer:
         self.name, self.cache_name = type(module).__name__, cache_argument(module)
         self.covered = (*delta_linears(module), module.conv1d)
         """Modules of the model that are never called."""
-        self._kernel = DeltaNet(
+        self.kernel = DeltaNet(
             matrix_of(_rows_of(module), arena=arena),
             matrix_of([weight_of(module.out_proj)], arena=arena),
             module.conv1d.weight[:, 0],
@@ -93,30 +96,31 @@ class DeltaMixer:
             given: Other keyword arguments.
         """
         x_1TD = args[0] if args else given["hidden_states"]
-        rows = _of_requests(given[self.cache_name].spans)
-        out_TD = self._kernel(x_1TD[0], self._rounds(rows), sum(hi - lo for _, _, lo, hi in rows))
-        for span in rows:
-            span.kv.reach(span.hi)
+        step: Step = given[self.cache_name]
+        carried = self.begin(step.spans)
+        out_TD = self.kernel(x_1TD[0], carried.spans, step.num_attended)
+        carried.put()
+        step.reach()
         return out_TD.unsqueeze(0)
 
-    def _rounds(self, rows: Sequence[Span]) -> Iterator[list[DeltaSpan]]:
-        """Yield spans that run at once. Spans of one request run one after the other."""
-        for some in zip_longest(*map(_pieces, rows)):
-            pieces = [piece for piece in some if piece is not None]
-            taken = [
-                piece.kv.states.advance(self.index, piece.lo, piece.kv.committed, self._state)
-                for piece in pieces
-            ]
-            yield [
-                DeltaSpan(None if before is None else _inside(before), _inside(after), at, hi - lo)
-                for (before, after), (_, at, lo, hi) in zip(taken, pieces, strict=True)
-            ]
-            for (_, after), piece in zip(taken, pieces, strict=True):
-                piece.kv.states.put(self.index, piece.hi, after, piece.kv.committed)
+    def begin(self, spans: Sequence[Span]) -> "Carried":
+        """Return the states of an op over spans. The op writes none of the states that it reads."""
+        return Carried(self.index, [self._pieces(row) for row in _of_requests(spans)])
+
+    def _pieces(self, span: Span) -> list["Piece"]:
+        """Return a span in pieces that end where the span leaves a state."""
+        kv, at, first, last = span
+        states, found = kv.states, []
+        before, after = states.advance(self.index, first, kv.committed, self._state)
+        for lo, hi in pairwise(states.stops(first, last)):
+            if found:
+                before, after = after, self._state()
+            found.append(Piece(kv, before, after, at + lo - first, lo, hi))
+        return found
 
     def _state(self) -> Any:
         """Return a state of transformers with tensors that the kernel writes."""
-        state, tensors = self._new_state(), self._kernel.new_state()
+        state, tensors = self._new_state(), self.kernel.new_state()
         state.lazy_initialization(
             conv_states=tensors.conv.unsqueeze(0), recurrent_states=tensors.heads.unsqueeze(0)
         )
@@ -124,14 +128,50 @@ class DeltaMixer:
         return state
 
 
+class Piece(NamedTuple):
+    """Tokens [lo, hi) of one request, at [at, at + hi - lo) of the op, and their states."""
+
+    kv: Any
+    before: Any | None
+    after: Any
+    at: int
+    lo: int
+    hi: int
+
+    @property
+    def span(self) -> DeltaSpan:
+        """The piece in the layout that the kernel reads."""
+        before = None if self.before is None else _inside(self.before)
+        return DeltaSpan(before, _inside(self.after), self.at, self.hi - self.lo)
+
+
+class Carried:
+    """The states that one op of a layer reads and writes. A frame parked inside the op keeps them.
+
+    Args:
+        layer: Index of the layer.
+        rows: Pieces of each request, in order.
+    """
+
+    def __init__(self, layer: int, rows: Sequence[Sequence[Piece]]) -> None:
+        self._layer, self._pieces = layer, [piece for row in rows for piece in row]
+        rounds = [[p.span for p in some if p is not None] for some in zip_longest(*rows)]
+        self.spans = DeltaSpans(rounds)
+        """Spans that run at once. The pieces of one request run one after the other."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states that are not stored yet. Callable from any thread."""
+        return sum(t.nbytes for p in self._pieces for t in tensors_of(p.after).values())
+
+    def put(self) -> None:
+        """Store the states that the op wrote."""
+        for kv, _, after, _, _, hi in self._pieces:
+            kv.states.put(self._layer, hi, after, kv.committed)
+
+
 def _inside(state: Any) -> DeltaState:
     return DeltaState(state.conv_states[0][0], state.recurrent_states[0][0])
-
-
-def _pieces(span: Span) -> list[Span]:
-    """Return a span in pieces that end where the span leaves a state."""
-    kv, at, first, last = span
-    return [Span(kv, at + lo - first, lo, hi) for lo, hi in pairwise(kv.states.stops(first, last))]
 
 
 def _of_requests(spans: Sequence[Span]) -> list[Span]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
+from qllm.kernels.cpu.deltas import DeltaNet
 from qllm.kernels.cpu.experts import Mlp
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import matrix_of
@@ -98,7 +99,13 @@ def _half(x: Tensor, heads: int, half: int) -> Tensor:
 class NativeLayer(NamedTuple):
     """A layer whose submodules, except perhaps the experts, have kernels (kernels/cpu/sweep.h)."""
 
-    attention: Attention | Latents
+    mixer: Attention | Latents | DeltaNet
+    deltas: DeltaMixer | None
+    """Owner of the states of `mixer`; None if it attends."""
+    first_norm: Norm | None
+    """Norm before `deltas`, or before `gate`."""
+    gate: cpu.Matrix | None
+    """Weight that makes the gate of the attention's output."""
     out: cpu.Matrix
     router: Router | None
     """Router; None in a dense layer."""
@@ -111,8 +118,22 @@ class NativeLayer(NamedTuple):
     window: int | None
     scale: float
     """Factor of the outputs that are added to the residual stream."""
-    slab: tuple[int, int, int]
-    """KV heads and widths of the slabs: see `Attention`."""
+
+    @property
+    def slab(self) -> tuple[int, int, int] | None:
+        """KV heads and widths of the slabs: see `Attention`; None if the layer does not attend."""
+        return None if isinstance(self.mixer, DeltaNet) else self.mixer.slab
+
+    @property
+    def mixes(self) -> str:
+        """Name of the mixer's field in `Layer` of sweep.h."""
+        kinds = {Attention: "attention", Latents: "latents", DeltaNet: "deltas"}
+        return kinds[type(self.mixer)]
+
+    @property
+    def into(self) -> cpu.Matrix | None:
+        """Projection to the inputs of `mixer`; None if the mixer includes the projection."""
+        return self.mixer.into if isinstance(self.mixer, DeltaNet) else None
 
     @property
     def top_k(self) -> int:
@@ -127,7 +148,7 @@ class NativeLayer(NamedTuple):
     def fits(self, others: "Iterable[NativeLayer]") -> bool:
         """Return True if this layer can run in one call with the other layers."""
         return all(
-            self.slab == x.slab
+            (None in (self.slab, x.slab) or self.slab == x.slab)
             and (
                 None in (self.router, x.router)
                 or (self.weights, self.mlp is None) == (x.weights, x.mlp is None)
@@ -154,6 +175,7 @@ class NativeDriver(FastDriver):
         attn: Any = parts.self_attn
         if mixer is not None:
             self.covered += mixer.covered
+            self._out, self._index = mixer.kernel.out, mixer.index
         elif self._knows_attention(attn):
             self._make_attention(attn)
         elif self._knows_latents(attn):
@@ -343,20 +365,22 @@ class NativeDriver(FastDriver):
     @property
     def whole(self) -> NativeLayer | None:
         """Data of this layer for one call over several layers; None if a module has no kernel."""
-        attention, router, mlp = self._attention, self._router_kernel, self._mlp_kernel
-        parts = self._parts
-        if attention is None or self._gate is not None or not self.is_complete:
+        deltas = self.mixer
+        mixer = self._attention if deltas is None else deltas.kernel
+        if mixer is None or not self.is_complete:
             return None
         return NativeLayer(
-            attention,
+            mixer,
+            deltas,
+            self._first_norm,
+            self._gate,
             self._out,
-            router,
-            mlp,
+            self._router_kernel,
+            self._mlp_kernel,
             self._mlp_norm,
             self._index,
-            parts.window,
+            self._parts.window,
             1.0 if self._scale is None else self._scale,
-            attention.slab,
         )
 
     # -- execution

@@ -41,7 +41,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"{f'off, because {no_prefix}' if no_prefix else kept}",
         f"memory   {memory_line(engine, stats)}",
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
-        f"{settings.max_segment_ms:g} ms",
+        f"{settings.max_segment_ms:g} ms; it stops {kernels.get('stops', 'between stages')}",
         f"classes  {classes}; LS: {targets}, {taken}",
         *(
             [f"tools    calls and reasoning: {told(engine.tokenizer, config.tool_calls)}"]

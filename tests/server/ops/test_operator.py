@@ -267,6 +267,7 @@ def test_the_start_says_what_serves_and_with_what(engine: QLLMEngine) -> None:
         said = "\n".join(banner(other, config, 1.25))
     assert "prefix cache: off, because not every layer runs on our kernels" in said
     assert "cached KV" not in said
+    assert "longest segment 5 ms; it stops between ops (nominal " in said
     assert engine.stats()["weight_bytes"] > 1_000_000
 
 
@@ -280,7 +281,8 @@ def test_an_engine_without_http_says_at_its_start_what_others_say(
     assert lines == others
     assert tools.startswith("tools ")  # front ends read the calls of answers
     assert shown_bytes(engine.stats()["weight_bytes"]) in lines[0]
-    assert "policy   qllm2, preempts at: expert, longest segment 5 ms" in lines
+    policy = "policy   qllm2, preempts at: expert, longest segment 5 ms"
+    assert f"{policy}; it stops before every task of an op" in lines
     assert classes.endswith("from front ends at 127.0.0.1:7001")
     assert "--state-dir" not in classes  # it has no batches, whatever it is given
 
