@@ -163,7 +163,7 @@ class LayerOps(NamedTuple):
     def carry(self, part: int, carried: Carried) -> None:
         """Let an op read and write these states."""
         states, struct = carried.spans, self.structs[part]
-        struct.states, struct.round_nums = states.address, states.nums_address
+        struct.states, struct.round_nums = states.address, states.round_nums
         struct.num_rounds = states.num_rounds
 
 

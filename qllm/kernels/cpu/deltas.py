@@ -57,18 +57,19 @@ class DeltaSpan(NamedTuple):
 class DeltaSpans:
     """Spans in the layout of the kernels: 6 integers each (`DeltaSpan` in kernels/cpu/kernels.h).
 
+    The caller keeps the states of the spans alive.
+
     Args:
         rounds: Groups of spans that run together, one group after the other.
     """
 
     def __init__(self, rounds: Sequence[Sequence[DeltaSpan]]) -> None:
-        self._rounds, self._values = rounds, array("q")  # the rounds keep the states
-        self._nums = array("q", map(len, rounds))
+        self._nums, self._values = array("q", map(len, rounds)), array("q")
         for before, after, at, num in (span for spans in rounds for span in spans):
             read = (0, 0) if before is None else _addresses(before)
             self._values.extend((*read, *_addresses(after), at, num))
         self.address = self._values.buffer_info()[0]
-        self.nums_address, self.num_rounds = self._nums.buffer_info()
+        self.round_nums, self.num_rounds = self._nums.buffer_info()
         """Address and length of the numbers of spans per round."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
