@@ -110,7 +110,7 @@ class DeltaMixer:
     def _pieces(self, span: Span) -> list["Piece"]:
         """Return a span in pieces that end where the span leaves a state."""
         kv, at, first, last = span
-        states, found = kv.states, []
+        states, found = kv.states, list[Piece]()
         before, after = states.advance(self.index, first, kv.committed, self._state)
         for lo, hi in pairwise(states.stops(first, last)):
             if found:
