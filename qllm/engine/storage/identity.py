@@ -14,19 +14,27 @@ from qllm.engine.storage.file import Layout
 from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 from qllm.models.weights.quantised_weights import checksum
+from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.native import NativeDriver
 from qllm.runner.runner import TorchRunner
 
 
 def layout_of(runner: TorchRunner, page_size: int) -> Layout:
-    """Return the layout of a page. Our kernels must run every layer."""
-    driver = runner.backend.drivers[0]
-    assert isinstance(driver, NativeDriver)
-    assert driver.whole is not None
-    heads, key, value = driver.whole.slab
-    layers = len(runner.backend.drivers)
+    """Return the layout of a page, which holds the layers that attend.
+
+    Our kernels must run every layer.
+    """
+    slabs = [slab for driver in runner.backend.drivers if (slab := _slab_of(driver)) is not None]
+    layers, (heads, key, value) = len(slabs), slabs[0]
     dtype = runner.parts.like.dtype
     return Layout((layers, heads, page_size, key), (layers, heads, page_size, value), dtype)
+
+
+def _slab_of(driver: LayerDriver) -> tuple[int, int, int] | None:
+    """Return KV heads and widths of a layer's slabs; None if the layer carries a state."""
+    assert isinstance(driver, NativeDriver)
+    assert driver.whole is not None
+    return driver.whole.slab
 
 
 @cache

@@ -31,6 +31,7 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support import tiny_configs
 from tests.support.families import DTYPES, VOCAB, make_model
+from tests.support.hybrids import make_hybrid
 from tests.support.inside import runner_of
 from tests.support.waiting import wait_for
 
@@ -293,6 +294,23 @@ def test_layers_with_states_go_along(family: str) -> None:
             states = [name for name in sent.tensors if name.startswith("state.")]
             assert all(int(name.split(".")[2]) >= sent.says["committed"] for name in states)
             assert states or wanted is not decoding
+            assert same(go_on(b, left), stayed), left.where
+            assert taken(b) == (n, 0), left.where
+
+
+def test_states_of_our_kernels_migrate_with_pages_of_the_layers_that_attend() -> None:
+    """The first layer carries a state, and has no keys and values."""
+    model, how = make_hybrid("qwen3_next"), {**SETTINGS, "exactness": "batch-invariant"}
+    a, b = (in_pieces(QLLMEngine.from_model(copy.deepcopy(model), **how)) for _ in range(2))
+    with a, b:
+        connect(a, b)
+        spec = {"prompt": prompt_of(70), "max_tokens": 20, "sampling": GREEDY}
+        stayed = a.submit(priority="BE", **spec).result(300)
+        for n, wanted in enumerate((in_experts, decoding), 1):
+            left = leave(a, wanted, priority="BE", **spec)
+            sent = core_of(a).handover.outbox._left[left.ticket].tensors
+            assert "page.0.k" in sent
+            assert any(name.startswith("state.0.") for name in sent)
             assert same(go_on(b, left), stayed), left.where
             assert taken(b) == (n, 0), left.where
 
