@@ -51,12 +51,10 @@ class Forms:
 
     Args:
         marks: Tag of each mark.
-        spelled: True if a tag that has a mark may also be spelled, since a grammar made it.
     """
 
-    def __init__(self, marks: Mapping[str, str], *, spelled: bool) -> None:
+    def __init__(self, marks: Mapping[str, str]) -> None:
         self._marks = {text: mark for mark, text in marks.items()}
-        self._spelled = spelled
         tags = sorted(self._marks, key=len, reverse=True)
         self._parts = re.compile("|".join([r"(?<=>)(?=<)", *map(re.escape, tags), r"\s+"]))
 
@@ -69,8 +67,7 @@ class Forms:
             if not part[0].strip():
                 found.append(SPACE)
                 continue
-            spelled = f"|{regex.escape(part[0])}" if self._spelled else ""
-            found.append(f"(?:{self._marks[part[0]]}{spelled})")
+            found.append(self._marks[part[0]])
         return "".join([*found, regex.escape(text[at:])])
 
     def template(self, text: str, names: str) -> str:
@@ -115,7 +112,6 @@ def patterns_of(
     names: tuple[str, ...],
     *,
     thinks: bool,
-    spelled: bool,
 ) -> Patterns:
     """Return the patterns for the answers of a model.
 
@@ -124,9 +120,8 @@ def patterns_of(
         marks: Marks with their tags.
         names: Functions that the model sees; without any, there are no calls.
         thinks: True if the tag of reasoning counts.
-        spelled: True if a tag that has a mark may also be spelled.
     """
-    forms = Forms(dict(marks), spelled=spelled)
+    forms = Forms(dict(marks))
     lead = SPACE if format.lead else ""
     calls = lead + _any(_head(forms, format, call, _names(format, names)) for call in format.calls)
     opens = lead + _any(forms.of(begin.rstrip()) for begin, _ in format.sections)

@@ -65,7 +65,6 @@ class MarkupReader:
         is_thinking: True if the prompt already ends inside reasoning.
         tools: Tools that may be called; without any, tags of calls are content.
         marks: Tags that are single tokens, by token id.
-        spelled: True if a tag that has a mark may also be spelled, since a grammar made it.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class MarkupReader:
         is_thinking: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         marks: Mapping[int, str] | None = None,
-        spelled: bool = False,
     ) -> None:
         self.num_calls = self.num_reasoning_tokens = 0
         tags = sorted(set((marks or {}).values()))
@@ -88,9 +86,7 @@ class MarkupReader:
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
         }
         shown = tuple((chr(mark), tag) for mark, tag in self.shown.items())
-        self._patterns = patterns_of(
-            format, shown, tuple(self._schemas), thinks=thinks, spelled=spelled
-        )
+        self._patterns = patterns_of(format, shown, tuple(self._schemas), thinks=thinks)
         self._is_thinking = is_thinking
         self._text, self._at = "", 0
         """Text of the answer, and the number of characters of it that were read."""

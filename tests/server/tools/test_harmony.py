@@ -129,9 +129,9 @@ def test_an_answer_goes_on_with_the_last_message_of_its_prompt(tokenizer: Any) -
     assert found == {"content": "noon"}
 
 
-def test_other_models_and_forms_are_read_as_before(tokenizer: Any) -> None:
+def test_a_forced_call_has_this_form_and_a_model_without_its_marks_another(tokenizer: Any) -> None:
     choice = Choice([{"type": "function", "function": {"name": "f"}}], True, True)
-    assert isinstance(make_reader(tokenizer, (5,), choice, True), MarkupReader)
+    assert isinstance(make_reader(tokenizer, (5,), choice, True), HarmonyReader)
     other = load_tokenizer("tiny")
     other.chat_template = "<|channel|>"
     assert isinstance(make_reader(other, (5,), choice, False), MarkupReader), "it has no marks"
