@@ -17,11 +17,12 @@ from qllm.runner.sampling.thinking import Thinking
 from qllm.server.api.calls import make_reader
 from qllm.server.tools.deltas import merged
 from qllm.server.tools.harmony import MARKS
-from qllm.server.tools.tool_choice import CLOSE, OPEN, Choice
+from qllm.server.tools.tool_choice import Choice
 from qllm.types import THINK, THOUGHT
 from tests.support.script import byte_level, engine_of, id_of
 from tests.support.serving import Serving, serving
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = (THINK, THOUGHT, OPEN, CLOSE)
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", "look_up")

@@ -102,7 +102,7 @@ def test_too_few_tokens_are_no_call(client: openai.OpenAI) -> None:
     ).choices[0]
     assert done.finish_reason == "length"
     assert done.message.tool_calls is None
-    assert str(done.message.content).startswith("<")
+    assert str(done.message.content).lstrip().startswith("<")
 
 
 def test_calls_and_their_results_go_back_into_the_template(
