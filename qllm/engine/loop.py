@@ -323,6 +323,8 @@ class EngineLoop:
         return expiries[0][0] if expiries else None
 
     def _idle(self, decision: Decision) -> None:
+        if self.prefix is not None and self.prefix.keep_rests():
+            return  # looks for arrivals before it copies more
         until = [t for t in (decision.wait_until_ns, self._next_expiry_ns()) if t is not None]
         self.ingress.wait(min(until) - self.now_ns() if until else None)
 
@@ -377,6 +379,7 @@ class EngineLoop:
         ids = [s.request_id for s in sampled]
         self.scheduler.done(program.end, ids, start_ns, end_ns)
         if self.prefix is not None:
+            self.prefix.keep_rests()
             for request_id in program.request_ids:
                 self.prefix.keep(request_id)
             for token in sampled:
@@ -493,10 +496,10 @@ class EngineLoop:
         if live is None:
             return
         now = self.now_ns()
-        for effect in self.scheduler.remove(request_id, now):
-            self.effects.apply(effect)
         if self.prefix is not None:
             self.prefix.remove(request_id)
+        for effect in self.scheduler.remove(request_id, now):
+            self.effects.apply(effect)
         self.runner.remove(request_id)
         said = without_ticket(error)
         finished = trace.Finished(at_ns=now, request_id=request_id, reason=reason, error=said)

@@ -5,7 +5,7 @@ scheduled to be written, and returns all blocks when it ends or is evicted.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from qllm.errors import InvariantError
 from qllm.plan import ModelShape, Row
@@ -24,7 +24,7 @@ class BlockPool:
     """
 
     __slots__ = (
-        *("_free", "_holders", "_name_of", "_named"),
+        *("_free", "_holders", "_left", "_name_of", "_named"),
         *("block_size", "num_blocks", "shape", "shared"),
     )
 
@@ -39,6 +39,8 @@ class BlockPool:
         self._named: dict[bytes, tuple[int, ...]] = {}
         """Blocks of each KV page that has a name, while a request holds the blocks."""
         self._name_of: dict[int, bytes] = {}
+        self._left: dict[int, tuple[frozenset[int], Callable[[], object]]] = {}
+        """Blocks with KV of requests that end, and what is called when one is given to another."""
 
     @property
     def num_free(self) -> int:
@@ -63,7 +65,31 @@ class BlockPool:
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._holders[block] = [request_id]
+        if self._left:
+            self._overwrite(frozenset(taken))
         return taken
+
+    def _overwrite(self, taken: frozenset[int]) -> None:
+        lost = [i for i, (blocks, _) in self._left.items() if not blocks.isdisjoint(taken)]
+        for request_id in lost:
+            _, call = self._left.pop(request_id)
+            call()
+
+    def leave(self, request_id: int, blocks: Sequence[int], lost: Callable[[], object]) -> None:
+        """Let the KV of a request that ends stay in its blocks until they are needed.
+
+        The blocks are as free as others once they are given back, but are handed out last.
+
+        Args:
+            request_id: Request that ends.
+            blocks: Blocks that the request holds.
+            lost: Callback: one of the blocks was handed out, so its KV will be overwritten.
+        """
+        self._left[request_id] = frozenset(blocks), lost
+
+    def clear(self, request_id: int) -> None:
+        """End `leave`, because the KV is not needed any more."""
+        self._left.pop(request_id, None)
 
     def name(self, name: bytes, blocks: Sequence[int]) -> None:
         """Name the KV page in blocks that a request holds. A known name keeps its old blocks."""
@@ -103,8 +129,9 @@ class BlockPool:
             request_id: Request that returns the blocks.
             blocks: Blocks that the request holds.
             moving: True if the blocks' KV is still being copied out. Other free blocks are used
-                first then.
+                first then, as after `leave`.
         """
+        moving |= request_id in self._left
         for block in blocks:
             holders = self._holders.get(block, [])
             if request_id not in holders:

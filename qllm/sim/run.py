@@ -138,7 +138,7 @@ class SimulatedEngine:
         keeper: Any = self.runner  # without the methods for files and states, which nothing calls
         return PrefixCache(
             keeper, "", store, config.page_size, scheduler.found, self.clock,
-            named=scheduler.name_pages,
+            scheduler.pool, named=scheduler.name_pages,
         )  # fmt: skip
 
     def fits(self, spec: RequestSpec) -> bool:

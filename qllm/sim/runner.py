@@ -181,10 +181,14 @@ class SimRunner:
         request.num_computed = num_tokens
         request.layer_work = num_tokens * self.shape.num_layers
 
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> tuple[int, int]:
+    def kv_of(self, request_id: RequestId) -> _SimRequest:
+        """Return the request, which counts its KV."""
+        return self.requests[request_id]
+
+    def copy_out(self, kv: _SimRequest, lo: int, hi: int) -> tuple[int, int]:
         """Return a stand-in for the KV of tokens [lo, hi)."""
-        if hi > self.requests[request_id].num_computed:
-            raise InvariantError(f"request {request_id} has no KV up to {hi}")
+        if hi > kv.num_computed:
+            raise InvariantError(f"{kv} has no KV up to {hi}")
         return lo, hi
 
     def copy_in(self, request_id: RequestId, lo: int, hi: int, page: tuple[int, int]) -> None:

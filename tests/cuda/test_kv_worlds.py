@@ -43,7 +43,10 @@ def play(patch: pytest.MonkeyPatch, seed: int, stages: bool) -> DeviceWorld:
     install(patch, streams, BLOCK, cuda)
     limits = limits_of(rng.choice([30, 40, 60]), rng.choice([20, 200]))
     policy: Any = SwapFuzz(seed) if seed % 2 else load_policy("qllm2")
-    world = DeviceWorld(policy, limits, streams, num_kept=rng.choice([0, 4, 30]), stages=cuda)
+    world = DeviceWorld(
+        policy, limits, streams, num_kept=rng.choice([0, 4, 30]), stages=cuda,
+        copy_bytes=1 if seed % 3 == 0 else None,  # the rests of requests are cached after them
+    )  # fmt: skip
     for i, ids in enumerate(prompts_of(rng, 7, world.real.shape.vocab_size)):
         world.ask(rng.choice([LS, BE, BE]), ids, rng.randint(2, 8), at_ns=i * 3 * NS_PER_MS)
     world.run()

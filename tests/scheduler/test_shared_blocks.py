@@ -85,6 +85,26 @@ def test_what_moves_out_is_handed_out_last() -> None:
     assert set(pool.take(2, 2)) & set(table) == set()
 
 
+def test_what_an_ended_request_left_is_free_and_handed_out_last() -> None:
+    pool, lost = BlockPool(8, 16), list[int]()
+    tables = {i: pool.take(i, 2) for i in (1, 2, 3)}
+    pool.share(4, tables[3])
+    for i in (1, 2, 3):
+        pool.leave(i, tables[i], lambda i=i: lost.append(i))  # type: ignore[misc]
+        pool.give_back(i, tables[i])
+    pool.check({4: tables[3]})
+    assert pool.num_free == 6
+    other = pool.take(5, 2)
+    assert not set(other) & {*tables[1], *tables[2]}
+    assert not lost
+    pool.give_back(4, tables[3])
+    pool.clear(2)
+    taken = pool.take(6, 6)
+    assert set(tables[1]) < set(taken)
+    assert sorted(lost) == [1, 3]
+    pool.check({5: other, 6: taken})
+
+
 def test_a_request_that_loses_blocks_is_counted_with_those_that_share_them() -> None:
     first, second = request_of(1, [0, 1, 2]), request_of(2, [0, 1, 3])
     freed = Freed({0: 2, 1: 2})
@@ -102,7 +122,7 @@ def sharing(policy: Any, limits: Any, num_kept: int = 100, costs: SimCosts | Non
     world = World(policy, limits, costs=costs)
     world.loop.prefix = world.loop.effects._prefix = PrefixCache(
         world.runner, "", PageStore[Any](num_kept), PAGE, world.scheduler.found, world.clock,
-        named=world.scheduler.name_pages,
+        world.scheduler.pool, named=world.scheduler.name_pages,
     )  # fmt: skip
     return world
 

@@ -128,9 +128,13 @@ class Both:
         self.pages.refer(request_id, table, num_tokens)
         self.loaded[request_id] = num_tokens
 
-    def copy_out(self, request_id: int, lo: int, hi: int) -> Any:
-        page = self.pages.copy_out(request_id, lo, hi)
-        return None if page is None else Page(self.sim.copy_out(request_id, lo, hi), page)
+    def kv_of(self, request_id: int) -> Any:
+        return self.sim.kv_of(request_id), self.pages.kv_of(request_id)
+
+    def copy_out(self, kv: Any, lo: int, hi: int) -> Any:
+        sim, real = kv
+        page = self.pages.copy_out(real, lo, hi)
+        return None if page is None else Page(self.sim.copy_out(sim, lo, hi), page)
 
     def copy_in(self, request_id: int, lo: int, hi: int, page: Any) -> None:
         self.sim.copy_in(request_id, lo, hi, page.sim)
@@ -186,11 +190,12 @@ class DeviceWorld(World):
         num_kept: Pages of the prefix cache; 0 is none.
         stages: A fake of CUDA graphs, or None to run op by op.
         family: Of the model.
+        copy_bytes: Of the prefix cache; any number is one page here.
     """
 
     def __init__(
         self, policy: Any, limits: Limits, streams: FakeStreams, *, num_kept: int = 0,
-        stages: Any = None, family: str = "mixtral",
+        stages: Any = None, family: str = "mixtral", copy_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.real = cuda_runner(
             make_model(family), num_pages=limits.num_blocks, page_size=BLOCK,
@@ -206,7 +211,7 @@ class DeviceWorld(World):
         if num_kept:
             self.loop.prefix = self.loop.effects._prefix = PrefixCache(
                 self.both, "", PageStore[Any](num_kept), PAGE, self.scheduler.found, self.clock,
-                named=self.scheduler.name_pages,
+                self.scheduler.pool, copy_bytes, named=self.scheduler.name_pages,
             )  # fmt: skip
 
     def ask(
@@ -238,6 +243,7 @@ class DeviceWorld(World):
         kept = 0 if prefix is None else len(prefix.store)
         assert len(pages.kept.free) + kept == pages.kept.num_slots
         kvs: list[Any] = [state.kv for state in self.real.requests.values()]
+        kvs += [rest.kv[1] for rest in (() if prefix is None else prefix.rests)]
         away = [slot.number for kv in kvs for slot in kv._away]
         ahead = [slot.number for kv in kvs for slot in kv._ahead]
         held = sorted([*away, *ahead, *pages.swapped.free])

@@ -29,7 +29,11 @@ class Keeper(Protocol):
         """Give a request without KV the KV that was staged for it."""
         ...
 
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
+    def kv_of(self, request_id: RequestId) -> Any:
+        """Return the KV of a request. It can be copied after the request's end."""
+        ...
+
+    def copy_out(self, kv: Any, lo: int, hi: int) -> Any:
         """Return a copy of the committed KV of tokens [lo, hi)."""
         ...
 

@@ -1,9 +1,9 @@
 """The prefix cache: KV pages that outlive their request and are copied into other requests.
 
-A page is cached as soon as its tokens are committed, so later events of its request (its end, a
-cancellation, an eviction) do not matter. A hit changes one thing: how many tokens are already
-computed. Pages of a hit are pinned when it is found. They are copied when its request is first
-planned and has blocks; before that they cost no memory.
+Pages are cached after their tokens are committed, a bounded number after each step. Those of a
+request that ended follow (`qllm.engine.kv.rests`). A hit changes one thing: how many tokens are
+already computed. Pages of a hit are pinned when it is found. They are copied when its request is
+first planned and has blocks; before that they cost no memory.
 
     arrival, eviction --> waits with `num_found_tokens` --> planned: blocks, copies --> computes
 
@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import Any
 
 from qllm.engine.kv.page_source import Keeper
+from qllm.engine.kv.rests import Blocks, Rest, Rests
 from qllm.engine.kv.states import KeptStates
 from qllm.engine.kv.tier import FileTier, PageLoad
 from qllm.engine.kv.users import Staged, User
@@ -50,6 +51,7 @@ class PrefixCache:
         found: Callback: number of cached tokens of a waiting request, and their pages if requests
             share blocks.
         now_ns: The engine's clock.
+        blocks: The blocks of the scheduler.
         copy_bytes: Most bytes copied between two checks for LS arrivals; None is no limit. All
             waiting BE requests together find no more than this, and one step caches no more pages.
         tier: Pages in a file, or None.
@@ -67,6 +69,7 @@ class PrefixCache:
         page_size: int,
         found: Callable[[RequestId, int, Sequence[Name]], None],
         now_ns: Callable[[], int],
+        blocks: Blocks,
         copy_bytes: int | None = None,
         tier: FileTier | None = None,
         ttl_ns: int | None = None,
@@ -80,6 +83,7 @@ class PrefixCache:
         self._runner, self._identity = runner, identity
         self._told, self._named, self.now_ns = found, named, now_ns
         self._users: dict[RequestId, User] = {}
+        self.rests = Rests(blocks)
         self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
         """Requests that hold no KV and may read pages: LS and others, oldest first."""
         self._seen = store.generation
@@ -148,14 +152,26 @@ class PrefixCache:
             self._begin_again(user, item.token_ids)
 
     def remove(self, request_id: RequestId) -> None:
-        """Remove a request that ended."""
+        """Remove a request that ends. It still has its blocks, if it had any."""
+        user = self._users.pop(request_id, None)
+        if user is None:
+            return
+        if not any(request_id in waiting for waiting in self._waiting):
+            self._leave(user)
         for waiting in self._waiting:
             waiting.pop(request_id, None)
-        user = self._users.pop(request_id, None)
-        if user is not None:
-            self._unpin(user)
-            if self.states is not None:
-                self.states.forget(user)
+        self._unpin(user)
+        if self.states is not None:
+            self.states.forget(user)
+
+    def _leave(self, user: User) -> None:
+        """Let the pages of a request that are not cached yet be cached after its end."""
+        request = user.request
+        names = user.chain.upto(request.num_computed_tokens)
+        if request.is_admitted and not user.is_deleted and user.num_kept < len(names):
+            user.num_kept = self.store.find(names)
+            kv = self._runner.kv_of(request.request_id)
+            self.rests.add(Rest(user, kv, names, self.now_ns()))
 
     def updated(self, request_id: RequestId) -> None:
         """Update a request that changed its class, was paused, or continues."""
@@ -292,19 +308,49 @@ class PrefixCache:
             self._named(user.request.request_id, names, self.page_size)
 
     def keep(self, request_id: RequestId) -> None:
-        """Cache the pages of a request that were just committed."""
+        """Cache the committed pages of a request that was in a program.
+
+        If it left the program, because it was swapped out, it has no blocks to copy from.
+        """
         user = self._users.get(request_id)
-        if user is None or user.is_deleted:
+        if user is None or user.is_deleted or not user.request.is_admitted:
             return
         if self.states is not None:
             self.states.keep(user)
         if user.request.num_computed_tokens // self.page_size <= user.num_kept:
             return
+        names = user.chain.upto(user.request.num_computed_tokens)
+        self._keep(user, names, self._runner.kv_of(request_id))
+        self._name(user, names)
+
+    def keep_rests(self) -> bool:
+        """Cache more pages of ended requests; return True if there were any.
+
+        No page is copied twice: pages that others displaced meanwhile, and what follows them, are
+        left out.
+        """
+        before = self._num_copied_out
+        for rest in self.rests:
+            if self._num_copied_out >= self._most_pages:
+                break
+            user, names = rest.user, rest.names
+            if self._has(names[: user.num_kept]):
+                self._keep(user, names, rest.kv)
+            else:
+                user.num_kept = len(names)
+            if user.num_kept == len(names):
+                self.rests.forget(rest)
+        return self._num_copied_out > before
+
+    def _has(self, names: Sequence[Name]) -> bool:
+        """Return True if all these pages are cached, in RAM or in the file."""
+        index = () if self.tier is None else self.tier.index
+        return all(name in self.store or name in index for name in names)
+
+    def _keep(self, user: User, names: Sequence[Name], kv: Any) -> None:
         store, tier, now = self.store, self.tier, self.now_ns()
         priority, until = user.request.priority, user.until_ns(now)
-        names = user.chain.upto(user.request.num_computed_tokens)
-        here, user.num_kept = self._keep_pages(user, names, now)
-        self._name(user, names)
+        here, user.num_kept = self._keep_pages(user, names, kv, now)
         store.unpin(here)
         store.touch([name for name in here if name in store], priority, now, until)
         if tier is not None:
@@ -312,14 +358,16 @@ class PrefixCache:
                 tier.offer(name, priority <= Priority.LS)
             tier.touch(names, priority, now, until)
 
-    def _keep_pages(self, user: User, names: Sequence[Name], now: int) -> tuple[list[Name], int]:
+    def _keep_pages(
+        self, user: User, names: Sequence[Name], kv: Any, now: int
+    ) -> tuple[list[Name], int]:
         """Cache pages of a request; return those in RAM, pinned, and the number handled."""
         here: list[Name] = []
         for i, name in enumerate(names):
             if name not in self.store:
                 if self._num_copied_out >= self._most_pages:
                     return here, i  # the rest is cached after a later step
-                if not self._keep_page(user, i, name, now):
+                if not self._keep_page(user, i, name, kv, now):
                     tier = self.tier
                     if tier is not None and name in tier.index:
                         continue
@@ -330,14 +378,14 @@ class PrefixCache:
             here.append(name)
         return here, len(names)
 
-    def _keep_page(self, user: User, i: int, name: Name, now: int) -> bool:
+    def _keep_page(self, user: User, i: int, name: Name, kv: Any, now: int) -> bool:
         """Cache one more page of a request; return False if there is no room for it."""
         store, size, tier = self.store, self.page_size, self.tier
         request, tag = user.request, tag_of(user.submission.cache_salt)
         has_room = store.make_room(request.priority, now)
         if not has_room and (tier is None or name in tier.index or not tier.has_room()):
             return False
-        page = self._runner.copy_out(request.request_id, i * size, (i + 1) * size)
+        page = self._runner.copy_out(kv, i * size, (i + 1) * size)
         if page is None:
             return False
         self._page_bytes = sum(getattr(part, "nbytes", 0) for part in page)
@@ -366,6 +414,7 @@ class PrefixCache:
             self.tier.turn(self.store, now)
         if self._ttl_ns is not None:
             before = now - self._ttl_ns
+            self.rests.forget_before(before)
             for store in self._stores:
                 for name in store.unused_since(before):
                     store.drop(name)
@@ -440,6 +489,7 @@ class PrefixCache:
         return names
 
     def _let_go(self, tag: Tag) -> int:
+        self.rests.forget_tagged(tag)
         for staged in self._arriving.values():
             staged.load.is_given_up |= staged.load.tag.startswith(tag)
         for request_id in chain.from_iterable(self._waiting):

@@ -92,8 +92,9 @@ class KeptPages:
             kept = PageStore[Mapping[int, Any]](num_states(config, runner), keep_ls_ns)
             states = KeptStates(pages, kept, page_size, runner.charge.state_bytes, now_ns)
         return PrefixCache(
-            pages, identity, store, page_size, decider.found, now_ns, copy_bytes, self._tier,
-            ttl_ns, decider.name_pages if runner.backend.shares_blocks else None, states,
+            pages, identity, store, page_size, decider.found, now_ns, decider.pool, copy_bytes,
+            self._tier, ttl_ns, decider.name_pages if runner.backend.shares_blocks else None,
+            states,
         )  # fmt: skip
 
     def _open(

@@ -49,10 +49,14 @@ class KvPages:
             request.kv = target.kv
             request.kv.committed = num_tokens
 
-    def copy_out(self, request_id: RequestId, lo: int, hi: int) -> Any:
+    def kv_of(self, request_id: RequestId) -> RequestKV:
+        """Return the KV of a request."""
+        return self._runner.requests[request_id].kv
+
+    def copy_out(self, kv: RequestKV, lo: int, hi: int) -> Any:
         """Return a copy of a page, see `RequestKV.copy_out`."""
         with torch.inference_mode():
-            return self._runner.requests[request_id].kv.copy_out(lo, hi)
+            return kv.copy_out(lo, hi)
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
         """Assign all blocks to a request, unless the request has them from before an error."""

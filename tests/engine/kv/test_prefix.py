@@ -414,19 +414,6 @@ def test_who_moved_out_before_its_pages_were_copied_finds_no_more(forget: bool) 
     assert result.metrics.num_cached_tokens == (0 if forget else 2 * 64)
 
 
-def test_pages_of_a_long_step_are_kept_a_few_at_a_time() -> None:
-    model = make_model("mixtral", torch.bfloat16)
-    with engine_of(model) as engine:
-        run(engine, prompt_of(70, 1), 2)
-        prefix = loop_of(engine).prefix
-        engine.call(lambda: setattr(prefix, "_copy_bytes", 2 * prefix._page_bytes))
-        engine.reset_prefix_cache()
-        run(engine, prompt_of(64 * 6 + 1, 2), 1)
-        assert len(kept(engine)) == 2
-        run(engine, prompt_of(64 * 6 + 1, 3), 3)
-        assert len(kept(engine)) == 2 + 6
-
-
 def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
     """In whatever order its pages were kept: what follows a page that is gone is of no use."""
     store, names = PageStore[None](3, 0), [b"first", b"second", b"third"]

@@ -298,7 +298,7 @@ class Keeper:
 
     def __init__(self, world: World) -> None:
         self.world, self.num_copied, self.num_adopted = world, 0, 0
-        self.kv_regime = world.runner.kv_regime
+        self.kv_regime, self.kv_of = world.runner.kv_regime, world.runner.kv_of
 
     def load_target(self, num_tokens: int) -> Target:
         return Target()
@@ -307,9 +307,9 @@ class Keeper:
         self.num_adopted += 1
         self.world.runner.copy_in(request_id, 0, num_tokens, (0, num_tokens))
 
-    def copy_out(self, request_id: int, lo: int, hi: int) -> Any:
+    def copy_out(self, kv: Any, lo: int, hi: int) -> Any:
         self._copy()
-        return self.world.runner.copy_out(request_id, lo, hi)
+        return self.world.runner.copy_out(kv, lo, hi)
 
     def copy_in(self, request_id: int, lo: int, hi: int, page: Any) -> None:
         self._copy()
@@ -325,7 +325,8 @@ def attach(world: World) -> tuple[Keeper, VirtualDisk, PrefixCache]:
     keeper, disk = Keeper(world), VirtualDisk(world.clock, 2 * NS_PER_MS)
     files = FileTier(disk, PageStore[StoredPage](100), range(40, 100), 1, 16, StepCosts())
     found, clock = world.scheduler.found, world.clock
-    prefix = PrefixCache(keeper, "", PageStore(50), 16, found, clock, 2, files)
+    blocks = world.scheduler.pool
+    prefix = PrefixCache(keeper, "", PageStore(50), 16, found, clock, blocks, 2, files)
     prefix._page_bytes = 1
     world.loop.prefix = world.loop.effects._prefix = prefix
     world.loop.ingress = LoadingIngress(world.ingress, prefix)
