@@ -121,9 +121,10 @@ class ServerConfig(BaseModel):
     """Seconds without a piece after which a streaming prompt is abandoned."""
     body_timeout_s: float = Field(30, gt=0)
     """Seconds between two pieces of a body."""
-    unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """Handling of unserved fields and tools that cannot change the text, in a chat, response or
-    message: ignored and named in the header `x-qllm-ignored`, or refused with 400."""
+    strict_fields: bool = False
+    """True to refuse every field and tool of a request that is not served (400). By default the
+    server ignores those that could change the answer, and names them in the header
+    `x-qllm-ignored`. It always refuses those that hold the answer."""
     tool_calls: str = "auto"
     """Format in which the model writes tool calls and reasoning: its name (docs/guides/agents.md),
     or auto, which finds it by the chat template and the tokenizer's tokens."""

@@ -41,7 +41,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     examples: dict[str, Any] = {
         "cors_origins": ("https://a.example", "https://b.example"), "engine": {"block_size": 8},
         "policy_settings": {"a": 2}, "trust_remote_code": True, "ls_overflow": "refuse",
-        "log_format": "json", "unknown_fields": "refuse",
+        "log_format": "json", "strict_fields": True,
         "max_body_bytes": 2048, "max_file_bytes": 2048, "max_key_bytes": 2048,
         "max_header_bytes": 2048, "max_prompt_bytes": 2048,
         "role": "engine", "listen": "a:1", "engine_address": "a:1",

@@ -16,12 +16,15 @@ from qllm.server.api.calls import reader_of
 from qllm.server.api.messages_protocol import CountRequest, MessagesRequest, input_of
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.http.errors import ANTHROPIC_RESPONSES, ApiError
+from qllm.server.http.headers import header
 from qllm.server.requests.bodies import chat_of
 from qllm.server.requests.front import Front
 from qllm.server.requests.open_answer import Answer, Comment
 from qllm.types import FinishReason, Priority
 
 ENDPOINT = "/v1/messages"
+INTERLEAVED = "interleaved-thinking"
+"""Beginning of the beta in which a budget of reasoning counts for several answers."""
 
 
 class MessageWriter:
@@ -160,6 +163,8 @@ def routes(front: Front) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         front.check_model(body.model)
+        if INTERLEAVED not in (header(request.scope, "anthropic-beta") or ""):
+            body.check_budget()
         asked = await front.apart.run(body.num_bytes, chat_of, body)
         writer = MessageWriter(front, asked)
         ask = chat.ask_of(front, asked, writer.answer_id, front.config.request_timeout_s)

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from qllm.grammar_schema import closed
-from qllm.server.api.protocol import ChatRequest, TextOr
-from qllm.server.http.errors import parse
+from qllm.server.api.protocol import ChatRequest, TextOr, Tier, class_of, one_class
+from qllm.server.http.errors import ApiError, parse
 from qllm.server.http.fields import Asked, Body, Items, LeftOut, Open, SentBack, kind_of
 from qllm.types import Priority
 
@@ -103,7 +103,20 @@ class SearchResultPart(SentBack):
         return "\n".join((self.title, self.source, _text(self.content)))
 
 
-Readable = TextPart | ToolReferencePart | DocumentPart | SearchResultPart
+class CompactionPart(SentBack):
+    """The summary of an earlier part of the conversation."""
+
+    type: Literal["compaction"]
+    content: str | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """The summary, for the model."""
+        return self.content or ""
+
+
+Readable = TextPart | ToolReferencePart | DocumentPart | SearchResultPart | CompactionPart
 Texts = TextOr[Annotated[Readable, Field(discriminator="type")]]
 
 
@@ -122,15 +135,17 @@ class ToolResultPart(SentBack):
         return _text(self.content or "")
 
 
-class RedactedPart(SentBack):
-    """Reasoning that only Anthropic's servers can read."""
+class SkippedPart(SentBack):
+    """A block that only Anthropic's servers can use."""
 
     model_config = ConfigDict(extra="ignore")
-    type: Literal["redacted_thinking"]
+    type: Literal[
+        "redacted_thinking", "tool_addition", "tool_removal", "mcp_tool_listing", "fallback"
+    ]
 
     def unserved(self) -> Iterator[tuple[str, str]]:
         """Yield its type and what to do about it."""
-        yield self.type, "redacted_thinking cannot be read here; leave it out"
+        yield self.type, f"a {self.type} block cannot be read here; leave it out"
 
 
 class ServerUsePart(ToolUsePart):
@@ -168,13 +183,16 @@ def _tag(value: Any) -> Any:
     kind = kind_of(value)
     if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
         return kind
+    if kind in get_args(SkippedPart.model_fields["type"].annotation):
+        return "skipped"
     return next((f"...{end}" for end in ("_tool_use", "_tool_result") if kind.endswith(end)), kind)
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("text")]
     | Annotated[ThinkingPart, Tag("thinking")]
-    | Annotated[RedactedPart, Tag("redacted_thinking")]
+    | Annotated[SkippedPart, Tag("skipped")]
+    | Annotated[CompactionPart, Tag("compaction")]
     | Annotated[DocumentPart, Tag("document")]
     | Annotated[SearchResultPart, Tag("search_result")]
     | Annotated[ToolUsePart, Tag("tool_use")]
@@ -184,9 +202,16 @@ Part = Annotated[
     Discriminator(_tag),
 ]
 _OF_ROLES = {
-    "user": (TextPart, DocumentPart, SearchResultPart, ToolResultPart),
-    "assistant": (TextPart, ThinkingPart, RedactedPart, ToolUsePart, ServerResultPart),
-    "system": (TextPart,),
+    "user": (TextPart, DocumentPart, SearchResultPart, ToolResultPart, SkippedPart, CompactionPart),
+    "assistant": (
+        TextPart,
+        ThinkingPart,
+        ToolUsePart,
+        ServerResultPart,
+        SkippedPart,
+        CompactionPart,
+    ),
+    "system": (TextPart, SkippedPart),
 }
 """Blocks that a message of each role may contain."""
 
@@ -290,9 +315,9 @@ class ToolChoice(Open):
 class ThinkingConfig(Open):
     """The settings of reasoning."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
     @model_validator(mode="after")
     def _may_have_budget(self) -> "ThinkingConfig":
@@ -301,9 +326,12 @@ class ThinkingConfig(Open):
         return self
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield the setting that has no effect, and what to do about it."""
-        if self.display == "omitted":
-            yield "display", "thinking.display='omitted' is not served; leave it out"
+        """Yield each setting that has no effect, and what to do about it."""
+        if self.display not in (None, "summarized"):
+            text = f"thinking.display={self.display!r:.80} is not served; leave it out"
+            yield "display", text
+        if self.type == "between_tools":
+            yield "type", "thinking.type='between_tools' is not served; use 'adaptive'"
 
 
 class OutputFormat(Body):
@@ -398,10 +426,6 @@ def _merged(messages: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, A
     return _system(f"{first['content']}\n\n{more['content']}")
 
 
-class CountRequest(Conversation):
-    """The body of `POST /v1/messages/count_tokens`."""
-
-
 class MessagesRequest(Conversation):
     """The body of `POST /v1/messages`."""
 
@@ -412,16 +436,26 @@ class MessagesRequest(Conversation):
     top_k: int | None = None
     top_p: float | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Tier | None = None
+    """Class of the request: "flex" is BE, the others are LS."""
+    priority: int | None = None
+    """Class of the request: 0 or less is LS, more is BE (vLLM)."""
 
     @model_validator(mode="after")
-    def _budget_fits(self) -> "MessagesRequest":
+    def _one_class(self) -> "MessagesRequest":
+        one_class(self.service_tier, self.priority)
+        return self
+
+    def check_budget(self) -> None:
+        """Check that some of the answer is left after the most tokens of reasoning.
+
+        Raises:
+            ApiError: 400.
+        """
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and budget >= self.max_tokens:
-            raise ValueError(
-                f"thinking.budget_tokens={budget} must be less than max_tokens={self.max_tokens}"
-            )
-        return self
+            text = f"thinking.budget_tokens={budget} must be less than max_tokens={self.max_tokens}"
+            raise ApiError(400, text, param="thinking.budget_tokens")
 
     def options(self) -> dict[str, Any]:
         names = ("max_tokens", "temperature", "top_k", "top_p")
@@ -429,8 +463,14 @@ class MessagesRequest(Conversation):
         return {**super().options(), **found, "stop": self.stop_sequences}
 
     def asked_class(self) -> Priority | None:
-        """Return None: the body has no field for a class."""
-        return None
+        """Return the requested class; None if the body names none."""
+        return class_of(self.service_tier, self.priority)
+
+
+class CountRequest(MessagesRequest):
+    """The body of `POST /v1/messages/count_tokens`: it is counted, not answered."""
+
+    max_tokens: int | None = Field(None, ge=1)  # type: ignore[assignment]
 
 
 def input_of(arguments: str) -> dict[str, Any] | None:

@@ -1,8 +1,4 @@
-"""The bodies of completions and chats. A field that is not listed here is refused by name.
-
-Fields of OpenAI's API without effect here are accepted. Fields that would change the answer but
-cannot be served are refused with the reason.
-"""
+"""The bodies of completions and chats. `http.foreign` has the fields that are not listed here."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -10,11 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
-    field_validator,
     model_validator,
 )
 
@@ -31,7 +25,10 @@ from qllm.types import MAX_TIME_MS, MAX_TIME_S, Priority, Slo, StructuredOutputs
 
 MAX_LOGPROBS = 20
 
-ServiceTier = Literal["auto", "default", "priority", "flex"]
+ServiceTier = Literal["auto", "default", "priority", "flex", "fast", "ultrafast", "scale"]
+"""OpenAI's names of classes. "flex" is BE, "auto" names none, all others are LS."""
+Tier = ServiceTier | Literal["standard_only"]
+"""OpenAI's and Anthropic's names."""
 
 _Item = TypeVar("_Item")
 TextOr = Annotated[
@@ -51,19 +48,13 @@ class StreamOptions(Open):
     """Field without effect: nothing is padded here."""
 
 
-def _only(value: Any, allowed: tuple[Any, ...], why: str) -> Any:
-    if value not in allowed:
-        raise ValueError(why)
-    return value
-
-
 def _kept_tokens(value: int) -> int:
     if value < 1 and value != TO_FIT:
         raise ValueError(f"must be at least 1, or {TO_FIT} for as many as leave room to answer")
     return value
 
 
-class Targets(Body):
+class Targets(Open):
     """Latency targets of one request."""
 
     ttft_ms: float | None = Field(None, gt=0, le=MAX_TIME_MS, allow_inf_nan=False)
@@ -220,13 +211,7 @@ class Generation(Asked):
 
     @model_validator(mode="after")
     def _one_class(self) -> "Generation":
-        if self.service_tier and self.priority is not None:
-            by_number = Priority.LS if self.priority <= 0 else Priority.BE
-            if by_number != class_of_tier(self.service_tier):
-                raise ValueError(
-                    f"service_tier={self.service_tier!r} and priority={self.priority} name "
-                    "different classes; give one of them"
-                )
+        one_class(self.service_tier, self.priority)
         return self
 
     def most_tokens(self) -> int | None:
@@ -281,14 +266,30 @@ class Generation(Asked):
 
     def asked_class(self) -> Priority | None:
         """Return the requested class; None if the body names none."""
-        if self.priority is not None:
-            return Priority.LS if self.priority <= 0 else Priority.BE
-        return None if self.service_tier is None else class_of_tier(self.service_tier)
+        return class_of(self.service_tier, self.priority)
 
 
-def class_of_tier(tier: ServiceTier) -> Priority:
-    """Return the class for OpenAI's name of a tier."""
+def class_of(tier: Tier | None, priority: int | None) -> Priority | None:
+    """Return the class that a body names in one of two fields; None if it names none."""
+    if priority is not None:
+        return Priority.LS if priority <= 0 else Priority.BE
+    if tier in (None, "auto", "standard_only"):
+        return None
     return Priority.BE if tier == "flex" else Priority.LS
+
+
+def one_class(tier: Tier | None, priority: int | None) -> None:
+    """Check that two fields do not name different classes.
+
+    Raises:
+        ValueError: They do.
+    """
+    named = {class_of(tier, None), class_of(None, priority)} - {None}
+    if len(named) > 1:
+        raise ValueError(
+            f"service_tier={tier!r} and priority={priority} name different classes; give one of "
+            "them"
+        )
 
 
 def _bias(bias: dict[str, float]) -> dict[int, float]:
@@ -309,7 +310,6 @@ def _is_left_out(tool: Mapping[str, Any]) -> bool:
 class CompletionRequest(Generation):
     """The body of `POST /v1/completions`."""
 
-    model_config = ConfigDict(extra="forbid")
     ids = ("prompt",)
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
@@ -323,25 +323,18 @@ class CompletionRequest(Generation):
     """Number of alternatives per token."""
     echo: bool | None = False
     """True to begin the answer with the prompt, and its log-probabilities if requested."""
-    suffix: str | None = None
     best_of: int | None = None
 
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
-        _only(value, (None, ""), "suffix is not supported; leave it out")
-        return value
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Yield the number of candidates, if more are asked for than are returned."""
+        if self.best_of not in (None, self.n):
+            text = f"best_of={self.best_of} is not served; it must equal n={self.n}"
+            yield "best_of", text
 
     @model_validator(mode="after")
     def _answers_something(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens=0 needs echo=true; ask for at least one token without it")
-        return self
-
-    @model_validator(mode="after")
-    def _no_best_of(self) -> "CompletionRequest":
-        if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of={self.best_of} is not supported; it must equal n={self.n}")
         return self
 
     @classmethod
@@ -395,16 +388,8 @@ class ChatRequest(Generation):
     """True to continue the last message (vLLM). Needs add_generation_prompt=false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template (vLLM)."""
-    modalities: Items[str] | None = None
-    audio: dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    web_search_options: Any = None
-
     parallel_tool_calls: bool | None = None
-    prediction: Any = None
     reasoning_effort: str | None = None
-    verbosity: str | None = None
 
     @property
     def callable_tools(self) -> list[dict[str, Any]] | None:
@@ -416,17 +401,6 @@ class ChatRequest(Generation):
             if _is_left_out(tool):
                 kind = tool["type"]
                 yield f"tools.{kind}", f"tools of type {brief(kind)} are not run here; leave it out"
-
-    @field_validator("modalities")
-    @classmethod
-    def _no_audio(cls, value: list[str] | None) -> list[str] | None:
-        return value if value is None else list(_only(value, (["text"],), "only 'text' is served"))
-
-    @field_validator("audio", "functions", "function_call", "web_search_options")
-    @classmethod
-    def _not_served(cls, value: Any) -> Any:
-        allowed: tuple[Any, ...] = (None, [], "none")  # clients send these for "no functions"
-        return _only(value, allowed, "is not supported; leave it out (for functions use tools)")
 
     @model_validator(mode="after")
     def _logprobs_together(self) -> "ChatRequest":

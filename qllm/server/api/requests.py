@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import model_validator
 
-from qllm.server.api.protocol import ServiceTier, class_of_tier
+from qllm.server.api.protocol import ServiceTier, class_of
 from qllm.server.http.errors import RESPONSES, ApiError
 from qllm.server.http.fields import Body
 from qllm.server.requests.front import Front
@@ -37,13 +37,9 @@ class Change(Body):
 
     def asked_class(self) -> Priority | None:
         """Return the requested class; None leaves it unchanged."""
-        if self.service_tier is not None:
-            return class_of_tier(self.service_tier)
         if isinstance(self.priority, str):
             return Priority[self.priority.upper()]
-        if self.priority is None:
-            return None
-        return Priority.LS if self.priority <= 0 else Priority.BE
+        return class_of(self.service_tier, self.priority)
 
 
 def _found(front: Front, caller: str, name: str) -> Answer:

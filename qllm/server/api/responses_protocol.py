@@ -13,11 +13,17 @@ from pydantic import (
     model_validator,
 )
 
-from qllm.server.api.protocol import MAX_LOGPROBS, ChatRequest, ServiceTier, Targets, TextOr
+from qllm.server.api.protocol import (
+    MAX_LOGPROBS,
+    ChatRequest,
+    ServiceTier,
+    Targets,
+    TextOr,
+    class_of,
+)
 from qllm.server.api.response_items import Chat, InputItem
 from qllm.server.http.errors import ApiError, parse
 from qllm.server.http.fields import Asked, Body, Items, Open, Seed, Texts
-from qllm.server.http.unknown import says_nothing
 from qllm.server.tools.response_tools import Callee, CustomTool, Names, Tool, ToolChoice, callees
 from qllm.types import Priority
 
@@ -57,6 +63,11 @@ class Text(Open):
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+
+    def unserved(self) -> Iterator[tuple[str, str]]:
+        """Yield the verbosity, which has no effect, and what to do about it."""
+        if self.verbosity not in (None, "medium"):
+            yield "verbosity", f"verbosity={self.verbosity!r} is not served; leave it out"
 
 
 class Reasoning(Open):
@@ -114,8 +125,6 @@ class ResponsesRequest(Asked):
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     moderation: Any = None
-    conversation: Any = None
-    prompt: Any = None
 
     seed: Seed = None
     """Seed (vLLM, as are the following fields); see chat completions."""
@@ -149,13 +158,6 @@ class ResponsesRequest(Asked):
             if name in known and isinstance(tool := known[name].tool, CustomTool):
                 tool.force()
         return value
-
-    @field_validator("conversation", "prompt")
-    @classmethod
-    def _is_kept_elsewhere(cls, value: Any) -> Any:
-        if not says_nothing(value):
-            raise ValueError("names what only another server keeps; send its items as input")
-        return None
 
     @model_validator(mode="after")
     def _know_tools(self) -> "ResponsesRequest":
@@ -249,12 +251,7 @@ class ResponsesRequest(Asked):
         """Return the requested class; None if the body names none."""
         if self.background:
             return Priority.BE
-        names = ("service_tier", "priority")
-        found: ChatRequest = parse(
-            ChatRequest,
-            {"messages": [{}], **{name: getattr(self, name) for name in names}},
-        )
-        return found.asked_class()
+        return class_of(self.service_tier, self.priority)
 
     def response(self, response_id: str, created_at: int, model: str) -> dict[str, Any]:
         """Return the response before it has any output."""

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from starlette.types import Scope
 
 from qllm.frontend.handle import Result
+from qllm.server.http.headers import header
 
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 """Paths that are polled every few seconds; only their errors are logged."""
@@ -50,6 +51,8 @@ class Exchange:
     line: str = ""
     """Method and path."""
     client: str = ""
+    program: str = ""
+    """Name of the client's program, without its release."""
     request_id: str = ""
     """Value of the answer's `x-request-id` header."""
     start_s: float = field(default_factory=time.monotonic)
@@ -66,12 +69,19 @@ class Exchange:
         """Return the exchange of a request over HTTP."""
         path = scope.get("raw_path") or scope["path"].encode("utf-8", "backslashreplace")
         client = scope.get("client") or ("-", 0)
+        program = (header(scope, "user-agent") or "").partition("/")[0]
         return cls(
             caller=caller,
             log=log,
             line=f"{scope['method']} {plain(path.decode('latin-1')):.200}",
             client=str(client[0]),
+            program=plain(program)[:40],
         )
+
+    @property
+    def who(self) -> str:
+        """The client: its API key's digest or its address, and its program."""
+        return " ".join(filter(None, (self.caller or self.client, self.program)))
 
     def opened(self, answer_id: str, class_name: str, demoted: bool) -> None:
         """Count an answer that the engine has started to work on."""

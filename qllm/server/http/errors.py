@@ -25,10 +25,12 @@ from qllm.errors import (
 
 ANTHROPIC = "/v1/messages"
 """Path prefix of the routes whose errors have Anthropic's shape."""
+OVERLOADED = 529
+"""Anthropic's status where others send 503."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """HTTP methods that routes have."""
 RETRY_AFTER_S = 1
-"""Retry-After, in seconds, when a queue is full."""
+"""Retry-After, in seconds, of 429 and 503 where nothing else is known."""
 STORAGE_RETRY_S = 30
 """Retry-After, in seconds, when nothing can be stored."""
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
@@ -98,7 +100,8 @@ class AnthropicErrorBody(BaseModel):
 
 
 ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {**found, "model": AnthropicErrorBody} for status, found in RESPONSES.items()
+    OVERLOADED if status == 503 else status: {**found, "model": AnthropicErrorBody}
+    for status, found in RESPONSES.items()
 }
 
 
@@ -127,9 +130,11 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-        if status == 401:
-            headers = {"WWW-Authenticate": "Bearer"}
+        if status in (429, 503) and retry_after_s is None:
+            retry_after_s = RETRY_AFTER_S
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        if retry_after_s is not None:
+            headers |= {"Retry-After": str(retry_after_s), "x-should-retry": "true"}
         super().__init__(status, message, headers)
         self.message = _sendable(message)
         self.param = None if param is None else _sendable(param)
@@ -163,8 +168,10 @@ class ApiError(HTTPException):
 
     def response(self, path: str = "") -> JSONResponse:
         """Return the answer in the shape that clients of the path expect."""
-        body = self.anthropic() if path.startswith(ANTHROPIC) else self.body()
-        return JSONResponse(body, self.status_code, self.headers)
+        if not path.startswith(ANTHROPIC):
+            return JSONResponse(self.body(), self.status_code, self.headers)
+        status = OVERLOADED if self.status_code == 503 else self.status_code
+        return JSONResponse(self.anthropic(), status, self.headers)
 
 
 def from_engine(error: QllmError) -> ApiError:
@@ -177,7 +184,7 @@ def from_engine(error: QllmError) -> ApiError:
     if isinstance(error, DeadEndError):
         return ApiError(400, str(error), code="no_way_on")
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", retry_after_s=RETRY_AFTER_S)
+        return ApiError(429, str(error), code="queue_full")
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), code="engine_closed")
     return ApiError(500, str(error), code="engine_error")

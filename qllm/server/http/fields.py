@@ -1,4 +1,4 @@
-"""Base classes of request bodies: which fields a body may have, and which values are no-ops."""
+"""Base classes of request bodies: which fields a body may have."""
 
 import json
 import pickle
@@ -17,32 +17,6 @@ from pydantic import (
 
 from qllm.errors import brief, check_text
 from qllm.server.http.unknown import Unserved, found
-
-NoOps = Mapping[str, tuple[Any, ...]]
-"""Fields that clients send without effect, each with the values that are no-ops."""
-
-NO_OPS: NoOps = {
-    "best_of": (None, 1), "chat_template": (None,), "chat_template_content_format": (None, "auto"),
-    "detokenize": (None, True), "documents": (None, []), "echo": (None, False),
-    "ec_transfer_params": (None, {}), "enable_response_messages": (None, False),
-    "guided_decoding_backend": (None,), "guided_whitespace_pattern": (None,),
-    "include_reasoning": (None, True), "kv_transfer_params": (None, {}),
-    "length_penalty": (None, 1, 1.0), "logit_bias": (None, {}), "logits_processors": (None, []),
-    "logprob_token_ids": (None, []), "media_io_kwargs": (None, {}),
-    "mm_payload": (None, "tensors"), "mm_processor_kwargs": (None, {}),
-    "previous_input_messages": (None, []), "prompt_embeds": (None,),
-    "repetition_detection": (None,), "return_mm_kwargs": (None, False),
-    "return_prompt_text": (None, False), "return_token_offsets": (None, False),
-    "return_tokens_as_token_ids": (None, False), "routed_experts_prompt_start": (None, 0),
-    "session_id": (None,), "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True), "stop_token_ids": (None, []),
-    "stream_interval": (None, 1), "structural_tag": (None,), "structured_outputs": (None,),
-    "truncation_side": (None, "left"), "use_beam_search": (None, False),
-    "vllm_xargs": (None, {}), "watermarking": (None,), "include_stop_str_in_output": (None, False),
-    "cache_salt": (None, ""), "chat_template_kwargs": (None, {}),
-}  # fmt: skip
-"""No-op fields of vLLM's clients. A field of this name in the body's model takes precedence."""
-
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
@@ -150,6 +124,8 @@ class Open(Body):
     model_config = ConfigDict(extra="allow")
     shows_all: ClassVar[bool] = False
     """True if the model sees the unknown fields."""
+    may_hold: ClassVar[bool] = True
+    """True if an unknown field could constrain or end the answer."""
 
     def unserved(self) -> Iterator[tuple[str, str]]:
         """Yield the name of each field whose value has no effect, and what to do about it."""
@@ -175,31 +151,20 @@ def kind_of(value: Any) -> Any:
 class Asked(Open):
     """The body of a request for an answer."""
 
-    no_ops: ClassVar[NoOps] = NO_OPS
     _unserved: list[Unserved] = PrivateAttr(default_factory=list)
 
     @property
     def all_unserved(self) -> list[Unserved]:
-        """All unserved parts of the request. The route refuses or reports each."""
+        """All unserved parts of the request. The route accepts, refuses or reports each."""
         return self._unserved
 
     @model_validator(mode="after")
     def _find_unserved(self) -> Self:
-        is_closed = self.model_config.get("extra") == "forbid"
-        self._unserved = [x._replace(is_refused=x.is_refused or is_closed) for x in found(self)]
+        self._unserved = found(self)
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_ops(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        found = (cls.no_ops.keys() & data.keys()) - cls.model_fields.keys()
-        for name in found:
-            if data[name] not in cls.no_ops[name]:
-                raise ValueError(f"{name}={data[name]!r:.80} is not supported; leave it out")
-        return {name: x for name, x in data.items() if name not in found} if found else data
 
 
 class SentBack(Open):
     """A part of an answer that a client sends back, possibly with unknown fields."""
+
+    may_hold = False

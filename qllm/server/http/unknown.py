@@ -1,8 +1,8 @@
 """Unserved fields of a request: some are ignored and reported, others are refused.
 
-Clients add fields every month. A field that cannot change the text is ignored: the answer names it
-in a header, and the log once. A field is refused by name if it asks for a different text, or if its
-name is almost that of a served field.
+Clients add fields every month. A field that cannot change the answer is accepted. A field that
+could is left out: the answer names it in a header, and the log once. A field that holds the answer,
+or a misspelling of one, is refused by name. `foreign` has the names.
 """
 
 import logging
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from qllm.server.http.access import plain
+from qllm.server.http.access import CURRENT, plain
 from qllm.server.http.errors import ApiError
+from qllm.server.http.foreign import CHANGES, HOLDS, NONE, Effect, effect_of, is_neutral
 
 HEADER = "x-qllm-ignored"
 MOST = 200
@@ -28,29 +29,6 @@ LONGEST_NAME = 64
 ALIKE = 0.86
 """Least similarity (0 to 1) of two names that counts as a misspelling."""
 
-_TEMPLATE, _FORM = "chat_template_kwargs", "structured_outputs"
-CHANGES = {
-    "adapter": "", "assistant_prefill": "", "beam_width": "", "custom_logit_processor": "",
-    "do_sample": "temperature", "dry_multiplier": "", "dynatemp_range": "", "ebnf": _FORM,
-    "enable_thinking": _TEMPLATE, "format": "response_format", "frequency_penality": "",
-    "function_call": "tool_choice", "functions": "tools", "grammar": _FORM, "guidance_scale": "",
-    "guided_grammar": _FORM, "guided_json": _FORM, "guided_regex": _FORM, "guided_choice": _FORM,
-    "input": "", "instructions": "", "json_schema": "response_format", "logit_bias": "",
-    "lora": "", "lora_path": "", "max_length": "max_tokens", "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens",
-    "max_tokens": "max_output_tokens", "max_tokens_to_sample": "max_tokens", "messages": "",
-    "min_new_tokens": "min_tokens", "mirostat": "", "mirostat_eta": "", "mirostat_tau": "",
-    "n": "", "n_predict": "max_tokens", "negative_prompt": "", "no_repeat_ngram_size": "",
-    "num_beams": "", "num_ctx": "", "num_predict": "max_tokens", "options": "", "plugins": "",
-    "prefill": "", "prefix": "", "prompt": "", "random_seed": "seed", "reasoning": _TEMPLATE,
-    "regex": _FORM, "repeat_last_n": "", "repeat_penalty": "repetition_penalty",
-    "response_format": "", "response_mime_type": "", "response_schema": "", "safe_prompt": "",
-    "samplers": "", "seed": "", "separate_reasoning": "", "stop_sequences": "stop",
-    "stop": "stop_sequences", "system": "", "template": "", "text": "", "tfs_z": "",
-    "thinking": _TEMPLATE, "top_a": "", "transforms": "", "typical_p": "", "xtc_probability": "",
-}  # fmt: skip
-"""Fields of other servers and routes that ask for a different text, with their replacements."""
-
 
 class Unserved(NamedTuple):
     """A part of a request that is not served."""
@@ -60,30 +38,37 @@ class Unserved(NamedTuple):
     place: str
     """Path in the body."""
     why: str
-    """Reason and advice, for a refusal."""
-    is_refused: bool
-    """True if the part is refused under every setting."""
-
-
-def says_nothing(value: Any) -> bool:
-    """Return True if a value asks for nothing: it is null or empty."""
-    return value is None or (isinstance(value, str | list | dict) and not value)
+    """Message of a refusal."""
+    effect: Effect
+    """The effect that the part could have on the answer."""
 
 
 @lru_cache(maxsize=4096)
-def _reason(model: type[BaseModel], name: str) -> str:
-    """Return why an unknown field is refused; empty if it may be ignored."""
+def _judged(model: type[BaseModel], name: str) -> tuple[Effect, str]:
+    """Return the effect that an unknown field could have, and the advice about it."""
     known = [field.alias or own for own, field in model.model_fields.items()]
-    if name in CHANGES:
-        instead = CHANGES[name]
-        hint = f"use {instead}" if instead in known else "leave it out"
-        return f"would change the answer and is not served here; {hint}"
-    if len(name) > LONGEST_NAME:
-        return ""
-    spelt = {_bare(field): field for field in (*known, *getattr(model, "no_ops", ()))}
-    if close := get_close_matches(_bare(name), spelt, n=1, cutoff=ALIKE):
-        return f"is no field here; did you mean {spelt[close[0]]!r}?"
-    return ""
+    holds = getattr(model, "may_hold", True)
+    if name in HOLDS and holds:
+        return Effect.HOLDS, _instead(name, known)
+    if name in CHANGES or name in NONE or len(name) > LONGEST_NAME:
+        return effect_of(name), ""
+    spelt = {_bare(field): field for field in (*HOLDS, *known)}
+    if close := get_close_matches(_bare(name), spelt, n=3, cutoff=ALIKE):
+        meant = spelt[close[0]]
+        if close[0] != _bare(name):  # as near to `stop` as to `top_p`: it may hold the answer
+            meant = next((spelt[x] for x in close if spelt[x] in HOLDS), meant)
+        effect = Effect.HOLDS if meant in HOLDS and holds else Effect.CHANGES
+        if meant in known:
+            return effect, f"is no field here; did you mean {meant!r}?"
+        return effect, _instead(meant, known)
+    return Effect.CHANGES, ""
+
+
+def _instead(name: str, known: list[str]) -> str:
+    """Return why a field that holds the answer is refused, with what to do."""
+    ours = next((x for x in HOLDS[name] if x in known), None)
+    hint = "leave it out" if ours is None else f"use {ours}"
+    return f"holds the question or the answer and is not served here; {hint}"
 
 
 def _bare(name: str) -> str:
@@ -98,7 +83,7 @@ def found(body: BaseModel) -> list[Unserved]:
     """
     seen: dict[str, Unserved] = {}
     for one in _walk(body, "", ""):
-        if one.name not in seen or (one.is_refused and not seen[one.name].is_refused):
+        if one.name not in seen or one.effect is Effect.HOLDS is not seen[one.name].effect:
             seen[one.name] = one
         if len(seen) > MOST:
             raise ValueError(f"more than {MOST} fields are unknown; leave them out")
@@ -116,11 +101,13 @@ def _walk(value: Any, name: str, place: str) -> Iterator[Unserved]:
     kind: type[BaseModel] = type(value)
     extra = {} if getattr(kind, "shows_all", False) else value.model_extra or {}
     for own, x in extra.items():
-        if not says_nothing(x):
-            why, where = _reason(kind, own), _join(place, own)
-            yield Unserved(_join(name, own), where, why, bool(why))
+        if not is_neutral(own, x):
+            effect, advice = _judged(kind, own)
+            where = _join(place, own)
+            why = f"unknown field {where!r}" + (f": it {advice}" if advice else "")
+            yield Unserved(_join(name, own), where, why, effect)
     for own, why in getattr(value, "unserved", tuple)():
-        yield Unserved(_join(name, own), place or own, why, False)
+        yield Unserved(_join(name, own), place or own, why, Effect.CHANGES)
     for own, field in kind.model_fields.items():
         x = getattr(value, own)
         if isinstance(x, BaseModel | list):
@@ -133,16 +120,17 @@ def _join(path: str, name: str) -> str:
 
 
 class Told:
-    """The rule that ignores or refuses unserved parts, and reports the ignored ones.
+    """The rule that accepts, ignores or refuses unserved parts, and reports the ignored ones.
 
     Args:
-        log: Logger for the ignored names, each once.
+        log: Logger for the ignored names, each once per client.
         is_strict: True to refuse every unserved part.
     """
 
     def __init__(self, log: logging.Logger, *, is_strict: bool) -> None:
         self._log, self._is_strict = log, is_strict
-        self._known: set[str] = set()
+        self._known: set[tuple[str, str]] = set()
+        """Clients, each with a name that was logged for it."""
 
     def headers(self, unserved: Iterable[Unserved]) -> dict[str, str]:
         """Return the header that names the ignored parts.
@@ -152,14 +140,19 @@ class Told:
         """
         names = []
         for one in unserved:
-            if one.is_refused or self._is_strict:
-                text = f"unknown field {one.place!r}"
-                if one.why:
-                    text = f"{text}: it {one.why}" if one.is_refused else one.why
-                raise ApiError(400, text, param=one.place, code="unknown_field")
-            names.append(plain(one.name))
-        new = [name for name in names if name not in self._known]
-        if new and len(self._known) < MOST_LOGGED:
-            self._known.update(new)
-            self._log.warning("ignored in requests from now on: %.500s", ", ".join(new))
+            if one.effect is Effect.HOLDS or self._is_strict:
+                raise ApiError(400, one.why, param=one.place, code="unknown_field")
+            if one.effect is Effect.CHANGES:
+                names.append(plain(one.name))
+        self._tell(names)
         return {HEADER: ", ".join(names)[:SHOWN_CHARS]} if names else {}
+
+    def _tell(self, names: list[str]) -> None:
+        """Log the names that are new for the client of this request."""
+        exchange = CURRENT.get()
+        client = "" if exchange is None else exchange.who
+        new = [name for name in names if (client, name) not in self._known]
+        if new and len(self._known) < MOST_LOGGED:
+            self._known.update((client, name) for name in new)
+            text = "ignored from now on in requests of %s: %.500s"
+            self._log.warning(text, client or "a batch", ", ".join(new))

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from qllm.frontend.streaming_prompt import Piece
 from qllm.server.api.answers import wanted_class
-from qllm.server.api.protocol import ServiceTier, Templated, TextOr, class_of_tier
+from qllm.server.api.protocol import ServiceTier, Templated, TextOr, class_of
 from qllm.server.http.errors import RESPONSES
 from qllm.server.http.fields import Body, Items
 from qllm.server.http.headers import header
@@ -38,9 +38,7 @@ class OpenRequest(Templated):
 
     def asked_class(self) -> Priority | None:
         """Return the requested class; None if the body names none."""
-        if self.priority is not None:
-            return Priority.LS if self.priority <= 0 else Priority.BE
-        return None if self.service_tier is None else class_of_tier(self.service_tier)
+        return class_of(self.service_tier, self.priority)
 
 
 class AppendRequest(Body):

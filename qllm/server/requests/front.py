@@ -78,7 +78,7 @@ class Front:
         self.apart = Apart(lambda: self.engine.tokenizer)
         """Work whose cost grows with the body."""
         self._num_ls = 0
-        self.told = Told(_log, is_strict=config.unknown_fields == "refuse")
+        self.told = Told(_log, is_strict=config.strict_fields)
         """Report of the ignored parts of requests."""
 
     @property

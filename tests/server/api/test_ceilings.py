@@ -1,12 +1,17 @@
 """`max_tokens` is a ceiling: on every route an answer ends where the context does."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
+from qllm.plan import Plan
+from qllm.policy import View, next_row
+from qllm.types import Cap
 from tests.support.serving import Serving, serving, tiny_engine
 
 TEXT = "word " * 112
@@ -45,7 +50,7 @@ def test_max_tokens_beyond_the_context_end_with_it(narrow: Serving, stream: bool
     seen = list(ceilings(narrow))
     assert len({path for path, *_ in seen}) >= 4
     for path, name, fields in seen:
-        if path.endswith("/input_tokens"):  # counts, and answers nothing
+        if path.endswith(("/input_tokens", "/count_tokens")):  # counts, and answers nothing
             continue
         for most in (65536, 10**12):
             answer = narrow.post(path, body_of(fields, TEXT, **{name: most, "stream": stream}))
@@ -65,3 +70,37 @@ def test_a_prompt_is_not_cut_for_a_ceiling_that_no_context_has(narrow: Serving) 
     asked = {"prompt": list(range(200)), "max_tokens": 65536, "truncate_prompt_tokens": -1}
     usage = narrow.post("/v1/completions", asked).json()["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (127, 1)
+
+
+class Counting:
+    """A policy that serves one request, and records before each plan what KV it holds."""
+
+    needs = Cap.NONE
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+        """Blocks that the request holds, that are taken in all, and that its tokens need."""
+
+    def plan(self, view: View) -> Plan:
+        (request,) = view.requests
+        if request.frontier is None:  # else it is in the middle of a step
+            needed = view.shape.blocks_for(request.num_written_tokens, view.block_size)
+            taken = view.num_blocks - view.num_free_blocks
+            self.seen.append((len(request.block_table), taken, needed))
+        return Plan(rows=(next_row(request, view, view.max_step_tokens),))
+
+
+def test_a_ceiling_reserves_no_kv() -> None:
+    """The KV that a request holds between two steps is that of the tokens it has written."""
+    policy = Counting()
+    asked = {"prompt": list(range(1500)), "max_tokens": 65536, "ignore_eos": True, "stream": True}
+    size = {"max_kv_tokens": 4096, "conformance": False}
+    with (
+        tiny_engine(run_in="thread", policy=policy, **size) as engine,
+        serving(engine) as served,
+        httpx.stream("POST", f"{served.url}/v1/completions", json=asked, timeout=60) as answer,
+    ):
+        lines = list(itertools.islice(answer.iter_lines(), 120))
+    assert sum(line.startswith("data: {") for line in lines) == 60
+    assert len(policy.seen) > 60
+    assert all(held == taken == needed for held, taken, needed in policy.seen)

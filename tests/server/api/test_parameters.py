@@ -210,11 +210,16 @@ def test_what_asks_for_nothing_is_accepted(small: Serving) -> None:
     body = {"messages": CHAT, "max_tokens": 2, "echo": False, "best_of": 1, **asked}
     assert small.post(CHATS, body).status_code == 200
     assert small.post(COMPLETE, {"prompt": "x", "max_tokens": 2, **asked}).status_code == 200
-    wrong = small.post(CHATS, {**body, "use_beam_search": True})
-    assert wrong.status_code == 400
-    assert "use_beam_search=True is not supported" in wrong.json()["error"]["message"]
-    unknown = small.post(CHATS, {**body, "use_beamsearch": True}).json()["error"]
-    assert unknown["code"] == "unknown_field"
+    told = small.post(CHATS, {**body, "use_beam_search": True, "use_beamsearch": True})
+    assert told.headers["x-qllm-ignored"] == "use_beam_search, use_beamsearch"
+    unknown = small.post(CHATS, {**body, "response_formats": {}, "stop_word": "a"}).json()["error"]
+    assert (unknown["code"], unknown["param"]) == ("unknown_field", "stop_word")
+
+
+def test_candidates_that_are_not_returned_are_told(small: Serving) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "n": 2}
+    assert "x-qllm-ignored" not in small.post(COMPLETE, {**body, "best_of": 2}).headers
+    assert small.post(COMPLETE, {**body, "best_of": 3}).headers["x-qllm-ignored"] == "best_of"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +263,7 @@ def test_what_vllms_clients_send_by_default_is_accepted(
     """The defaults of its own protocol, and null where a field has a default here."""
     for name, value in fields.items():
         assert small.post(path, {**body, name: value}).status_code == 200, name
-    for name in ("add_special_tokens", "logit_bias", "vllm_xargs", "cache_salt"):
+    for name in ("add_special_tokens", "logit_bias"):
         if name in fields:
             wrong = small.post(path, {**body, name: {"a": "b"}})
             assert (wrong.status_code, name in wrong.text) == (400, True)

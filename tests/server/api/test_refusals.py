@@ -5,8 +5,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types import completion_create_params as of_completions
-from openai.types.chat import completion_create_params as of_chat
 from pydantic import ValidationError
 
 from qllm.errors import EngineClosedError, QueueFullError
@@ -28,42 +26,21 @@ def is_idle(engine: QLLMEngine) -> bool:
     return engine.stats()["num_live"] == 0
 
 
-def params_of(base: Any) -> set[str]:
-    names: set[str] = set()
-    for part in base.__mro__:
-        names |= set(getattr(part, "__annotations__", ()))
-    return names
-
-
-@pytest.mark.parametrize(
-    ("model", "params"),
-    [
-        (CompletionRequest, of_completions.CompletionCreateParamsStreaming),
-        (ChatRequest, of_chat.CompletionCreateParamsStreaming),
-    ],
-)
-def test_every_field_that_openai_defines_is_known(model: Any, params: Any) -> None:
-    names = {n for base in params.__orig_bases__ for n in params_of(base)} | params_of(params)
-    assert {"model", "stream", "seed"} <= names
-    assert names <= set(model.model_fields)
-
-
 COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
     [
-        (COMPLETE, {"colour": 1}, "colour", "unknown field 'colour'"),
-        (COMPLETE, {"stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+        (COMPLETE, {"stopp": 1}, "stopp", "unknown field 'stopp': it is no field here; did"),
+        (COMPLETE, {"stream_options": {"n": 2}}, "stream_options.n", "unknown field"),
         (COMPLETE, {"slo": {"tpot_ms": 0}}, "slo.tpot_ms",
          "slo.tpot_ms: Input should be greater than 0, not 0"),
         (COMPLETE, {"stream_options": {"include_usage": "x"}}, "stream_options.include_usage",
          "valid boolean, not 'x'"),
-        (COMPLETE, {"slo": {"p99_ms": 5}}, "slo.p99_ms", "unknown field"),
+        (COMPLETE, {"structured_outputs": {"x": 5}}, "structured_outputs.x", "unknown field"),
         (COMPLETE, {"echo": True, "logprobs": 21}, "logprobs", "20"),
-        (COMPLETE, {"suffix": "x"}, "suffix", "not supported"),
-        (COMPLETE, {"best_of": 3}, None, "must equal n=1"),
+        (COMPLETE, {"suffix": "x"}, "suffix", "not served here"),
         (COMPLETE, {"temperature": -1}, "temperature", "[0, 100]"),
         (COMPLETE, {"top_p": 0}, "top_p", "(0, 1]"),
         (COMPLETE, {"n": 0}, "n", "n: Input should be greater than or equal to 1, not 0"),
@@ -100,7 +77,7 @@ COMPLETE, CHATS = "/v1/completions", "/v1/chat/completions"
         (CHATS, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHATS, {"tool_choice": "some"}, "tool_choice", "'required'"),
         (CHATS, {"tools": [{}]}, "tools", r"tools[0] must be"),
-        (CHATS, {"modalities": ["text", "audio"]}, "modalities", "only 'text'"),
+        (CHATS, {"modalities": ["text", "audio"]}, "modalities", "not served here"),
         (CHATS, {"functions": [{"name": "f"}]}, "functions", "use tools"),
         (CHATS, {"top_logprobs": 2}, None, "needs logprobs"),
         (CHATS, {"max_tokens": 2, "max_completion_tokens": 3}, None, "differ"),
@@ -323,7 +300,7 @@ def test_an_engine_that_refuses(
     with pytest.raises(raised, match=str(error)) as found:
         client.completions.create(model="tiny", prompt="a")
     assert found.value.status_code == status
-    assert found.value.response.headers.get("retry-after") == ("1" if status == 429 else None)
+    assert found.value.response.headers.get("retry-after") == "1"
 
 
 def test_a_choice_that_cannot_be_submitted_takes_the_others_back(
@@ -371,16 +348,13 @@ def say(*parts: Any, role: str = "user") -> dict[str, Any]:
         ("/v1/messages", say({"type": "text", "text": 5}),
          "messages[1].content[0].text: Input should be a valid string, not 5"),
         ("/v1/messages", say({"type": "image", "source": {}}),
-         "messages[1].content[0]: Input should be of type 'text', 'thinking', "
-         "'redacted_thinking', 'document', 'search_result', 'tool_use', 'tool_result', "
+         "messages[1].content[0]: Input should be of type 'text', 'thinking', 'skipped', "
+         "'compaction', 'document', 'search_result', 'tool_use', 'tool_result', "
          "'..._tool_use', '..._tool_result', not 'image'"),
-        ("/v1/messages", say({"type": "text", "text": "a", "citation": 1}),
-         "unknown field 'messages[1].content[0].citation': it is no field here; did you mean "
-         "'citations'?"),
         ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x",
                               "content": [{"type": "text", "text": "a"}, {"type": "image"}]}),
          "messages[1].content[0].content[1]: Input should be of type 'text', 'tool_reference', "
-         "'document', 'search_result', not 'image'"),
+         "'document', 'search_result', 'compaction', not 'image'"),
         ("/v1/messages", say({"type": "tool_result", "tool_use_id": "x"}, role="assistant"),
          "messages[1]: a message of role 'assistant' cannot hold a tool_result block"),
         ("/v1/messages", {**say(), "messages": [{"role": "user", "content": 5}]},

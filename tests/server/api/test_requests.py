@@ -172,7 +172,7 @@ def test_there_must_be_a_seat(held: tuple[Serving, Path]) -> None:
         ({"priority": "LS", "service_tier": "flex"}, "give one of them"),
         ({"paused": 1}, "paused"),
         ({"pause": True}, "unknown field 'pause'"),
-        ({"service_tier": "fast"}, "service_tier"),
+        ({"service_tier": "slow"}, "service_tier"),
     ],
 )
 def test_wrong_changes_are_refused(commenting: Serving, body: dict[str, Any], says: str) -> None:

@@ -421,7 +421,7 @@ def test_an_engine_that_dies_is_asked_again(tmp_path: Path) -> None:
         ({"tool_choice": "maybe"}, "'auto', 'none' or 'required'", "tool_choice"),
         ({"tool_choice": "required"}, "needs tools", "tool_choice"),
         ({"truncation": "middle"}, "'disabled'", "truncation"),
-        ({"conversation": "c"}, "names what only another server keeps", "conversation"),
+        ({"conversation": "c"}, "not served here; use input", "conversation"),
         ({"background": True, "store": False}, "needs store", None),
         ({"background": True, "temperature": -1}, "temperature=-1", "temperature"),
         ({"background": True, "text": {"format": WRONG}}, "Invalid type: foo", None),

@@ -41,7 +41,7 @@ def routes(served: Serving) -> Iterator[tuple[str, dict[str, Any]]]:
         content = methods.get("post", {}).get("requestBody", {}).get("content", {})
         for reference in re.findall(r"schemas/(\w+)", json.dumps(content)):
             fields = schema["components"]["schemas"][reference].get("properties", {})
-            if "stream" in fields and not path.endswith("/input_tokens"):
+            if "stream" in fields and not path.endswith(("/input_tokens", "/count_tokens")):
                 asked = next({name: x} for name, x in prompts.items() if name in fields)
                 more = {"temperature": 0, "echo": True, "max_tokens": 9, "max_output_tokens": 9}
                 more = {name: value for name, value in more.items() if name in fields}

@@ -113,7 +113,7 @@ def test_be_by_header_and_by_body(patient: Serving) -> None:
         (lines(ASK, {"replace": "x"}), "line 2: from"),
         (lines(ASK, {"replace": "x", "from": -1}), "line 2: from"),
         (lines(ASK, {"append": "x"}, {"replace": "x", "from": 9}), "line 3: from_token=9 must be"),
-        (lines({**ASK, "wrong": 1}), "line 1: unknown field 'wrong'"),
+        (lines({**ASK, "stopp": 1}), "unknown field 'stopp'"),
         (lines({**ASK, "n": 2}, {"append": "x"}), "n=2 cannot be asked"),
         (lines({**ASK, "echo": True}, {"append": "x"}), "echo=True cannot be asked"),
         (lines({**ASK, "prompt": ["a", "b"]}), "not a list of prompts"),
