@@ -1,6 +1,7 @@
-"""The choice of the format of a model's answers: by its name, or by its chat template and tokens.
+"""The choice of a format for a model's answers: by name, or by the model's template and tokens.
 
-A package adds a format with an entry point of the group `qllm.tool_formats` that names a `Format`.
+A package adds a format with an entry point of the group `qllm.tool_formats`. The entry point names
+a `Format`.
 """
 
 from collections.abc import Mapping
@@ -16,15 +17,15 @@ from qllm.server.tools.formats import FORMATS, HERMES
 
 GROUP, KIND = "qllm.tool_formats", "tool format"
 AUTO = "auto"
-"""Name that leaves the choice to the chat template and the tokens."""
+"""Name of no format: the chat template and the tokens decide."""
 
 
 @lru_cache(maxsize=1)
 def formats() -> Mapping[str, Format]:
-    """Return all formats by name: ours, and those of installed packages.
+    """Return all formats by name: qllm's own formats, and the formats of installed packages.
 
     Raises:
-        ConfigError: A package is broken, or its format has a name of ours.
+        ConfigError: A package is broken, or a package's format has the name of a format of qllm.
     """
     found = dict(FORMATS)
     for name, point in installed(GROUP, KIND).items():
@@ -43,10 +44,10 @@ def formats() -> Mapping[str, Format]:
 
 
 def check_name(name: str) -> None:
-    """Return if a name is that of a format, or `auto`.
+    """Refuse a name that is neither `auto` nor the name of a format.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The name is unknown.
     """
     if name != AUTO and name not in formats():
         raise ConfigError(
@@ -56,10 +57,10 @@ def check_name(name: str) -> None:
 
 
 def check(tokenizer: Any, name: str) -> None:
-    """Return if a model's answers can be read in a format.
+    """Refuse a format in which the model's answers cannot be read.
 
     Raises:
-        ConfigError: The name is unknown, or the tokenizer has not the tokens of the format.
+        ConfigError: The name is unknown, or the tokenizer lacks tokens of the format.
     """
     check_name(name)
     found = format_of(tokenizer, name)
@@ -71,10 +72,11 @@ def check(tokenizer: Any, name: str) -> None:
 
 
 def format_of(tokenizer: Any, name: str = AUTO) -> Format | None:
-    """Return the format of a model's answers; None if `auto` finds no sign of one.
+    """Return the format of a model's answers; None if `auto` finds the signs of no format.
 
-    Of the formats whose signs are all there, the one with most of them in the chat template counts,
-    because tokenizers also have the tokens of other formats.
+    A format is possible if all its signs are in the chat template or the tokenizer. `auto` chooses
+    the possible format with the most signs in the template, because tokenizers also have the tokens
+    of other formats.
 
     Args:
         tokenizer: The model's tokenizer, or None.
@@ -97,7 +99,7 @@ def _detected(template: str, tokens: frozenset[str]) -> Format | None:
 
 
 def told(tokenizer: Any, name: str) -> str:
-    """Return the name of the format of a model's answers, and the reason for it."""
+    """Return the name of the format of a model's answers, and the reason for the choice."""
     if name != AUTO:
         return f"{name} (tool_calls)"
     found = format_of(tokenizer)

@@ -1,4 +1,4 @@
-"""Parts that readers of an answer share: the growing fields of a message."""
+"""Code that all readers of answers share: additions to the growing fields of a message."""
 
 import json
 import re
@@ -9,18 +9,19 @@ from typing import Any
 Delta = dict[str, Any]
 """Additions to the fields of an assistant's message."""
 CALLS = "tool_calls"
-"""Field with calls, each a part of a whole call."""
+"""Field with a list of calls. Each entry is a part of a whole call."""
 
 
 class UnreadableError(ValueError):
-    """A text that is no value in its notation."""
+    """Error: a text is not a value of the notation."""
 
 
 class Scanner:
     """A scanner that finds the end of a JSON object that arrives in pieces.
 
     Args:
-        has_tags: True if a tag may come in the middle, which JSON has only in strings.
+        has_tags: True if a tag may interrupt the object. In JSON alone, a tag only occurs in
+        strings.
     """
 
     def __init__(self, *, has_tags: bool = False) -> None:
@@ -29,7 +30,7 @@ class Scanner:
         self._in_string = self._is_escaped = False
 
     def length(self, text: str) -> tuple[int, bool]:
-        """Return the number of characters of `text` in the object, and True if it ends there.
+        """Return how many characters of `text` are in the object, and True if the object ends.
 
         Raises:
             UnreadableError: The text begins with a tag.
@@ -54,7 +55,10 @@ class Scanner:
 
 
 def call_of(index: int, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call; arguments that are no text become JSON, with half surrogate pairs escaped."""
+    """Return a call.
+
+    Arguments that are not a text become JSON, with half surrogate pairs escaped.
+    """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     text = text.encode("utf-8", "backslashreplace").decode()
     function = {"name": name, "arguments": text}
@@ -68,7 +72,7 @@ def is_name(name: Any) -> bool:
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls that are made of parts: the first part of a call, then its additions."""
+    """Return whole calls, joined from parts: the first part of each call, then additions."""
     calls: list[dict[str, Any]] = []
     texts: list[list[str]] = []
     for part in parts:

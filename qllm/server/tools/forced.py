@@ -1,8 +1,9 @@
 """The grammar of an answer that must call tools, in the markup of the model.
 
-It is written by the description of the format (`format`) that the reader of the answers uses. Texts
-that are single tokens of the tokenizer are forced as these tokens. Arguments that are JSON have the
-white space of chat templates, so that a forced call looks as the model was trained to write it.
+The grammar is made from the description of the format (`format`). The reader of the answers uses
+the same description. A text that is a single token of the tokenizer is forced as this token.
+Arguments in JSON get the white space of chat templates. So a forced call looks like the calls that
+the model was trained on.
 """
 
 import html
@@ -39,7 +40,7 @@ MOST_CALLS = 8
 """Most calls in an answer that must call a tool."""
 _FIELD = re.compile(r"\$(name|json|arguments|index|key|value|string|type)")
 _SIGN = re.compile(r"[<\[][^\s$<>\]]{2,}[>\]]?")
-"""A tag, or the beginning of one up to a field, inside a template of the format."""
+"""A tag inside a template of the format, or the start of a tag up to a field."""
 _KNOWN = frozenset(
     ("type", "properties", "required", "additionalProperties", "patternProperties", "$defs")
 ) | {"definitions", "minProperties", "maxProperties", "x-guidance"}
@@ -47,17 +48,17 @@ _KNOWN = frozenset(
 _NAME = re.compile(r"[^\s<>{}()\[\]\"]{1,256}")
 _KEY = re.compile(r"(?! )[^\n<>\"]{1,256}(?<! )")
 _BARE_KEY = re.compile(r"[\w$@.-]{1,256}")
-"""Names and keys that a reader finds between the tags around them."""
+"""Names and keys that a reader can tell from the tags before and after."""
 
 
 def form_of_calls(
     choice: Choice, answer: Mapping[str, Any] | None, tool_calls: str, tokenizer: Any
 ) -> StructuredOutputs:
-    """Return the form of an answer that calls tools.
+    """Return the grammar of an answer that calls tools, as structured outputs.
 
     Args:
         choice: Tools that may be called.
-        answer: JSON schema of an answer that is allowed instead of calls, as for `grammar`.
+        answer: JSON schema of an answer that is allowed instead of calls; None allows only calls.
         tool_calls: Name of the format of the model's answers, or `auto`.
         tokenizer: The model's tokenizer.
 
@@ -69,7 +70,7 @@ def form_of_calls(
 
 
 def tokens_in(form: Format, tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the texts of a format that are single tokens of a tokenizer."""
+    """Return the texts of a format that are single tokens of a tokenizer, with their token ids."""
     added = added_tokens(tokenizer)
     return {added[i].content: i for i in marks_in(form, added)}
 
@@ -100,11 +101,11 @@ class _Grammar:
         self._parts = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._rules: list[str] = []
         self._raw: dict[str, str] = {}
-        """Markers around raw text: the one behind it, by the one before it."""
+        """Markers around raw text: the marker after the text, by the marker before the text."""
         self._where = ""
-        """Name of the present tool and argument, for names of rules."""
+        """Name of the current tool and argument, used in the names of rules."""
         self._refs: dict[str, str] = {}
-        """Rules of the references of the present tool."""
+        """Rules of the references (`$ref`) of the current tool."""
 
     def of(self, choice: Choice, answer: Mapping[str, Any] | None) -> str:
         """Return the whole grammar."""
@@ -132,7 +133,10 @@ class _Grammar:
         return name
 
     def _new(self, body: str) -> str:
-        """Add a rule under a new name; a refusal names the tool, and the argument, by it."""
+        """Add a rule under a new name.
+
+        An error message finds the tool and the argument in this name.
+        """
         return self._add(f"{self._where}_{len(self._rules)}", body)
 
     def _text(self, text: str) -> str:
@@ -150,7 +154,7 @@ class _Grammar:
             yield quoted(text[at:])
 
     def _lead(self) -> str:
-        """Return the white space that may stand before calls: behind reasoning, or content."""
+        """Return the white space that may precede calls, after reasoning or after content."""
         _, after = self._form.reasoning or ("", "")
         leads = {self._form.lead, after[len(after.rstrip()) :]} - {""}
         return f"({' | '.join(map(quoted, sorted(leads)))})?" if self._form.lead else ""
@@ -174,7 +178,7 @@ class _Grammar:
         return self._add(rule, " ".join(filter(None, body)))
 
     def _field(self, field: str, name: str, schema: Any) -> str:
-        """Return what stands for a field of a call's template."""
+        """Return the part of the grammar that replaces a field of a call's template."""
         form = self._form
         if field == "name":
             return quoted(self._written(name, _NAME))
@@ -200,7 +204,7 @@ class _Grammar:
         """Return a name or a key as the format writes it.
 
         Raises:
-            UnheldError: It would be read as something else.
+            UnheldError: A reader would take the name or key for something else.
         """
         written = html.escape(name) if self._form.is_escaped else name
         if not allowed.fullmatch(written) or self._parts.search(written):
@@ -210,12 +214,13 @@ class _Grammar:
     # -- objects whose members are written one by one
 
     def _members(self, schema: Any, root: Any) -> list[tuple[str, Any, bool]]:
-        """Return the members of an object: key, schema, and True if it is required.
+        """Return the members of an object: key, schema, and True if the member is required.
 
-        Of an object that allows others, only the named ones are written.
+        If the object also allows members that are not named, the grammar still has only the named
+        ones.
 
         Raises:
-            UnheldError: A keyword says more than which members there are.
+            UnheldError: A keyword constrains more than the members' keys and schemas.
         """
         seen = 0
         while isinstance(schema, Mapping) and schema.keys() - _KNOWN == {"$ref"} and seen < 16:
@@ -236,7 +241,7 @@ class _Grammar:
         return [(key, members[key], key in needed) for key in keys]
 
     def _argument(self, key: str, schema: Any, root: Any) -> str:
-        """Add the rule of one argument that is written by the template of arguments."""
+        """Add the rule of one argument that the format writes with the template of arguments."""
         tool, self._where = self._where, f"{self._where}_{_slug(key)}"
         try:
             return self._new(" | ".join(self._ways(key, parts_of(schema, root), root)))
@@ -268,7 +273,7 @@ class _Grammar:
             yield f"{self._head(before, key, kind)} ({values}) {self._text(after)}"
 
     def _head(self, before: str, key: str, kind: str) -> str:
-        """Return the text of an argument up to its value."""
+        """Return the text of an argument before the value."""
         parts = _FIELD.split(before)
         given = {"key": key, "type": kind, "string": "true" if kind == "string" else "false"}
         return " ".join(
@@ -278,7 +283,7 @@ class _Grammar:
         )
 
     def _values(self, parts: Sequence[Part], root: Any) -> Iterator[str]:
-        """Yield the ways to write a value that is no text."""
+        """Yield the ways to write a value that is not a text."""
         own = [part for part in parts if self._is_own(part)]
         for part in own:
             yield from self._literals(part)
@@ -286,7 +291,7 @@ class _Grammar:
             yield self._new(json_rule(joined(others), root))
 
     def _is_own(self, part: Part) -> bool:
-        """Return True if the format writes the literals of a part in another way than JSON."""
+        """Return True if the format writes the literals of a part differently from JSON."""
         are_json = self._form.notation.literals == JSON.literals
         return part.kind in ("boolean", "null") and not are_json
 
@@ -306,16 +311,16 @@ class _Grammar:
         yield from map(quoted, found)
 
     def _end(self, after: str) -> str:
-        """Return the text that ends raw text: up to its first token, or all of it."""
+        """Return the text that ends raw text: `after` up to its first token, or all of `after`."""
         token = self._parts.search(after)
         return after if token is None else after[: token.end()]
 
     def _given(self, schema: Mapping[str, Any]) -> str:
-        """Add the rule of a text that follows a client's own grammar."""
+        """Add the rule of a text that must match a client's own grammar."""
         return self._new(f"%lark {{\n{schema[LARK]}\n}}")
 
     def _raw_text(self, terminal: str, after: str) -> str:
-        """Return raw text of a terminal with the marker behind it; the text contains no tag."""
+        """Return raw text of a terminal, followed by the marker. The raw text contains no tag."""
         number = len(self._rules)
         self._add(f"TEXT_{number}", f"({terminal}) & ~TAGGED")
         first, *rest = self._spelled(after)
@@ -356,7 +361,7 @@ class _Grammar:
         return self._new(json_rule(schema, root))
 
     def _object(self, schema: Any, root: Any, outer: str) -> str:
-        """Return an object: its members, of which some may be absent, with commas between them."""
+        """Return the grammar of an object: members, some of them optional, with commas between."""
         assign = outer[1]
         members = self._members(schema, root)
         comma = quoted(self._form.notation.comma)
@@ -378,7 +383,7 @@ class _Grammar:
         return " ".join(filter(None, [quoted(outer[0]), begun, quoted(outer[2])]))
 
     def _array(self, schema: Mapping[str, Any], root: Any) -> str:
-        """Return a list."""
+        """Return the grammar of a list."""
         known = {"type", "items", "minItems", "maxItems", "$defs", "definitions"}
         if "$ref" in schema and schema.keys() <= known | {"$ref"}:
             return self._value({"$ref": schema["$ref"]}, root)
@@ -393,10 +398,10 @@ class _Grammar:
 
 
 def _refuse_lark(schema: Any) -> None:
-    """Return if no member of an object follows a client's own grammar.
+    """Refuse an object with a member that must match a client's own grammar.
 
     Raises:
-        UnheldError: One does.
+        UnheldError: There is such a member.
     """
     members = schema.get("properties") if isinstance(schema, Mapping) else None
     for key, part in (members or {}).items():
@@ -406,12 +411,15 @@ def _refuse_lark(schema: Any) -> None:
 
 
 def _has_one(form: Format) -> bool:
-    """Return True if an answer has one call: its end ends the answer, or no tag tells the next."""
+    """Return True if an answer has at most one call.
+
+    The end of the call may end the answer, or no tag may mark the start of a next call.
+    """
     return form.has_heads or (form.at_start and not form.sections)
 
 
 def _inside(form: Format) -> str:
-    """Return the template of a call behind the begin of a message, which the prompt has."""
+    """Return the template of a call without the start of its message. The prompt has this start."""
     call = form.calls[0]
     if form.has_heads:
         call = call.removeprefix(f"{START}assistant")
@@ -421,12 +429,12 @@ def _inside(form: Format) -> str:
 
 
 def _slug(name: str) -> str:
-    """Return a name as a part of the name of a rule."""
+    """Return a name in the characters that a rule's name may have."""
     return re.sub("[^a-z0-9]+", "_", name.lower())[:64]
 
 
 def _plain(before: str, key: str, kind: str) -> str:
-    """Return the text of an argument up to its value, as it is in an answer."""
+    """Return the text of an argument before the value, as an answer contains it."""
     given = {"$key": key, "$type": kind, "$string": "true"}
     return re.sub(r"\$[a-z]+", lambda found: given[found[0]], before)
 

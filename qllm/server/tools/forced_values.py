@@ -1,8 +1,9 @@
 """Grammars of the values of arguments, for markups in which a string is raw text.
 
-Such a markup writes a string as it is, up to a marker, and other values as JSON. So a JSON schema
-is split into its kinds: strings become a terminal of llguidance's Lark syntax, and the rest stays a
-JSON schema. What cannot be split is refused; nothing is left unconstrained.
+Such a markup writes a string unchanged, up to a marker, and other values as JSON. So this module
+splits a JSON schema by the types of its values. Strings become a terminal of llguidance's Lark
+syntax. The rest stays a JSON schema. A schema that cannot be split is refused, so no value is left
+unconstrained.
 """
 
 import json
@@ -17,7 +18,7 @@ CANONICAL = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 ANY_TEXT = "/(?s:.*)/"
 _NUMBER_LIKE = r"[-+.0-9\[{\x22'](?s:.*)"
 NO_TEXT = rf"/[\s\x00-\x20]*({_NUMBER_LIKE}|(?i:true|false|null|none)[\s\x00-\x20]*)/"
-"""Texts that a reader may take for a value of another kind."""
+"""Texts that a reader may take for a value of another type."""
 KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _ANNOTATIONS = frozenset(("$defs", "definitions", "x-guidance"))
 _HEX, _BYTE = "[0-9a-f]", "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -39,22 +40,25 @@ FORMATS = {
     rf"(\?{_PATH}{{0,999}})?(#{_PATH}{{0,99}})?",
     "uuid": f"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
 }
-"""Regular expressions of texts that have a format; some texts of it are left out."""
+"""Regular expressions by JSON schema `format`. Some valid texts of a format do not match."""
 
 
 class UnheldError(ValueError):
-    """A schema that a markup cannot hold; the message says where and why."""
+    """Error: a markup cannot write the values of a schema.
+
+    The message has the place and the reason.
+    """
 
 
 class Part(NamedTuple):
-    """Values of one kind that a schema allows."""
+    """The values of one type that a schema allows."""
 
     kind: str
     schema: Mapping[str, Any]
 
 
 def parts_of(schema: Any, root: Mapping[str, Any], depth: int = 16) -> list[Part]:
-    """Return the kinds of values that a schema allows, with the schema of each.
+    """Return the types of values that a schema allows, with a schema for each type.
 
     Args:
         schema: The schema, without annotations.
@@ -62,7 +66,7 @@ def parts_of(schema: Any, root: Mapping[str, Any], depth: int = 16) -> list[Part
         depth: Number of references and alternatives to follow.
 
     Raises:
-        UnheldError: The kinds cannot be told apart.
+        UnheldError: The types cannot be separated.
     """
     if schema is True:
         schema = {}
@@ -105,7 +109,7 @@ def target(ref: str, root: Mapping[str, Any]) -> Any:
     """Return the schema that a reference points to.
 
     Raises:
-        UnheldError: There is none.
+        UnheldError: The reference points to nothing.
     """
     found: Any = root
     for name in ref.removeprefix("#").split("/")[1:]:
@@ -120,7 +124,7 @@ def text_terminal(schema: Any, root: Mapping[str, Any], depth: int = 16) -> str:
     """Return the terminal of the strings that a schema allows, as raw text.
 
     Raises:
-        UnheldError: A keyword cannot be held in raw text.
+        UnheldError: A terminal cannot express a keyword of the schema.
     """
     if schema is True:
         return ANY_TEXT
@@ -164,7 +168,7 @@ def _any(terminals: Iterator[str]) -> str:
 
 
 def _pattern(pattern: str) -> str:
-    """Return the terminal of the texts in which a pattern is found."""
+    """Return the terminal of all texts that contain a match of a pattern."""
     begins, ends = pattern.startswith("^"), bool(re.search(r"(?<!\\)(\\\\)*\$$", pattern))
     inner = pattern[begins : len(pattern) - ends]
     if (begins or ends) and _has_alternatives(inner):
@@ -188,12 +192,12 @@ def slashed(pattern: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a terminal."""
+    """Return the terminal of exactly one text."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
-    """Return the body of a rule for the JSON of a schema, which may be a part of another one."""
+    """Return the body of a rule for the JSON of a schema. The schema may be a part of `root`."""
     made = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     for name in ("$defs", "definitions"):
         if name in root:
@@ -202,5 +206,5 @@ def json_rule(schema: Any, root: Mapping[str, Any]) -> str:
 
 
 def joined(schemas: Sequence[Any]) -> Any:
-    """Return the schema of the values of any of some schemas."""
+    """Return the schema of all values that at least one of the schemas allows."""
     return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}

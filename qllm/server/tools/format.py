@@ -1,9 +1,13 @@
 """Descriptions of the ways in which models write reasoning and tool calls.
 
-A description is data. `reader` reads answers by it, and a grammar of forced calls writes by it. Its
-templates are texts with fields: `$name` is the name of a function, `$arguments` all its arguments,
-`$json` a JSON object with the name and the arguments. White space in a template may be absent in an
-answer, or longer.
+A description is data. `reader` uses the description to read answers, and `forced` to make the
+grammar of forced calls. The templates of a description are texts with fields:
+
+    $name        the name of a function
+    $arguments   all arguments of the call
+    $json        a JSON object with the name and the arguments
+
+White space of a template may be absent or longer in an answer.
 """
 
 from dataclasses import dataclass
@@ -14,24 +18,24 @@ class Notation:
     """A way to write JSON values."""
 
     quotes: tuple[str, ...] = ('"',)
-    """Texts that begin and end a string; the first one is written."""
+    """Texts that begin and end a string. All are read; a grammar writes the first."""
     escapes: bool = True
     """True if a backslash in a string begins an escape."""
     bare: bool = False
-    """True if keys have no quotes, and a word that is no literal is a string."""
+    """True if keys have no quotes, and any word that is not a literal is a string."""
     outer: str = "{:}"
     """Characters around the outermost object, and between its keys and values."""
     comma: str = ", "
-    """Text between two members, as it is written."""
+    """Text between two members, as a grammar writes it."""
     literals: tuple[str, str, str] = ("true", "false", "null")
-    """True, false and null, as they are written; also in an argument that is written by itself."""
+    """Texts of true, false and null, also for an argument that the format writes separately."""
     is_sorted: bool = False
     """True if members are written in the order of their keys."""
 
 
 JSON = Notation()
 LENIENT = Notation(quotes=('"', "'"))
-"""JSON, or the literals of Python, as models write them where JSON was meant."""
+"""JSON that may contain literals of Python, because models confuse the two."""
 PYTHON = Notation(quotes=("'", '"'), bare=True, outer="(=)", literals=("True", "False", "None"))
 """Keyword arguments of a call in Python."""
 
@@ -40,17 +44,18 @@ PYTHON = Notation(quotes=("'", '"'), bare=True, outer="(=)", literals=("True", "
 class Format:
     """A way to write reasoning and tool calls.
 
-    With an `argument` template, each argument is written by itself, its text as it is or as JSON.
-    Without one, all arguments are one object in a `notation`.
+    With an `argument` template, each argument is written separately: a text unchanged, another
+    value
+    as JSON. Without this template, all arguments are one object in a `notation`.
     """
 
     name: str
     calls: tuple[str, ...]
-    """Templates of a call. The first one is written; all are read."""
+    """Templates of a call. All are read; a grammar writes the first."""
     signs: tuple[str, ...]
-    """Texts that together tell the format: in the chat template, or tokens of the tokenizer."""
+    """Texts that together identify the format. Each is in the chat template, or a token."""
     keys: tuple[str, str] = ("name", "arguments")
-    """Keys of the name and the arguments in `$json`, as they are written."""
+    """Keys of the name and the arguments in `$json`."""
     notation: Notation = JSON
     argument: str = ""
     """Template of an argument, with the fields `$key` and `$value`.
@@ -58,23 +63,25 @@ class Format:
     `$string` is "true" if the value is a text. `$type` is the type of the value in a JSON schema.
     """
     is_escaped: bool = False
-    """True if names and keys have their special characters escaped, as in XML."""
+    """True if special characters of names and keys are escaped, as in XML."""
     sections: tuple[tuple[str, str], ...] = ()
-    """Texts before and after all calls. The first pair is written; all are read."""
+    """Texts before the first call and after the last one. All pairs are read; a grammar writes the
+    first.
+    """
     lead: str = ""
-    """White space between content and the calls behind it."""
+    """White space between content and the calls after the content."""
     between: str = ""
     """Text between two calls."""
     at_start: bool = False
-    """True if calls have no tag: they begin the answer, and their functions are known."""
+    """True if calls have no tag. Such calls begin the answer and name a known function."""
     reasoning: tuple[str, str] | None = ("<think>\n", "\n</think>\n\n")
     """Texts before and after reasoning; None if the model has none."""
     ends_reasoning: bool = False
     """True if a call inside reasoning ends it."""
     hidden: tuple[str, ...] = ()
-    """Texts that are no part of the content."""
+    """Texts that are removed from the content."""
     has_heads: bool = False
-    """True if each message of an answer begins with a head of its own: `harmony` reads these."""
+    """True if each message of an answer begins with its own head. `harmony` reads such answers."""
 
     @property
     def markup(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Formats of the models that people run, each as its chat template or encoder publishes it."""
+"""Formats of popular models, taken from the models' chat templates or encoders."""
 
 from qllm.server.tools.format import PYTHON, Format, Notation
 from qllm.server.tools.harmony import MARKS
@@ -80,7 +80,7 @@ DEEPSEEK_V31 = Format(
 
 
 def _dsml(name: str, outer: str, gap: str = "") -> Format:
-    """Return a form of DSML: DeepSeek's encoders differ in the name of the outer element."""
+    """Return a variant of DSML. DeepSeek's encoders differ in the name of the outer element."""
     tag = f"｜DSML｜{gap}"
     outers = dict.fromkeys((outer, "function_calls", "tool_calls", "calls"))
     return Format(
@@ -148,7 +148,7 @@ MISTRAL_V11 = Format(
     signs=("[TOOL_CALLS]", "[ARGS]"),
     reasoning=("<think>\n", "\n</think>\n"),
 )
-"""Mistral's tokenizers of version 11; Magistral of 2506 reasons in tags that are text."""
+"""Mistral's tokenizers of version 11. Magistral 2506 writes the tags of reasoning as plain text."""
 
 MISTRAL = Format(
     "mistral",

@@ -23,7 +23,7 @@ _HEADS = {
     "<|constrain|>": re.compile(r"\s*\w*\s*"),
 }
 _ROLE = re.compile(r"\s*(assistant)?(\s*to=\S+)?\s*")
-"""Texts of a head after each mark, and before or after `START`. Any other text is content."""
+"""Text of a head before or after `START`: a role and a recipient. Any other text is content."""
 FUNCTIONS = "functions."
 """Prefix of the recipient in a call of one of the request's functions."""
 
@@ -34,13 +34,19 @@ class HarmonyPart(NamedTuple):
     """A piece of an answer."""
 
     kind: Kind
-    """"head" is not shown; "call" is a function's name, "arguments" belong to the last call."""
+    """Kind of the piece.
+
+    A "head" is not shown. A "call" is a function's name. "arguments" belong to the last call.
+    """
     text: str
     num_tokens: int = 0
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
-    """Return the marks by token id; empty if the tokenizer has not all of them."""
+    """Return the marks by token id.
+
+    The mapping is empty if the tokenizer lacks one of the marks.
+    """
     found = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS}
     is_known = len(found) == len(MARKS) and not {None, tokenizer.unk_token_id} & found.keys()
     return found if is_known else {}
@@ -53,7 +59,8 @@ class Harmony:
         tokenizer: The model's tokenizer.
         marks: Marks by token id, from `marks_of`.
         prompt: Token ids of the prompt; the answer continues its last message.
-        names: Functions that the model sees: it may omit their prefix "functions.".
+        names: Names of the functions that the model sees. The model may omit the prefix
+        "functions.".
     """
 
     def __init__(
@@ -67,7 +74,9 @@ class Harmony:
         self._is_head = False
         self._head = ""
         self._unseen = [("", "")]
-        """Marks of a head, each with the text after it. Without a message they are content."""
+        """Marks of a head, each with the text after the mark. If no message follows, all are
+        content.
+        """
         self._kind: Kind = "content"
         starts = [at for at, token_id in enumerate(prompt) if marks.get(token_id) == START]
         at = starts[-1] if starts else len(prompt)
@@ -98,7 +107,10 @@ class Harmony:
         return parts
 
     def finish(self) -> list[HarmonyPart]:
-        """Return the remaining parts at the end of the answer; a head without a message is none."""
+        """Return the remaining parts at the end of the answer.
+
+        A head without a message becomes content.
+        """
         parts = self._said(self._text.finish(), 0)
         if self._is_head and all(self._is_known(*part) for part in self._unseen):
             return [*parts, *(HarmonyPart("head", text) for _, text in self._unseen)]
@@ -106,7 +118,7 @@ class Harmony:
 
     @staticmethod
     def _is_known(mark: str, text: str) -> bool:
-        """Return True if a text of a head has a meaning after its mark."""
+        """Return True if a text after a mark is a valid part of a head."""
         return _HEADS.get(mark, _ROLE).fullmatch(text) is not None
 
     def _said(self, text: str, num_tokens: int) -> list[HarmonyPart]:
@@ -123,7 +135,7 @@ class Harmony:
         return [HarmonyPart("content", text)] if text else []
 
     def _begin(self) -> list[HarmonyPart]:
-        """Return the parts of a complete head, and begin its message."""
+        """Return the parts of a complete head, and begin the message of the head."""
         parts: list[HarmonyPart] = []
         for mark, text in self._unseen:
             kind: Kind = "head" if self._is_known(mark, text) else "content"

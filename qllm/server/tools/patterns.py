@@ -1,9 +1,9 @@
 """Patterns that find the parts of an answer, made from the description of its format.
 
-All of them are for partial matching: `regex` tells a text that does not match from one that may
-still match when more of it arrives. No pattern ends with something optional, so a match never
-changes by what follows it. Runs of white space and names have a greatest length, so the text held
-back has one.
+All patterns are for partial matching. For a text without a match, `regex` reports if more text
+could still complete a match. No pattern ends with an optional part, so later text never changes a
+match. White space and names have a maximum length. So the text that a reader holds back has one
+too.
 """
 
 import re
@@ -34,8 +34,8 @@ _SIGN = re.compile("[<>｜|\\[\\]]")
 def marks_in(format: Format, added: Mapping[int, Any]) -> dict[int, str]:
     """Return the tags of a format that are single tokens, by token id.
 
-    A tokenizer never splits an added token. So if a tag is one, the same characters made of other
-    tokens are not a tag.
+    A tokenizer never splits an added token. So if a tag is an added token, the same characters in
+    other tokens are not a tag.
     """
     texts = {i: token.content for i, token in added.items()}
     markup = "\n".join(format.markup)
@@ -82,7 +82,7 @@ class Patterns(NamedTuple):
     """The patterns of a format."""
 
     first: Any
-    """Tag at the start of an answer, or behind another one: groups "thought", "section", "call"."""
+    """Tag at the start of an answer, or after another tag: groups "thought", "section", "call"."""
     tags: Any
     """Tag anywhere in content: groups "section", "call", "hidden"."""
     thought: Any
@@ -90,17 +90,17 @@ class Patterns(NamedTuple):
     inside: Any
     """A call in a section, or the section's end: groups "call", "close"."""
     argument: Any
-    """Start of an argument, or the end of all (group "end")."""
+    """Start of an argument, or the end of all arguments (group "end")."""
     value: Any
-    """End of a raw value: groups "missing" and "key" where it has no tag of its own."""
+    """End of a raw value. Groups "missing" and "key" mark an end without a tag."""
     last_value: Any
-    """The same at the end of the answer."""
+    """End of a raw value at the end of the answer."""
     tail: Any
-    """Text behind the arguments of a call."""
+    """Text after the arguments of a call."""
     rest: Any
-    """The same (group "tail"), or the begin of another call."""
+    """Text after the arguments of a call (group "tail"), or the start of another call."""
     blank: Any
-    """White space and tags that say nothing by themselves."""
+    """White space, and tags without a meaning of their own."""
     quotes: Mapping[str, str]
     """Pattern of each quote of the notation."""
 
@@ -118,8 +118,8 @@ def patterns_of(
     Args:
         format: Format of the answers.
         marks: Marks with their tags.
-        names: Functions that the model sees; without any, there are no calls.
-        thinks: True if the tag of reasoning counts.
+        names: Names of the functions that the model sees. An empty list means no calls.
+        thinks: True if a tag of reasoning starts reasoning; False if the tag is content.
     """
     forms = Forms(dict(marks))
     lead = SPACE if format.lead else ""
@@ -152,7 +152,10 @@ def _any(patterns: Iterable[str]) -> str:
 
 
 def _names(format: Format, names: tuple[str, ...]) -> str:
-    """Return the pattern of a function's name; without a tag before it, only known ones count."""
+    """Return the pattern of a function's name.
+
+    Without a tag before the name, only known names match.
+    """
     known = sorted(names, key=len, reverse=True)
     if not format.at_start:
         known = [name for name in known if not regex.fullmatch(_NAME, name)]
@@ -160,7 +163,7 @@ def _names(format: Format, names: tuple[str, ...]) -> str:
 
 
 def _head(forms: Forms, format: Format, call: str, names: str) -> str:
-    """Return the pattern of a call up to its arguments, which must follow."""
+    """Return the pattern of a call before its arguments. Arguments must follow the match."""
     head = forms.template(call, names)
     if "$json" in call:
         return rf"{head}{SPACE if head else ''}(?=\{{)"
@@ -178,24 +181,24 @@ def _next(forms: Forms, format: Format, call: str) -> str:
 
 
 def _tail(call: str) -> str:
-    """Return the text behind the arguments of a call."""
+    """Return the part of a call's template after the arguments."""
     return re.split(r"\$(?:arguments|json)", call)[-1]
 
 
 def _openers(format: Format) -> list[str]:
-    """Return the texts with which sections and calls begin, up to their first white space."""
+    """Return the texts that begin sections and calls, each up to the first white space."""
     begins = [*format.calls, *(begin for begin, _ in format.sections)]
     found = {re.split(r"\s|\$", begin)[0] for begin in begins} - {""}
     return sorted(found, key=len, reverse=True)
 
 
 def _behind(forms: Forms, text: str) -> str:
-    """Return the pattern of a text that ends something, with the white space before it."""
+    """Return the pattern of an end text, with the white space before the text."""
     return (SPACE if text[:1].isspace() else "") + forms.of(text.strip())
 
 
 def _of_arguments(forms: Forms, format: Format, begins: str) -> dict[str, Any]:
-    """Return the patterns of arguments and of the text behind them."""
+    """Return the patterns of arguments and of the text after the arguments."""
     call = format.calls[0]
     tail = _tail(call)
     if not format.argument:

@@ -1,11 +1,11 @@
-"""A reader of reasoning and tool calls in an answer, as it grows, by the description of a format.
+"""A reader that finds reasoning and tool calls in a growing answer, from a format's description.
 
 Every character belongs to one place: reasoning, content, the arguments of a call, or a tag. White
 space next to a tag, and the text around arguments, count as the tag. Text that looks like a call
 but is invalid stays content.
 
-The reader is a generator that stops where the next part is not certain yet, and continues when more
-text arrives. So the pieces in which an answer arrives make no difference.
+The reader is a generator. The generator stops while the next part is not certain, and continues
+when more text arrives. So the result does not depend on the pieces in which an answer arrives.
 """
 
 import html
@@ -36,7 +36,7 @@ from qllm.server.tools.values import (
 )
 
 Steps = Generator[None, None, Any]
-"""A part of the reading: it stops while it needs more text."""
+"""A part of the reading, as a generator that stops while more text is needed."""
 NAMES, ARGUMENTS, OTHERS = ("name",), ("arguments", "parameters"), ("id", "type")
 """Keys of a call that is written as a JSON object."""
 _KEY = regex.compile(
@@ -50,20 +50,20 @@ _BLOCK = 4096
 
 
 class NoCall(Exception):  # noqa: N818 - no error: the text is content
-    """The text looks like a call, but is none."""
+    """Signal: a text looks like a call but is not a call."""
 
 
 class MarkupReader:
     """A reader of the tags in a growing answer.
 
-    Reasoning begins only after nothing but white space, since the answer began or since another
-    tag. Elsewhere its tag is content that mentions the tag.
+    Reasoning begins only at the start of the answer or after another tag, white space aside.
+    Elsewhere the tag of reasoning is content: the model only mentions the tag.
 
     Args:
         format: Format of the answer.
-        thinks: True if the model reasons, so that the tag of reasoning counts.
+        thinks: True if the model reasons. If False, a tag of reasoning is content.
         is_thinking: True if the prompt already ends inside reasoning.
-        tools: Tools that may be called; without any, tags of calls are content.
+        tools: Tools that may be called. Without tools, the tags of calls are content.
         marks: Tags that are single tokens, by token id.
     """
 
@@ -80,7 +80,7 @@ class MarkupReader:
         tags = sorted(set((marks or {}).values()))
         self.marks = {i: chr(0xD800 + tags.index(tag)) for i, tag in (marks or {}).items()}
         self.shown = {0xD800 + n: tag for n, tag in enumerate(tags)}
-        """Tag of each mark, by its code point."""
+        """Tag of each mark, by the mark's code point."""
         self._format, self._thinks = format, thinks
         self._schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
@@ -89,32 +89,34 @@ class MarkupReader:
         self._patterns = patterns_of(format, shown, tuple(self._schemas), thinks=thinks)
         self._is_thinking = is_thinking
         self._text, self._at = "", 0
-        """Text of the answer, and the number of characters of it that were read."""
+        """Text of the answer, and the number of its characters that were read."""
         self._read: list[str] | None = None
-        """Text that was read since a tag, which is content if no call follows."""
+        """Text read since a tag. This text is content if no call follows."""
         self._has_ended = False
         self._is_bare = is_thinking
-        """True if only white space followed the last tag: it is dropped."""
+        """True if only white space followed the last tag. Such white space is dropped."""
         self._is_fresh = True
-        """True if only white space followed the start of the answer, or the last tag."""
+        """True if only white space has followed the start of the answer or the last tag."""
         self._gap, self._has_spoken = "", False
-        """White space before a call, which is content if more content follows the call; and True
-        if content came before."""
+        """White space before a call, and True if content came before the white space.
+
+        The white space is content if more content follows the call.
+        """
         self._name: str | None = None
-        """Name of a call that has begun but was not reported."""
+        """Name of a call that has begun but is not reported yet."""
         self._is_in_call = self._is_broken = False
         self._deltas: list[Delta] = []
-        """Additions that were not returned yet."""
+        """Additions that `push` has not returned yet."""
         self._undecided = ""
         """Text that `split` has not yet yielded."""
         self._may_think = False
-        """True if the text held back may begin the tag of reasoning."""
+        """True if the held-back text may be the start of the tag of reasoning."""
         self._steps = self._answer()
         next(self._steps)
 
     @property
     def is_in_call(self) -> bool:
-        """True if the arguments of a call have begun and not ended, or were invalid."""
+        """True if the arguments of a call have begun and not ended, or are invalid."""
         return self._is_in_call or self._is_broken
 
     @property
@@ -128,16 +130,16 @@ class MarkupReader:
         self._at = 0
         was_thinking, was = self._is_thinking, len(token_ids)
         self._behind: int | None = None
-        """Length of the text that was unread when the reasoning ended."""
+        """Number of unread characters when the reasoning ended."""
         next(self._steps)
-        if was_thinking and self._behind is not None:  # tokens may arrive together: up to the tag
+        if was_thinking and self._behind is not None:  # tokens may arrive together: stop at the tag
             said = len(text) - self._behind
             was = sum(end < said for end in ends[: was - 1]) + 1 if ends else was
         self.num_reasoning_tokens += was if was_thinking else 0
         return self._taken()
 
     def finish(self) -> Delta:
-        """Return the text that was held back, at the end of the answer."""
+        """Return the held-back text, at the end of the answer."""
         self._has_ended = True
         next(self._steps)
         return self._taken()
@@ -173,11 +175,14 @@ class MarkupReader:
                 yield
 
     def _look(self, look: Callable[..., Any]) -> Any:
-        """Match a pattern, or search it, in the text left."""
+        """Match or search a pattern in the unread text."""
         return look(self._text, self._at, partial=not self._has_ended)
 
     def _match(self, pattern: Any) -> Steps:
-        """Return the match at the start of the text left; None if it cannot match any more."""
+        """Return the match at the start of the unread text.
+
+        Return None if no match is possible any more.
+        """
         while True:
             found = self._look(pattern.match)
             if found is None or not found.partial:
@@ -185,7 +190,7 @@ class MarkupReader:
             yield
 
     def _cut(self, end: int | None = None) -> str:
-        """Return the text left up to a place, by default all of it, as read."""
+        """Return the unread text up to `end`, by default all, and mark this text as read."""
         end = len(self._text) if end is None else end
         part, self._at = self._text[self._at : end], end
         if self._read is not None:
@@ -193,7 +198,7 @@ class MarkupReader:
         return part
 
     def _cut_before(self, found: Any) -> str:
-        """Return the text left up to a match, which may be none, as read."""
+        """Return the unread text before a match, if there is one, and mark this text as read."""
         return self._cut(None if found is None else found.start())
 
     def _say(self, text: str) -> None:
@@ -225,7 +230,7 @@ class MarkupReader:
         self._pass_tag(is_bare=self._format.reasoning[1][-1].isspace())
 
     def _speak(self) -> Steps:
-        """Read content up to a tag, and what the tag begins."""
+        """Read content up to a tag, then the part that the tag begins."""
         found = (yield from self._first()) if self._is_fresh else None
         if found is None:
             found = self._look(self._patterns.tags.search)
@@ -238,14 +243,17 @@ class MarkupReader:
         yield from self._tag(found)
 
     def _first(self) -> Steps:
-        """Return the match of what may only begin an answer, or follow a tag; None without."""
+        """Return the match of a part that may only begin an answer or follow a tag.
+
+        Return None without a match.
+        """
         self._may_think = self._thinks
         found = yield from self._match(self._patterns.first)
         self._may_think = False
         return found
 
     def _drop_cut_tag(self) -> None:
-        """Remove a tag at the end of the answer that no call or text follows."""
+        """Remove a tag at the end of the answer if neither a call nor text follows the tag."""
         found = self._patterns.tags.search(self._text, self._at, partial=True)
         tag = found[0]
         is_section = bool(self._format.sections) and _MARK.search(tag) is not None
@@ -253,7 +261,7 @@ class MarkupReader:
             self._text = self._text[: found.start()]
 
     def _tag(self, found: Any) -> Steps:
-        """Read a tag in content, and what belongs to it."""
+        """Read a tag in content, and the text that belongs to the tag."""
         groups = found.groupdict()
         if groups.get("call") is not None:
             self._keep_gap(found)
@@ -270,18 +278,21 @@ class MarkupReader:
             self._pass_tag(is_bare=self._is_thinking and before[-1].isspace())
 
     def _keep_gap(self, found: Any) -> None:
-        """Keep the white space before calls until it is known whether content follows them."""
+        """Store the white space before calls, until content follows or the answer ends."""
         if self._has_spoken and not self._gap:
             self._gap = found[0][: len(found[0]) - len(found[0].lstrip())]
 
     def _behind_first(self) -> int:
-        """Return the place behind the first character left that is no white space."""
+        """Return the position after the first unread character that is not white space."""
         return int(_FIRST.match(self._text, self._at).end())
 
     # -- calls
 
     def _section(self, found: Any) -> Steps:
-        """Read all calls of a section. Without a call it is content; else the calls alone count."""
+        """Read all calls of a section. A section without a call is content.
+
+        In a section with calls, all text other than the calls is dropped.
+        """
         others, was = [self._cut(found.end())], self.num_calls
         while True:
             found = self._look(self._patterns.inside.search)
@@ -304,7 +315,10 @@ class MarkupReader:
             self._say(text)
 
     def _call(self, found: Any) -> Steps:
-        """Read a call whose start was found; return False, and no text is read, if it is none."""
+        """Read a call whose start was found.
+
+        Return False, with no text read, if there is no call.
+        """
         self._read = []
         self._cut(found.end())
         try:
@@ -324,11 +338,11 @@ class MarkupReader:
         return True
 
     def _restore(self, text: str) -> None:
-        """Put a text back in front of the text left."""
+        """Put a text back in front of the unread text."""
         self._text, self._at = text + self._text[self._at :], 0
 
     def _rest(self) -> Steps:
-        """Read what follows an invalid part of a call, as content."""
+        """Read the text after an invalid part of a call, as content."""
         while True:
             found = self._look(self._patterns.rest.search)
             self._say(self._cut_before(found))
@@ -340,7 +354,7 @@ class MarkupReader:
             yield
 
     def _body(self, groups: Mapping[str, str | None]) -> Steps:
-        """Read a call behind its start, up to the end of its arguments."""
+        """Read a call after its start, up to the end of the arguments."""
         name = groups.get("name")
         if name is None:
             yield from self._object()
@@ -361,7 +375,7 @@ class MarkupReader:
         return html.unescape(text) if self._format.is_escaped else text
 
     def _begin(self, name: Any) -> None:
-        """Begin a call, which is reported with its first arguments."""
+        """Begin a call. The reader reports the call with the first arguments."""
         if not is_name(name) or (self._format.at_start and name not in self._schemas):
             raise NoCall
         self._name = name
@@ -384,7 +398,7 @@ class MarkupReader:
         self._is_in_call = False
 
     def _cut_off(self) -> None:
-        """Return if a call was reported whose answer ends inside it.
+        """Accept a call that the end of the answer cuts off, if the call was reported.
 
         Raises:
             NoCall: No call was reported.
@@ -413,7 +427,7 @@ class MarkupReader:
                 yield
 
     def _verbatim(self, write: Callable[[str], None]) -> Steps:
-        """Read a JSON object, and write it as it is: a client sees if it is not valid."""
+        """Read a JSON object, and write the object unchanged, even if it is invalid."""
         scanner = Scanner(has_tags=True)
         while True:
             num, has_ended = scanner.length(self._text[self._at : self._at + _BLOCK])
@@ -457,7 +471,7 @@ class MarkupReader:
             self._write_all("{}")
 
     def _key(self, known: tuple[str, ...], *, is_first: bool) -> Steps:
-        """Read a known key of the object, and return it; None at the end of the object."""
+        """Read and return a known key of the object; None at the end of the object."""
         found = yield from self._match(_KEY)
         if found is None and self._has_ended and not self._text[self._at :].strip():
             self._cut_off()
@@ -471,7 +485,10 @@ class MarkupReader:
         return found["key"]
 
     def _given(self) -> Steps:
-        """Read the arguments; return their JSON, or nothing of it if it was written already."""
+        """Read the arguments and return their JSON.
+
+        Return an empty text if the JSON was written already.
+        """
         held: list[str] = []
         if self._text[self._at] == "{":
             write = held.append if self._name is None else self._write
@@ -488,7 +505,7 @@ class MarkupReader:
     # -- a call with each argument by itself
 
     def _arguments(self, name: str) -> Steps:
-        """Read all arguments of a call, whose values are texts or JSON."""
+        """Read all arguments of a call. Their values are texts or JSON."""
         schema = self._schemas.get(name)
         schema = schema if isinstance(schema, Mapping) else {}
         properties = schema.get("properties")
@@ -513,7 +530,7 @@ class MarkupReader:
             before = ", "
 
     def _argument(self, before: str, argument: Argument, left: Mapping[str, Any]) -> Steps:
-        """Read the value of an argument up to its end.
+        """Read the value of an argument.
 
         Args:
             before: JSON to write before the value.
@@ -541,7 +558,10 @@ class MarkupReader:
                 yield
 
     def _end_of_value(self, left: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the match of the end of a value, if it is there, and cut the text before it."""
+        """Return the match of a value's end, or None, and the text before.
+
+        Mark this text as read.
+        """
         ends = self._patterns.last_value if self._has_ended else self._patterns.value
         texts: list[str] = []
         while True:
@@ -557,7 +577,7 @@ def _loaded(text: str | None) -> Any:
     """Return a value from its JSON.
 
     Raises:
-        NoCall: It has none.
+        NoCall: There is no JSON, or the JSON is invalid.
     """
     try:
         return json.loads(text or "")
@@ -566,7 +586,10 @@ def _loaded(text: str | None) -> Any:
 
 
 def _declared(groups: Mapping[str, str | None]) -> frozenset[str] | None:
-    """Return the types of a value that an argument itself declares; None without."""
+    """Return the types that the argument itself declares for its value.
+
+    Return None without a declaration.
+    """
     if (is_text := groups.get("string")) is not None:
         return frozenset({"string"}) if is_text == "true" else KINDS - {"string"}
     kind = groups.get("type")

@@ -1,7 +1,8 @@
 """Tools of `/v1/responses`, and the functions that stand for them in a chat.
 
-A function of a namespace, and a tool whose input is plain text, become functions of a chat. Their
-calls are converted back for the client. Tools that a server would run are left out.
+A function of a namespace becomes a function of a chat. So does a tool whose input is plain text.
+Calls of these functions are converted back for the client. Tools that a server would run are left
+out.
 """
 
 import json
@@ -28,7 +29,7 @@ class FunctionTool(Open):
     strict: bool | None = None
 
     def function(self) -> dict[str, Any]:
-        """Return the function in a chat's shape, without its name."""
+        """Return the function in a chat's shape, without a name."""
         parameters = closed(self.parameters) if self.strict else self.parameters
         given = {"description": self.description, "parameters": parameters}
         return {name: x for name, x in given.items() if x is not None}
@@ -68,7 +69,7 @@ class CustomTool(Open):
 
     @property
     def _keywords(self) -> dict[str, str]:
-        """The keywords of a JSON schema that constrain its input."""
+        """The keywords of a JSON schema that constrain the tool's input."""
         grammar = self.format or {}
         syntax, text = grammar.get("syntax"), grammar.get("definition")
         if not isinstance(text, str):
@@ -89,14 +90,14 @@ class CustomTool(Open):
         return {"description": "\n\n".join(filter(None, said)), "parameters": parameters}
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield the tool's format if its grammar is described to the model but not enforced."""
+        """Yield the tool's format if the model is shown the grammar but need not follow it."""
         if self._has_grammar and not self._is_forced:
             text = "the input of a custom tool is held to a grammar only where a call is forced; "
             yield "format", text + "leave format out"
 
 
 def _either(kinds: Mapping[str, str]) -> Discriminator:
-    """Return a discriminator of the kinds of tools; any other type counts as left out."""
+    """Return a discriminator of the kinds of tools. A tool of any other type is left out."""
     return Discriminator(lambda value: kinds.get(str(kind_of(value)), "left out"))
 
 
@@ -148,7 +149,10 @@ class Callee(NamedTuple):
 
 
 def plain_input(arguments: str) -> str:
-    """Return the input of a custom tool's call; all arguments if they have another shape."""
+    """Return the input of a custom tool's call.
+
+    Arguments of another shape are returned unchanged.
+    """
     try:
         found = json.loads(arguments)
         text = found[INPUT] if isinstance(found, dict) and len(found) == 1 else None
@@ -161,9 +165,9 @@ def plain_input(arguments: str) -> str:
 
 
 def callees(tools: Sequence[Any]) -> dict[str, Callee]:
-    """Return the tools that may be called, by the name that the model sees.
+    """Return the tools that may be called, by the names that the model sees.
 
-    A name that several tools have gets its namespace as a prefix.
+    If several tools have one name, each of them gets its namespace as a prefix.
 
     Raises:
         ValueError: Two tools have the same name.
@@ -210,7 +214,7 @@ ToolChoice = (
 
 
 class Names:
-    """The names that the model knows tools by; they may differ from the request's names.
+    """The names of tools that the model sees. These names may differ from the request's names.
 
     Args:
         named: Tools by the model's names.
@@ -220,7 +224,7 @@ class Names:
         self._known = {(x.namespace, x.tool.name): name for name, x in named.items()}
 
     def of(self, name: str, namespace: str | None) -> str:
-        """Return the model's name for a tool, known or not."""
+        """Return the model's name for a tool, even if the request has no such tool."""
         return self._known.get((namespace, name), name)
 
     def forced(self, asked: Any) -> list[str]:

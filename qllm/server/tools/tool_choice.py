@@ -10,7 +10,7 @@ ALLOWED_TOOLS = (
     '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": '
     '[{"type": "function", "function": {"name": ...}}, ...]}}'
 )
-"""Shape of a choice among some of the tools, for messages."""
+"""Shape of a `tool_choice` with `allowed_tools`, shown in error messages."""
 
 
 class Choice(NamedTuple):
@@ -29,7 +29,7 @@ def choice_of(
     """Return the choice from `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        ApiError: One of them is wrong.
+        ApiError: One of these fields is wrong.
     """
     known: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools or ()):
@@ -60,7 +60,7 @@ def choice_of(
 def allowed_of(
     tools: Sequence[Mapping[str, Any]] | None, asked: Any
 ) -> tuple[Sequence[Mapping[str, Any]] | None, Any]:
-    """Return the tools that `allowed_tools` allows, and the choice among them.
+    """Return the tools that `allowed_tools` allows, and the choice among these tools.
 
     Raises:
         ApiError: The choice is wrong.
@@ -97,7 +97,10 @@ def _name(tool: Any, index: int, where: str = "tools") -> str:
 
 
 def shown(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
-    """Return tools as the chat template shows them, without grammars: descriptions have those."""
+    """Return tools for the chat template, without grammars.
+
+    The descriptions contain the grammars.
+    """
     return None if tools is None else [_without_grammars(tool) for tool in tools]
 
 

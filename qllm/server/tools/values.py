@@ -1,4 +1,4 @@
-"""Values of arguments: from the notations of models, and from raw text, to JSON."""
+"""Translation of argument values to JSON, from the notations of models and from raw text."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from qllm.server.tools.deltas import UnreadableError
 from qllm.server.tools.format import LENIENT, Notation
 
 MARKS = "\ud800-\udbff"
-"""Characters that stand for tokens, as a class of a pattern (`qllm.frontend.detokenizer`)."""
+"""Range of characters that stand for tokens (`qllm.frontend.detokenizer`), for a regex class."""
 KINDS = frozenset(("string", "number", "integer", "boolean", "null", "object", "array"))
 """Types of JSON schemas."""
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
@@ -21,7 +21,7 @@ _WRITTEN = {
     "integer": r"-?[0-9]{1,64}",
     "number": r"-?[0-9]{1,64}(?:\.[0-9]{1,64})?(?:[eE][+-]?[0-9]{1,4})?",
 }
-"""Pattern of each type without parts."""
+"""Pattern of each type whose values have no parts."""
 _SPACE = regex.compile(r"\s*")
 _HEX = "[0-9a-fA-F]"
 _BROKEN = rf"(?:u{_HEX}{{0,3}}|x{_HEX}?)(?=[^0-9a-fA-F])"
@@ -29,11 +29,11 @@ _ESCAPE = rf"\\(?:[^ux]|u{_HEX}{{4}}|x{_HEX}{{2}}|{_BROKEN})"
 _ATOM = regex.compile(rf"[^\s,:={{}}\[\]()\"'{MARKS}]{{1,512}}(?=[\s,}}\])])")
 _WORDS = regex.compile(rf"[^,:={{}}\[\]()\"'{MARKS}]{{1,512}}?(?=\s{{0,16}}[,}}\])])")
 _DEPTH = 500
-"""Most objects and lists inside each other; a client's parser has a limit too."""
+"""Maximum nesting of objects and lists, because the parsers of clients also have a limit."""
 
 
 def escaped(text: str) -> str:
-    """Return a text as the inside of a JSON string."""
+    """Return a text escaped for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -60,11 +60,13 @@ class Value:
         self._ending: Any = None
         """Pattern of the end of the string that has begun."""
         self._stack: list[tuple[str, str]] = []
-        """Closing bracket of each open object or list, and the sign behind its keys."""
+        """Closing bracket of each open object or list, and the sign after its keys."""
         self._expects = "value"
-        """Next part: "value", "key", "assign" or "next", which is a comma or a bracket."""
+        """Next part: "value", "key", "assign" or "next". "next" is a comma or a bracket."""
         self._comma = ""
-        """A comma, and white space behind it, that a bracket may still make wrong."""
+        """A comma with white space, not returned yet, because a closing bracket after it would be
+        wrong.
+        """
         self._may_close = False
         self.has_ended = False
 
@@ -75,7 +77,8 @@ class Value:
             The JSON, and the number of characters of the text that were read.
 
         Raises:
-            UnreadableError: The text cannot continue the value. Text before is returned first.
+            UnreadableError: The text cannot continue the value. A valid part before is returned
+            first.
         """
         out: list[str] = []
         at = 0
@@ -93,7 +96,7 @@ class Value:
         return "".join(out), at
 
     def _string(self, text: str, at: int, is_last: bool, out: list[str]) -> int:
-        """Read a part of a string; return the number of characters."""
+        """Read a part of a string, and return the number of characters read."""
         stop = self._ending.search(text, at, partial=not is_last)
         until = len(text) if stop is None else stop.start()
         out.append(escaped(text[at:until].translate(self._shown)))
@@ -108,14 +111,17 @@ class Value:
         return int(stop.end()) - at
 
     def _done(self) -> None:
-        """Continue behind a key or a value."""
+        """Continue after a key or a value."""
         if self._expects == "key":
             self._expects = "assign"
         else:
             self._expects, self.has_ended = "next", not self._stack
 
     def _part(self, text: str, at: int, is_last: bool, out: list[str]) -> int:
-        """Read one part outside strings; return the number of characters, 0 if it is not whole."""
+        """Read one part outside strings.
+
+        Return the number of characters read, 0 for an incomplete part.
+        """
         if text[at].isspace():
             space = _SPACE.match(text, at)[0]
             self._write(space, out, is_space=True)
@@ -220,7 +226,7 @@ class Value:
 
 
 def _as_json(escape: str) -> str:
-    """Return a backslash and what follows it, from JSON or Python, inside a JSON string."""
+    """Return an escape of JSON or Python as an escape of a JSON string."""
     if escape[1] in '"\\/bfnrt' or (escape[1] == "u" and len(escape) == 6):
         return escape
     if escape[1] == "x" and len(escape) == 4:
@@ -229,11 +235,11 @@ def _as_json(escape: str) -> str:
 
 
 def scalar(text: str, *, is_exact: bool = False) -> str | None:
-    """Return a number or a literal, of JSON or Python, as JSON; None if it is neither.
+    """Return a number or a literal of JSON or Python as JSON; None for any other text.
 
     Args:
         text: The number or literal.
-        is_exact: True if a number has to be one in JSON.
+        is_exact: True if only numbers of JSON are allowed, not Python's.
     """
     if text in ("true", "false", "null") or _NUMBER.fullmatch(text):
         return text
@@ -247,7 +253,10 @@ def scalar(text: str, *, is_exact: bool = False) -> str | None:
 
 
 def parsed(text: str, *, is_exact: bool) -> str | None:
-    """Return a whole value, in JSON or as Python writes it, as JSON; None if it is none."""
+    """Return a whole value in JSON's or Python's notation as JSON.
+
+    Return None if the text is not a value.
+    """
     text = text.strip()
     if text[:1] not in ("{", "[", '"', "'"):
         return scalar(text, is_exact=is_exact)
@@ -301,7 +310,7 @@ def kinds_in(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[
 
 
 def _target(ref: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference inside its document points to."""
+    """Return the schema that a reference within the document points to."""
     at: Any = root
     for part in ref.removeprefix("#").split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
@@ -313,7 +322,7 @@ class Argument(Protocol):
     """A translator of the raw text of one argument to JSON, piece by piece."""
 
     left: str
-    """Text that was taken but not translated yet."""
+    """Text that was received but not translated yet."""
 
     def push(self, text: str) -> str:
         """Take a piece, and return the JSON that is certain."""
@@ -332,7 +341,7 @@ def argument_of(kinds: frozenset[str]) -> Argument:
 
 
 class TextArgument:
-    """A text as it is."""
+    """The translator of a text, which becomes a JSON string unchanged."""
 
     left = ""
 
@@ -348,7 +357,7 @@ class TextArgument:
 
 
 class ValueArgument:
-    """An object or a list; a text as it is if it begins like neither."""
+    """The translator of an object or a list. Text that begins like neither becomes a string."""
 
     def __init__(self) -> None:
         self._value, self.left = Value(), ""
@@ -385,7 +394,7 @@ class ValueArgument:
 
 
 class OpenArgument:
-    """A number or a literal, or a text of which the schema leaves open what it is.
+    """The translator of a number or a literal, or of a text whose type the schema leaves open.
 
     Args:
         kinds: Types that the value may have.
@@ -399,7 +408,7 @@ class OpenArgument:
         self._others = regex.compile(rf"\s{{0,16}}(?:{others})\s{{0,16}}")
         self._held: list[str] = []
         self._start = ""
-        """First characters, which may be those of a number or a literal."""
+        """First characters, while these may be the start of a number or a literal."""
         self._text: TextArgument | None = None
 
     def push(self, text: str) -> str:
@@ -413,7 +422,7 @@ class OpenArgument:
         return self._text.push("".join(self._held))
 
     def _may_be_other(self) -> bool:
-        """Return True if the text may still be no text, but a value of another type."""
+        """Return True if the received text may still be a value of another type than a string."""
         begun = self._start.lstrip()[:1]
         if begun and begun in "{[":
             return {"{": "object", "[": "array"}[begun] in self._kinds
