@@ -1,11 +1,11 @@
-"""Work whose cost grows with a body: short work runs here, long work in its own process.
+"""Work whose cost grows with a body. Short work runs in the server, long work in its own process.
 
     a thread of the server --socket--> a waiting process --fork--> a process for one work
 
 JSON, checks of fields, chat templates and lists of ids keep the interpreter's lock. On a thread of
-the server they would stall all streams. The process has limits of CPU time and memory, so a body
-that exceeds them, or crashes its process, affects no other. Results must be compact: a text, an
-array, bytes, or a body whose long lists are packed (`qllm.server.requests.bodies`).
+the server such work would stall all streams. The process has limits of CPU time and memory. So a
+body that exceeds a limit, or crashes the process, affects no other body. Results must be compact:
+a text, an array, bytes, or a body with packed lists (`qllm.server.requests.bodies`).
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from qllm.server.http.errors import RETRY_AFTER_S, ApiError
 from qllm.server.requests.ask import SHORT
 
 LONG = 16_384
-"""Least bytes of work that runs in its own process.
+"""Least size of a body, in bytes, whose work runs in its own process.
 
-The slowest shorter work takes some milliseconds, and a process takes two.
+The slowest shorter work takes some milliseconds. A process takes two milliseconds.
 """
 AT_ONCE = 4
-"""Bodies read at once before their class is known."""
+"""Maximum number of bodies that are read at the same time, before their class is known."""
 STARTS = 5
-"""Most starts of the waiting process for one work, if it is killed each time."""
+"""Most starts of the waiting process for one work, if the process is killed each time."""
 CPU_S = 10
 """Seconds of CPU time that any work may take."""
 CPU_S_PER_MIB = 3
@@ -57,7 +57,7 @@ _log = logging.getLogger("qllm.server")
 
 
 class Given(Enum):
-    """Placeholders for arguments that the process already has."""
+    """Placeholders for arguments that the waiting process already has."""
 
     TOKENIZER = "the tokenizer of the model"
 
@@ -82,7 +82,7 @@ class Apart:
 
         Args:
             num_bytes: Size of the input, approximately.
-            function: Function of a module, since the process finds it by its name.
+            function: Function of a module, because the process imports it by name.
             *args: Compact arguments. `Given.TOKENIZER` stands for the tokenizer.
             nice: Niceness of the process.
 
@@ -105,7 +105,10 @@ class Apart:
         return result
 
     def _try(self, work: Work) -> tuple[bool, Any] | None:
-        """Send work to a process and return its reply, or None if it ended without one."""
+        """Send work to a process and return the reply.
+
+        Return None if the process ended without a reply.
+        """
         ours, theirs = socket.socketpair()
         with ours, ours.makefile("rb") as file:
             with theirs:
@@ -118,14 +121,14 @@ class Apart:
         return reply
 
     async def run(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `do` from the event loop: directly if short, else on a thread."""
+        """Call `do` from the event loop: directly if the work is short, else on a thread."""
         if num_bytes < SHORT:
             return self.do(num_bytes, function, *args)
         do = partial(self.do, num_bytes, function, *args, nice=READING_NICE)
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def start(self) -> None:
-        """Start the waiting process if it does not run. Takes about two seconds.
+        """Start the waiting process if it does not run. The start takes about two seconds.
 
         Raises:
             ConfigError: The tokenizer cannot be pickled for the process.
@@ -157,7 +160,7 @@ class Apart:
         return ours
 
     def _hand_over(self, theirs: socket.socket) -> None:
-        """Give one end of a pair of sockets to a new process.
+        """Send one end of a pair of sockets to a new process.
 
         Raises:
             ApiError: The waiting process was killed after each start.
@@ -167,7 +170,7 @@ class Apart:
                 try:
                     socket.send_fds(self._start(), [b"."], [theirs.fileno()])
                     return
-                except ConnectionError:  # it ended a moment ago
+                except ConnectionError:  # the process has just ended
                     self._end()
         text = f"the process that reads long bodies was ended {STARTS} times; try again"
         raise ApiError(503, text, code="body_not_read", retry_after_s=RETRY_AFTER_S)
@@ -192,7 +195,7 @@ def filled(args: Sequence[Any], tokenizer: Any) -> list[Any]:
 
 
 def too_much(cpu_s: int) -> ApiError:
-    """Return the error for work that exceeds a limit, or crashes every process that does it."""
+    """Return the error for work that exceeds a limit, or that crashes every process."""
     text = f"to read the body takes more than {cpu_s} s of CPU time or {MEMORY_BYTES >> 30} GiB of "
     text += "memory; make it shorter"
     return ApiError(400, text, code="body_too_costly")

@@ -1,4 +1,4 @@
-"""A route's request to the engine, and the class with which it is served."""
+"""A route's request to the engine, and the class that the request is served with."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,13 @@ from qllm.server.http.fields import Packed
 from qllm.types import Priority, Slo, StructuredOutputs
 
 MakeForm = Callable[[Any], StructuredOutputs]
-"""Function that makes the form of an answer, from the model's tokenizer."""
+"""Function that makes the grammar of an answer from the model's tokenizer."""
 SHORT = 2048
-"""Limit in characters or ids; a text below it is short."""
+"""Limit in characters or ids. A text below this limit is short."""
 EACH = 32
-"""Extra characters that each prompt or message counts for."""
+"""Characters that are added for each prompt or message."""
 TO_FIT = -1
-"""Value of `truncate_prompt_tokens` that leaves just enough room for the answer."""
+"""Value of `truncate_prompt_tokens` that shortens the prompt just enough for the answer."""
 _SLOW = frozenset({"structured_outputs", "bad_words"})
 
 
@@ -36,47 +36,50 @@ class Ask:
     """Factory of the parser for the tags in the answers to a chat."""
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of SamplingParams; the model's own defaults fill the rest."""
+    """Keywords of SamplingParams. The model's own defaults fill the rest."""
     form: MakeForm | None = None
-    """Factory of the form of an answer that may call tools, in the place of one in `sampling`."""
+    """Factory of the grammar of an answer that may call tools. It replaces a grammar in
+    `sampling`.
+    """
     max_tokens: int | None = None
-    """Most tokens of the answer. For 0 the engine makes one token, and the answer hides it."""
+    """Most tokens of the answer. For 0 the engine makes one token that the answer hides."""
     slo: Slo | None = None
     timeout_s: float | None = None
     silence_timeout_s: float | None = None
-    """Longest seconds without a token; then the answer ends with an error."""
+    """Longest time without a token, in seconds. Then the answer ends with an error."""
     special: bool | None = None
     """True to add the special tokens around each text; None adds them to prompts only."""
     truncate: int | None = None
-    """Number of last tokens to keep of each prompt; `TO_FIT` keeps as many as leave room."""
+    """Number of last tokens to keep of each prompt. `TO_FIT` leaves room for the answer."""
     cache_salt: str = ""
-    """Salt of the cached KV: only requests of one salt and one owner share it."""
+    """Salt of the cached KV. Only requests with the same salt and the same owner share KV."""
     cache_owner: str = ""
     cache_ttl_s: float | None = None
-    """Seconds that its KV stays cached for later turns."""
+    """Seconds that the request's KV stays cached for later turns."""
     caller: str = ""
-    """Caller that may see and change it while it is open; empty for none."""
+    """Caller that may see and change the open request; empty for none."""
     other_id: str | None = None
-    """Another id, in addition to `answer_id`, that the caller uses."""
+    """Second id of the request, next to `answer_id`, that the caller may use."""
     opened: Any = None
-    """A prompt that came in pieces (`prompts.store`), instead of prompts. It has its class."""
+    """A streaming prompt (`prompts.store`), instead of prompts. Its class is already known."""
     replay: bool = True
-    """True to resubmit it to a new engine when its engine fails."""
+    """True to resubmit the request to a new engine after a failure of the engine."""
     num_bytes: int = 0
-    """Bytes of its body and of the conversation before it; 0 if they are short."""
+    """Bytes of the body and of the earlier conversation; 0 if both are short."""
 
     @property
     def names(self) -> frozenset[str | None]:
-        """Ids by which the caller may refer to it."""
+        """Ids by which the caller may refer to the request."""
         own = self.answer_id.partition("-")[2]
         return frozenset({self.answer_id, own, self.other_id} - {""})
 
     @property
     def size(self) -> float:
-        """Amount of text work: characters or ids, plus some for each prompt or message.
+        """Amount of text work: characters or ids, plus `EACH` for each prompt or message.
 
-        Infinite for a long body, template variables, a grammar or `bad_words`, which take long. A
-        streaming prompt counts as a whole, because it is tokenised when it is sent.
+        The size is infinite for work that takes long: a long body, template variables, a grammar or
+        `bad_words`. A streaming prompt counts with all its text, because it is tokenised when it is
+        sent.
         """
         if self.num_bytes or self.template or not _SLOW.isdisjoint(self.sampling):
             return math.inf
@@ -88,11 +91,11 @@ class Ask:
 
     @property
     def is_short(self) -> bool:
-        """True if tokenising its text takes no longer than passing it to a thread."""
+        """True if tokenising the text takes no longer than passing the text to a thread."""
         return self.size < SHORT
 
     def ttl_s(self, priority: Priority, tool_ttl_s: float) -> float | None:
-        """Return the seconds that its KV stays cached for later turns; None if unspecified.
+        """Return the seconds that the request's KV stays cached; None if unspecified.
 
         Args:
             priority: Class of the request.
@@ -103,10 +106,10 @@ class Ask:
 
 
 class Sends(Protocol):
-    """A store of streaming prompts; implemented in `prompts.store`."""
+    """Interface of the store of streaming prompts. `prompts.store` implements it."""
 
     def sending(self, caller: str, name: str, *, is_chat: bool) -> AbstractContextManager[Any]:
-        """Take a prompt in order to send it; it stays open if sending is refused."""
+        """Take a prompt in order to send it. The prompt stays open if sending is refused."""
         ...
 
 
@@ -129,7 +132,7 @@ class Served:
 
 
 def check_alone(body: Any) -> None:
-    """Refuse fields that cannot apply to a prompt that came in pieces.
+    """Refuse fields that cannot apply to a streaming prompt.
 
     Raises:
         InvalidRequestError: A field has another value than its default.

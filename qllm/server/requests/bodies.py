@@ -1,8 +1,7 @@
-"""JSON bodies: their limits, and how long bodies are read.
+"""JSON bodies: the limits, and the reading of short and long bodies.
 
-A short body is read in place. A long one is read by `qllm.server.requests.apart` in its own
-process. Its bytes are checked against the limits before they are parsed, and its long lists come
-back packed.
+A short body is read in place. `qllm.server.requests.apart` reads a long body in its own process.
+The process checks the bytes against the limits before it parses them. Long lists come back packed.
 """
 
 import json
@@ -32,16 +31,16 @@ MOST_DIGITS = 400
 MOST_UNPACKED = 50_000
 """Most unpacked values in a long body: they become objects in the server's process."""
 FEW = 1_000
-"""Values up to which a list is not worth packing."""
+"""Number of values up to which a list is not packed."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A text. An unclosed text reaches to the end, so that no byte is matched twice."""
+"""A text. An unclosed text extends to the end of the body, so no byte is matched twice."""
 _TOO_LONG = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 _Some = TypeVar("_Some", bound=Body)
 
 
 def check_bounds(raw: bytes) -> None:
-    """Check that a body can be parsed at a bounded cost. Counts only what is outside texts.
+    """Check that parsing a body has a bounded cost. Bytes inside texts are not counted.
 
     Raises:
         ApiError: A limit is exceeded; the message names it.
@@ -76,7 +75,7 @@ def _depth(bare: bytes) -> int:
 
 
 def loads(raw: bytes) -> Any:
-    """Return the JSON of a body, or of a line of one, within the limits.
+    """Return the JSON of a body, or of one line of a body, within the limits.
 
     Raises:
         ApiError: A limit is exceeded.
@@ -95,7 +94,7 @@ def read(raw: bytes, kind: str | None, model: type[_Some], *, packs: bool = True
         raw: The body.
         kind: Content type of the request.
         model: Model of the body.
-        packs: True if lists of messages may come back packed.
+        packs: True if a list of messages may come back packed.
 
     Raises:
         ApiError: The body is missing, has another content type than JSON, is not JSON, exceeds a
@@ -160,13 +159,13 @@ def packed(body: _Some, num_bytes: int, *, messages: bool = True) -> _Some:
 
 
 def opened(body: _Some) -> _Some:
-    """Return the body with its messages unpacked; run in a separate process if they are many."""
+    """Return the body with unpacked messages. For many messages, run this in a separate process."""
     found = {x: v.opened() for x in body.packs if isinstance(v := getattr(body, x), Packed)}
     return body.model_copy(update=found) if found else body
 
 
 def chat_of(body: Any, before: Sequence[str] = ()) -> Any:
-    """Return the chat that a body stands for, packed.
+    """Return the chat that a body is converted to, packed.
 
     Args:
         body: Body of `/v1/messages` or `/v1/responses`.
@@ -202,7 +201,10 @@ def _as_arrays(name: str, value: Any) -> Any:
 
 
 def num_values(value: Any) -> int:
-    """Return the number of values in a value, itself included; an array or packed list is one."""
+    """Return the number of values in a value, itself included.
+
+    A packed list or array counts as one.
+    """
     count, left = 0, [value]
     while left:
         one = left.pop()

@@ -36,7 +36,7 @@ _log = logging.getLogger("qllm.server")
 class Front:
     """The server's access to the engine: submits requests and tracks them. Lives on one event loop.
 
-    One class because all ways of a request into and out of the server share the same counts.
+    This is one class, because submitting, changing and ending a request share the same counts.
     """
 
     def __init__(
@@ -47,20 +47,22 @@ class Front:
         rules: Mapping[str, Rule] | None = None,
     ) -> None:
         self.engine = engine
-        """The current engine; the supervisor replaces one that has ended."""
+        """The current engine. The supervisor replaces an engine that has ended."""
         self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
         """Reason of failure of each earlier engine."""
         self.back_in_s: Callable[[], int] | None = None
-        """Estimate of the seconds until there is an engine; None if there will be none."""
+        """Function that estimates the seconds until there is an engine; None if there will be
+        none.
+        """
         self.gave_up: str | None = None
-        """Reason why the supervisor starts no further engine: the server ends."""
+        """Reason why the supervisor starts no further engine. The server then ends."""
         self.config = config
         self._rules = rules or {}
-        """Rules of callers that have one."""
+        """Rules by caller. Other callers have the default rule."""
         self.metrics = metrics
         if (fleet := engine.fleet) is None:
             self.log = RequestLog(config.max_replays, metrics.replayed.inc)
-        else:  # it never fails as a whole, and migrates its requests by itself
+        else:  # a fleet never fails as a whole; it migrates requests by itself
             self.log, self.back_in_s = fleet.log, lambda: fleet.back_in_s
             self.log.on_replay = metrics.replayed.inc
         self.answers: set[Answer] = set()
@@ -68,15 +70,19 @@ class Front:
         self.draining = asyncio.Event()
         """Event, set when the server is about to end and accepts no new request."""
         self.leaving = False
-        """True if the server will drain soon: /ready reports it, and requests are still served."""
+        """True if the server will drain soon. /ready reports this; requests are still served."""
         self._ids: set[tuple[str, str]] = set()
-        """Caller and id of each open request that a caller named; ids are unique per caller."""
+        """Caller and id of each open request with an id from its caller. Ids are unique per
+        caller.
+        """
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
-        """Text work of each class, so that no LS prompt waits for the tokenising of BE prompts."""
+        """Threads for text work per class, so that no LS prompt waits for the tokenising of BE
+        prompts.
+        """
         self._at_once = AtOnce()
         self.apart = Apart(lambda: self.engine.tokenizer)
-        """Work whose cost grows with the body."""
+        """Runner of work whose cost grows with the body."""
         self._num_ls = 0
         self.told = Told(_log, is_strict=config.strict_fields)
         """Report of the ignored parts of requests."""
@@ -87,7 +93,7 @@ class Front:
         return self.config.model_name
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model name that this server does not serve.
+        """Refuse the name of a model that this server does not serve.
 
         Raises:
             ApiError: 404.
@@ -154,7 +160,7 @@ class Front:
             self._num_ls -= takes
             self._ids.discard(whose)
             if ask.opened is not None and isinstance(error, asyncio.CancelledError):
-                ask.opened.prompt.cancel()  # it may be sent by now, and no client waits for it
+                ask.opened.prompt.cancel()  # submitted by now, perhaps, and no client waits
             if isinstance(error, EngineClosedError):
                 raise self._explain(engine, error) from error
             raise
@@ -173,7 +179,9 @@ class Front:
         return answer
 
     def change(self, answer: Answer, priority: Priority | None, paused: bool | None) -> None:
-        """Change the class of an open request, or pause or resume it; None leaves it as it is.
+        """Change the class of an open request, or pause or resume the request.
+
+        Return None changes nothing.
 
         Raises:
             ApiError: The limit of LS requests is reached, or the API key may not have the class.
@@ -208,7 +216,7 @@ class Front:
         return None
 
     def _explain(self, engine: QLLMEngine, error: QllmError) -> ApiError:
-        """Return the answer to an engine's error: of a single request, or of the whole engine."""
+        """Return the API error for an engine's error, of one request or of the whole engine."""
         failure = engine.failure or self.ended.get(engine)
         is_request = isinstance(error, RequestFailedError) and failure is None
         if is_request or not isinstance(error, EngineClosedError | RequestFailedError):
@@ -219,7 +227,7 @@ class Front:
         return ApiError(503, text, code="engine_restarting", retry_after_s=self.back_in_s())
 
     def _failed(self, engine: QLLMEngine, handle: Handle, error: QllmError) -> ApiError:
-        """Return the answer to an error of a request that was first submitted to `engine`."""
+        """Return the API error for the error of a request that was first submitted to `engine`."""
         if self.gave_up is not None:
             return ApiError(503, str(error), code="engine_closed")
         return self._explain(engine, error) if handle.log is None else from_engine(error)
@@ -235,7 +243,7 @@ class Front:
         raise self._full()
 
     def admit(self, wanted: Priority, caller: str) -> Served:
-        """Reserve a seat for a streaming prompt: for its answer, or until `release`.
+        """Reserve a seat for a streaming prompt. The answer takes the seat, or `release` frees it.
 
         Raises:
             ApiError: The limit of LS requests is reached.
@@ -249,7 +257,7 @@ class Front:
         self._num_ls -= served.priority is Priority.LS
 
     def keep(self, handle: Handle) -> None:
-        """Resubmit the request to the next engine if this one fails and another will be started."""
+        """Resubmit the request to the next engine if this engine fails and another one starts."""
         if self.back_in_s is not None:
             self.log.keep(handle)
 
@@ -267,7 +275,7 @@ class Front:
         )
 
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
-        """Tokenise and submit a request; called on a thread of its class."""
+        """Tokenise and submit a request. Called on a thread of the request's class."""
         given = _keywords(engine, ask)
         handles: list[Handle] = []
         ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
@@ -305,7 +313,10 @@ class Front:
 
     @staticmethod
     def _send(engine: QLLMEngine, ask: Ask, ttl_s: float | None) -> Handle:
-        """Send a streaming prompt, which is now whole; called on a thread of its class."""
+        """Send a streaming prompt that is now complete.
+
+        Called on a thread of the request's class.
+        """
         params = SamplingParams(**_keywords(engine, ask))
         handle: Handle = ask.opened.prompt.send(
             _most(ask),
@@ -319,7 +330,7 @@ class Front:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Most tokens of a prompt and an answer together."""
         return longest(self.engine.config, self.engine.client.info.shape)
 
     def _prompts(self, ask: Ask, priority: Priority) -> list[Any]:
@@ -337,7 +348,7 @@ class Front:
         return self.apart.do(len(prompt), texts.encoded, *how, nice=nice)
 
     def _most_of(self, ask: Ask) -> int | None:
-        """Return the most tokens of an encoded text; None if it will be truncated."""
+        """Return the most tokens of an encoded text; None if the text will be truncated."""
         return self.max_model_len if ask.truncate is None else None
 
     def _cut(self, ask: Ask, prompt: Any) -> Any:
@@ -351,7 +362,7 @@ class Front:
         return prompt[-most:]
 
     def check(self, ask: Ask) -> None:
-        """Refuse a chat that will be submitted later, if it can be known now that it is wrong.
+        """Refuse a wrong chat that will be submitted later, as far as the errors can be found now.
 
         Raises:
             ApiError: A message is wrong.
@@ -362,11 +373,11 @@ class Front:
         engine.check(self.render(ask, Priority.BE), _most(ask), params)
 
     def render(self, ask: Ask, priority: Priority) -> Sequence[int]:
-        """Return the token ids of a chat; called on a thread of its class.
+        """Return the token ids of a chat. Called on a thread of the request's class.
 
         Raises:
             ApiError: A message is wrong.
-            InvalidRequestError: The chat template refuses them.
+            InvalidRequestError: The chat template refuses the messages.
         """
         template, special = dict(ask.template), ask.special is True
         how = (ask.messages, Given.TOKENIZER, template, self._most_of(ask), special)
@@ -386,7 +397,7 @@ class Front:
         task.add_done_callback(self._settling.discard)
 
     async def _settle_later(self, answer: Answer) -> None:
-        """Count the choices once the engine has finished them."""
+        """Count the choices of an answer once the engine has finished all of them."""
         with Listener(answer.handles) as changed:
             while not all(handle.has_ended for handle in answer.handles):
                 await changed.wait()
@@ -394,7 +405,7 @@ class Front:
         self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:
-        """Count the choices, which the engine has finished."""
+        """Count the finished choices of an answer."""
         results: list[Result] = []
         prompts: set[int] = set()
         try:
@@ -406,7 +417,7 @@ class Front:
                     self._count(results[-1], answer.exchange, is_first)
                 except RequestFailedError:
                     self.metrics.failed(answer.served.priority)
-                except Exception:  # noqa: BLE001 - its text fails (a tokenizer), not the server
+                except Exception:  # noqa: BLE001 - this text fails (a tokenizer), not the server
                     _log.exception("a choice ended without a result")
                     self.metrics.failed(answer.served.priority)
         finally:
@@ -420,12 +431,12 @@ class Front:
             self.metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
 
     def cancel(self) -> None:
-        """Cancel every open answer, so that its client gets an error."""
+        """Cancel every open answer, so that the clients get an error."""
         for answer in self.answers:
             _cancel_all(answer.handles)
 
     async def close(self) -> None:
-        """Cancel every open answer and wait until the engine has finished them."""
+        """Cancel every open answer and wait until the engine has finished all requests."""
         for answer in list(self.answers):
             answer.close()
         self.log.end_all("the server is shutting down")
@@ -446,7 +457,7 @@ def _nice(priority: Priority) -> int:
 
 
 def _keywords(engine: QLLMEngine, ask: Ask) -> dict[str, Any]:
-    """Return the keywords of SamplingParams: the model's defaults, and what the request sets."""
+    """Return the keywords of SamplingParams: the model's defaults, and the request's settings."""
     found = {"temperature": 1.0, **engine.sampling_defaults, **ask.sampling}
     return (
         found if ask.form is None else {**found, "structured_outputs": ask.form(engine.tokenizer)}

@@ -1,4 +1,4 @@
-"""Submission on the event loop, for requests that are cheaper than waking a thread."""
+"""Submission on the event loop, for requests that cost less than waking a thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 
 
 class AtOnce:
-    """A submitter of small prompts in the event loop iteration in which they arrive.
+    """A submitter of small prompts, in the same iteration of the event loop as their arrival.
 
-    The engine is notified at the end of the iteration, so that several requests wake it once and
-    share its step. Lives on one event loop.
+    The engine is notified at the end of the iteration. So several requests wake the engine once and
+    share a step. Lives on one event loop.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class AtOnce:
 
     @staticmethod
     def takes(engine: QLLMEngine, ask: Ask) -> bool:
-        """Return True if the request is small, and submitting it never blocks."""
+        """Return True if the request is small and its submission never blocks."""
         return engine.client.can_hold and ask.opened is None and ask.size <= MOST_CHARS
 
     def run(self, engine: QLLMEngine, submit: Callable[[], _T]) -> _T:
-        """Submit to an engine, and notify it before the loop's iteration ends."""
+        """Submit to an engine, and notify the engine before the loop's iteration ends."""
         if self._held is not engine:
             self.release()
             self._held = engine

@@ -1,4 +1,4 @@
-"""An answer in progress: the choices of a request, as their tokens arrive."""
+"""An answer in progress: the choices of a request, while tokens arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +13,7 @@ from qllm.types import FinishReason, RequestStatus
 
 PARKED, PAUSED = "parked", "paused"
 STATUS_S = 2.0
-"""Seconds that a comment waits for the engine's report of a request's state."""
+"""Most seconds that a comment waits for the engine's report of a request's state."""
 
 
 class Comment(NamedTuple):
@@ -23,7 +23,7 @@ class Comment(NamedTuple):
 
 
 class Answer:
-    """The choices of one request in progress. The owner must close it in every case."""
+    """The choices of one request in progress. The owner must close the answer in every case."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Answer:
         """Ids by which the caller may refer to it."""
         self.is_paused = False
         self.silence_timeout_s: float | None = None
-        """Longest seconds without a token; then the answer ends with an error."""
+        """Longest time without a token, in seconds. Then the answer ends with an error."""
 
     async def pieces(
         self, silence_s: float | None = None
@@ -79,8 +79,8 @@ class Answer:
                     yield index, item
                     if is_first:
                         is_first = False
-                        await asyncio.sleep(0)  # lets its bytes go before the next piece is made
-                    heard_s = clock()  # the time in which a client takes no bytes is no silence
+                        await asyncio.sleep(0)  # frees its bytes before the next piece is made
+                    heard_s = clock()  # a client that reads slowly is not a silence
                 if not reached:
                     return
                 try:
@@ -95,7 +95,7 @@ class Answer:
                     yield 0, Comment(said)
 
     def _wait_s(self, silence_s: float | None, silent_s: float) -> float | None:
-        """Return the seconds to wait for news: until a comment is due, or a silence is too long."""
+        """Return the seconds to wait for news, until a comment or the error of a silence is due."""
         most_s = self.silence_timeout_s
         left_s = None if most_s is None else max(0.0, most_s - silent_s)
         return min((x for x in (silence_s, left_s) if x is not None), default=None)
@@ -139,7 +139,7 @@ class Answer:
         return PAUSED if RequestStatus.PAUSED in found else "running"
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far; a prompt counts once, however many choices it has."""
+        """Return the tokens so far. A prompt counts once for all its choices."""
         cached = sum(h.num_cached_tokens for h in self.handles[:: self.n])
         prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
         completion = sum(self.num_tokens) * self.shows_tokens

@@ -1,4 +1,4 @@
-"""A way past FastAPI's layers for routes that need only their body."""
+"""A direct call, without FastAPI's layers, of endpoints that need only the body."""
 
 import json
 from collections.abc import Iterable
@@ -21,23 +21,24 @@ from qllm.server.requests.bodies import JSON, read
 class Shortcut:
     """Middleware that calls an endpoint directly if the body is valid.
 
-    FastAPI handles every other request, with the same body, and reports what is wrong with it. Only
-    long bodies are read in a separate process. With telemetry, FastAPI also handles every short
-    request, since spans are named by its routes. FastAPI reads the bodies of all other routes on
-    the event loop, so a long one is refused there.
+    FastAPI handles every other request, with the same body, and reports the errors in the body.
+    Only long bodies are read in a separate process. With telemetry, FastAPI also handles every
+    short request, because spans get their names from FastAPI's routes. FastAPI reads the bodies of
+    all other routes on the event loop. So a long body of such a route is refused.
 
     Args:
         app: App with all of FastAPI's layers.
         apart: Reader of long bodies.
-        routers: Routers of the endpoints. Called directly are those that take only a `body` and the
-            `request`, and return a response.
+        routers: Routers of the endpoints. The middleware calls an endpoint directly if it takes
+        only a
+            `body` and the `request`, and returns a response.
     """
 
     def __init__(self, app: ASGIApp, apart: Apart, routers: Iterable[APIRouter]) -> None:
         self._app, self._apart = app, apart
         self._ends: dict[str, tuple[Any, type[Body]]] = {}
         self._short: list[APIRoute] = []
-        """Routes whose JSON FastAPI reads."""
+        """Routes whose JSON bodies FastAPI reads."""
         for route in (route for router in routers for route in router.routes):
             assert isinstance(route, APIRoute)
             takes = get_type_hints(route.endpoint)
@@ -117,7 +118,7 @@ def _parsed(request: Request, raw: bytes, model: type[BaseModel]) -> Any:
 
 
 def _again(messages: list[Message], receive: Receive) -> Receive:
-    """Return a `receive` that repeats the received messages, then continues."""
+    """Return a `receive` that repeats the received messages, then receives new ones."""
     left = iter(messages)
 
     async def again() -> Message:

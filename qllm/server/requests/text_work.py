@@ -1,4 +1,4 @@
-"""Text work of one class, off the event loop: prompts are rendered, tokenised and submitted."""
+"""Threads that render, tokenise and submit the prompts of one class, off the event loop."""
 
 import asyncio
 from collections import deque
@@ -23,8 +23,8 @@ class _Job(NamedTuple):
 class TextWork:
     """Threads for the text work of one class.
 
-    Short jobs share one thread and run in order: waking it once serves all jobs that arrive while
-    it works. Long jobs have threads of their own.
+    Short jobs share one thread and run in order. One wake-up of this thread also serves the jobs
+    that arrive while the thread works. Long jobs have threads of their own.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,13 +42,13 @@ class TextWork:
         Args:
             function: Job to run.
             is_short: True if the job takes no longer than waking a thread.
-            abandon: Function that gets the result if its caller no longer waits.
+            abandon: Function that receives the result if the caller no longer waits.
         """
         job = _Job(function, asyncio.get_running_loop().create_future(), Waker.here(), abandon)
         if not is_short:
             self.pool.submit(self._do, job)
         else:
-            self._jobs.append(job)  # before the check: `_do_all` first clears the mark
+            self._jobs.append(job)  # before the check, because `_do_all` first clears the mark
             if not self._is_working:
                 self._is_working = True
                 self._short.submit(self._do_all)
@@ -69,13 +69,13 @@ class TextWork:
             return
         try:
             result = job.function()
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+        except BaseException as error:  # noqa: BLE001 - raised in the awaiting task
             job.waker.call(partial(_tell, job, None, error))
         else:
             job.waker.call(partial(_tell, job, result, None))
 
     def close(self) -> None:
-        """Cancel all waiting jobs and start no more. Must run on the event loop."""
+        """Cancel all waiting jobs and start no new ones. Must run on the event loop."""
         for future in list(self._awaited):
             future.cancel()
         for pool in (self.pool, self._short):
@@ -83,8 +83,8 @@ class TextWork:
 
 
 def _tell(job: _Job, result: Any, error: BaseException | None) -> None:
-    """Give the result to the waiting task; runs on the event loop."""
-    if job.future.done():  # its task was cancelled
+    """Give the result to the waiting task. Runs on the event loop."""
+    if job.future.done():  # the waiting task was cancelled
         if error is None:
             job.abandon(result)
     elif error is not None:

@@ -20,7 +20,7 @@ MAX_TOKEN_ID = 2**31
 def encoded(
     text: str, tokenizer: Any, vocab_size: int, most_tokens: int | None, special: bool | None
 ) -> "array[int]":
-    """Return the token ids of a text; see `to_token_ids`."""
+    """Return the token ids of a text. `to_token_ids` describes the arguments."""
     return array("q", to_token_ids(text, tokenizer, vocab_size, most_tokens, special=special))
 
 
@@ -37,12 +37,12 @@ def rendered(
         messages: Messages of the chat.
         tokenizer: The model's tokenizer.
         template: Variables of the chat template, and options of rendering.
-        most_tokens: Limit of `to_token_ids`.
-        special: Option of `render_chat`.
+        most_tokens: Limit of tokens, as in `to_token_ids`.
+        special: True to add special tokens, as in `render_chat`.
 
     Raises:
         ApiError: A message is wrong.
-        InvalidRequestError: The chat template refuses them.
+        InvalidRequestError: The chat template refuses the messages.
     """
     given = messages.opened() if isinstance(messages, Packed) else messages
     try:
@@ -54,7 +54,7 @@ def rendered(
 
 
 def keywords_of(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `render_chat`: its options, and the template's variables."""
+    """Return the keywords of `render_chat`: options, and variables of the template."""
     variables = dict(template)
     names = ("tools", "add_generation_prompt", "continue_final_message")
     how = {name: variables.pop(name) for name in names if name in variables}
@@ -72,11 +72,11 @@ def tokenized(
     """Return the answer of `/tokenize`: the ids of a text, or of a rendered chat.
 
     Args:
-        prompt: The text; None with messages.
+        prompt: The text; None if there are messages.
         messages: Messages of a chat.
         tokenizer: The model's tokenizer.
         template: Keywords of `render_chat`.
-        special: Option of `to_token_ids`.
+        special: True to add special tokens, as in `to_token_ids`.
         max_model_len: Most tokens of a prompt and its answer.
     """
     if messages is None:
