@@ -1,4 +1,4 @@
-"""Requests with a streamed body: lines of JSON, answered when the body ends.
+"""Requests with a streamed body: lines of JSON. The answer begins when the body ends.
 
     POST /v1/completions              Content-Type: application/x-ndjson
     {"model": "...", "max_tokens": 200, "prompt": "Answer from these pages: "}
@@ -48,10 +48,10 @@ class StreamedRoute(Route):
 
 
 async def blocks_of(request: Request) -> AsyncIterator[tuple[int, bytes]]:
-    """Yield the lines that arrived together as one block, with the number of the first.
+    """Yield blocks of lines that arrived together, each with the number of the block's first line.
 
     Raises:
-        ClientDisconnect: The client is gone.
+        ClientDisconnect: The client has closed the connection.
     """
     number, rest = 1, bytearray()
     async for part in request.stream():
@@ -82,7 +82,7 @@ def change_of(number: int, raw: bytes) -> AppendRequest | ReplaceRequest:
     """Return the change that a line asks for.
 
     Raises:
-        ApiError: The line is neither kind of change, or is wrong.
+        ApiError: The line is neither an append nor a replacement, or is wrong.
     """
     line = _json(number, raw)
     if not isinstance(line, dict) or not line.keys() & {"append", "replace"}:
@@ -103,11 +103,11 @@ def _at(number: int, error: ApiError) -> ApiError:
 
 
 def _add_lines(opened: Opened, apart: Apart, number: int, block: bytes, most_bytes: int) -> None:
-    """Apply the changes of a block's lines, up to the first wrong one; called on a thread.
+    """Apply the changes of a block's lines, up to the first wrong line. Called on a thread.
 
     Raises:
-        ApiError: A line is wrong; the message has its number.
-        QllmError: The engine refuses a line; the message has its number.
+        ApiError: A line is wrong. The message has the line's number.
+        QllmError: The engine refuses a line. The message has the line's number.
     """
     for at, line in enumerate(block.split(b"\n"), number):
         if not line.strip():
@@ -192,7 +192,7 @@ class _Streamed:
 
 
 def routes(front: Front, prompts: StreamingPrompts) -> list[Route]:
-    """Return the routes, which must come before those of whole bodies."""
+    """Return the routes of streamed bodies. These must precede the routes of whole bodies."""
     streamed = _Streamed(front, prompts)
     return [
         StreamedRoute(completions.ENDPOINT, streamed.completion, methods=["POST"]),
@@ -223,7 +223,7 @@ def first_of(number: int, line: bytes, model: type[_Body]) -> _Body:
 async def _first(
     blocks: AsyncIterator[tuple[int, bytes]], apart: Apart, model: type[_Body]
 ) -> tuple[_Body, tuple[int, bytes]]:
-    """Return the usual body, and the received bytes after its line.
+    """Return the usual body from the first line, and the received bytes after this line.
 
     Raises:
         ApiError: The body is missing or wrong.

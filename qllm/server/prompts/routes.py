@@ -3,7 +3,7 @@
 POST /v1/prompts            -> id          the first part, class, salt
 POST /v1/prompts/ID/append                 {"append": "..."}
 PUT  /v1/prompts/ID                        {"replace": "...", "from": tokens that stay}
-POST /v1/chat/completions                  {"prompt_id": ID, ...}: it is whole, answer it
+POST /v1/chat/completions                  {"prompt_id": ID, ...}: the prompt is whole, answer it
 """
 
 from functools import partial

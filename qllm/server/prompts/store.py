@@ -1,10 +1,10 @@
-"""The streaming prompts: their limits per caller, and how each of them ends.
+"""The streaming prompts: the limits per caller, and the end of each prompt.
 
-    open -> change, change ... -> sending -> its answer has the seat
-      |          |                   `-----> open again, if that is refused
+    open -> change, change ... -> sending -> the answer has the seat
+      |          |                   `-----> open again, if sending is refused
       `----------'-> deleted, abandoned, cancelled, engine gone: the seat is released once
 
-A prompt that gets nothing for `prompt_idle_s` is abandoned: its KV and its seat become free.
+A prompt that receives no piece for `prompt_idle_s` is abandoned. Its KV and its seat become free.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from qllm.server.requests.front import Front
 from qllm.types import Priority
 
 KEPT_NAMES = 10_000
-"""Most names of ended prompts that are remembered, to report how they ended."""
+"""Most names of ended prompts that the server remembers, to report the reasons of their ends."""
 _T = TypeVar("_T")
 
 
@@ -40,17 +40,17 @@ class Opened:
     caller: str
     is_chat: bool
     num_other_bytes: int
-    """Bytes of its fixed part: the other messages of a chat."""
+    """Bytes of the fixed part: the other messages of a chat."""
     is_streamed: bool = False
-    """True if its pieces are lines of one body, which has its own time limit. It is not listed."""
+    """True if the pieces are lines of one body, with a time limit of its own. Never listed."""
     has_seat: bool = True
-    """True if the prompt holds the seat, which its end releases; False once its answer holds it."""
+    """True if the prompt holds the seat until it ends; False once the answer holds the seat."""
     is_sending: bool = False
     num_changing: int = 0
-    """Pieces that have arrived but are not in the prompt yet."""
+    """Number of pieces that have arrived but are not in the prompt yet."""
     timer: asyncio.TimerHandle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock for changes."""
+    """Lock that makes changes run one after another."""
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Opened:
         return "was given up"
 
     def add(self, piece: Piece, keep: int | None, most_bytes: int) -> None:
-        """Append a piece, or put it after the first `keep` tokens. May take long.
+        """Append a piece, or put the piece after the first `keep` tokens. May take long.
 
         Raises:
             ApiError: The prompt would be too large.
@@ -85,7 +85,10 @@ class Opened:
             prompt.replace(keep, piece)
 
     def shown(self, idle_s: float) -> dict[str, Any]:
-        """Return the prompt in the API's shape. May take long: it tokenises the last piece."""
+        """Return the prompt in the API's shape.
+
+        May take long, because the last piece is tokenised.
+        """
         return {
             "id": self.name,
             "object": "prompt",
@@ -99,9 +102,9 @@ class Opened:
 
 
 class StreamingPrompts:
-    """The streaming prompts of a server. Lives on its event loop.
+    """The streaming prompts of a server. Lives on the server's event loop.
 
-    Work whose time grows with a piece or a prompt runs on the threads of its class.
+    Work whose time grows with a piece or a prompt runs on the threads of the prompt's class.
     """
 
     def __init__(self, front: Front) -> None:
@@ -126,16 +129,16 @@ class StreamingPrompts:
         """Open a prompt.
 
         Args:
-            caller: Caller that owns it.
-            wanted: Class of the request; it may be demoted.
+            caller: Caller that owns the prompt.
+            wanted: Requested class. The server may demote it.
             prompt: First part of the prompt: text, ids or messages.
             cache_salt: Salt of the cached KV, the same as in `submit`.
             template: Keywords of `render_chat`, for messages.
-            is_streamed: True if its pieces are lines of one body.
+            is_streamed: True if the pieces are lines of one body.
 
         Raises:
-            ApiError: The server refuses it.
-            QllmError: The engine refuses it.
+            ApiError: The server refuses the prompt.
+            QllmError: The engine refuses the prompt.
         """
         mine, most = self._num_open[caller], self._config
         if mine >= most.max_open_prompts:
@@ -182,10 +185,10 @@ class StreamingPrompts:
         return opened
 
     def found(self, caller: str, name: str) -> Opened:
-        """Return an open prompt of this caller; prompts of others count as missing.
+        """Return an open prompt of this caller. Prompts of other callers count as missing.
 
         Raises:
-            ApiError: 404 if missing; 409 if it has ended or is being sent.
+            ApiError: 404 if the prompt is missing; 409 if it has ended or is being sent.
         """
         opened = self._open.get(name)
         if opened is not None and opened.caller == caller and not opened.is_streamed:
@@ -197,10 +200,10 @@ class StreamingPrompts:
         raise _closed(name, fate)
 
     def _check_open(self, opened: Opened) -> None:
-        """Return if the prompt can be changed or sent.
+        """Refuse a prompt that can no longer be changed or sent.
 
         Raises:
-            ApiError: 409, it cannot.
+            ApiError: 409.
         """
         name = opened.name
         if opened.is_sending:
@@ -211,12 +214,12 @@ class StreamingPrompts:
             raise _closed(name, self._ended.get(name, ("", opened.fate))[1])
 
     async def change(self, opened: Opened, do: Callable[[], _T], num_bytes: int) -> _T:
-        """Run a change of a prompt on a thread; changes run one after another, in order.
+        """Run a change of a prompt on a thread. Changes run one after another, in order.
 
         Args:
             opened: The prompt.
-            do: Function that makes the change, and raises what is wrong.
-            num_bytes: Size of its input, in addition to the prompt; approximate.
+            do: Function that makes the change, or raises an error.
+            num_bytes: Approximate size of the change's input, in addition to the prompt.
 
         Raises:
             ApiError: The prompt has ended, or is being sent.
@@ -228,7 +231,7 @@ class StreamingPrompts:
             async with opened.lock:
                 return await self.look(opened, do, num_bytes)
         except RequestFailedError:
-            self._check_open(opened)  # reports how it ended meanwhile
+            self._check_open(opened)  # raises the reason if the prompt has ended meanwhile
             raise
         finally:
             opened.num_changing -= 1
@@ -243,10 +246,10 @@ class StreamingPrompts:
 
     @contextmanager
     def sending(self, caller: str, name: str, *, is_chat: bool) -> Iterator[Opened]:
-        """Take a prompt in order to send it; it stays open if sending is refused.
+        """Take a prompt in order to send it. The prompt stays open if sending is refused.
 
         Raises:
-            ApiError: It is missing, is being changed or sent, or belongs to the other endpoint.
+            ApiError: The prompt is missing, is being changed or sent, or is for the other endpoint.
         """
         opened = self.found(caller, name)
         if opened.num_changing:
@@ -260,7 +263,7 @@ class StreamingPrompts:
 
     @contextmanager
     def sent(self, opened: Opened) -> Iterator[None]:
-        """Mark the prompt as being sent inside the block, which excludes changes."""
+        """Mark the prompt as being sent inside the block. Changes are refused meanwhile."""
         self._hold(opened)
         opened.is_sending = True
         try:
@@ -290,12 +293,15 @@ class StreamingPrompts:
         self.cancel(opened, f"was abandoned: nothing came for {self._config.prompt_idle_s:g} s")
 
     def cancel(self, opened: Opened, fate: str) -> None:
-        """Cancel a prompt that its client will not send."""
+        """Cancel a prompt that will not be sent."""
         opened.prompt.cancel()
         self.end(opened, fate)
 
     def end(self, opened: Opened, fate: str) -> None:
-        """Remove an ended prompt, and release its seat unless an answer has it. Idempotent."""
+        """Remove an ended prompt, and release the seat unless an answer has the seat.
+
+        Idempotent.
+        """
         self._hold(opened)
         if self._open.pop(opened.name, None) is None:
             return
@@ -314,7 +320,7 @@ class StreamingPrompts:
             del self._num_open[caller]
 
     def of(self, caller: str) -> list[Opened]:
-        """Return the caller's open prompts, except streamed bodies and prompts being sent."""
+        """Return the caller's open prompts. Streamed bodies and prompts in sending are left out."""
         mine = (x for x in self._open.values() if x.caller == caller and not x.is_streamed)
         return [x for x in mine if x.prompt.is_open and not x.is_sending]
 
@@ -341,7 +347,7 @@ def check_size(num_bytes: int, most: int) -> None:
     """Refuse a prompt that is too large.
 
     Raises:
-        ApiError: 413, it is.
+        ApiError: 413.
     """
     if num_bytes > most:
         raise ApiError(
