@@ -72,7 +72,10 @@ def batch_object(row: Row) -> dict[str, Any]:
 
 
 def _page(rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Return a list in the API's shape; `rows` has one more than `limit` if there are more."""
+    """Return a list in the API's shape.
+
+    A row after the first `limit` rows means that there are more.
+    """
     data = rows[:limit]
     return {
         "object": "list",

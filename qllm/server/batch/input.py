@@ -1,7 +1,7 @@
 """The lines of a batch's input, checked against the digests made at validation.
 
-A disk may lose or change a file after its validation. Each line has its own digest, so that intact
-lines still get answers, and damaged ones an error.
+A disk may lose or change a file after validation. So each line has a digest. Intact lines still
+get answers, and damaged lines get an error.
 """
 
 import errno
@@ -15,7 +15,7 @@ DIGEST_BYTES = 16
 GONE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EIO}
 )
-"""Errors of a missing or unreadable file, for which waiting does not help."""
+"""Error numbers of a missing or unreadable file. Waiting does not help after such an error."""
 
 
 class Digested:
@@ -38,21 +38,22 @@ class Digested:
 
     @property
     def of_file(self) -> bytes:
-        """The digest of all lines together, equal to that of `Store.write` for the file."""
+        """The digest of all lines together, equal to the file's digest from `Store.write`."""
         return self._whole.digest()
 
 
 def checked(path: Path, total: int, digests: bytes | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number of each line, from 0, with its text; None if it is damaged or missing.
+    """Yield each line's number, from 0, and its text, or None for a damaged or missing line.
 
     Args:
         path: Path of the input file, which may be damaged or missing.
         total: Number of lines at validation.
-        digests: Digests from `Digested`. None in a batch of an older release: then each line with
-            the necessary fields counts as intact.
+        digests: Digests from `Digested`; None for a batch of an older release. Without digests,
+        each
+            line with the necessary fields counts as intact.
 
     Raises:
-        OSError: The file cannot be read now, but may be later.
+        OSError: The file cannot be read now, but perhaps later.
     """
     for number, text in zip(range(total), chain(_lines(path), repeat(None)), strict=False):
         yield number, text if text is not None and _is_same(text, number, digests) else None

@@ -1,4 +1,6 @@
-"""The worker of batches: every line is one BE request. The next server continues unfinished ones.
+"""The worker of batches.
+
+Every line is one BE request. The next server continues unfinished batches.
 
 validating -> in_progress -> finalizing -> completed
     |              |  (time over)     `--> expired
@@ -38,9 +40,9 @@ from qllm.types import Priority
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
-"""Most reported errors of a wrong file."""
+"""Most errors that are reported for one file."""
 BYTES_AT_ONCE = 65_536
-"""Bytes read from a file at a time; a block also includes the rest of its last line."""
+"""Bytes read from a file at a time. A block also includes the rest of its last line."""
 STORAGE_RETRY_S = 5.0
 """Seconds until a batch is retried after a failed write to disk."""
 
@@ -59,7 +61,7 @@ class Line(Body):
 
 
 class Problem(NamedTuple):
-    """A reason why a file cannot be a batch."""
+    """A reason why a file is not a valid batch."""
 
     code: str
     message: str
@@ -68,12 +70,12 @@ class Problem(NamedTuple):
 
 
 def problems(lines: Iterator[bytes], endpoint: str, most_bytes: int) -> tuple[int, list[Problem]]:
-    """Return the number of lines in a file, and what is wrong with them.
+    """Return the number of lines in a file, and the problems of these lines.
 
     Args:
         lines: Lines of the file.
         endpoint: Endpoint that every line must name.
-        most_bytes: Most bytes of a line, equal to the limit of any other body.
+        most_bytes: Most bytes of a line, the same limit as for the body of a request.
     """
     found: list[Problem] = []
     seen: set[str] = set()
@@ -132,7 +134,7 @@ def custom_id_of(text: bytes) -> str:
 
 
 def line_of(text: bytes, endpoint: str) -> tuple[str, Any]:
-    """Return a line's `custom_id`, and its body or the `ApiError` that refuses it."""
+    """Return a line's `custom_id`, and the line's body or the `ApiError` that refuses the line."""
     line = loads(text)
     try:
         return line["custom_id"], _body_of(line["body"], endpoint, len(text))
@@ -154,7 +156,7 @@ def _body_of(body: dict[str, Any], endpoint: str, num_bytes: int) -> Any:
 
 
 async def prepare(front: Front, body: Any) -> tuple[Ask, Renderer]:
-    """Return the engine request for a line's body, and the writer of its answer.
+    """Return the engine request for a line's body, and the writer of the answer.
 
     Raises:
         ApiError: The body is wrong.
@@ -183,9 +185,9 @@ async def _prepare_response(front: Front, body: ResponsesRequest) -> tuple[Ask, 
 class Worker:
     """The worker for the lines of all unfinished batches. Lives on one event loop.
 
-    Unanswered lines outlive the engine: they wait for the next one, and at the server's end for the
-    next server. After an engine died, its lines are retried one by one, without other lines. A line
-    that ends an engine again has failed.
+    Unanswered lines outlive the engine. They wait for the next engine, and after the server's end
+    for the next server. After an engine died, the worker retries its lines one by one. A line has
+    failed if an engine dies again during the line.
     """
 
     def __init__(self, front: Front, store: Store, best_effort: BestEffort) -> None:
@@ -244,7 +246,7 @@ class Worker:
             _log.exception("batch %s stopped; the next server goes on with it", batch_id)
 
     async def _advance(self, batch_id: str) -> None:
-        """Advance a batch from its status to the end."""
+        """Advance a batch from its current status to the end."""
         store = self._store
         batch = await asyncio.to_thread(store.batch, batch_id)
         if batch["status"] == "validating":
@@ -276,7 +278,7 @@ class Worker:
             except ApiError as error:
                 _refuse_outage(error)
                 found = [Problem(str(error.code), error.message)]
-            if not found and file["digest"] not in (None, of_file):  # changed since it was checked
+            if not found and file["digest"] not in (None, of_file):  # changed since its upload
                 found = [Problem("input_damaged", DAMAGED_FILE)]
         if found:
             errors = json.dumps({"object": "list", "data": [p._asdict() for p in found]})
@@ -306,7 +308,7 @@ class Worker:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _lines(self, batch: Row, done: set[int]) -> Iterator[tuple[int, bytes | None]]:
-        """Yield the unanswered lines; the text of a damaged or missing one is None."""
+        """Yield the unanswered lines. The text of a damaged or missing line is None."""
         path, digests = self._store.path(batch["input_file_id"]), self._store.digests(batch["id"])
         found = checked(path, batch["total"], digests)
         return ((number, text) for number, text in found if number not in done)
@@ -357,7 +359,7 @@ class Worker:
             status, body = error.status_code, error.body()
         except EngineGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - logged, and the answer of this line
+        except Exception as error:  # noqa: BLE001 - logged, and becomes this line's answer
             _log.exception("a line of batch %s failed", batch["id"])
             failed = ApiError(500, f"the server failed: {type(error).__name__}")
             status, body = failed.status_code, failed.body()
@@ -391,7 +393,7 @@ class Worker:
                 self._end_line(batch, number, self._name_of(text), error)
 
     def _name_of(self, text: bytes) -> str | None:
-        """Return the `custom_id` of a line; None if it is too costly to read."""
+        """Return the `custom_id` of a line; None if the line is too costly to read."""
         try:
             found: str = self._front.apart.do(len(text), custom_id_of, text, nice=NICE)
         except ApiError:
@@ -400,17 +402,17 @@ class Worker:
 
 
 def _refuse_outage(error: ApiError) -> None:
-    """Return if the error is the fault of a line or a file.
+    """Raise if the error is an outage, and not the fault of a line or a file.
 
     Raises:
-        EngineGoneError: It is not, so the work must be retried.
+        EngineGoneError: The work must be retried.
     """
     if error.status_code == 503:
         raise EngineGoneError from error
 
 
 def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]]:
-    """Return the next lines, about `BYTES_AT_ONCE` bytes; empty after the last."""
+    """Return the next lines, about `BYTES_AT_ONCE` bytes; an empty list after the last line."""
     found, num_bytes = [], 0
     for number, text in lines:
         found.append((number, text))
@@ -421,7 +423,7 @@ def _some(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | 
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Finish `work` even when cancelled: later steps must find its effect."""
+    """Finish `work` even when cancelled, because later steps rely on its effect."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,1 +1,1 @@
-"""Operation of the server: probes, metrics of a fleet, banner, supervisor, and the server's run."""
+"""Operation of the server: probes, metrics of a fleet, banner, supervisor, start and stop."""

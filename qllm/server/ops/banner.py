@@ -51,7 +51,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
 
 
 def memory_line(engine: QLLMEngine, stats: Mapping[str, Any]) -> str:
-    """Return how much memory the KV of an engine may take, and who chose that."""
+    """Return a line with the memory that an engine's KV may take, and the sizes that it chose."""
     told = stats["memory"]
     limits = f"KV at most {shown_bytes(told['kv_bytes'])}"
     if told["kept_bytes"]:

@@ -14,7 +14,7 @@ class FleetMetrics:
     """The collectors of a fleet.
 
     Args:
-        metrics: Metrics of the server, whose registry they join.
+        metrics: Metrics of the server. The collectors join their registry.
         model_name: Label of every metric.
         fleet: Fleet to observe.
     """
@@ -57,7 +57,7 @@ class FleetMetrics:
         self._errors.labels(self._model).inc(new)
 
     def _forget(self, there: set[str]) -> None:
-        """Remove the series of engines that have left: replicas do not come back."""
+        """Remove the series of engines that have left the fleet. Replicas do not come back."""
         gone, self._names = self._names - there, there
         for name in gone:
             self._up.remove(self._model, name)

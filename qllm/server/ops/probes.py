@@ -29,7 +29,7 @@ class OpenRequest(NamedTuple):
 
 
 def open_requests(front: Front, but: Set[int] = frozenset()) -> list[OpenRequest]:
-    """Return all open requests except the numbers in `but`. Blocks: it asks the engine."""
+    """Return all open requests except the numbers in `but`. Blocks until the engine answers."""
     rows = [
         (handle, answer.served.priority.name, num_tokens)
         for answer in list(front.answers)

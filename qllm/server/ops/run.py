@@ -1,4 +1,4 @@
-"""The run of an app in uvicorn, with limits on connections and a drain before the end."""
+"""The uvicorn server of an app, with limits on connections and a drain before the end."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ GOODBYE_S = 5
 
 
 class Server(uvicorn.Server):
-    """A server that stops in three steps: not ready, no new requests, no requests.
+    """A server that stops in three steps: not ready, then no new requests, then no requests.
 
     After SIGTERM, /ready answers 503 for `shutdown_delay_s`, while requests are still served. Then
     the socket closes, and requests in flight may finish. After `drain_s` the rest end with an
@@ -32,10 +32,10 @@ class Server(uvicorn.Server):
         self._front = front
         self._drain_s = front.config.drain_s
         self._leaves_at = 0.0
-        """Monotonic time in seconds at which the socket closes, after a signal."""
+        """Monotonic time in seconds at which the socket closes after a signal."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop, when uvicorn reports a signal; a second signal skips the delay."""
+        """Begin to stop when uvicorn reports a signal. A second signal skips the delay."""
         waits = sig == signal.SIGTERM and not self._front.leaving
         delay_s = self._front.config.shutdown_delay_s if waits else 0.0
         self._leaves_at = time.monotonic() + delay_s
@@ -43,12 +43,12 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True to stop; uvicorn calls this ten times a second."""
+        """Return True to stop. uvicorn calls this ten times a second."""
         told = await super().on_tick(counter) and time.monotonic() >= self._leaves_at
         return told or self._front.gave_up is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then stop; uvicorn calls this at the end."""
+        """Drain, then stop. uvicorn calls this at the end."""
         self._front.draining.set()
         asyncio.get_running_loop().call_later(self._drain_s, self._front.cancel)
         await super().shutdown(sockets)

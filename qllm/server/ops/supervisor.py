@@ -1,4 +1,4 @@
-"""The supervisor, which replaces an engine that failed, within a limit of restarts."""
+"""The supervisor: it replaces a failed engine, within a limit of restarts."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ _log = logging.getLogger("qllm.server.ops.supervisor")
 
 
 class Restarts:
-    """The limit of restarts, and the waits before them."""
+    """The limit of restarts, and the wait before each restart."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._most, self._window_s = config.max_restarts, config.restart_window_s
@@ -28,7 +28,7 @@ class Restarts:
         self._times: deque[float] = deque()
 
     def wait_s(self, now_s: float) -> float | None:
-        """Count a restart at `now_s`; return the seconds to wait, or None past the limit."""
+        """Count a restart at `now_s`. Return the seconds to wait, or None past the limit."""
         while self._times and now_s - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._most:
@@ -51,7 +51,7 @@ class Supervisor:
 
     Args:
         front: Owner of the engine.
-        make: Function that makes an engine; blocks while it loads.
+        make: Function that makes an engine; blocks while the engine loads.
         load_s: Seconds of the first load, used to estimate when clients can retry.
     """
 
@@ -59,7 +59,7 @@ class Supervisor:
         self._front, self._make = front, make
         self._restarts = Restarts(front.config)
         self._load_s = load_s
-        """Seconds of the last load."""
+        """Duration of the last load, in seconds."""
         self._up_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -90,8 +90,8 @@ class Supervisor:
                 await asyncio.sleep(PERIOD_S)
             _log.error("%s", why)
             front.ended[front.engine] = why
-            self.expect(0.0)  # until the wait is known
-            await asyncio.to_thread(front.engine.close)  # its memory is needed for the next one
+            self.expect(0.0)  # an estimate until the wait is known
+            await asyncio.to_thread(front.engine.close)  # the next engine needs its memory
             front.gave_up = await self._replace(why)
             if front.gave_up is None:
                 await asyncio.to_thread(front.log.go_on, front.engine.replay)
@@ -104,7 +104,7 @@ class Supervisor:
             self._front.log.look()
 
     async def _replace(self, why: str) -> str | None:
-        """Retry until there is an engine, and return None; or return why there is none."""
+        """Retry until there is an engine, and return None; or return the reason for giving up."""
         while (wait_s := self._restarts.wait_s(time.monotonic())) is not None:
             self.expect(wait_s)
             _log.warning("a new engine will be made in %.1f s", wait_s)
@@ -123,13 +123,16 @@ class Supervisor:
         return given_up(why, self._front.config)
 
     async def _made(self) -> QLLMEngine:
-        """Return an engine made on a daemon thread, which does not keep the process alive."""
+        """Return an engine made on a daemon thread.
+
+        Such a thread does not keep the process alive.
+        """
         made: Future[QLLMEngine] = Future()
 
         def work() -> None:
             try:
                 engine = self._make()
-            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            except BaseException as error:  # noqa: BLE001 - raised in the awaiting task
                 made.set_exception(error)
                 return
             if self._closed:

@@ -1,4 +1,4 @@
-"""The page `/docs`: routes, their fields and an example body, from OpenAPI. It has no script."""
+"""The page `/docs`, made from OpenAPI: routes with fields and an example body. It has no script."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from qllm.server.page.ui import HEADERS
 
 STYLE = "docs.css"
 MODEL = "MODEL"
-"""Placeholder in a body, which the page replaces by the name of the served model."""
+"""Placeholder in an example body. The page replaces it by the name of the served model."""
 _CHAT = {"messages": [{"role": "user", "content": "What does json.dumps do?"}]}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {**_CHAT, "max_tokens": 64},
@@ -65,7 +65,10 @@ def routes() -> APIRouter:
 
 
 def example(route: str, model: str) -> str:
-    """Return an operation's example body as JSON, with the model's name; "" if it has none."""
+    """Return an operation's example body as JSON, with the model's name.
+
+    "" if there is no example.
+    """
     body = EXAMPLES.get(route, {})
     return json.dumps({**body, "model": model} if "model" in body else body) if body else ""
 
@@ -132,7 +135,7 @@ def _resolved(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Return a type in words; null is left out of alternatives."""
+    """Return a type in words. Of alternatives, null is left out."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "enum" in schema:

@@ -22,9 +22,9 @@ _log = logging.getLogger("qllm.server")
 PERIOD_S = 0.25
 """Seconds between two polls."""
 WHOLE_EVERY = 4
-"""Number of polls of which one also lists the open requests."""
+"""Interval, in polls, at which a poll also lists the open requests."""
 MAX_KEPT = 240
-"""Most messages kept for a new or returning page: those of one minute."""
+"""Most messages stored for a new or returning page: the messages of one minute."""
 MAX_KEPT_CHARS = 4 << 20
 MAX_SHOWN = 200
 """Most requests listed in one message."""
@@ -38,7 +38,9 @@ class Feed:
         self._engine: object = None
         self._num_engines = 0
         self._server = secrets.token_hex(4)
-        """Id of this server, since a page may outlive it and see the next server's engines."""
+        """Id of this server. A page may outlive the server and then sees the engines of the next
+        one.
+        """
         self._since = 0
         self._num_looks = 0
         self._number = 0
@@ -51,11 +53,12 @@ class Feed:
         """Event that is set, then replaced, at every message."""
 
     async def messages(self, since: int) -> AsyncIterator[str]:
-        """Yield the messages after number `since` as they are made, until the server drains.
+        """Yield each new message after number `since`, until the server drains.
 
         Args:
-            since: Number of the last message that the page has; 0 returns all kept ones. A number
-                that was never used comes from another server, and counts as 0.
+            since: Number of the last message that the page has; 0 yields all stored messages. A
+            number
+                that this server has not used comes from another server, and counts as 0.
         """
         if since > self._number:
             since = 0
@@ -121,16 +124,16 @@ class Feed:
         return {**found, **self._whole(told, rows)} if whole else found
 
     def _down(self, error: ApiError) -> dict[str, Any]:
-        """Return a message with the reason why the server is down, and the requests that wait."""
+        """Return a message with the reason for the server's outage, and the waiting requests."""
         front = self._front
-        self._num_looks = 0  # the first poll of a new engine is a whole one
+        self._num_looks = 0  # the first poll of a new engine lists the requests
         back_in_s = None if front.back_in_s is None or front.gave_up else front.back_in_s()
         num_open = sum(len(answer.handles) for answer in front.answers)
         said = {"down": error.message, "back_in_s": back_in_s, "num_open": num_open}
         return {"time_s": time.time(), "model": front.model_name, **said}
 
     def _rows(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the open requests that the engine does not list, such as those not taken yet."""
+        """Return the open requests that the engine does not list, such as ones not received yet."""
         listed = {row["number"] for row in told.get("requests", ())}
         return [
             {

@@ -1,4 +1,4 @@
-"""The live page `/ui`, its files, and its stream of messages."""
+"""The live page `/ui`, with its files and its stream of messages."""
 
 from importlib.resources import files
 from typing import Annotated

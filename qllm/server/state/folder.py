@@ -1,4 +1,4 @@
-"""The state folder: private to its owner, held by one server, with an intact database."""
+"""The state folder: private to its owner, locked by one server, with an intact database."""
 
 import fcntl
 import logging
@@ -15,14 +15,16 @@ from qllm.server.http.errors import is_unwritable
 
 DATABASE = "batch.db"
 OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
-"""Names of the server's files in the folder, and of one that file systems create."""
+"""Names of the server's files in the folder, and of `lost+found`, which file systems create."""
 MADE = b"made\n"
-"""Content of the lock file after the database was made; from then on a missing one is an error."""
+"""Content of the lock file once the database was made. After that, a missing database is an
+error.
+"""
 _log = logging.getLogger("qllm.server")
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder and `files` in it, and close both to other users.
+    """Make the folder and its subfolder `files`, and close both to other users.
 
     Raises:
         ConfigError: The folder is open to others and cannot be closed, or holds foreign files.
@@ -64,7 +66,7 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def _entries(folder: Path, files: Path) -> Iterator[Path]:
-    """Yield the folder and the server's entries in it, except links, which lead elsewhere."""
+    """Yield the folder and the server's entries in the folder, except links."""
     yield folder
     for path in (*folder.iterdir(), *files.iterdir()):
         is_ours = OURS.fullmatch(path.name) and path.name != "lost+found"
@@ -81,10 +83,10 @@ def _mode(path: Path) -> int:
 
 
 def hold(folder: Path) -> int:
-    """Lock the folder for this process, and return the open lock file.
+    """Lock the folder for this process, and return the descriptor of the lock file.
 
     Raises:
-        ConfigError: Another server holds it.
+        ConfigError: Another server has locked the folder.
     """
     fd = private_fd(folder / "lock", os.O_RDWR)
     try:
@@ -96,15 +98,15 @@ def hold(folder: Path) -> int:
 
 
 def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Connection:
-    """Open the database, check that it is intact, and bring it up to date.
+    """Open the database, check that the database is intact, and update it to the last version.
 
     Args:
         folder: Folder of the database.
         lock: Descriptor from `hold`.
-        tables: SQL that each version adds to the one before.
+        tables: SQL that each version adds to the previous version.
 
     Raises:
-        ConfigError: It is missing, damaged, of a later version, or cannot be written.
+        ConfigError: The database is missing, damaged, of a later version, or cannot be written.
     """
     path = folder / DATABASE
     is_made = os.pread(lock, 1, 0) != b"" or any((folder / "files").iterdir())
@@ -137,7 +139,7 @@ def open_database(folder: Path, lock: int, tables: Sequence[str]) -> sqlite3.Con
 
 
 def _has_whole_pages(path: Path) -> bool:
-    """Return True if the file has whole pages, or a log that may complete the last one."""
+    """Return True if the file has whole pages, or a log that may complete the last page."""
     log = path.with_name(f"{DATABASE}-wal")
     if not path.is_file() or (log.is_file() and log.stat().st_size):
         return True

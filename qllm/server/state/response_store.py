@@ -1,4 +1,4 @@
-"""Stored responses, and the conversations that they continue."""
+"""Stored responses, and the conversations that the responses continue."""
 
 import json
 import sqlite3
@@ -11,7 +11,7 @@ from qllm.server.state.store import Row, Store
 
 UNFINISHED = ("queued", "in_progress")
 KEPT_S = 30 * 24 * 3600
-"""Seconds for which a response is stored, the same as in OpenAI's API."""
+"""Seconds for which a response is stored: 30 days, as in OpenAI's API."""
 BUSY_S = 10
 """Retry-After, in seconds, when an owner has too many unfinished responses."""
 EVENTS_AT_ONCE = 256
@@ -47,14 +47,14 @@ class ResponseStore:
         most_unfinished: int | None = None,
         now_s: int | None = None,
     ) -> None:
-        """Store a response, and delete those that are too old.
+        """Store a response, and delete responses that are too old.
 
         Args:
-            owner: Caller that it belongs to.
-            asked: Body of its request, as JSON.
-            items: Its own input, without that of earlier responses, as JSON.
+            owner: Caller that the response belongs to.
+            asked: Body of the request, as JSON.
+            items: Input of this request, as JSON, without the input of earlier responses.
             response: The response in the API's shape.
-            events: First events of its stream, if it is streamed.
+            events: First events of the stream, for a streamed response.
             most_unfinished: Most unfinished responses of the owner; None is unlimited.
             now_s: Seconds since 1970.
 
@@ -80,7 +80,7 @@ class ResponseStore:
         """Return a response in the API's shape.
 
         Raises:
-            ApiError: 404, also if it belongs to another owner.
+            ApiError: 404, also if the response belongs to another owner.
         """
         return dict(json.loads(self._row(response_id, owner)["response"]))
 
@@ -100,9 +100,9 @@ class ResponseStore:
         return rows[0]
 
     def conversation(self, response_id: str, owner: str) -> list[str]:
-        """Return the input and output items of a response and all before it, oldest first.
+        """Return the items of a response and of all earlier ones in the conversation, oldest first.
 
-        Each element is a JSON list of items.
+        Each element is a JSON list of input or output items.
 
         Raises:
             ApiError: The response is missing or did not end well, or an earlier one was deleted.
@@ -147,9 +147,9 @@ class ResponseStore:
         return rows[0] if rows else None
 
     def change(self, response_id: str, response: dict[str, Any], *events: str) -> bool:
-        """Replace an unfinished response, and add to its events.
+        """Replace an unfinished response, and append events to the response.
 
-        Returns False if it has already ended: then nothing changes.
+        Returns False, without a change, if the response has already ended.
         """
         with self._store.change() as db:
             done = db.execute(
@@ -163,7 +163,7 @@ class ResponseStore:
     # -- events of a stream
 
     def add_event(self, response_id: str, event: str) -> bool:
-        """Add an event to an unfinished response; return False if it has ended."""
+        """Add an event to an unfinished response. Return False if the response has ended."""
         with self._store.change() as db:
             sql = "SELECT 1 FROM responses WHERE id = ? AND status IN (?, ?)"
             is_open = db.execute(sql, (response_id, *UNFINISHED)).fetchone() is not None
@@ -172,7 +172,7 @@ class ResponseStore:
             return is_open
 
     def num_events(self, response_id: str) -> int:
-        """Return the number of events of a response; they are numbered from 0."""
+        """Return the number of events of a response. Events are numbered from 0."""
         sql = "SELECT COUNT(*) AS n FROM response_events WHERE response_id = ?"
         return int(self._store.rows(sql, response_id)[0]["n"])
 

@@ -4,9 +4,9 @@
               batch.db   SQLite (WAL): one row per file, batch, answered line and response
               files/ID   an uploaded or generated file; written completely, then renamed
 
-A line's answer is one row, written in one transaction. So after a crash a line is either answered
-or not. The output file is made from the rows when the batch has ended. Only the folder's owner can
-read it.
+A line's answer is one row, written in one transaction. So after a crash, a line either has a whole
+answer or none. The output file is made from the rows when the batch has ended. Only the owner of
+the folder can read the files.
 """
 
 import json
@@ -98,7 +98,7 @@ END;
 """
 """Version 4: digests of files and of the lines of a batch, and the bytes of each key."""
 VERSIONS = (TABLES, RESPONSES, EVENTS, KEPT_BYTES)
-"""SQL that each version adds. A database of a later version is refused."""
+"""SQL that each version adds, by version. A database of a later version is refused."""
 Row = dict[str, Any]
 
 
@@ -113,16 +113,18 @@ def now() -> int:
 class Store:
     """The files, batches and answers in the state folder. Safe to use from any thread; calls block.
 
-    It has many methods because each is one SQL statement.
+    The class has many methods because each method is one SQL statement.
 
     Args:
         folder: State folder; created if missing.
         most_bytes: Most bytes of files and responses per key.
-        reserve_bytes: Bytes of the disk that uploads leave for answers, at most a tenth of it.
+        reserve_bytes: Bytes of the disk that uploads leave for answers, at most a tenth of the
+        disk.
 
     Raises:
-        ConfigError: Another server uses the folder; or it is of another version, is damaged, or
-            cannot be written.
+        ConfigError: Another server uses the folder; or the folder is of another version, is
+        damaged,
+            or cannot be written.
     """
 
     def __init__(
@@ -166,19 +168,19 @@ class Store:
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
-        """Run one transaction: commit at the end, roll back after an error."""
+        """Run the block as one transaction: commit at the end, roll back after an error."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # a full disk may have ended it already
+                if self._db.in_transaction:  # a full disk may have ended the transaction already
                     self._db.execute("ROLLBACK")
                 raise
 
     def rows(self, sql: str, *values: Any) -> list[Row]:
-        """Return the rows that a query finds."""
+        """Return the rows of a query's result."""
         with self._lock:
             return [dict(row) for row in self._db.execute(sql, values).fetchall()]
 
@@ -232,8 +234,8 @@ class Store:
         """Store an upload.
 
         Args:
-            owner: Caller that it belongs to.
-            filename: Name from its owner.
+            owner: Caller that the file belongs to.
+            filename: Name that the owner gave the file.
             source: Content of the file.
             num_bytes: Size of the source in bytes.
 
@@ -255,7 +257,7 @@ class Store:
 
     @contextmanager
     def _room(self, owner: str, num_bytes: int) -> Iterator[None]:
-        """Reserve disk space for an upload while it is written."""
+        """Reserve disk space for an upload while the block writes it."""
         with self._coming_lock:
             self.refuse_more(owner, self._coming[owner] + num_bytes)
             disk = os.statvfs(self._files)
@@ -274,7 +276,7 @@ class Store:
         """Refuse more bytes than a key's quota allows.
 
         Raises:
-            ApiError: 413, the key would exceed it.
+            ApiError: 413, the key would exceed the quota.
         """
         rows = self.rows("SELECT bytes FROM used WHERE owner = ?", owner)
         used = rows[0]["bytes"] if rows else 0
@@ -286,7 +288,10 @@ class Store:
             raise ApiError(413, text, code="storage_quota")
 
     def is_whole(self, row: Row) -> bool:
-        """Return True if a file is unchanged; without a digest (older release) compare its size."""
+        """Return True if a file is unchanged.
+
+        A file of an older release has no digest; its size counts.
+        """
         try:
             with open(self.path(row["id"]), "rb") as file:
                 if row["digest"] is None:
@@ -299,12 +304,15 @@ class Store:
         return bool(sums.digest() == row["digest"])
 
     def file(self, file_id: str, owner: str) -> Row | None:
-        """Return a file's row; None if it is missing or another owner's."""
+        """Return a file's row; None if the file is missing or belongs to another owner."""
         rows = self.rows("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
         return rows[0] if rows else None
 
     def delete_file(self, file_id: str, owner: str) -> bool:
-        """Delete a file, and return True; return False if an unfinished batch reads it."""
+        """Delete a file and return True.
+
+        Only return False if an unfinished batch reads the file.
+        """
         marks = ",".join("?" * len(UNFINISHED))
         with self.change() as db:
             used = db.execute(
@@ -322,7 +330,7 @@ class Store:
     def add_batch(
         self, owner: str, endpoint: str, file_id: str, metadata: Mapping[str, Any], seconds: int
     ) -> Row:
-        """Store a new batch, to be answered within `seconds`."""
+        """Store a new batch, which expires after `seconds`."""
         batch_id, at = f"batch_{secrets.token_hex(12)}", now()
         with self.change() as db:
             db.execute(
@@ -337,7 +345,7 @@ class Store:
         return self.rows("SELECT * FROM batches WHERE id = ?", batch_id)[0]
 
     def owned_batch(self, batch_id: str, owner: str) -> Row | None:
-        """Return a batch's row; None if it is missing or another owner's."""
+        """Return a batch's row; None if the batch is missing or belongs to another owner."""
         rows = self.rows("SELECT * FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
         return rows[0] if rows else None
 
@@ -350,7 +358,10 @@ class Store:
     def move(
         self, batch_id: str, status: str, *, only_from: tuple[str, ...], **fields: Any
     ) -> bool:
-        """Change the status, its time, and further columns; return False from another status."""
+        """Change a batch's status, the time of this status, and further columns.
+
+        Returns False, without a change, if the current status is not in `only_from`.
+        """
         columns = {"status": status, f"{status}_at": now(), **fields}
         sets = ", ".join(f"{name} = ?" for name in columns)
         marks = ",".join("?" * len(only_from))
