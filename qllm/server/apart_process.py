@@ -1,7 +1,7 @@
-"""The waiting process for work whose cost grows with a body, and its children that do the work.
+"""The waiting process for work whose cost grows with a body, and the child processes for the work.
 
-It forks a child for each work. A child has the imports and the tokenizer from the start, and
-damage by a body ends with the child.
+The waiting process forks a child for each piece of work. A child has the imports and the tokenizer
+from the start. Damage by a body ends with the child.
 """
 
 import gc
@@ -23,7 +23,7 @@ _log = logging.getLogger("qllm.server")
 
 
 def main(fd: int) -> None:
-    """Wait for work in a separate process and fork for each, until the server ends.
+    """Wait for work and fork a child for each piece of work, until the server ends.
 
     Args:
         fd: Socket over which other sockets arrive, one for each work.
@@ -46,13 +46,16 @@ def main(fd: int) -> None:
                     control.close()
                     _serve(fds[0], tokenizer)
                     os._exit(0)
-            except OSError:  # no process available: its socket closes
+            except OSError:  # no process available: the work's socket closes
                 _log.exception("work cannot be done in a process of its own")
             os.close(fds[0])
 
 
 def _serve(fd: int, tokenizer: Any) -> None:
-    """Do one work and reply. Ends without a reply if it exceeds its CPU time or is killed."""
+    """Do one piece of work and reply.
+
+    No reply is sent if the work exceeds its CPU time or is killed.
+    """
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as file:
         cpu_s, nice, function, args = pickle.load(file)
         os.nice(nice)
@@ -62,7 +65,7 @@ def _serve(fd: int, tokenizer: Any) -> None:
             reply = True, function(*filled(args, tokenizer))
         except MemoryError:
             reply = False, too_much(cpu_s)
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             error.add_note(traceback.format_exc())
             error.__cause__ = error.__context__ = None
             reply = False, error

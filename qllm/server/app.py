@@ -36,7 +36,7 @@ from qllm.server.tools import choose
 
 
 class _State:
-    """The state that outlives the server, batches and responses, with their workers."""
+    """The state that outlives the server: batches and responses, with the workers of both."""
 
     def __init__(self, front: Front, folder: Path) -> None:
         self._front, config = front, front.config
@@ -84,10 +84,11 @@ def create_app(
     """Return the ASGI application.
 
     Args:
-        engine: First engine. The app closes neither this one nor the last
+        engine: First engine. The app does not close this engine, nor the last one
             (`app.state.front.engine`).
         config: Settings.
-        make: Function that makes a new engine after one has failed; None makes none.
+        make: Function that makes a new engine after an engine has failed; None allows no new
+        engine.
         load_s: Seconds that the first engine took to load.
     """
     rules = read_rules(config.keys_file)
@@ -150,7 +151,7 @@ def _guarded(
     metrics: Metrics,
     log: access.Log | None,
 ) -> Guard:
-    """Return the guard in front of the layers, with all API keys."""
+    """Return the layers behind a guard that has all API keys."""
     for rule in rules:
         metrics.name_key(rule.caller, rule.name)
     own = {rule.caller: rule.max_concurrent for rule in rules if rule.max_concurrent is not None}
@@ -160,10 +161,10 @@ def _guarded(
 
 
 def _make_routes(app: FastAPI) -> None:
-    """Match a path that no route has, so that FastAPI makes the routes of every router now.
+    """Match a path without a route, so that FastAPI makes the routes of every router now.
 
-    It makes them when a router is first asked for a match, which takes up to 20 ms: a stream must
-    not wait for that.
+    Otherwise FastAPI makes them at the first request to a router. That takes up to 20 ms, and a
+    stream must not wait so long.
     """
     scope = {"type": "http", "method": "GET", "path": "", "root_path": "", "headers": []}
     for route in app.router.routes:

@@ -1,6 +1,6 @@
-"""The metrics of `/metrics`: usual names of LLM servers with the prefix `qllm:`, per class.
+"""The metrics of `/metrics`, per class: the usual names of LLM servers, with the prefix `qllm:`.
 
-Latencies are the engine's own (`RequestMetrics`), counted when a request has ended.
+Latencies are measured by the engine (`RequestMetrics`), and counted when a request has ended.
 """
 
 import threading
@@ -29,12 +29,12 @@ SECONDS = (
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 RECENT = 512
-"""TTFTs per class from which the live page computes percentiles."""
+"""Number of last TTFTs per class from which the live page computes percentiles."""
 STATES = ("waiting", "running", "parked", "paused")
 
 
 def class_name(priority: int) -> str:
-    """Return LS or BE; the server has no other classes."""
+    """Return LS or BE. The server has no other classes."""
     return Priority(priority).name
 
 
@@ -42,12 +42,12 @@ Count = TypeVar("Count", int, float)
 
 
 def new_since(before: Count, now: Count) -> Count:
-    """Return the growth of an engine's count; a new engine counts from 0 again."""
+    """Return the growth of an engine's count. A new engine counts from 0 again."""
     return now - before if now >= before else now
 
 
 class _OfClass:
-    """The series of one class, looked up once because a lookup costs more than counting.
+    """The series of one class, looked up once, because a lookup costs more than an increment.
 
     Args:
         metrics: Owner of the series.
@@ -76,7 +76,7 @@ class _OfClass:
 
 
 class Metrics:
-    """The collectors of one server; large because all metrics are made in one place.
+    """The collectors of one server. The class is large because it makes all metrics.
 
     Args:
         model_name: Label of every metric.
@@ -165,7 +165,7 @@ class Metrics:
         self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
 
     def _make_prompts(self) -> None:
-        """Make the metrics of prompts that come in pieces."""
+        """Make the metrics of streaming prompts."""
         self.streaming_prompts = self._gauge(
             "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
         ).labels(self._model)
@@ -200,7 +200,7 @@ class Metrics:
         )
 
     def _make_time(self) -> None:
-        """Make the metrics of the time of each class, and of BE's minimum share."""
+        """Make the metrics of the engine's time per class, and of BE's minimum share."""
         self._time = {
             name: self._counter(f"{name.removesuffix('_s')}_time_seconds", text)
             for name, text in (
@@ -269,7 +269,7 @@ class Metrics:
         made = Histogram(
             f"qllm:{name}", text, ["model_name", "class"], buckets=buckets, registry=self.registry
         )
-        for priority in Priority:  # a series that exists from the start has a rate
+        for priority in Priority:  # a rate needs a series from the start
             made.labels(self._model, priority.name)
         return made
 
@@ -306,11 +306,11 @@ class Metrics:
             self.recent_ttft_ms[label].append(m.ttft_ms)
 
     def name_key(self, key: str, name: str) -> None:
-        """Tell the name of an API key, given as its digest."""
+        """Record the name of an API key, given as a digest."""
         self._key_info.labels(self._model, key, name).set(1)
 
     def of_key(self, key: str, status: int) -> None:
-        """Count an HTTP request of an API key, given as its digest."""
+        """Count an HTTP request of an API key, given as a digest."""
         self._key_requests.labels(self._model, key, str(status)).inc()
 
     def tokens_of_key(self, key: str, result: Result, *, is_first: bool = True) -> None:
@@ -319,7 +319,8 @@ class Metrics:
         Args:
             key: Digest of the key.
             result: The choice.
-            is_first: True for the first choice of a prompt, with which the prompt is counted.
+            is_first: True for the first choice of a prompt. The prompt's tokens are counted only
+            then.
         """
         m = result.metrics
         label = class_name(m.priority)
@@ -340,7 +341,7 @@ class Metrics:
 
     def observe(self, stats: Mapping[str, Any], counts: Mapping[tuple[str, str], int]) -> None:
         """Update the metrics with the engine's numbers and the requests per (class, state)."""
-        with self._lock:  # two scrapes at once must not count a preemption twice
+        with self._lock:  # so that two scrapes at once do not count a preemption twice
             new = new_since(self._num_preemptions, stats["num_preemptions"])
             self._num_preemptions = stats["num_preemptions"]
             spared = stats.get("num_spared", 0)

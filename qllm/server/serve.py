@@ -30,8 +30,8 @@ LOG = logging.getLogger("qllm")
 def bound_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to the address, before the model loads. It does not listen yet.
 
-    The protocol is named because asyncio sets TCP_NODELAY only on sockets that name it. Without it
-    an answer of two writes (head, body) waits for the client's delayed ACK: 40 ms.
+    The socket names its protocol, because asyncio sets TCP_NODELAY only on such sockets. Without
+    TCP_NODELAY, an answer of two writes (head, body) waits 40 ms for the client's delayed ACK.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -45,7 +45,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngine:
-    """Load the model in its own process, or connect to an engine that has loaded it.
+    """Load the model in its own process, or connect to an engine that already has a model.
 
     Args:
         config: Settings.
@@ -85,14 +85,17 @@ def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngi
 
 
 def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
-    """Return the settings with the engine's model and policy, which a front end does not choose."""
+    """Return the settings with the model and policy of the engine that a front end uses."""
     names = config.served_model_name or (config.model or engine.model_name,)
     policy = str(engine.policy).partition("(")[0]  # without its parameters
     return config.model_copy(update={"served_model_name": names, "policy": policy})
 
 
 def _sized_like(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
-    """Return the settings with the sizes that an engine chose: what it accepted fits the next."""
+    """Return the settings with the sizes that an engine chose.
+
+    So the next engine has the same sizes, and fits every request that the last one accepted.
+    """
     sizes = {name: getattr(engine.config, name) for name in engine.client.info.chosen}
     return config.model_copy(update={"engine": {**config.engine, **sizes}})
 
@@ -105,7 +108,9 @@ def _meeting(config: ServerConfig) -> Meeting | None:
 
 
 def serve_engine(config: ServerConfig) -> None:
-    """Load the model and serve front ends of other hosts. Returns after SIGTERM or SIGINT, drained.
+    """Load the model and serve front ends of other hosts.
+
+    Returns after SIGTERM or SIGINT and a drain.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -164,7 +169,7 @@ def serve(config: ServerConfig) -> None:
     """Load, listen, serve and drain. Returns when the server has ended.
 
     Raises:
-        ConfigError: A setting is wrong; checked before the load where possible.
+        ConfigError: A setting is wrong. Settings are checked before the load where possible.
         EngineClosedError: The engine failed too often.
         OSError: The server cannot listen on the address.
     """
@@ -194,7 +199,7 @@ def serve(config: ServerConfig) -> None:
             f"{config.model_name} at {scheme}://{host}:{port}",
         ):
             LOG.info(line)
-        # uvicorn drains at SIGTERM, then raises it again: nothing is left to end by then
+        # uvicorn drains at SIGTERM, then raises SIGTERM again: by then no request is left
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:
             asyncio.run(server.serve(sockets=[sock]))
