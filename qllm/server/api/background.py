@@ -1,12 +1,12 @@
-"""Background responses: answered as BE, and continued by the next server if unfinished.
+"""Background responses: answered as BE. The next server continues unfinished ones.
 
 queued -> in_progress -> completed, incomplete, failed
    `----------`--------> cancelled
 
-The events of a streamed response are stored as they are made. Its client reads them from there,
-also after a reconnect, from a given number on. If the engine fails, such a response continues on
-the next engine, because sent events cannot be taken back. For the same reason, a server marks a
-stream as failed if an earlier server has already begun it.
+Every event of a streamed response is stored at once. The client reads the stored events, also after
+a reconnect, from a given number on. If the engine fails, a streamed response continues on the next
+engine, because sent events cannot be taken back. For the same reason, a server marks a stream as
+failed if an earlier server had already begun the stream.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Background:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stopper: asyncio.Task[None] | None = None
         self._news: dict[str, asyncio.Event] = {}
-        """Events, by response id, that wake readers when there is news."""
+        """Signals, by response id, that wake readers when there is news."""
         self._num_readers: Counter[str] = Counter()
         """Number of readers by API key."""
 
@@ -105,7 +105,7 @@ class Background:
             news.set()
 
     def enter(self, owner: str) -> Callable[[], None]:
-        """Count a reader of events; return the function to call when it leaves.
+        """Count a reader of events, and return the function to call when the reader leaves.
 
         Raises:
             ApiError: 429, the API key has too many readers.
@@ -126,7 +126,7 @@ class Background:
             del self._num_readers[owner]
 
     async def follow(self, response_id: str, after: int) -> AsyncIterator[str]:
-        """Yield a response's events after a number as they are made, until its end or the drain."""
+        """Yield each event after a number at once, until the response's end or the drain."""
         while not self._front.draining.is_set():
             news = self._news.setdefault(response_id, asyncio.Event())  # before the read
             found, is_over = await asyncio.to_thread(self._kept.events, response_id, after)
@@ -134,7 +134,7 @@ class Background:
                 yield text
             after += len(found)
             if is_over:
-                self._tell(response_id)  # wakes the other readers: no other event will
+                self._tell(response_id)  # wakes the other readers, because no more events follow
                 return
             if not found:
                 try:
@@ -219,7 +219,7 @@ class Background:
         await self._best_effort.answer(row["id"], ask, recorder, replay=True)
 
     async def _record(self, response: dict[str, Any], event: str) -> None:
-        """Store an event; the last one together with the response."""
+        """Store an event. The last event is stored together with the response."""
         kept, response_id = self._kept, response["id"]
         if response["status"] in UNFINISHED:
             await asyncio.to_thread(kept.add_event, response_id, event)
@@ -235,7 +235,7 @@ class Recorder(ResponseWriter):
     """Function that stores the response and one of its events."""
 
     async def body(self, answer: Answer) -> dict[str, Any]:
-        """Wait for the answer, and record its events as they are made."""
+        """Wait for the answer, and record each event at once."""
         async for event in self.events(answer, None, None):
             await self.record(self.response, event)
         return self.response

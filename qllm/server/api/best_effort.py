@@ -1,7 +1,7 @@
 """Engine requests for work without a waiting client: batch lines and background responses.
 
-Their number in the engine is bounded. Work during which an engine died is retried alone. If an
-engine dies during it again, it has failed.
+The number of these requests in the engine is bounded. Work during which an engine died is retried
+alone. If an engine dies again during the same work, the work has failed.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from qllm.server.requests.front import Front
 from qllm.types import Priority
 
 MOST_DEATHS = 2
-"""Engine deaths after which the work has failed; one may be another request's fault."""
+"""Engine deaths after which work has failed. A single death may be another request's fault."""
 RETRY_S = 0.5
-"""Seconds between two tries while the engine's queue is full or there is no engine."""
+"""Seconds between two tries, while the engine's queue is full or no engine exists."""
 
 
 class EngineGoneError(Exception):
-    """The engine ended during a request, which must be retried on the next one."""
+    """Error: the engine ended during a request. The request must be retried on the next engine."""
 
 
 class BestEffort:
@@ -39,12 +39,15 @@ class BestEffort:
         self._front = front
         self._permits = asyncio.Semaphore(front.config.batch_concurrency)
         self._admission = asyncio.Lock()
-        """Lock for taking permits, so that work that needs all permits gets them."""
+        """Lock for taking permits. It lets work that needs all permits get all of them."""
         self._deaths = Counter[Hashable]()
         """Number of engines that died, by work."""
 
     async def take(self, name: Hashable) -> int:
-        """Wait for one permit, or all if an engine died during this work; return the number."""
+        """Wait for one permit, or for all if an engine died during this work.
+
+        Return their number.
+        """
         permits = self._front.config.batch_concurrency if self._deaths[name] else 1
         taken = 0
         try:
@@ -80,7 +83,7 @@ class BestEffort:
             name: Name of the work, for the count of engine deaths.
             ask: Request to the engine.
             renderer: Writer of the body.
-            replay: True to resubmit it to the next engine by itself; else the caller retries.
+            replay: True to resubmit the request to the next engine; False if the caller retries.
 
         Raises:
             ApiError: The request has failed.

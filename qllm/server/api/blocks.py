@@ -1,6 +1,6 @@
 """The parts of an answer in order: reasoning, text, calls.
 
-`/v1/responses` and `/v1/messages` each convert them to their own events:
+`/v1/responses` and `/v1/messages` convert these parts to the events of their API:
 
     tokens -> Reader (calls.py) -> deltas -> Blocks -> opened, grown, closed -> events of an API
 """
@@ -33,14 +33,14 @@ class Block:
 
     kind: Kind
     index: int
-    """Place of the block in the answer."""
+    """Number of the block in the answer, from 0."""
     call_id: str = ""
     """Id of a call; empty for other kinds."""
     name: str = ""
     text: str = ""
-    """Text so far; the arguments in a call."""
+    """Text so far; of a call, the arguments so far."""
     is_whole: bool = True
-    """False if the answer was cut off in this block."""
+    """False if the answer was cut off inside this block."""
 
 
 class Change(NamedTuple):
@@ -54,12 +54,12 @@ class Change(NamedTuple):
     """Pieces by which the block grew."""
 
     def with_more(self, other: "Change") -> "Change":
-        """Return this growth and the next one as one change."""
+        """Return one change that joins this growth and the next growth."""
         return Change(self.what, self.block, self.added + other.added, self.pieces + other.pieces)
 
 
 class Blocks:
-    """A sorter of a reader's deltas into blocks; at most one block is open.
+    """A converter of a reader's deltas to blocks. At most one block is open.
 
     Args:
         reader: Reader of the answer.
@@ -70,12 +70,13 @@ class Blocks:
         self.all: list[Block] = []
         self._open: Block | None = None
         self._unused: list[Piece] = []
-        """Pieces of which no text is in a block yet."""
+        """Pieces without any text in a block yet."""
 
     def push(self, piece: Piece) -> Iterator[Change]:
         """Take an addition to the answer, and yield the changes.
 
-        It is read token by token, so that the result does not depend on how tokens were grouped.
+        The reader gets one token at a time, so the result does not depend on the grouping of
+        tokens.
         """
         last: Change | None = None
         for change in self._read(piece):
@@ -127,7 +128,10 @@ class Blocks:
         yield Change("grow", self._open, text, self._made_of(text))
 
     def _made_of(self, text: str) -> tuple[Piece, ...]:
-        """Return the last pieces, which make up `text`; earlier ones are tags or dropped space."""
+        """Return the last pieces, which make up `text`.
+
+        Earlier pieces are tags or dropped white space.
+        """
         unused, self._unused = self._unused, []
         at, left = len(unused), len(text)
         while at and (left > 0 or not unused[at - 1].text):
@@ -147,7 +151,7 @@ class Blocks:
 
 
 def _one_by_one(piece: Piece) -> Iterator[Piece]:
-    """Yield a piece split into one per token."""
+    """Yield one piece for each token of a piece."""
     if len(piece.ends) < 2:
         yield piece
         return
@@ -160,7 +164,7 @@ def _one_by_one(piece: Piece) -> Iterator[Piece]:
 async def changes(
     answer: Answer, blocks: Blocks, silence_s: float | None
 ) -> AsyncIterator[Change | Comment | FinishReason]:
-    """Yield the changes of blocks in an answer with one choice, and its finish reason last."""
+    """Yield the changes of blocks in an answer with one choice, then the finish reason."""
     async for _, item in answer.pieces(silence_s):
         if isinstance(item, Piece):
             for change in blocks.push(item):
@@ -174,5 +178,5 @@ async def changes(
 
 
 def named_event(name: str, data: dict[str, Any]) -> str:
-    """Return a server-sent event with a name, which its data repeats as `type`."""
+    """Return a server-sent event with a name. The data repeat the name as `type`."""
     return f"event: {name}\n{event({'type': name, **data})}"

@@ -1,8 +1,8 @@
 """Readers of tool calls and reasoning in an answer.
 
-The format of a model's answers is chosen by its template (`qllm.server.tools.choose`). GPT-OSS's is
-read from its tokens (`harmony`), the others by their description (`reader`). Without a sign of a
-format, a tokenizer with a `response_template` parses its model's answers itself, after their end.
+The chat template decides the format of a model's answers (`qllm.server.tools.choose`). `harmony`
+reads GPT-OSS's format from tokens. `reader` reads every other format from its description. If no
+format is found, a tokenizer with a `response_template` parses each answer after the answer's end.
 """
 
 import json
@@ -26,7 +26,7 @@ from qllm.server.tools.reader import MarkupReader
 from qllm.server.tools.tool_choice import Choice
 
 WINDOW = 16
-"""Number of tokens that always contain a tag, however a tokenizer has split it."""
+"""Number of tokens that is enough for a whole tag, however a tokenizer has split the tag."""
 _LITERALS = {"true", "false", "null", "none"}
 """Literals of JSON and Python: words that a call may contain outside of strings."""
 
@@ -46,7 +46,10 @@ class Reader(Reading, Protocol):
 
     @property
     def is_in_call(self) -> bool:
-        """True if a call's arguments have begun and not ended: at the end, they were cut off."""
+        """True if a call's arguments have begun and not ended.
+
+        At the answer's end: they were cut off.
+        """
         ...
 
     def push(self, text: str, token_ids: Sequence[int], ends: Sequence[int] = ()) -> Delta:
@@ -60,12 +63,12 @@ class Reader(Reading, Protocol):
         ...
 
     def finish(self) -> Delta:
-        """Return the text that was held back, at the end of the answer."""
+        """Return the held-back text, at the end of the answer."""
         ...
 
 
 class PlainReader:
-    """A reader for which the whole answer is content."""
+    """A reader that treats the whole answer as content."""
 
     num_calls = num_reasoning_tokens = 0
     is_in_call = is_thinking = False
@@ -85,13 +88,13 @@ class PlainReader:
 
 
 class TemplateReader:
-    """A reader that lets the tokenizer parse the whole answer, at its end.
+    """A reader that lets the tokenizer parse the whole answer, after the answer's end.
 
     Args:
         tokenizer: Tokenizer with a `response_template`.
         prompt: Token ids of the prompt.
         tools: Tools that the model sees.
-        passages: Reader that finds the reasoning before the end.
+        passages: Reader that finds the reasoning before the answer's end.
     """
 
     is_in_call = False
@@ -124,7 +127,7 @@ class TemplateReader:
         try:
             delta = self._parsed()
             is_lost = _is_lost(self._text, delta, str(self._tokenizer.response_template))
-        except Exception:  # noqa: BLE001 - not in the format: shown unchanged
+        except Exception:  # noqa: BLE001 - an answer in no format is shown unchanged
             is_lost = True
         if is_lost:
             return {"content": self._text}
@@ -143,7 +146,7 @@ class TemplateReader:
         made = [call_of(i, c["name"], c.get("arguments", {})) for i, c in enumerate(calls)]
         delta = {"content": found.get("content"), "reasoning_content": thought, "tool_calls": made}
         for name in ("content", "reasoning_content"):
-            if delta[name]:  # the last field that is not empty
+            if delta[name]:  # the last non-empty field
                 delta[name] = self._without_rest(str(delta[name]))
                 break
         return delta
@@ -159,10 +162,10 @@ class TemplateReader:
 
 
 def _is_lost(text: str, delta: Delta, markup: str) -> bool:
-    """Return True if a word of the answer is in none of its fields, or a call is invalid.
+    """Return True if a call is invalid, or no field contains one of the answer's words.
 
-    Words of the template itself count as tags. Numbers in calls are ignored: a call may write them
-    in another way.
+    Words of the template itself count as tags. Numbers in calls are ignored, because a field may
+    contain them in another notation.
 
     Args:
         text: The answer.
@@ -204,10 +207,10 @@ def _said_in(value: Any) -> str:
 
 
 class HarmonyReader:
-    """A reader of GPT-OSS's format as the answer grows.
+    """A reader of GPT-OSS's format in a growing answer.
 
     Args:
-        parts: Parser that splits the answer into its parts.
+        parts: Parser that splits the answer into parts.
     """
 
     marks: ClassVar[Mapping[int, str]] = {}
@@ -218,9 +221,11 @@ class HarmonyReader:
         self._due: deque[HarmonyPart] = deque()
         """Parts that are not shown yet."""
         self._num_shown = 0
-        """Characters that may be shown: a stop string has cut off the others, or may do so."""
+        """Number of characters that may be shown. A stop string has cut off the others, or may
+        still do so.
+        """
         self._arguments: Scanner | None = None
-        """Scanner of the last call's arguments, until they have ended."""
+        """Scanner of the last call's arguments, until the arguments have ended."""
 
     @property
     def is_in_call(self) -> bool:
@@ -275,7 +280,7 @@ class HarmonyReader:
 
 
 class FirstCallReader:
-    """A reader of the first call only, for requests that allow at most one.
+    """A reader of the first call only, for requests that allow at most one call.
 
     Args:
         reader: Reader of all calls.
@@ -329,7 +334,7 @@ def make_reader(
         tokenizer: The model's tokenizer, or None.
         prompt: Token ids of the prompt.
         choice: Tools that may be called.
-        has_form: True if a grammar constrains the answer, from its first token or after reasoning.
+        has_form: True if a grammar constrains the answer, from the first token or after reasoning.
         tool_calls: Name of the format of the model's answers, or `auto`.
     """
     reader = _reader_of_all(tokenizer, prompt, choice, has_form, tool_calls)
@@ -346,7 +351,7 @@ def reader_of(asked: ChatRequest, tool_calls: str) -> Callable[[Any, Sequence[in
 def _reader_of_all(
     tokenizer: Any, prompt: Sequence[int], choice: Choice, has_form: bool, tool_calls: str
 ) -> Reader:
-    """Return a reader of any number of calls; the arguments are those of `make_reader`."""
+    """Return a reader of any number of calls. The arguments are the same as for `make_reader`."""
     found = format_of(tokenizer, tool_calls)
     is_plain = has_form and not choice.tools  # a grammar may put tags into a string
     format = HERMES if found is None or is_plain else found
@@ -371,7 +376,7 @@ def _reader_of_all(
 
 
 def _thinks(tokenizer: Any, prompt: Sequence[int], format: Format) -> tuple[bool, bool]:
-    """Return True if the model reasons, and True if its prompt ends inside reasoning."""
+    """Return if the model reasons, and if the prompt ends inside reasoning."""
     if format.reasoning is None:
         return False, False
     template = str(getattr(tokenizer, "chat_template", None) or "")

@@ -32,7 +32,7 @@ class ChatWriter(Writer):
         self._readers: dict[int, Reader] = {}
 
     def _reader(self, index: int) -> Reader:
-        """Return the reader of a choice; make it at first use."""
+        """Return the reader of a choice, which is made at first use."""
         if index not in self._readers:
             tokenizer, prompt = self._front.engine.tokenizer, self.prompts[index]
             make = reader_of(self._asked, self._front.config.tool_calls)
@@ -87,7 +87,7 @@ def _entry(chosen: Shown, top: list[Shown]) -> dict[str, Any]:
 
 
 def ask_of(front: Front, body: ChatRequest, answer_id: str, timeout_s: float | None) -> Ask:
-    """Return the request to the engine of a front."""
+    """Return the engine request for a body."""
     return answers.ask_of(
         body,
         answer_id,

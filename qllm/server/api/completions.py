@@ -26,8 +26,10 @@ class Position(NamedTuple):
     token: str
     logprob: float | None
     top: dict[str, float] | None
-    """Log-probability by text, of the alternatives and the token itself. Of equal texts the
-    likelier one counts."""
+    """Log-probability by text, of the alternatives and the token itself.
+
+    Of several tokens with the same text, the likeliest counts.
+    """
 
 
 class CompletionWriter(Writer):
@@ -41,13 +43,13 @@ class CompletionWriter(Writer):
         self._offsets: dict[int, int] = {}
 
     def _given(self, index: int) -> str | None:
-        """Return the prompt of a choice, if it came as text and is not cut; else None."""
+        """Return the prompt of a choice if it was sent as text and is not truncated; else None."""
         prompt, ids = self._asked.prompts()[index // self._asked.n], self.prompts[index]
         is_cut = self._asked.truncate_prompt_tokens in (TO_FIT, len(ids))
         return prompt if isinstance(prompt, str) and not is_cut else None
 
     def _echo(self, index: int) -> str:
-        """Return the prompt's text, with which a choice begins; empty without `echo`."""
+        """Return the prompt's text that a choice begins with; empty without `echo`."""
         if not self._asked.echo:
             return ""
         tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
@@ -67,7 +69,7 @@ class CompletionWriter(Writer):
             return find(special=True)
         found = find(special=False)
         text = "".join(found)
-        if given.endswith(text):  # the text before it belongs to the leading special tokens
+        if given.endswith(text):  # the text before belongs to the leading special tokens
             return [given[: len(given) - len(text)] + found[0], *found[1:]]
         whole = find(special=True)
         return whole if "".join(whole) == given else found
@@ -78,7 +80,7 @@ class CompletionWriter(Writer):
 
     @property
     def _waits_for_prompt(self) -> bool:
-        """True if the echo has log-probabilities, which arrive with the first token."""
+        """True if the echo has log-probabilities. These arrive with the first token."""
         return bool(self._asked.echo) and self._asked.logprobs is not None
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -121,12 +123,12 @@ class CompletionWriter(Writer):
     def _shown_prompt(
         self, index: int, texts: Sequence[str], prompt: PromptLogprobs
     ) -> list[Position]:
-        """Return the prompt's tokens with log-probabilities; the first token has none."""
+        """Return the prompt's tokens with log-probabilities. The first token has none."""
         both = zip(texts[1:], self.prompts[index][1:], prompt.tokens(), strict=True)
         return [Position(texts[0], None, None), *(self._position(*of_token) for of_token in both)]
 
     def _position(self, text: str, token_id: int, logprobs: Logprobs) -> Position:
-        """Return a token that adds a text, with its alternatives."""
+        """Return a token that adds a text, and the token's alternatives."""
         chosen, top = self.alternatives(token_id, logprobs)
         by_text = {text: chosen.logprob}
         for (i, _), other in zip(logprobs.top, top, strict=True):
@@ -147,7 +149,7 @@ class CompletionWriter(Writer):
 
 
 def ask_of(body: CompletionRequest, answer_id: str, timeout_s: float | None) -> Ask:
-    """Return the request to the engine."""
+    """Return the engine request for a body."""
     return answers.ask_of(
         body,
         answer_id,

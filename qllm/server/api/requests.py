@@ -1,4 +1,4 @@
-"""The routes `/v1/requests`: a caller's open requests, and changes to them."""
+"""The routes `/v1/requests`: a caller's open requests, and changes to such requests."""
 
 import asyncio
 from typing import Any
@@ -43,10 +43,10 @@ class Change(Body):
 
 
 def _found(front: Front, caller: str, name: str) -> Answer:
-    """Return an open request of this caller; requests of others count as missing.
+    """Return an open request of this caller. Requests of other callers count as missing.
 
     Raises:
-        ApiError: 404 if missing; 409 if several have the name and it is the id of none.
+        ApiError: 404 if no request has the name. 409 if several have it and it is the id of none.
     """
     called = [x for x in front.answers if x.caller == caller and name in x.names]
     found = [x for x in called if x.answer_id == name] or called

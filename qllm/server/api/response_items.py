@@ -1,4 +1,4 @@
-"""The items of a conversation in `/v1/responses`, and their conversion to a chat."""
+"""The items of a conversation in `/v1/responses`, and the conversion of items to a chat."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -119,14 +119,14 @@ class OtherCallItem(AnyCallItem):
         return json.dumps(found) if found else None
 
     def _own(self) -> Iterator[tuple[str, Any]]:
-        """Yield the item's fields, except those that only its server can read."""
+        """Yield the item's fields, except fields that only the item's server can read."""
         for name, x in (self.model_extra or {}).items():
             if x is not None and not name.startswith("encrypted"):
                 yield name, x
 
 
 OUTPUTS = ("output", "outputs", "result", "results")
-"""Fields with the result of a call that a server answered by itself."""
+"""Fields with the result of a call that a server answered itself."""
 
 
 class AnyOutputItem(Item):
@@ -199,7 +199,7 @@ _SKIPPED = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
 
 
 def _tag(value: Any) -> Any:
-    """Return the tag of the item's model; a message may omit its type."""
+    """Return the tag of the item's model. A message may omit its type."""
     kind = kind_of(value) or "message"
     if not isinstance(kind, str) or kind in ("function_call", "custom_tool_call"):
         return kind
@@ -224,7 +224,7 @@ InputItem = Annotated[
 
 
 class Chat:
-    """A builder of messages from items: reasoning, text and calls of one answer are one message.
+    """A builder of messages from items. Reasoning, text and calls of one answer become one message.
 
     Args:
         names: Names of the tools that may be called.
@@ -274,7 +274,7 @@ class Chat:
         self._answer = None
         last = self.messages[-1] if self.messages else None
         if role == "system" and len(self.messages) == 1 and last and last["role"] == "system":
-            last["content"] += f"\n\n{content}"  # chat templates allow only one
+            last["content"] += f"\n\n{content}"  # chat templates allow only one system message
         else:
             self.messages.append({"role": role, "content": content, **more})
 

@@ -31,9 +31,10 @@ class ResponseWriter:
         front: Front with the model's name and tokenizer.
         asked: Body of the request.
         chat: The same body as a chat.
-        keep: Function that stores the whole response before it is sent; None stores none.
-        begun: Response so far, if it was sent before.
-        num_events: Number of events that were sent before.
+        keep: Function that stores the whole response before the response is sent; None stores
+        nothing.
+        begun: Response so far, if a part was already sent.
+        num_events: Number of events that were already sent.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class ResponseWriter:
         self.response = begun
         self.answer_id: str = begun["id"]
         self._ids: dict[int, str] = {}
-        """Ids of the output items, by their place."""
+        """Ids of the output items, by number."""
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._num_before = num_events
         self._numbers = count(num_events)
 
     def serve(self, answer: Answer, asked: str | None) -> None:
-        """Record the class that the request was given."""
+        """Record the class that the request is served with."""
         is_ls = answer.served.priority is Priority.LS
         tier = "priority" if is_ls and asked == "priority" else answer.served.tier
         self.response["service_tier"] = tier
@@ -85,7 +86,7 @@ class ResponseWriter:
     async def events(
         self, answer: Answer, body: Any, silence_s: float | None
     ) -> AsyncIterator[str]:
-        """Yield the events of the response as it grows."""
+        """Yield the events of a growing response."""
         blocks = self._blocks(answer)
         opening = OPENING[self._num_before :] if self._num_before else ("created", "in_progress")
         for name in opening:
@@ -155,7 +156,7 @@ class ResponseWriter:
             yield {**entry(self._shown(token_id, logprobs.chosen, added)), "top_logprobs": top}
 
     def _item(self, block: Block, *, is_done: bool = True) -> dict[str, Any]:
-        """Return an output item; its text is empty while it is in progress."""
+        """Return an output item. An item in progress has an empty text."""
         status = "completed" if block.is_whole else "incomplete"
         item: dict[str, Any] = {
             "id": self._ids[block.index],
@@ -207,7 +208,7 @@ class ResponseWriter:
             yield from self._closed(block, kind, where, place)
 
     def _is_custom(self, block: Block) -> bool:
-        """Return True if it is a custom tool's call, whose input is sent when complete."""
+        """Return True if a block is a call of a custom tool. Its input is sent when complete."""
         callee = self._asked.callees.get(block.name) if block.kind is Kind.CALL else None
         return callee is not None and isinstance(callee.tool, CustomTool)
 

@@ -29,7 +29,7 @@ NO_STATE = "responses are kept only by a server with --state-dir, and this one h
 
 
 class State(NamedTuple):
-    """The parts that only a server with a state folder has."""
+    """The parts of the routes that only a server with a state folder has."""
 
     kept: ResponseStore
     background: Background
@@ -49,7 +49,7 @@ def _refuse_without_state(body: ResponsesRequest) -> None:
 async def _chat_of(
     front: Front, state: State | None, body: ResponsesRequest, owner: str
 ) -> ChatRequest:
-    """Return the body as a chat, after the conversation that it continues."""
+    """Return a body as a chat, including the earlier conversation."""
     front.check_model(body.model)
     before: list[str] = []
     if state is None:
@@ -67,7 +67,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
 
     Args:
         front: Front that serves the answers.
-        state: Stored responses; None without a state folder.
+        state: Stored responses and background work; None without a state folder.
     """
     router = APIRouter(tags=["responses"])
 
@@ -110,10 +110,10 @@ def routes(front: Front, state: State | None) -> APIRouter:
 
 
 async def _keep_or_tell(add: Callable[[dict[str, Any]], None], response: dict[str, Any]) -> None:
-    """Store a response by `add`. If that fails, the response is still sent, and reports it."""
+    """Store a response with `add`. After a failure, the response is still sent, with a note."""
     try:
         await asyncio.to_thread(add, response)
-    except Exception as error:  # noqa: BLE001 - logged; the answer is made
+    except Exception as error:  # noqa: BLE001 - logged; the answer itself is complete
         why = logged(error, f"keeping response {response['id']}")
         response |= {"store": False, "not_stored": {"code": why.code, "message": why.message}}
 
@@ -126,7 +126,7 @@ async def _in_background(
     owner: str,
     add: Callable[..., None],
 ) -> Response:
-    """Store a queued response by `add`, and start it in the background."""
+    """Store a queued response with `add`, and start the response in the background."""
     writer.response |= {"status": "queued", "service_tier": "flex"}
     leave = background.enter(owner) if is_stream else None
     add = partial(add, events=writer.queued() if is_stream else ())
@@ -166,7 +166,7 @@ def state_routes(front: Front, state: State) -> APIRouter:
         """Return a response, or the events of a background stream."""
         found = await asyncio.to_thread(kept.get, response_id, _caller(request))
         if not stream:
-            if starting_after is not None and stream is None:  # stream=true was forgotten
+            if starting_after is not None and stream is None:  # the client omitted stream=true
                 text = "starting_after is the number of an event; give it with stream=true"
                 raise ApiError(400, text, param="starting_after")
             return JSONResponse(found)
