@@ -1,1 +1,4 @@
-"""The cached KV as the engine's loop sees it: the place of each page, decided without a clock."""
+"""The cached KV in the engine's loop: decisions about the place of each page.
+
+Time is an argument.
+"""

@@ -1,4 +1,4 @@
-"""An ingress that delays requests whose KV lies in a file until it is loaded, or is late."""
+"""An ingress that delays a request with KV in a file until the KV is loaded, or is late."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,12 @@ from qllm.types import RequestId
 
 
 class LoadingIngress(HoldingIngress[Staged]):
-    """A transport that delays requests while their pages are read.
+    """A transport that delays requests while the pages of their KV are read.
 
     Args:
         inner: The transport.
         prefix: The prefix cache; None delays nothing.
-        has_kv: Predicate: the request comes with KV and needs no pages.
+        has_kv: Predicate: the request arrives with its KV and needs no pages.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LoadingIngress(HoldingIngress[Staged]):
         return item
 
     def wait(self, timeout_ns: int | None) -> None:
-        """Sleep until something arrives, pages must be checked, or the time has passed."""
+        """Sleep until a message arrives, pages must be checked, or the timeout has passed."""
         if self._prefix is not None:
             due = self._prefix.next_turn_ns
             if due is not None:

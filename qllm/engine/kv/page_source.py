@@ -1,7 +1,9 @@
-"""Protocols by which the prefix cache copies KV. Implementations move bytes and decide nothing.
+"""Protocols that the prefix cache copies KV with. Implementations copy bytes and decide nothing.
 
-A page is a copy, in main memory, of the KV of some tokens in every layer. Its maker defines its
-type and when its bytes are complete: tensors on a CPU, a place in page-locked memory on a GPU.
+A page is a copy, in main memory, of the KV of some tokens in every layer. The implementation
+defines
+the type of a page, and the time at which its bytes are complete. On a CPU a page is tensors. On a
+GPU a page is a place in page-locked memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +21,14 @@ class LoadTarget(Protocol):
 
 
 class Keeper(Protocol):
-    """A runner's interface for caching its KV."""
+    """The interface of a runner whose KV can be cached."""
 
     def load_target(self, num_tokens: int) -> LoadTarget:
-        """Allocate the KV of a request of at most this many tokens."""
+        """Allocate KV for a request of at most `num_tokens` tokens."""
         ...
 
     def adopt(self, request_id: RequestId, target: Any, num_tokens: int) -> None:
-        """Give a request without KV the KV that was staged for it."""
+        """Give a request without KV the staged KV of `target`."""
         ...
 
     def kv_of(self, request_id: RequestId) -> Any:
@@ -38,12 +40,12 @@ class Keeper(Protocol):
         ...
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
-        """Give a request without KV its blocks; the first blocks hold KV of other requests.
+        """Give a request without KV its blocks. The first blocks contain KV of other requests.
 
         Args:
             request_id: The request.
-            table: All its blocks.
-            num_tokens: Number of tokens whose KV is there.
+            table: All blocks of the request.
+            num_tokens: Number of tokens whose KV is already in the blocks.
         """
         ...
 
@@ -52,17 +54,20 @@ class Keeper(Protocol):
         ...
 
     def mark(self, request_id: RequestId, positions: frozenset[int]) -> None:
-        """Let passes of a request store its states at these positions, for `lend`."""
+        """Let passes of a request store the request's states at these positions, for `lend`."""
         ...
 
     def lend(self, request_id: RequestId, position: int) -> Mapping[int, Any] | None:
-        """Return a request's states at a committed position, by layer; None if there are none."""
+        """Return a request's states at a committed position, by layer.
+
+        Return None without stored states.
+        """
         ...
 
     def borrow(self, request_id: RequestId, position: int, states: Mapping[int, Any]) -> None:
-        """Let a request, whose KV ends at a position, continue from states that `lend` returned."""
+        """Let a request whose KV ends at a position continue from states that `lend` returned."""
         ...
 
     def kv_regime(self, num_prompt_tokens: int, num_tokens: int) -> str:
-        """Return the inputs of a request's KV besides its tokens, e.g. long rope factors."""
+        """Return the inputs of a request's KV in addition to its tokens, e.g. long rope factors."""
         ...

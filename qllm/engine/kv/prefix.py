@@ -1,4 +1,4 @@
-"""The prefix cache: KV pages that outlive their request and are copied into other requests.
+"""The prefix cache: KV pages that outlive a request and are copied into later requests.
 
 Pages are cached after their tokens are committed, a bounded number after each step. Those of a
 request that ended follow (`qllm.engine.kv.rests`). A hit changes one thing: how many tokens are
@@ -7,7 +7,7 @@ first planned and has blocks; before that they cost no memory.
 
     arrival, eviction --> waits with `num_found_tokens` --> planned: blocks, copies --> computes
 
-Pages that lie only in a file are loaded before their request arrives at the scheduler
+Pages that are only in a file are loaded before the request arrives at the scheduler
 (`qllm.engine.kv.loading`).
 """
 
@@ -28,37 +28,37 @@ from qllm.scheduler.request import Request
 from qllm.types import NS_PER_MS, NS_PER_S, Priority, RequestId
 
 MOST_SOUGHT = 32
-"""Number of oldest waiting requests per class that look for new pages in an iteration of the loop.
+"""Number of waiting requests per class, oldest first, that search new pages in a loop iteration.
 """
 
 
 POLL_NS = 5 * NS_PER_MS
-"""Interval at which an idle loop checks pages on their way to or from the file."""
+"""Interval at which an idle loop checks the pages that are being written or read."""
 TTL_NS = NS_PER_S // 10
 """Minimum time between two searches of an idle loop for expired KV."""
 
 
 class PrefixCache:
-    """Pages by name, and the requests that read and fill them. Lives on the engine's thread.
+    """Pages by name, and the requests that read or fill pages. Lives on the engine's thread.
 
-    Large because every way in and out of the store needs a pin, which has one owner.
+    The class is large because every use of a page needs a pin, and all pins have one owner.
 
     Args:
         runner: Copier of KV.
-        identity: Everything that decides the bits of KV besides tokens, salt and rope.
+        identity: Everything that decides the bits of KV, except tokens, salt and rope.
         store: The cached pages.
         page_size: Tokens of a page.
-        found: Callback: number of cached tokens of a waiting request, and their pages if requests
-            share blocks.
+        found: Callback: number of cached tokens of a waiting request; the pages of these tokens if
+            requests share blocks.
         now_ns: The engine's clock.
         blocks: The blocks of the scheduler.
         copy_bytes: Most bytes copied between two checks for LS arrivals; None is no limit. All
             waiting BE requests together find no more than this, and one step caches no more pages.
         tier: Pages in a file, or None.
         ttl_ns: Time after which unused KV is deleted; None keeps it.
-        named: Callback: the first pages of a request's blocks, and their size; other requests may
-            then share the blocks by reference. None where every request has a copy.
-        states: Cached states of a model whose layers carry them, or None.
+        named: Callback: the first pages of a request's blocks, and the size of a page. After the
+            call other requests may share the blocks by reference. None if every request has a copy.
+        states: Cached states; None for a model whose layers have no states.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PrefixCache:
         self._users: dict[RequestId, User] = {}
         self.rests = Rests(blocks)
         self._waiting: tuple[dict[RequestId, None], ...] = ({}, {})
-        """Requests that hold no KV and may read pages: LS and others, oldest first."""
+        """Requests without KV that may read pages: LS requests and others, oldest first."""
         self._seen = store.generation
         self._page_bytes = 0
         self._num_be_pages = 0
@@ -93,26 +93,26 @@ class PrefixCache:
         self._arriving: dict[RequestId, Staged] = {}
         """KV loaded for requests that the loop admits in this iteration."""
         self._unkept: set[RequestId] = set()
-        """Requests still to arrive whose KV is not cached."""
+        """Requests that have not arrived yet and whose KV will not be cached."""
         self._num_copied_out = 0
         """Pages cached since the loop's last iteration began."""
         self._num_shared_tokens = 0
 
     @property
     def _most_pages(self) -> int:
-        """Return the most pages copied at once; one until the size of a page is known."""
+        """Return the most pages that are copied at once: one, until the size of a page is known."""
         if self._copy_bytes is None:
             return self.store.capacity
         return max(1, self._copy_bytes // self._page_bytes) if self._page_bytes else 1
 
     def chain(self, item: Submission, ids: Sequence[int]) -> Chain:
-        """Return the names of the pages of a request that has these tokens."""
+        """Return the names of the pages of a request with the tokens `ids`."""
         regime = self._runner.kv_regime(item.num_prompt_tokens, len(ids))
         root = (self._identity.encode(), regime.encode(), item.cache_salt)
         return Chain(ids, self.page_size, root)
 
     def add(self, item: Submission, request: Request) -> None:
-        """Add a request that arrived; the scheduler knows it."""
+        """Add a request that arrived. The scheduler already has the request."""
         user = User(request, item, self.chain(item, item.token_ids), request.priority > Priority.LS)
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
@@ -123,7 +123,7 @@ class PrefixCache:
         self._wait(request.request_id)
 
     def lost(self, request_id: RequestId) -> None:
-        """Reset a request that lost its KV and starts again."""
+        """Reset a request that lost its KV and will be computed again."""
         user = self._users.get(request_id)
         if user is not None:
             self._begin_again(user, user.chain.token_ids)
@@ -184,7 +184,7 @@ class PrefixCache:
             return
         if not user.request.is_paused:
             self._seek(user)
-        elif user.pinned:  # other requests may need the pages; BE requests find a bounded number
+        elif user.pinned:  # others may need the pages, and BE requests find a bounded number
             self._unpin(user)
             self._found(user, user.num_staged)
 
@@ -234,7 +234,7 @@ class PrefixCache:
         count = self.store.find(names, before)
         if user.is_be and not (self.states is not None and self._num_be_pages == 0):
             count = min(count, before + max(0, self._most_pages - self._num_be_pages))
-        if self.states is not None:  # states cannot be found piece by piece
+        if self.states is not None:  # states are found at one position, not piece by piece
             count = max(before, self.states.reach(names[:count]))
         if count > before:
             if self.states is not None:
@@ -251,9 +251,9 @@ class PrefixCache:
         self._told(user.request.request_id, num_tokens, pages)
 
     def load(self, request_id: RequestId, table: Sequence[int]) -> int:
-        """Copy found pages into a request that now has its blocks; return the number of tokens.
+        """Copy found pages into a request that now has its blocks. Return the number of tokens.
 
-        Pages in blocks that it shares by reference need no copy.
+        Pages in blocks that the request shares by reference need no copy.
         """
         user, size = self._users.get(request_id), self.page_size
         if user is None:
@@ -289,13 +289,16 @@ class PrefixCache:
         return len(names) * size
 
     def _mark(self, user: User) -> None:
-        """Let a request that has its KV store states while it computes."""
+        """Let a request with KV store states during its passes."""
         if self.states is not None:
             names = user.chain.usable(user.request.num_prompt_tokens)
             self.states.mark(user, self.store.find(names))
 
     def _refer(self, user: User, table: Sequence[int]) -> int:
-        """Use the blocks that a request shares by reference; return the number of their tokens."""
+        """Use the blocks that a request shares by reference.
+
+        Return the number of tokens in them.
+        """
         if self._named is None:
             return 0
         num_tokens = user.request.num_shared_tokens
@@ -426,14 +429,17 @@ class PrefixCache:
         return [self.store, *([] if self.states is None else [self.states.store])]
 
     def _pace(self) -> None:
-        """Slow down the file's threads if there are LS requests that continue."""
+        """Slow down the file's threads if there are LS requests that are not paused."""
         if self.tier is not None:
             live = (user.request for user in self._users.values())
             self.tier.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
 
     @property
     def next_turn_ns(self) -> int | None:
-        """Return when the next iteration is due even if nothing arrives; None if none is due."""
+        """Return the time of the next iteration, even without an arrival.
+
+        Return None if no iteration is due.
+        """
         now = self.now_ns()
         if self.tier is not None and self.tier.is_busy:
             return now + POLL_NS
@@ -444,7 +450,10 @@ class PrefixCache:
         return max(now + TTL_NS, min(used) + self._ttl_ns) if used else None
 
     def coming(self, item: Submission) -> Staged | None:
-        """Start to load a request's pages from the file; return None if it need not wait."""
+        """Start to load a request's pages from the file.
+
+        Return None if the request need not wait.
+        """
         if self.tier is None or item.sampling.prompt_logprobs is not None or item.wrong is not None:
             return None
         names = self.chain(item, item.token_ids).usable(item.num_prompt_tokens)
@@ -462,12 +471,12 @@ class PrefixCache:
         return None if load is None else Staged(load, target)
 
     def is_due(self, load: PageLoad) -> bool:
-        """Return True if a request need not wait for its load any more."""
+        """Return True if a request need not wait for the load any more."""
         assert self.tier is not None
         return load.is_over or not self.tier.is_open or self.now_ns() >= load.late_ns
 
     def came(self, request_id: RequestId, staged: Staged) -> None:
-        """Stop the wait of a request. `add` follows, or the request is refused."""
+        """End the wait of a request. Next, the loop calls `add` or refuses the request."""
         if staged.load.is_over:
             self._arriving[request_id] = staged
         else:
@@ -476,10 +485,11 @@ class PrefixCache:
             self.tier.counts.late += self.is_due(staged.load)
 
     def delete(self, tag: Tag, held: Sequence[Submission]) -> int:
-        """Delete the cached KV of an owner (16 bytes) or of one of its salts (32 bytes).
+        """Delete the cached KV of an owner (16 bytes) or of one salt of an owner (32 bytes).
 
-        Requests in flight and those still to come (`held`) continue, but no more of their KV is
-        cached. Returns the number of pages.
+        Requests in flight and delayed requests (`held`) continue, but no more of their KV is
+        cached.
+        Returns the number of pages.
         """
         names = self._let_go(tag)
         for user in self._users.values():
@@ -508,7 +518,7 @@ class PrefixCache:
         return max(len(names), num_in_file)
 
     def reset(self) -> None:
-        """Delete all pages. Requests that found pages and wait compute their KV."""
+        """Delete all pages. Waiting requests that had found pages compute their KV."""
         self._let_go(b"")
         for store in self._stores:
             store.reset()
@@ -534,7 +544,7 @@ class PrefixCache:
         """Compare the store with its users (see `PageStore.check`).
 
         Raises:
-            InvariantError: They differ.
+            InvariantError: The store and its users differ.
         """
         users = self._users.values()
         found = sum(len(u.pinned) for u in users if u.is_be)

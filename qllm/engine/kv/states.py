@@ -1,16 +1,23 @@
-"""Recurrent states, cached next to the pages of a model whose layers carry them.
+"""Recurrent states, cached in addition to pages, for a model whose layers carry states.
 
 Pages do not contain states. States are large, so few are cached, each under the name of the page
-before it: where a prompt ends, where its last `ANSWER_HEAD` tokens begin, where a prompt leaves the
-cached pages of others (the branch of a system prompt), and after the last page of an answer. A hit
-reaches as far as the deepest states.
+before. They are cached at four places:
+
+- at the end of a prompt
+- at the start of a prompt's last `ANSWER_HEAD` tokens
+- at the end of the cached pages that a prompt shares with others (after a system prompt)
+- after the last page of an answer
+
+A hit ends at the last cached states among its pages.
 
     pages    [0][1][2][3][4][5][6]       cached under one chain of names
     states            *        *         a request that shares pages 0 to 4 continues after page 2,
-                                         and leaves its states after page 4, too
+                                                                                  and also leaves
+                                                                                  states after page
+                                                                                  4
 
-States are lent, not copied: they are read-only once cached. Room for the states that a pass will
-leave is reserved before it, so cached and expected states never exceed the store.
+States are lent and not copied, because cached states are read-only. Room for the states that a pass
+will leave is reserved before the pass. So cached and expected states never exceed the store.
 """
 
 from collections import Counter
@@ -23,14 +30,14 @@ from qllm.errors import InvariantError
 from qllm.scheduler.prefix import Name, PageStore, tag_of
 
 ANSWER_HEAD = 16
-"""Most tokens at the end of a chat's prompt that begin the answer, such as `<think>`.
+"""Most tokens at the end of a chat's prompt that already belong to the answer, such as `<think>`.
 
-A client that removes an answer's reasoning comes back with a prompt that lacks some of them.
+A client may remove an answer's reasoning. Then its next prompt lacks some of these tokens.
 """
 
 
 class KeptStates:
-    """States by the name of the page before them. Lives on the engine's thread.
+    """States by the name of the page before. Lives on the engine's thread.
 
     Args:
         runner: Owner of the states of requests.
@@ -51,28 +58,28 @@ class KeptStates:
         self.store, self.state_bytes = store, state_bytes
         self._runner, self._page_size, self._now_ns = runner, page_size, now_ns
         self._num_coming = 0
-        """States that passes will leave, for which room is reserved."""
+        """Number of states that passes will leave. Room for these is reserved."""
 
     # -- states that a request finds
 
     def reach(self, names: Sequence[Name]) -> int:
-        """Return the number of first pages up to the last page with cached states."""
+        """Return the number of pages up to and including the last page with cached states."""
         return next((i for i in range(len(names), 0, -1) if names[i - 1] in self.store), 0)
 
     def pin(self, user: User, name: Name) -> None:
-        """Pin the states from which a waiting request will continue; unpin any earlier ones."""
+        """Pin the states that a waiting request will continue from. Unpin states pinned earlier."""
         self.unpin(user)
         self.store.pin([name])
         user.state = name
 
     def unpin(self, user: User) -> None:
-        """Unpin the states that a request found: it has copied them, or will not use them."""
+        """Unpin the states that a request found, once they are copied or will not be used."""
         if user.state is not None:
             self.store.unpin([user.state])
             user.state = None
 
     def give(self, user: User, num_pages: int) -> None:
-        """Give a request, which has KV of its first pages, the states after those pages."""
+        """Give a request with the KV of its first pages the states after these pages."""
         if user.state is None:
             return
         request, now = user.request, self._now_ns()
@@ -84,11 +91,11 @@ class KeptStates:
     # -- states that a request leaves
 
     def mark(self, user: User, branch: int) -> None:
-        """Let a request that is about to compute store states while it computes.
+        """Let a request store states during its next passes.
 
         Args:
-            user: A request that has its KV.
-            branch: Number of its cached pages.
+            user: Request that already has its KV.
+            branch: Number of the request's cached pages.
         """
         request, size = user.request, self._page_size
         # as in `Chain.usable`: a repeat of the same request could use KV up to here
@@ -103,12 +110,12 @@ class KeptStates:
         self._runner.mark(request.request_id, user.marks)
 
     def forget(self, user: User) -> None:
-        """Release the room for states of a request that starts again, or ends."""
+        """Free the reserved room for states of a request that starts again or ends."""
         self._num_coming -= len(user.marks)
         user.marks = frozenset()
 
     def keep(self, user: User) -> None:
-        """Cache the states that a request left behind tokens that were just committed."""
+        """Cache the states that a request left after its last committed tokens."""
         reached = user.request.num_computed_tokens
         passed = sorted(p for p in user.marks if p <= reached)
         for position in passed:
@@ -155,7 +162,7 @@ class KeptStates:
         """Compare the reserved room and the pins with the users.
 
         Raises:
-            InvariantError: They differ.
+            InvariantError: The reserved room or the pins differ from the users.
         """
         users = list(users)
         self.store.check(dict(Counter(u.state for u in users if u.state is not None)))

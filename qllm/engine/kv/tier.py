@@ -1,8 +1,8 @@
-"""The file tier of the prefix cache, as the engine's thread sees it: the place of each page.
+"""The file tier of the prefix cache on the engine's thread: the place of each page.
 
-Cached pages are stored while the engine computes, and loaded for requests that begin with them.
-All decisions are made here. A `Disk` executes them on threads of its own; the loop polls it once
-per iteration.
+Cached pages are stored while the engine computes, and loaded for requests that begin with the same
+tokens. All decisions are made here. A `Disk` executes the decisions on its own threads. The loop
+polls the `Disk` once per iteration.
 
     cached in RAM --> unsaved --> written --> in the file, found by name, also by the next engine
                                                  |
@@ -21,17 +21,19 @@ from qllm.scheduler.prefix import Name, PageStore, Tag
 from qllm.types import NS_PER_MS, Priority
 
 WRITING_BYTES = 16 << 20
-"""Most bytes on their way to the file at once; always at least two pages."""
+"""Most bytes that are being written to the file at once; always at least two pages."""
 GENTLE_SHARE = 0.01
-"""Share of a core for each direction while LS requests are there; their loads are not limited."""
+"""Share of a core for writes, and for reads, while LS requests exist. Loads for LS have no
+limit.
+"""
 FIRST_NS_PER_BYTE = 10
-"""Estimate until a page was read: 100 MB/s."""
+"""Estimated nanoseconds per byte until a first page was read: 100 MB/s."""
 FIRST_BUSY = 0.5
-"""Share of that time in which the reading thread computes; an estimate until a page was read."""
+"""Estimated share of a read in which the thread computes, until a first page was read."""
 SLACK_NS = 200 * NS_PER_MS
 """Minimum time before a load counts as late."""
 LATE = 3
-"""Factor over its estimate after which a load counts as late."""
+"""Factor on the estimated time after which a load counts as late."""
 
 
 class StoredPage(NamedTuple):
@@ -61,15 +63,15 @@ class Written(NamedTuple):
 
 @dataclass(slots=True)
 class PageLoad:
-    """A request's first pages on their way into its KV; the request waits for them.
+    """The load of a request's first pages into the request's KV. The request waits for the load.
 
-    One thread reads them in order and stops at the first page that is missing or damaged.
+    One thread reads the pages in order, and stops at the first page that is missing or damaged.
     """
 
     pages: Sequence[tuple[Name, StoredPage | Any]]
-    """Each page's place in the file, or the page itself if it is in RAM."""
+    """Name of each page, with the place in the file, or with the page itself if in RAM."""
     into: Callable[[int, Any], None]
-    """Function that stores a page, by its number, in the KV that the request will have."""
+    """Function that stores a page, given its number, in the request's future KV."""
     is_ls: bool
     tag: Tag
     late_ns: int = 0
@@ -78,19 +80,19 @@ class PageLoad:
     num_read: int = 0
     """Pages that were read from the file."""
     elapsed_ns: int = 0
-    """Time taken by those pages, without the rests of the thread."""
+    """Time that reading these pages took, without the pauses of the thread."""
     busy_ns: int = 0
-    """Part of it in which the thread computed: checksums, copies."""
+    """Part of this time in which the thread computed checksums or copied."""
     damaged: Name | None = None
     """Name of the page that was missing or damaged."""
     is_over: bool = False
     """True once reading has stopped."""
     is_given_up: bool = False
-    """True once no request waits for it."""
+    """True once no request waits for the load."""
 
 
 class Disk(Protocol):
-    """Threads that write and read pages. No method blocks."""
+    """The interface of threads that write and read pages. No method blocks."""
 
     @property
     def failure(self) -> str | None:
@@ -102,22 +104,22 @@ class Disk(Protocol):
         ...
 
     def read(self, load: PageLoad) -> None:
-        """Queue pages to be read: LS first, before any write."""
+        """Queue pages to be read. Loads for LS come first, and all reads before any write."""
         ...
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Queue pages to be made unreadable, after all earlier jobs."""
+        """Queue slots to be made unreadable, after all earlier jobs."""
         ...
 
     def be_gentle(self, gentle: bool) -> None:
-        """Set whether LS requests exist. While they do, other work gets only `GENTLE_SHARE`.
+        """Set if LS requests exist. If so, other work gets only `GENTLE_SHARE`.
 
         Loads for LS requests are never slowed down.
         """
         ...
 
     def written(self) -> list[Written]:
-        """Return the pages that were written since the last call."""
+        """Return the pages written since the last call."""
         ...
 
 
@@ -132,23 +134,23 @@ class TierCounts:
     damaged: int = 0
     """Pages that were missing or damaged."""
     late: int = 0
-    """Requests that stopped waiting for a late load and compute."""
+    """Requests that stopped waiting for a late load, and compute instead."""
     quicker: int = 0
-    """Requests that compute because that is faster than the file."""
+    """Requests that compute because computing is faster than the file."""
 
 
 class FileTier:
-    """Pages in a file, and those on their way. Lives on the engine's thread.
+    """Pages in a file, and pages being written or read. Lives on the engine's thread.
 
-    It has many methods because callers may ask for a page in any state, most in a few lines.
+    The class has many short methods, because callers may use a page in any state.
 
     Args:
         disk: Reader and writer of pages.
-        index: Pages in the file; its `gone` is set.
+        index: Pages in the file. This class sets the index's `gone`.
         free: Empty slots.
         page_bytes: Bytes of a page.
         page_size: Tokens of a page.
-        costs: Costs of moving and computing; it learns the times of loads.
+        costs: Costs of moving and computing. The times of loads are recorded there.
     """
 
     def __init__(
@@ -163,19 +165,19 @@ class FileTier:
         self.disk, self.index, self.page_bytes = disk, index, page_bytes
         self._page_size, self._costs = page_size, costs
         self._busy = FIRST_BUSY
-        """Share of the reading time in which the thread computes."""
+        """Share of the reading time in which the reading thread computes."""
         self._is_gentle = False
         self._free = list(free)
         index.gone = self._freed
         self.counts = TierCounts()
         self._unsaved: tuple[OrderedDict[Name, None], ...] = (OrderedDict(), OrderedDict())
-        """Pages in RAM that are not in the file: LS and others, oldest first."""
+        """Pages in RAM that are not in the file: LS pages and others, oldest first."""
         self._writing: dict[Name, Write | None] = {}
         """Pages being written; None for a page that was deleted meanwhile."""
         self._loads: list[PageLoad] = []
         """Loads that are not over."""
         self._lent: set[Name] = set()
-        """Pages beyond the size of RAM's store, kept there until they are written."""
+        """Pages in RAM beyond the size of the store, until these pages are written."""
 
     def _freed(self, kept: StoredPage) -> None:
         self._free.append(kept.slot)
@@ -187,12 +189,12 @@ class FileTier:
 
     @property
     def has_unsaved(self) -> bool:
-        """True if cached pages are not on their way to the file yet."""
+        """True if there are cached pages whose write has not started."""
         return self.is_open and any(self._unsaved)
 
     @property
     def is_busy(self) -> bool:
-        """True if a page is on its way, or could be."""
+        """True if a page is being written or read, or waits to be written."""
         return self.is_open and bool(self._writing or self._loads or any(self._unsaved))
 
     # -- stores
@@ -207,15 +209,15 @@ class FileTier:
                 order[name] = None
 
     def has_room(self) -> bool:
-        """Return True if one more page may be lent to RAM until it is written."""
+        """Return True if RAM may hold one more page beyond its size until the page is written."""
         return self.is_open and len(self._lent) < self._most
 
     def would_take(self, priority: int, now_ns: int) -> bool:
-        """Return True if a page of this class will have a place in the file."""
+        """Return True if there will be a place in the file for a page of this class."""
         return self.is_open and (bool(self._free) or self.index.may_displace(priority, now_ns))
 
     def take_lent(self, name: Name, is_ls: bool) -> None:
-        """Store a page that was lent to RAM, and remove it from RAM after that."""
+        """Write a page that RAM holds beyond its size, then remove the page from RAM."""
         self._lent.add(name)
         self.offer(name, is_ls)
 
@@ -226,11 +228,11 @@ class FileTier:
 
     @property
     def _most(self) -> int:
-        """Return the most pages on their way at once."""
+        """Return the most pages that may be in writing at once."""
         return max(2, WRITING_BYTES // self.page_bytes)
 
     def store(self, ram: PageStore[Any], now_ns: int) -> None:
-        """Start to store pages, LS first, as many as may be on their way at once."""
+        """Start to write pages, LS first, up to the limit of concurrent writes."""
         most = self._most
         for priority, order in zip((Priority.LS, Priority.BE), self._unsaved, strict=True):
             while order and len(self._writing) < most:
@@ -263,12 +265,12 @@ class FileTier:
         tag: Tag,
         now_ns: int,
     ) -> PageLoad | None:
-        """Start to load the first pages of a request; return None if it need not wait for any.
+        """Start to load the first pages of a request. Return None if the request need not wait.
 
         Args:
-            names: The pages of its prefix that it can use.
-            ram: Pages that need not be read.
-            into: Function that stores a page, see `PageLoad`.
+            names: Pages of the prefix that the request can use.
+            ram: Store of pages in RAM, which need not be read.
+            into: Function that stores a page, as in `PageLoad`.
             is_ls: True for an LS request.
             tag: Owner and salt.
             now_ns: The engine's clock.
@@ -304,7 +306,7 @@ class FileTier:
         return load
 
     def be_gentle(self, gentle: bool) -> None:
-        """Set whether LS requests exist."""
+        """Set if LS requests exist."""
         self._is_gentle = gentle
         self.disk.be_gentle(gentle)
 
@@ -315,7 +317,10 @@ class FileTier:
 
     @property
     def _pace(self) -> float:
-        """Return the slowdown of reading next to LS requests: the thread rests after each page."""
+        """Return the factor by which reads take longer while LS requests exist.
+
+        The thread pauses after each page.
+        """
         return 1 + self._busy * (1 / GENTLE_SHARE - 1)
 
     @property
@@ -352,7 +357,7 @@ class FileTier:
 
     def _written(self, done: Written, ram: PageStore[Any], now_ns: int) -> None:
         job = self._writing.pop(done.name)
-        if job is None:  # deleted meanwhile: an erase of its slot is queued
+        if job is None:  # deleted meanwhile: an erase of the slot is queued
             self._free.append(done.kept.slot)
             if done.name in ram:  # cached again meanwhile
                 self.offer(done.name, ram.is_ls(done.name))
@@ -365,7 +370,7 @@ class FileTier:
     # -- deletion
 
     def _forget(self, names: Iterable[Name]) -> None:
-        """Delete pages. A page that is being read is dropped when it arrives."""
+        """Delete pages. A page that is being read is dropped after the read."""
         slots = []
         for name in names:
             slots.append(self.index.read(name).slot)
@@ -374,13 +379,15 @@ class FileTier:
             self.disk.erase(slots)
 
     def expire(self, before_ns: int) -> None:
-        """Delete pages that were not used since `before_ns`."""
+        """Delete pages that were last used before `before_ns`."""
         self._forget(self.index.unused_since(before_ns))
 
     def delete(self, tag: Tag, ram: PageStore[Any]) -> int:
-        """Delete the pages of an owner or a salt, also those on their way; return their number.
+        """Delete the pages of an owner or a salt, also those in writing.
 
-        Pages in RAM are no longer pinned from here.
+        Return the number of pages.
+
+        The tier also unpins such pages in RAM.
         """
         names = self.index.tagged(tag)
         self._forget(names)
@@ -398,15 +405,15 @@ class FileTier:
         return len(names) + len(slots)
 
     def erase_all(self) -> None:
-        """Erase the whole file, after all pages were deleted."""
+        """Erase the whole file. All pages must be deleted before."""
         self.disk.erase(range(self.index.capacity))
 
     def touch(self, names: Sequence[Name], priority: int, now_ns: int, until_ns: int) -> None:
-        """Record that a request uses pages, from RAM or from the file."""
+        """Record that a request uses pages in RAM or in the file."""
         self.index.touch([n for n in names if n in self.index], priority, now_ns, until_ns)
 
     def pins(self) -> Iterator[Name]:
-        """Yield the pages in RAM that are pinned from here."""
+        """Yield the pages in RAM that the tier has pinned."""
         return iter(self._lent)
 
     def check(self) -> None:

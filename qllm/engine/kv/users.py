@@ -13,7 +13,7 @@ from qllm.types import NS_PER_S
 
 
 class Staged(NamedTuple):
-    """A request that has not arrived yet, and its KV so far."""
+    """KV that is loaded for a request before the request arrives."""
 
     load: PageLoad
     target: LoadTarget
@@ -27,33 +27,38 @@ class User:
     submission: Submission
     chain: Chain
     is_be: bool
-    """True if its class is worse than LS."""
+    """True if the request's class is worse than LS."""
     staged: Staged | None = None
-    """KV into which its first pages were loaded; it becomes the request's own."""
+    """KV into which the request's first pages were loaded. It becomes the request's own KV."""
     pinned: Sequence[Name] = ()
-    """Pages after those, found but not copied yet."""
+    """Pages after the staged ones, found but not copied yet."""
     num_kept: int = 0
-    """Number of its pages that were offered to the store."""
+    """Number of the request's pages that were offered to the store."""
     is_deleted: bool = False
-    """True if its owner deleted all cached KV: no more of its KV is cached."""
+    """True if the request's owner deleted all cached KV. Then no more of this request's KV is
+    cached.
+    """
     state: Name | None = None
-    """The page after which the request continues from cached states, pinned."""
+    """Page after which the request continues from cached states. The states are pinned."""
     marks: frozenset[int] = frozenset()
-    """Positions where the request will leave states, for which room is reserved."""
+    """Positions where the request will leave states. Room for these is reserved."""
     turn: Name | None = None
-    """The page of its answer after which its states were last cached."""
+    """Page of the answer after which the request's states were last cached."""
 
     @property
     def num_staged(self) -> int:
-        """Number of pages that were loaded for it."""
+        """Number of pages that were loaded for the request."""
         return 0 if self.staged is None else self.staged.load.num_ready
 
     @property
     def has_kv(self) -> bool:
-        """True if it has blocks or is swapped out: then its found pages stay fixed."""
+        """True if the request has blocks or is swapped out. Then no more pages are found for it."""
         return self.request.is_admitted or self.request.num_swapped_tokens > 0
 
     def until_ns(self, now_ns: int) -> int:
-        """Return the time until which it asks to keep pages in use now; 0 if it does not ask."""
+        """Return the time until which pages that the request uses now shall stay cached.
+
+        0 if unset.
+        """
         ttl_s = self.submission.cache_ttl_s
         return 0 if ttl_s is None else now_ns + int(ttl_s * NS_PER_S)
