@@ -1,9 +1,10 @@
-"""Memory that an engine may take, beside the other engines of its machine.
+"""The memory that an engine may take, next to the other engines of the same machine.
 
-KV takes memory as it fills, so an engine that starts finds memory free that another one will take.
-Each engine tells what it may still take in a file of its own, and holds a lock on that file until
-its process ends. Engines of one user see each other if they have the same folder for temporary
-files.
+KV takes memory only when it fills. So a starting engine finds free memory that another engine will
+take later. Each engine claims this memory: it writes the number of bytes to a file, and locks the
+file until its process ends. Engines of one user see each other's claims if they have the same
+folder
+for temporary files.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ from qllm.errors import ConfigError
 from qllm.private import make_private_folder, private_fd
 
 LOCK = "lock"
-"""Name of the file that an engine locks while it reads the claims of others."""
+"""Name of the file that an engine locks while it reads the claims of other engines."""
 MOST_BYTES = 4096
 """Most bytes of a claim's file."""
 _log = logging.getLogger("qllm.engine")
@@ -35,17 +36,17 @@ class Others(NamedTuple):
     """The claims of the other engines on one kind of memory."""
 
     num_bytes: int = 0
-    """Bytes that they may still take."""
+    """Bytes that the other engines may still take."""
     num_open: int = 0
     """Number of engines that have not chosen their sizes yet."""
 
 
 class Claim:
-    """The claim of one engine, from before it loads its model until it is closed.
+    """The claim of one engine, from before the load of a model until the engine is closed.
 
     Args:
         place: Kind of memory: "cpu" or "cuda".
-        folder: Folder of the claims; None is the user's own on this machine.
+        folder: Folder of the claims; None is the user's own folder on this machine.
     """
 
     def __init__(self, place: str, folder: Path | None = None) -> None:
@@ -72,7 +73,7 @@ class Claim:
 
     @contextmanager
     def others(self) -> Iterator[Others]:
-        """Yield the claims of other engines; no engine claims anything inside the block."""
+        """Yield the claims of other engines. Inside the block no other engine can claim memory."""
         if self._fd is None:
             yield Others()
             return
@@ -80,7 +81,7 @@ class Claim:
             yield self._read()
 
     def tell(self, num_bytes: int) -> None:
-        """Tell other engines how many bytes this one may still take. Called inside of `others`."""
+        """Publish how many bytes this engine may still take. Called inside of `others`."""
         if self._fd is not None:
             self._write(num_bytes)
 
@@ -132,8 +133,11 @@ class Claim:
 
 
 def _told(file: Path) -> dict[str, Any] | None:
-    """Return the claim in a file; None if its engine has ended, and then the file is removed."""
-    with suppress(FileNotFoundError):  # the engine is closed at this moment
+    """Return the claim in a file.
+
+    If the claiming engine has ended, remove the file and return None.
+    """
+    with suppress(FileNotFoundError):  # the engine is being closed at this moment
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,9 +153,11 @@ def _told(file: Path) -> dict[str, Any] | None:
 def choose_sizes(
     claim: Claim, weight_bytes: int, config: EngineConfig, costs: Costs, *, on_cuda: bool
 ) -> tuple[EngineConfig, dict[str, int]]:
-    """Return settings with the sizes that were open, and the bytes of all sizes for statistics.
+    """Choose the open sizes.
 
-    Other engines are told what this one may take.
+    Return the settings with them, and the bytes of all sizes for statistics.
+
+    This also publishes to other engines how much memory this engine may take.
 
     Args:
         claim: Claim of this engine.
@@ -161,7 +167,7 @@ def choose_sizes(
         on_cuda: True for the memory of the GPU.
 
     Raises:
-        ConfigError: The model or its sizes do not fit; see `free_for` and `sized`.
+        ConfigError: The model or the sizes do not fit, as in `free_for` and `sized`.
     """
     with claim.others() as others:
         free = free_for(config, weight_bytes, others, on_cuda=on_cuda)
@@ -173,10 +179,10 @@ def choose_sizes(
 
 
 def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda: bool) -> int:
-    """Return the bytes that an engine may take beside its loaded model.
+    """Return the bytes that an engine may take in addition to the loaded model.
 
-    With `memory` they are what is left of it; else the free memory without what other engines may
-    still take, divided among the engines that are loading.
+    With the setting `memory`, this is the rest of `memory`. Without it, this is a share of the free
+    memory that no other engine has claimed: engines that are loading get equal shares.
 
     Args:
         config: Settings.
@@ -185,7 +191,7 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
         on_cuda: True for the memory of the GPU.
 
     Raises:
-        ConfigError: `memory` is more than there is, or the model does not fit into it.
+        ConfigError: `memory` is more than the machine has, or too little for the model.
     """
     free, held, whole = _of_device() if on_cuda else _of_machine(weight_bytes)
     if config.memory is None:
@@ -203,9 +209,9 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
 
 
 def _of_machine(weight_bytes: int) -> tuple[int, int, int]:
-    """Return the free bytes, those that this process holds, and all bytes.
+    """Return the free bytes, the bytes that this process holds, and all bytes.
 
-    Weights may be parts of files, which Linux counts as free.
+    Weights may be mapped files. Linux counts the memory of such files as free.
     """
     held = held_bytes() or Held(0, 0)
     in_files = max(held.in_files, weight_bytes - held.own)
@@ -213,6 +219,6 @@ def _of_machine(weight_bytes: int) -> tuple[int, int, int]:
 
 
 def _of_device() -> tuple[int, int, int]:
-    """Return the free bytes of the GPU, those that torch has given out, and all bytes."""
+    """Return the free bytes of the GPU, the bytes that torch has allocated, and all bytes."""
     free, whole = torch.cuda.mem_get_info()
     return free, torch.cuda.memory_allocated(), whole

@@ -1,4 +1,4 @@
-"""The memory that KV of a loaded model needs."""
+"""The memory that the KV of a loaded model needs."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,9 @@ from qllm.runner.runner import TorchRunner
 
 
 def cpu_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
-    """Return the numbers of a model on a CPU that sizes depend on."""
+    """Return the numbers of a model on a CPU that the sizes of KV depend on."""
     shape, charge = runner.shape, runner.charge
-    some = sized(replace(config, memory=None), 0, Costs(0))  # some reasons against it are sizes
+    some = sized(replace(config, memory=None), 0, Costs(0))  # sizes can rule out cached KV
     return Costs(
         token_bytes=charge.token_bytes,
         state_bytes=charge.state_bytes,
@@ -27,19 +27,19 @@ def cpu_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
 
 
 def device_costs(model: Any, config: EngineConfig) -> Costs:
-    """Return the numbers of a model on a GPU that sizes depend on; cached KV is on the host."""
+    """Return the numbers of a model on a GPU that sizes depend on. Cached KV is on the host."""
     parts = discover(model)
     most = config.max_num_seqs * parts.shape.max_position
-    if config.on_device:  # whose buffers grow with the longest request
+    if config.on_device:  # these buffers grow with the longest request
         most = USUAL.kv_tokens
     return Costs(kv_token_bytes(parts, model), most_tokens=most, keeps=False)
 
 
 def refuse_sizes(config: EngineConfig, runner: TorchRunner) -> None:
-    """Refuse sizes that cannot be right; otherwise an error comes only at run time.
+    """Refuse sizes that cannot work, so that the error comes at start and not later.
 
     Raises:
-        ConfigError: KV has no room for one request, or is more than the machine has memory.
+        ConfigError: KV has no room for one request, or cached and swapped KV exceed the memory.
     """
     shape = runner.shape
     if shape.state_tokens and shape.longest(config.pool_tokens) < 2:

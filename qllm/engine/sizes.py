@@ -1,9 +1,9 @@
-"""Sizes of an engine's KV and cached KV that its settings leave open: a share of free memory.
+"""Sizes of an engine's KV and cached KV: a share of free memory for each size that is not set.
 
     free after loading   | KV of requests 1/2 | cached KV 1/4 | buffers 1/4 |
 
-A share is rounded down to a power of two of tokens. So engines of equal machines have equal sizes.
-On a CPU a size is a limit: memory is taken as KV fills it.
+A share is rounded down to a power of two of tokens. So engines on equal machines have equal sizes.
+On a CPU a size is a limit. Memory is only taken when KV fills it.
 """
 
 from dataclasses import replace
@@ -17,42 +17,44 @@ FOR_KV = Fraction(3, 4)
 """Part of the free memory that KV and cached KV may take together."""
 GIB = 1 << 30
 SIZES = ("max_kv_tokens", "prefix_cache_tokens", "prefix_states_gib")
-"""Settings that an engine chooses if they are open."""
+"""Settings that an engine chooses if they are open, which means None."""
 LEAST_TOKENS = 1 << 10
-"""Tokens that each size has at least, however little is free."""
+"""Least tokens of each size, even with little free memory."""
 MOST_TOKENS = 1 << 22
-"""Most tokens that are chosen: the scheduler keeps a list of blocks."""
+"""Most tokens of a chosen size, because the scheduler keeps a list of all blocks."""
 
 
 class Costs(NamedTuple):
-    """Numbers of a loaded model that sizes depend on."""
+    """The numbers of a loaded model that sizes depend on."""
 
     token_bytes: int
     """Bytes of a token's KV."""
     state_bytes: int = 0
-    """Bytes of a request's states at one position; 0 if no layer has any."""
+    """Bytes of a request's states at one position; 0 if no layer has states."""
     state_tokens: int = 0
-    """Tokens that the states of a request count as (`ModelShape.state_tokens`)."""
+    """Number of tokens that a request's states count as (`ModelShape.state_tokens`)."""
     most_tokens: int = MOST_TOKENS
-    """Tokens of all seats, each with the longest sequence: more are of no use."""
+    """Tokens of all seats, each with the longest sequence. More tokens would be useless."""
     keeps: bool = True
-    """True if cached KV takes the same memory; False if there is none, or it lies elsewhere."""
+    """True if cached KV takes the same memory as KV; False without cached KV, or in other
+    memory.
+    """
 
 
 class Sizes(NamedTuple):
-    """Sizes of KV in the settings' units, but states in bytes."""
+    """The sizes of KV, in tokens, and of states, in bytes."""
 
     kv_tokens: int
     kept_tokens: int
     state_bytes: int
 
     def num_bytes(self, costs: Costs) -> int:
-        """Return the bytes of all three."""
+        """Return the bytes of all three sizes."""
         return (self.kv_tokens + self.kept_tokens) * costs.token_bytes + self.state_bytes
 
 
 USUAL = Sizes(1 << 16, 1 << 14, 2 * GIB)
-"""Sizes that an engine has at least, where all of them fit."""
+"""Least sizes of an engine, if all of them fit."""
 
 
 def sized(config: EngineConfig, free: int, costs: Costs) -> EngineConfig:
@@ -91,12 +93,12 @@ def sized(config: EngineConfig, free: int, costs: Costs) -> EngineConfig:
 
 
 def with_usual_sizes(config: EngineConfig) -> EngineConfig:
-    """Return settings whose open sizes are the usual ones, for results that no machine changes."""
+    """Return settings with the usual sizes for open ones, so that results depend on no machine."""
     return _with(config, USUAL)
 
 
 def _with(config: EngineConfig, sizes: Sizes) -> EngineConfig:
-    """Return settings whose open sizes are these; a size of 0 is the usual one."""
+    """Return settings with `sizes` in place of open sizes. A size of 0 means the usual size."""
     kv, kept, states = (x or y for x, y in zip(sizes, USUAL, strict=True))
     given = config.max_kv_tokens, config.prefix_cache_tokens, config.prefix_states_gib
     return replace(
@@ -128,12 +130,12 @@ def memory_of(config: EngineConfig, costs: Costs, free: int) -> dict[str, int]:
 
 
 def other_bytes(config: EngineConfig, costs: Costs) -> int:
-    """Return the bytes of KV that is swapped out, or on its way to or from other engines."""
+    """Return the bytes of KV that is swapped out, or in transfer to or from other engines."""
     return config.swap_kv_tokens * costs.token_bytes + int(2 * config.handover_gib * GIB)
 
 
 def _chosen(room: int, costs: Costs, is_open: Sizes) -> Sizes:
-    """Return the open sizes in so many bytes, and 0 for the others."""
+    """Return the open sizes for `room` bytes, and 0 for sizes that are set."""
     weights = (
         4 * is_open.kv_tokens,
         is_open.kept_tokens * (1 if is_open.state_bytes else 2),
@@ -159,7 +161,7 @@ def _chosen(room: int, costs: Costs, is_open: Sizes) -> Sizes:
     )
     each = zip(shares, least, most, is_open, strict=True)
     found = Sizes(*(max(low, min(share, high)) * o for share, low, high, o in each))
-    while found.num_bytes(costs) > room:  # a size at its least has more than its share
+    while found.num_bytes(costs) > room:  # a size at its minimum may exceed its share
         above = [i for i in range(len(found)) if found[i] > least[i]]
         if not above:
             break
@@ -169,10 +171,10 @@ def _chosen(room: int, costs: Costs, is_open: Sizes) -> Sizes:
 
 
 def _power_below(number: int) -> int:
-    """Return the largest power of two that is not larger; 0 for 0."""
+    """Return the largest power of two that is at most `number`; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number else 0
 
 
 def _power_above(number: int) -> int:
-    """Return the smallest power of two that is not smaller."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
