@@ -1,16 +1,19 @@
-"""Structured outputs: the allowed next tokens, with llguidance.
+"""Structured outputs: the tokens that may come next in an answer, computed by llguidance.
 
     StructuredOutputs -> text of a grammar -> Matcher -> one bit per token
 
-A `Matcher` is a function of the tokens of the answer so far. It consumes new tokens, and starts
-again when it gets fewer or other tokens. So the tokens alone decide the state of a request that was
-evicted, restored from a checkpoint or replayed by another engine, and no state has to be saved.
+The result of a `Matcher` depends only on the tokens of the answer so far. The `Matcher` consumes
+new
+tokens, and starts again after fewer or other tokens. So no state has to be saved when a request is
+evicted, restored from a checkpoint or replayed by another engine.
 
-llguidance's own counters bound the cost of a grammar. Some grammars are slow all the same, so a
-process with limited CPU time tries a grammar first (`qllm/grammar_check.py`). Building a grammar
-releases the interpreter's lock. Sorting a vocabulary does not, so an engine sorts it at its start.
+llguidance's own counters bound the cost of a grammar. Some grammars are still slow. So a process
+with limited CPU time tries each grammar first (`qllm/grammar_check.py`). Building a grammar
+releases
+the interpreter's lock. Sorting a vocabulary does not, so an engine sorts its vocabulary at start.
 
-llguidance is imported when a request needs it. An engine without it refuses such requests.
+llguidance is imported for the first request with a grammar. Without llguidance, an engine refuses
+such requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +42,7 @@ MOST_GRAMMAR_CHARS = 32_768
 def _tokens(
     serialized: str, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> tuple["LLTokenizer", Sorts]:
-    """Sort a vocabulary. It holds the interpreter's lock for two seconds for 150,000 tokens."""
+    """Sort a vocabulary. 150,000 tokens hold the interpreter's lock for two seconds."""
     from llguidance import LLTokenizer
 
     found = LLTokenizer(serialized, n_vocab=vocab_size, eos_token=list(eos_token_ids))
@@ -47,7 +50,7 @@ def _tokens(
 
 
 class Vocabulary:
-    """The tokens of a model, as grammars need them. Any thread may use it.
+    """The tokens of a model, prepared for grammars. Any thread may use a vocabulary.
 
     Args:
         tokenizer: Tokenizer of transformers with a Rust tokenizer inside, or None.
@@ -60,11 +63,14 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self.bounds = Bounds()
-        """Greatest lengths of the parts of JSON where its schema sets none."""
+        """Maximum lengths of parts of JSON for which a schema sets no length."""
         self._known: tuple[LLTokenizer, Sorts] | None = None
 
     def refusal(self) -> str | None:
-        """Return why this model does not support grammars; None if it does."""
+        """Return the reason why this model does not support grammars.
+
+        Return None if grammars are supported.
+        """
         if find_spec("llguidance") is None:
             return "structured outputs need the package llguidance, which is not installed"
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
@@ -79,7 +85,7 @@ class Vocabulary:
         return None
 
     def prepare(self) -> None:
-        """Sort the tokens now, not with the first grammar. Idempotent."""
+        """Sort the tokens now, before the first grammar. Idempotent."""
         if self.refusal() is None and self._known is None:
             backend = copy(self._tokenizer.backend_tokenizer)
             backend.no_padding()
@@ -87,7 +93,7 @@ class Vocabulary:
             self._known = _tokens(backend.to_str(), self.vocab_size, self.eos_token_ids)
 
     def split(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of words, at the start of a text and after a space.
+        """Return the token ids of each word, both at the start of a text and after a space.
 
         Raises:
             InvalidRequestError: There are words, but no tokenizer.
@@ -103,7 +109,7 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text alone.
+        """Return the token ids of a text, without special tokens.
 
         Raises:
             InvalidRequestError: There is no tokenizer, or the model cannot produce the text.
@@ -118,7 +124,7 @@ class Vocabulary:
         return ids
 
     def id_of(self, text: str) -> int | None:
-        """Return the id of the added token with this text; None without one."""
+        """Return the id of the added token with this text; None if there is no such token."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return next((i for i, token in added.items() if token.content == text), None)
 
@@ -127,10 +133,12 @@ class Vocabulary:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def check(self, asked: StructuredOutputs) -> None:
-        """Refuse a grammar that no answer can follow. A new one takes 0.1 s and a process.
+        """Refuse a wrong grammar, or one that allows no answer.
+
+        A new grammar takes 0.1 s and a process.
 
         Raises:
-            InvalidRequestError: The grammar is wrong; the message has the reason and the place.
+            InvalidRequestError: The grammar is wrong. The message has the reason and the place.
         """
         if (text := self.refusal()) is not None:
             raise InvalidRequestError(text)
@@ -141,10 +149,10 @@ class Vocabulary:
             raise InvalidRequestError(f"structured_outputs.{asked.kind}{wrong}")
 
     def matcher(self, asked: StructuredOutputs) -> "Matcher":
-        """Build a grammar. It takes bounded time if `check` has accepted the grammar.
+        """Build the matcher of a grammar. The time is bounded if `check` has accepted the grammar.
 
         Raises:
-            InvalidRequestError: It is no grammar, or too large.
+            InvalidRequestError: The text is not a grammar, or the grammar is too large.
         """
         if (text := self.refusal()) is not None:
             raise InvalidRequestError(text)
@@ -167,21 +175,24 @@ class Vocabulary:
 
 
 def _text(asked: StructuredOutputs) -> str:
-    """Return the text of a grammar; of a JSON schema, only the part that constrains an answer."""
+    """Return the text of a grammar.
+
+    Of a JSON schema, keep only the parts that constrain an answer.
+    """
     text = asked.text()
     if asked.kind != "json":
         return text
     try:
         return dumps(bounded(loads(text)))
-    except (ValueError, RecursionError):  # llguidance reports the error
+    except (ValueError, RecursionError):  # llguidance will report the error
         return text
 
 
 def _grammar(asked: StructuredOutputs) -> str:
-    """Return a grammar as text in llguidance's form.
+    """Return a grammar as text in llguidance's syntax.
 
     Raises:
-        InvalidRequestError: It is too long, or has no known syntax.
+        InvalidRequestError: The grammar is too long, or its syntax is unknown.
     """
     text = _text(asked)
     if len(text) > MOST_GRAMMAR_CHARS:
@@ -221,17 +232,18 @@ def _raw_markers(asked: StructuredOutputs) -> dict[bytes, bytes]:
     try:
         markers = loads(line.removeprefix(RAW))
         return {opener.encode(): end.encode() for opener, end in markers.items()}
-    except (ValueError, AttributeError, RecursionError):  # a client's own grammar begins like that
+    except (ValueError, AttributeError, RecursionError):  # a client's own grammar may start so
         return {}
 
 
 class Matcher:
-    """A grammar and the state of an answer in it. One thread at a time uses it.
+    """A grammar, and the state of one answer in it. Only one thread at a time may use a matcher.
 
     Args:
-        matcher: Matcher of llguidance, at its start.
+        matcher: Matcher of llguidance in its first state.
         vocab_size: Width of the logits.
-        written: JSON written so far, which enforces its greatest lengths; None for other answers.
+        written: JSON written so far, which enforces the maximum lengths; None if the answer is not
+            JSON.
         bytes_of: Function that returns the bytes of tokens.
     """
 
@@ -250,13 +262,16 @@ class Matcher:
         self._last: int | None = None
         """Last token that was consumed."""
         self._wrong: str | None = None
-        """Reason why no token may come next; None if one may."""
+        """Reason why no token may come next; None if some token may."""
         self._is_known = False
         """True if `words` and `_wrong` belong to the tokens consumed so far."""
         self._ahead: Future[None] | None = None
 
     def _follow(self, outputs: Sequence[int]) -> None:
-        """Consume the new tokens of an answer; start again if it is not a continuation."""
+        """Consume the new tokens of an answer.
+
+        Start again if the answer does not continue the last one.
+        """
         taken = self._num_taken
         if len(outputs) < taken or (taken and outputs[taken - 1] != self._last):
             self._matcher.reset()
@@ -292,7 +307,7 @@ class Matcher:
         """Set `words` to the tokens that may follow an answer.
 
         Returns:
-            The reason why no token may come next; None if one may.
+            The reason why no token may come next; None if some token may.
         """
         if self._ahead is not None:
             self._ahead.result()
@@ -303,6 +318,6 @@ class Matcher:
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
         """Let a thread prepare the next `allow` for these tokens.
 
-        llguidance releases the interpreter's lock, so it runs during the model's next pass.
+        llguidance releases the interpreter's lock, so this work runs during the model's next pass.
         """
         self._ahead = builder.submit(self._look, tuple(outputs))

@@ -1,13 +1,14 @@
-"""Limits of a JSON answer where its schema sets none.
+"""Limits for the parts of a JSON answer for which the schema sets no limit.
 
-A grammar often allows more of the same: text in a string, digits, a further item, an object inside
-an object. A model may continue with it without end. So this module follows the JSON of an answer.
-When a part has its greatest length, the tokens that would make it longer are forbidden, if other
-tokens remain. Parts that a schema demands, or allows by limits of its own, are never forbidden
+A grammar often allows endless repetition: text in a string, digits, further items, an object inside
+an object. A model may repeat without end. So this module follows the JSON of an answer. When a part
+has its maximum length, the tokens that would make the part longer are forbidden, if other tokens
+remain. Parts that a schema demands, or allows with its own limits, are never forbidden
 (`Bounds.of`).
 
-Some markups of tool calls have strings as raw text between two markers. Such a text has the bound
-of a string: behind it only tokens that spell the second marker are left.
+Some markups of tool calls write strings as raw text between two markers. Raw text has the bound of
+a
+string. At the bound, only tokens that spell the second marker are allowed.
 """
 
 import re
@@ -27,7 +28,7 @@ _OPEN, _CLOSE, _DIGITS, _EXPONENT = b"[{", b"]}", b"0123456789", b"eE"
 _STRUCTURE = re.compile(rb"[][{},]")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_FIRST = bytes(range(0x80, 0xC0))
-"""Bytes that continue a character of UTF-8."""
+"""Bytes of a UTF-8 character other than its first byte."""
 _ESCAPED = re.compile(rb"\\(?:u[0-9a-fA-F]{0,4}|.)?", re.DOTALL)
 _REST_OF_STRING = re.compile(rb'(?:[^"\\]|\\.|\\\Z)*"?', re.DOTALL)
 _INTEGER, _FRACTION, _POWER = range(3)
@@ -36,18 +37,20 @@ _INTEGER, _FRACTION, _POWER = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Greatest lengths of the parts of a JSON answer where its schema sets none."""
+    """Maximum lengths of the parts of a JSON answer for which the schema sets no length."""
 
     text: int = 65_536
-    """Most characters of a string; an escape counts as one character."""
+    """Most characters of a string. An escape counts as one character."""
     items: int = 1_000
-    """Most items of a list, and most members of an object whose schema defines further members."""
+    """Most items of a list. Also: most members of an object whose schema describes unnamed
+    members.
+    """
     others: int = 32
-    """Most members of an object beyond the number that the schema's largest object names."""
+    """Number of members by which any other object may exceed the schema's largest object."""
     depth: int = 64
-    """Most lists and objects inside each other."""
+    """Maximum nesting of lists and objects."""
     digits: tuple[int, int, int] = (15, 20, 3)
-    """Most digits of a number: before the point, after it, and of the exponent."""
+    """Most digits of a number: before the point, after the point, and in the exponent."""
 
     def of(self, schemas: Iterable[Any]) -> "Bounds":
         """Return these bounds, raised to the lengths that the schemas of an answer need."""
@@ -77,7 +80,10 @@ class Bounds:
 
 
 def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a JSON value and all values inside it, each after its key in the object around it."""
+    """Yield a JSON value and all values inside.
+
+    Each value follows its key in the enclosing object.
+    """
     left = [(key, value)]
     while left:
         key, value = left.pop()
@@ -89,7 +95,7 @@ def _walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class Sorts:
-    """The tokens of a vocabulary by their effect on JSON, the same for all answers.
+    """The tokens of a vocabulary, sorted by their effect on JSON. All answers share these sets.
 
     Args:
         bytes_of: Function that returns the bytes of a token.
@@ -105,20 +111,24 @@ class Sorts:
         self.most_chars = int(self._num_all_chars.max())
         """Number of characters of the longest token."""
         self.closes = _words(text.lstrip()[:1] in (b"]", b"}") for text in texts)
-        """Tokens that first end a list or an object."""
+        """Tokens that begin with the end of a list or an object."""
         outside = [_structure(text, in_string=False) for text in texts]
         inside = [_structure(text, in_string=True) for text in texts]
         both = (outside, inside)
         self.opens = tuple(_words(b"[" in x or b"{" in x for x in found) for found in both)
-        """Tokens that begin a list or an object: if they start outside a string, and inside one."""
+        """Tokens that begin a list or an object. Two sets: for a start outside a string, and
+        inside.
+        """
         self.commas = tuple(_words(b"," in x for x in found) for found in both)
-        """Tokens that contain a comma, so that a further item or member follows."""
+        """Tokens with a comma, so that a further item or member follows. Two sets, as in
+        `opens`.
+        """
         self.ends_and_commas = tuple(_words(_is_outer(x) for x in found) for found in both)
-        """Tokens that end the innermost list or object, and add an item to one around it."""
+        """Tokens that end the innermost list or object and add an item to an outer one."""
 
     @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
     def longer(self, most: int, *, is_escaped: bool) -> Words:
-        """Return the tokens with more characters before the end of the present string.
+        """Return the tokens with more than `most` characters before the end of the current string.
 
         Args:
             most: Number of characters.
@@ -128,33 +138,33 @@ class Sorts:
 
     @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
     def longer_raw(self, most: int) -> Words:
-        """Return the tokens with more characters than `most`, whatever they are."""
+        """Return the tokens with more than `most` characters of any kind."""
         return _words(self._num_all_chars > most)
 
     @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
     def spelling(self, text: bytes) -> Words:
-        """Return the tokens that begin a text, or begin with it."""
+        """Return the tokens that are the start of a text, or that start with the text."""
         return _words(x != b"" and (text.startswith(x) or x.startswith(text)) for x in self._texts)
 
     @lru_cache(maxsize=512)  # noqa: B019 - one per vocabulary, which lives as long as the process
     def beginning(self, text: bytes) -> Words:
-        """Return the tokens that begin with a text."""
+        """Return the tokens that start with a text."""
         return _words(x.startswith(text) for x in self._texts)
 
     def digits(self, most: int) -> Words | None:
-        """Return the tokens that begin with more than `most` digits; None if there are none."""
+        """Return the tokens that begin with more than `most` digits; None if no token does."""
         return self._digits[most] if most < len(self._digits) else None
 
 
 def _num_chars(text: bytes) -> int:
-    """Count characters by their first bytes; an escape counts as one."""
+    """Count characters by their first bytes. An escape counts as one character."""
     return len(_ESCAPED.sub(b"e", text).translate(None, _NOT_FIRST))
 
 
 def _before_end(text: bytes) -> bytes:
-    """Return the part of a token that is inside the present string."""
+    """Return the part of a token that is inside the current string."""
     found = _REST_OF_STRING.match(text)
-    assert found is not None  # the pattern matches the empty text
+    assert found is not None  # never None: the pattern also matches an empty text
     return text[: found.end()].removesuffix(b'"')
 
 
@@ -189,13 +199,13 @@ def _words(are: Iterable[Any]) -> Words:
 
 
 class Written:
-    """The JSON that an answer has written, as far as its bounds need it.
+    """The state of the JSON that an answer has written, as far as the bounds need it.
 
     Args:
         bounds: Bounds of the answer.
         sorts: Sorted tokens of the vocabulary.
-        raw: Markers around raw text: the one behind it, by the one before it. Text that begins
-            with a bracket is JSON.
+        raw: Markers around raw text: the marker after the text, by the marker before. Text that
+            begins with a bracket is JSON.
     """
 
     def __init__(
@@ -209,24 +219,26 @@ class Written:
     def restart(self) -> None:
         """Begin again with an empty answer."""
         self._num_items: list[int] = []
-        """Commas so far in each unfinished list and object, the innermost last."""
+        """Number of commas so far in each unfinished list and object, the innermost last."""
         self._most_items: list[int] = []
-        """Most items of each of them."""
+        """Most items of each unfinished list and object."""
         self._in_string = self._begins_escape = False
         self._num_chars = self._escape = 0
-        """Characters of the present string, and missing bytes of its last escape."""
+        """Number of characters of the current string, and of missing bytes of its last escape."""
         self._part, self._num_digits = _INTEGER, 0
-        """Part of the present number, and its digits so far; 0 digits outside of a number."""
+        """Part of the current number, and the digits so far in this part; 0 digits outside of a
+        number.
+        """
         self._tail = b""
-        """Last bytes, in which markers of raw text are found."""
+        """Last bytes of the answer, which are searched for markers of raw text."""
         self._end: bytes | None = None
-        """Marker behind the present raw text; None outside of raw text."""
+        """Marker after the current raw text; None outside of raw text."""
 
     def push(self, text: bytes) -> None:
         """Take the bytes of a token."""
         for byte in text:
             if self._end is not None and self._num_chars == 0 and byte in _OPEN:
-                self._end = None  # a list or an object, in the place of raw text
+                self._end = None  # a list or an object instead of raw text
             if self._end is not None:
                 self._num_chars += byte & 0xC0 != 0x80
             elif self._in_string:
@@ -237,7 +249,7 @@ class Written:
                 self._push_marker(byte)
 
     def _push_marker(self, byte: int) -> None:
-        """Enter raw text behind its first marker, and leave it behind its second."""
+        """Enter raw text after the first marker, and leave it after the second marker."""
         self._tail = self._tail[1 - self._most_tail :] + bytes([byte])
         if self._end is not None:
             if self._tail.endswith(self._end):
@@ -289,7 +301,7 @@ class Written:
         """Forbid the tokens that would make a part longer than its bound.
 
         Args:
-            words: Tokens that the grammar allows; at least one stays.
+            words: Tokens that the grammar allows. At least one token stays allowed.
         """
         if self._end is not None:
             self._limit_raw(words, self._end)
@@ -322,7 +334,7 @@ class Written:
                 _keep(words, words & ~self._sorts.longer_raw(room))
             return
         known = next(n for n in range(len(end), -1, -1) if self._tail.endswith(end[:n]))
-        for rest in (end[known:], end):  # one token ends the text, also where it has spelled a part
+        for rest in (end[known:], end):  # first the rest of the marker, then the whole
             whole = words & self._sorts.beginning(rest)
             if whole.any():
                 words[:] = whole

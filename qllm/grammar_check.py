@@ -1,11 +1,11 @@
 """Check of a grammar in a process with limits of CPU time and memory.
 
-Some small JSON schemas take llguidance minutes (many patterns under `allOf`: each doubles the
-time). A thread that builds one cannot be ended, but a process can. `python -m qllm.grammar_check`
-reads a grammar and its schema, and writes the error as JSON.
+Some small JSON schemas take llguidance minutes. An example is many patterns under `allOf`: each
+pattern doubles the time. A thread that builds such a grammar cannot be ended, but a process can.
+`python -m qllm.grammar_check` reads a grammar and its schema, and writes the error as JSON.
 
-llguidance accepts some grammars that match no text, and fails at their first token. So each grammar
-is tried here over a vocabulary of bytes, up to the first place with a choice.
+llguidance accepts some grammars that match no text, and fails at the first token. So this module
+tries each grammar with a vocabulary of single bytes, up to the first place with a choice.
 """
 
 import json
@@ -24,15 +24,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from qllm.grammar_schema import LISTS, MAPS, ONES
 
 CPU_S = 2
-"""Most seconds of CPU time; a usual schema takes milliseconds, the start of the process 70 ms."""
+"""Most seconds of CPU time. A usual schema takes milliseconds. The process starts in 70 ms."""
 MEMORY_BYTES = 2 << 30
 """Most bytes of address space."""
 TIMEOUT_S = 60
 """Longest wait in seconds, for a machine whose CPU is busy."""
 MOST_PLACES = 200
-"""Most parts of a refused schema that are tried to find the wrong one."""
+"""Most parts of a refused schema that are tried to find the wrong part."""
 MOST_CHARS = 1000
-"""Most characters of a message of llguidance."""
+"""Most characters of a message of llguidance. The rest is cut off."""
 NOTHING = "NoExtensionBias"
 """Error of llguidance for a grammar that allows no further token."""
 LIMITS = LLParserLimits(
@@ -45,19 +45,20 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""Limits of the cost of a grammar and of each token, by llguidance's own counters."""
+"""Limits of the cost of a grammar and of each token, for llguidance's own counters."""
 JSON_OPTIONS: Any = {"whitespace_pattern": r"\n?[ ]{0,20}"}
-"""White space between the parts of a JSON value. It is limited, or a model could write it without
-end. A schema changes it with `x-guidance`."""
+"""White space between the parts of a JSON value. Without a limit, a model could write white space
+without end. A schema changes this option with `x-guidance`.
+"""
 
 
 @lru_cache(maxsize=256)
 def wrong_with(grammar: str, schema: str | None) -> str | None:
-    """Return the error of a grammar, as text to follow its field's name; None if it is correct.
+    """Return a grammar's error, as text to put after the field's name; None for a correct grammar.
 
     Args:
-        grammar: Grammar in llguidance's form.
-        schema: JSON schema that it was made of, if any; the error has the place in it.
+        grammar: Grammar in llguidance's syntax.
+        schema: JSON schema that the grammar was made from, if any. The error has the place in it.
 
     Raises:
         RuntimeError: The process failed for another reason.
@@ -81,13 +82,13 @@ def wrong_with(grammar: str, schema: str | None) -> str | None:
 
 
 def _error(text: str) -> str:
-    """Return llguidance's error for a grammar; empty if it accepts it."""
+    """Return llguidance's error for a grammar; an empty text for an accepted grammar."""
     is_error, texts = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return texts[0].removesuffix("<non-verbose/>").strip() if is_error else ""
 
 
 def find(grammar: str, schema: str | None) -> str | None:
-    """Return the error of a grammar, as `wrong_with`, in this process and without limits."""
+    """Return the same error as `wrong_with`, but in this process and without limits."""
     if schema is not None:
         return _wrong_schema(json.loads(schema), _error(grammar) or _stuck(grammar))
     for rule, inner in schemas_in(grammar):
@@ -98,7 +99,7 @@ def find(grammar: str, schema: str | None) -> str | None:
 
 
 def _wrong_schema(schema: Any, error: str) -> str | None:
-    """Return the place and the reason of a schema's `error`, or of a reference to itself."""
+    """Return the place and the reason of a schema's `error`, or of a reference that loops."""
     path = ""
     if (loop := _loop(schema) or (None if error else _endless(schema))) is not None:
         path, error = loop
@@ -108,7 +109,7 @@ def _wrong_schema(schema: Any, error: str) -> str | None:
 
 
 def _error_of(schema: Any) -> str:
-    """Return llguidance's error for a part of a schema alone; empty if it accepts it."""
+    """Return llguidance's error for one part of a schema; an empty text for an accepted part."""
     if isinstance(schema, bool):
         return ""
     if not isinstance(schema, Mapping):
@@ -121,18 +122,18 @@ def _error_of(schema: Any) -> str:
 
 
 def schemas_in(grammar: str) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON schemas inside a grammar of Lark's syntax, each after its rule's name."""
+    """Yield the JSON schemas inside a grammar in Lark's syntax, each after the name of its rule."""
     for found in re.finditer(r"%json\s+(?={)", grammar):
         names = re.findall(r"^(\w+)\s*:", grammar[: found.start()], re.MULTILINE)
         try:
             schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):  # llguidance reports the error
+        except (ValueError, RecursionError):  # llguidance will report the error
             continue
         yield names[-1] if names else "%json", schema
 
 
 def _stuck(grammar: str) -> str:
-    """Return why no answer can begin under a grammar; empty if one can."""
+    """Return the reason why a grammar allows no answer; an empty text if an answer can begin."""
     tokens = LLTokenizer("byte")
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():  # the grammar uses tokens of the model's vocabulary
@@ -148,7 +149,7 @@ def _stuck(grammar: str) -> str:
 
 
 def _loop(root: Any) -> tuple[str, str] | None:
-    """Return a reference that leads only back to itself, as JSON pointer and error; else None."""
+    """Return a reference that only leads back to itself, as JSON pointer and error, or None."""
     for path, part in _walk(root):
         seen: list[str] = []
         while (ref := _ref(part)) is not None and ref not in seen:
@@ -160,7 +161,7 @@ def _loop(root: Any) -> tuple[str, str] | None:
 
 
 def _endless(root: Any) -> tuple[str, str] | None:
-    """Return a referenced part without a finite value, as JSON pointer and error; else None."""
+    """Return a referenced part without a finite value, as JSON pointer and error, or None."""
     refs = {ref for _, part in _walk(root) if (ref := _ref(part)) is not None}
     ending: set[str] = set()
     while more := {x for x in refs - ending if _ends(_target(root, x), ending)}:
@@ -175,7 +176,7 @@ def _ends(schema: Any, ending: AbstractSet[str]) -> bool:
 
     Args:
         schema: A schema, or a part of it.
-        ending: References to parts that have a finite value; other references count as having none.
+        ending: References to parts with a finite value. Parts of other references count as endless.
     """
     if not isinstance(schema, Mapping):
         return True
@@ -202,13 +203,13 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _property(schema: Mapping[str, Any], name: Any) -> Any:
-    """Return the schema of a property; None without one."""
+    """Return the schema of a property; None if there is no schema for it."""
     known = schema.get("properties")
     return known.get(name) if isinstance(known, Mapping) and isinstance(name, str) else None
 
 
 def _walk(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a schema and all schemas inside it, each after its JSON pointer."""
+    """Yield a schema and all schemas inside, each after its JSON pointer."""
     left = [(path, schema)]
     while left:
         path, schema = left.pop()
@@ -217,13 +218,16 @@ def _walk(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _ref(schema: Any) -> str | None:
-    """Return the reference of a schema to a place in the same document; None without one."""
+    """Return the reference of a schema to a place in the same document.
+
+    Return None without a reference.
+    """
     ref = schema.get("$ref") if isinstance(schema, Mapping) else None
     return ref if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else None
 
 
 def _target(root: Any, ref: str) -> Any:
-    """Return the value at a place in a schema; None if there is none."""
+    """Return the value at a place in a schema; None if the place does not exist."""
     found = root
     for name in unquote(ref).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -235,7 +239,7 @@ def _target(root: Any, ref: str) -> Any:
 
 
 def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str, str]:
-    """Return the JSON pointer and the error of the innermost part that is refused alone."""
+    """Return the JSON pointer and the error of the innermost part that is refused on its own."""
     for path, part in _parts(schema):
         if next(left, None) is None:
             break
@@ -246,7 +250,7 @@ def _place(schema: Any, root: Any, error: str, left: Iterator[int]) -> tuple[str
 
 
 def _alone(value: Any, root: Any) -> Any:
-    """Return a part of a schema without references that resolve: their targets are tried apart."""
+    """Return a part of a schema without valid references. Their targets are tried separately."""
     if isinstance(value, list):
         return [_alone(item, root) for item in value]
     if not isinstance(value, Mapping):
@@ -257,7 +261,7 @@ def _alone(value: Any, root: Any) -> Any:
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas directly inside a schema, each after its JSON pointer from there."""
+    """Yield the schemas directly inside a schema, each after its relative JSON pointer."""
     if not isinstance(schema, Mapping):
         return
     for key in MAPS:

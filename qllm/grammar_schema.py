@@ -1,9 +1,9 @@
-"""JSON schemas for grammars: without annotations, and with limits where a schema sets none.
+"""JSON schemas for grammars: without annotations, and with limits if a schema sets no limits.
 
-Descriptions, titles and unknown formats constrain no answer, so they are removed and do not count
-towards limits of size. An integer without limits gets as many digits as every program reads, and a
-string with a format gets a longest length. A schema's own limits stay. Further limits are in
-`qllm.grammar_bounds`.
+Descriptions, titles and unknown formats constrain no answer. So they are removed, and do not count
+towards limits of size. An integer without limits gets a maximum number of digits that every program
+reads. A string with a format gets a maximum length. A schema's own limits stay. Further limits are
+in `qllm.grammar_bounds`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,17 +17,19 @@ FORMATS = frozenset(
     {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "unknown"}
     | {"uri", "uuid"}
 )
-"""Formats that a grammar knows; others are annotations."""
+"""Formats that a grammar can enforce. Other formats are annotations."""
 MOST_DIGITS = 15
-"""Most digits of an integer without limits: every reader of JSON holds so many exactly."""
+"""Most digits of an integer without limits. Every reader of JSON reads such an integer exactly."""
 CALLS = "// calls of tools\n"
-"""First line of a grammar of tool calls. The limits of JSON apply to their arguments."""
+"""First line of a grammar of tool calls. The limits of JSON apply to the arguments of such
+calls.
+"""
 RAW = "// raw text between "
-"""Beginning of its second line, if strings are raw text: a JSON object of markers follows."""
+"""Start of the second line, if strings are raw text. A JSON object of markers follows."""
 LARK = "x-lark"
-"""Keyword of a string that follows a grammar in Lark's syntax, which a client has given."""
+"""Keyword for a string that must match a client's own grammar in Lark's syntax."""
 MOST_OF_FORMAT = 2_048
-"""Most characters of a string that has a format and no length: a URI, for example, has no end."""
+"""Most characters of a string that has a format but no length. A URI, for example, has no limit."""
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ONES = ("items", "additionalProperties")
@@ -37,14 +39,14 @@ Schema = dict[str, Any]
 
 
 def bounded(schema: Any) -> Any:
-    """Return a schema without annotations, and with limits for integers and formats."""
+    """Return a schema without annotations, with limits for integers and formats."""
     return _each(schema, _bounded)
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects allow the named properties and no others, as `strict` means.
+    """Return a schema whose objects allow only the named properties, as `strict` requires.
 
-    Parts of `allOf` do not change: each would forbid the properties of the others.
+    Parts of `allOf` do not change, because each part would forbid the properties of the others.
     """
     return _each(schema, _closed, besides=("allOf",))
 
@@ -58,7 +60,7 @@ def _bounded(schema: Schema) -> Schema:
     kind = kept.get("type")
     is_integer = kind == "integer" or (isinstance(kind, list) and "integer" in kind)
     is_other = isinstance(kind, list) and "number" in kind
-    if "multipleOf" in kept:  # such a number has no exponent and can only end at a multiple
+    if "multipleOf" in kept:  # such a number has no exponent, and ends only at a multiple
         is_integer, is_other = True, False
     if not is_integer or is_other or kept.keys() & {"enum", "const"}:
         return kept
@@ -72,7 +74,7 @@ def _bounded(schema: Schema) -> Schema:
 
 
 def _limits(schema: Schema, names: tuple[str, ...]) -> list[float]:
-    """Return the numbers that a schema has under these keywords, such as `minimum`."""
+    """Return a schema's numbers for some keywords, such as `minimum`."""
     return [x for name in names if isinstance(x := schema.get(name), int | float)]
 
 
@@ -83,9 +85,9 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _each(schema: Any, change: Callable[[Schema], Schema], besides: tuple[str, ...] = ()) -> Any:
-    """Return a schema after `change` of it and of each schema inside it.
+    """Return a schema to which `change` was applied, and to each schema inside.
 
-    Lists under the keys in `besides` stay.
+    Lists under the keys in `besides` stay unchanged.
     """
     if not isinstance(schema, Mapping):
         return schema

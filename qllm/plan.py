@@ -1,4 +1,4 @@
-"""Plans of policies, and the rule by which ops are cut.
+"""Plans of policies, and the rule for cutting ops.
 
 A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to
 stop. `qllm.scheduler.compile` turns it into a `Program` (`qllm.scheduler.program`), which a
@@ -21,7 +21,7 @@ ANY_ARRIVAL = 2**31 - 1
 
 
 class Row(NamedTuple):
-    """Tokens [lo, hi) of one request, through layers [start_layer, end_layer)."""
+    """The tokens [lo, hi) of one request, through the layers [start_layer, end_layer)."""
 
     request_id: RequestId
     lo: int
@@ -37,84 +37,91 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The next work that a policy wants. `rows` are in order of rank, best first.
+    """The next work that a policy chooses. `rows` are in order of rank, best first.
 
-    If the rows are exactly the rows of one parked frame, that frame is resumed unchanged (L0). If
-    they contain some rows of a parked frame, they must contain all of its live rows. Then the frame
-    finishes the layer it is parked in, and is replaced.
+    If the rows are exactly the rows of one parked frame, this frame is resumed unchanged (L0). A
+    plan with some rows of a parked frame must have all live rows of this frame. Then the frame
+    finishes the layer in which it is parked, and the plan's frame replaces it.
     """
 
     rows: tuple[Row, ...] = ()
     grain: Grain = Grain.STEP
-    """Boundaries at which it may stop."""
+    """Boundaries at which the work may stop."""
     stop_below: int = NO_STOP
-    """Priority below which a new arrival stops it."""
+    """A new arrival with a priority below this number stops the work."""
     slice_ns: int | None = None
-    """Time after which it stops, at the next boundary of `grain`; None is no limit."""
+    """Time in ns after which the work stops at the next boundary of `grain`; None is no limit."""
     wait_until_ns: int | None = None
-    """Time until which a plan without rows waits, if no request arrives before."""
+    """Time until which a plan without rows waits. An arrival ends the wait."""
     drop: tuple[RequestId, ...] = ()
     """Requests to evict (recompute) before the rows run."""
     swap_out: tuple[RequestId, ...] = ()
-    """Requests to swap out before the rows run, also ones of equal rank; they are swapped in when
-    they are planned. It needs `Cap.KV_SWAP`, free swap space, and a run since they took KV."""
+    """Requests to swap out before the rows run, also requests of equal rank.
+
+    They are swapped in when they are planned. Swapping out needs `Cap.KV_SWAP`, free swap space,
+    and that the request has run since it took KV.
+    """
 
     @property
     def is_empty(self) -> bool:
-        """True if it asks for no work, and at most for a wait."""
+        """True if the plan contains no work, and at most a wait."""
         return not (self.rows or self.drop or self.swap_out)
 
 
 class ModelShape(NamedTuple):
-    """The numbers of a model that programs depend on; no tensors."""
+    """The numbers of a model that programs depend on, without tensors."""
 
     num_layers: int
     num_experts: int
     experts_per_token: int
     is_moe: tuple[bool, ...]
-    """Per layer: True if it has a router and experts."""
+    """Per layer: True if the layer has a router and experts."""
     vocab_size: int
     max_position: int
-    """Longest sequence that the model was made for."""
+    """Tokens of the longest sequence that the model was made for."""
     recompute_above: int | None = None
-    """Length in tokens; KV of a sequence that grows beyond it is computed anew (`runner.rope`)."""
+    """Length in tokens. KV of a sequence that grows beyond this length is recomputed
+    (`runner.rope`).
+    """
     state_tokens: int = 0
     """Number of tokens whose KV takes as much memory as the states of a request (`runner.states`).
-    A request is charged them in addition to its own tokens while it holds KV."""
+
+    A request that holds KV is charged for these tokens in addition to its own tokens.
+    """
 
     def longest(self, max_kv_tokens: int) -> int:
-        """Return the longest sequence if there is room for KV of `max_kv_tokens` tokens."""
+        """Return the tokens of the longest sequence, with room for KV of `max_kv_tokens` tokens."""
         return max(0, min(max_kv_tokens - self.state_tokens, self.max_position))
 
     def blocks_for(self, num_tokens: int, block_size: int) -> int:
-        """Return the KV blocks that one request with so many tokens needs, including its states."""
+        """Return the number of KV blocks for a request of `num_tokens` tokens, states included."""
         return -(-(num_tokens + self.state_tokens) // block_size) if num_tokens > 0 else 0
 
 
 class CutRule(NamedTuple):
-    """Rule of where ops are cut by rows: a pure function of absolute positions.
+    """The rule for cutting ops at rows: a pure function of absolute positions.
 
-    A row's tokens are divided into blocks at multiples of `block(position)`; consecutive
-    blocks are packed into one op while the op stays within `max_cost`. Costs are in
-    units of one token through the projections of a layer: the tokens [lo, hi) cost
+    A row's tokens are divided into blocks at multiples of `block(position)`. Consecutive blocks
+    are packed into one op while the op stays within `max_cost`. The unit of cost is one token
+    through the projections of a layer. The tokens [lo, hi) cost
     `(hi - lo) * (1 + attn_cost_per_kv * hi)`.
     """
 
     max_cost: float
-    """Highest cost of an op; infinity never cuts."""
+    """Highest cost of an op. Infinity means no cuts."""
     attn_cost_per_kv: float
-    """Cost of attending from one token to one cached token."""
+    """Cost of attention from one token to one cached token."""
     min_block: int = 16
     max_block: int = 512
     glue_block: int = 1024
     """Most tokens of a ROUTE or COMBINE op."""
     dense_block: int = 1024
-    """Most tokens of the COMBINE op of a layer without experts, which runs its MLP."""
+    """Most tokens of the COMBINE op of a layer without experts. This op runs the layer's MLP."""
     expert_block: int = 1024
     """Most rows of one expert work unit."""
 
     def block(self, position: int) -> int:
-        """Return the tokens of the block at `position`: a power of two that `max_cost` allows."""
+        """Return the tokens of the block at `position`: a power of two within `max_cost`."""
         size = self.max_block
         while size > self.min_block:
             start = position // size * size
@@ -140,17 +147,17 @@ NO_CUTS = CutRule(
 
 
 class _Ruler:
-    """The ends of a rule's blocks at absolute positions, from position 0 on.
+    """The block ends of a cut rule, at absolute positions from 0.
 
-    A block at a later position is never longer, and its size divides its start. So the cuts of a
-    row are those of the ruler inside it.
+    A later block is never longer than an earlier one. The size of a block divides its start. So
+    the cuts of a row are the ruler's cuts inside the row.
     """
 
     def __init__(self, cuts: CutRule) -> None:
         self._cuts = cuts
         self._marks = [0]
         self._priced: list[tuple[int, float]] = []
-        """Number of tokens and cost of each block."""
+        """Number of tokens, and cost, of each block."""
 
     def blocks(self, lo: int, hi: int) -> tuple[list[int], list[tuple[int, float]]]:
         """Return the cuts of [lo, hi), including both ends, and each block's tokens and cost."""
@@ -173,7 +180,7 @@ def row_blocks(
 ) -> tuple[list[int], list[tuple[int, float]]]:
     """Return the cuts of a row, including both ends, and each block's tokens and cost.
 
-    Tokens from position `one_query_from` on are a block each.
+    Each token from position `one_query_from` on is its own block.
     """
     alone = max(lo, min(hi, one_query_from))
     marks, priced = _ruler(cuts).blocks(lo, alone) if lo < alone else ([lo], [])
@@ -183,13 +190,13 @@ def row_blocks(
 
 
 def chunk_end(row: Row, num_tokens: int, cuts: CutRule, one_query_from: int) -> int:
-    """Return the end of a chunk in level L2: the last cut of its request at or before `row.hi`.
+    """Return the end of a chunk in level L2: the request's last cut at or before `row.hi`.
 
     Args:
         row: Requested chunk.
         num_tokens: Number of known tokens of the request.
         cuts: Cut rule.
-        one_query_from: Position from which every token is a block of its own.
+        one_query_from: Position from which every token is its own block.
     """
     marks, _ = row_blocks(row.lo, num_tokens, cuts, one_query_from)
     return marks[max(1, bisect_right(marks, row.hi) - 1)]
