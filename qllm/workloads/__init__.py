@@ -1,1 +1,4 @@
-"""Requests and their arrival times: named workloads, trace files, and clients that send them."""
+"""Workloads: requests with arrival times.
+
+Named workloads, trace files, and clients that send both.
+"""

@@ -1,7 +1,7 @@
 """Arrival processes: renewal, rate-modulated, bursty and even.
 
-A Gamma renewal process bunches only neighbours; the count in a minute stays nearly Poisson. Real
-traffic differs: use `Modulated` where minutes must differ.
+A Gamma renewal process bunches only neighbours. The count in a minute stays nearly Poisson. In real
+traffic minutes differ more. Use `Modulated` for that.
 """
 
 import random
@@ -17,13 +17,13 @@ class Arrivals(Protocol):
     """A point process of a given mean rate."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
-        """Return rising times in [0, seconds); none if the rate is zero."""
+        """Return rising times in [0, seconds), in seconds; an empty list if the rate is zero."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gamma:
-    """Independent gaps with a coefficient of variation; 1 is Poisson."""
+    """Independent gaps with a coefficient of variation. A coefficient of 1 is Poisson."""
 
     cv: float = 1.0
 
@@ -53,7 +53,7 @@ class Modulated:
     cv: float = 1.0
     """Coefficient of variation of the rate."""
     least_windows: int = 6
-    """Least number of windows in a run; a short run has shorter windows."""
+    """Least number of windows in a run. A short run has shorter windows."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
         if rate <= 0:
@@ -66,14 +66,14 @@ class Modulated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursts:
-    """Poisson arrivals at a low rate, and at a multiple of it in a part of every period."""
+    """Poisson arrivals at a low rate, and at a multiple of this rate in a part of every period."""
 
     period_s: float = 60.0
     share: float = 1 / 6
-    """Part of the period with the high rate; it is the last part."""
+    """Part of the period, at its end, with the high rate."""
     factor: float = 5.0
     least_periods: int = 3
-    """Least number of periods in a run; a short run has shorter periods."""
+    """Least number of periods in a run. A short run has shorter periods."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
         period_s = min(self.period_s, seconds / self.least_periods)
@@ -87,7 +87,7 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Even:
-    """Equal gaps, the first arrival after half of one."""
+    """Equal gaps. The first arrival comes after half a gap."""
 
     def times(self, rng: random.Random, rate: float, seconds: float) -> list[float]:
         num = round(rate * seconds)

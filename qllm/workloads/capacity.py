@@ -1,4 +1,4 @@
-"""The capacity of a machine, in numbers that scale a workload."""
+"""The capacity of a machine: numbers that scale a workload."""
 
 import time
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ class Capacity:
                 raise ConfigError(f"{name}={value!r} must be > 0")
 
     def requests_per_s(self, num_prompt_tokens: float, num_output_tokens: float) -> float:
-        """Return the requests of this mean size that the machine completes per second."""
+        """Return the number of requests of this mean size that the machine completes per second."""
         prefill_s = num_prompt_tokens / self.prefill_tokens_per_s
         return 1 / (prefill_s + num_output_tokens / self.output_tokens_per_s)
 
     def times(self, engines: int) -> "Capacity":
-        """Return the capacity of so many of these machines."""
+        """Return the capacity of several such machines."""
         return Capacity(
             prefill_tokens_per_s=engines * self.prefill_tokens_per_s,
             output_tokens_per_s=engines * self.output_tokens_per_s,
@@ -46,7 +46,7 @@ class Capacity:
 
 
 REFERENCE = Capacity(prefill_tokens_per_s=20_000.0, output_tokens_per_s=4_000.0)
-"""Default without a measurement: rates of a workload then describe no real machine."""
+"""Default without a measurement. Rates of a workload then describe no real machine."""
 
 
 def measure_capacity(
@@ -61,10 +61,10 @@ def measure_capacity(
 
     Args:
         engine: Engine without other requests.
-        corpus: Token ids; prompts are cut from it.
+        corpus: Token ids that prompts are cut from.
         prompt_tokens: Tokens of each measured prompt.
         batch: Number of requests that decode together.
-        output_tokens: Measured tokens of each of them.
+        output_tokens: Measured output tokens of each of these requests.
     """
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -76,7 +76,7 @@ def measure_capacity(
         engine.submit(prompt(start, prompt_tokens), "LS", 1, sampling=greedy).result()
         return time.monotonic() - begin
 
-    prefill_s(0)  # warms up
+    prefill_s(0)  # warms the engine up
     per_prompt_s = min(prefill_s(i) for i in (1, 2, 3))
     handles = [
         engine.submit(prompt(i, 16), "LS", output_tokens, sampling=greedy) for i in range(batch)

@@ -1,8 +1,8 @@
-"""A client of OpenAI-compatible servers that sends a workload: open loop, streamed, fixed lengths.
+"""A client that sends a workload to OpenAI-compatible servers: open loop, streamed, fixed lengths.
 
-The client sends a request at its time, however many are open: a client that waits hides the queue
-that it makes. Latencies count from the time at which a request was due, so a slow client shows
-(`late_ms` of the report). Turns of sessions are due after the answers that they follow.
+The client sends each request at its due time, even if many requests are open. A client that waits
+would hide the queue. Latencies count from the due time, so they include delays of the client
+(`late_ms` of the report). A turn of a session is due after the answer that the turn follows.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ FIXED: Mapping[str, Callable[[int], Any]] = {
     "ignore_eos": lambda max_tokens: True,
     "min_tokens": lambda max_tokens: max_tokens,
 }
-"""Fields, by `max_tokens`, that prevent an early end of an answer."""
+"""Fields that prevent an early end of an answer, with their values as functions of `max_tokens`."""
 
 
 def class_bodies(by: str) -> dict[int, dict[str, Any]]:
@@ -58,15 +58,15 @@ def class_bodies(by: str) -> dict[int, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server, and the way in which requests to it are written."""
+    """A server, and the format of requests to this server."""
 
     url: str
     """Base URL without `/v1`."""
     model: str
     bodies: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Fields added to the requests of a class, over all other fields; None removes one."""
+    """Fields that replace or add fields in the requests of a class. None removes a field."""
     fixed: tuple[str, ...] = ("ignore_eos",)
-    """Names of `FIXED` that make this server produce all `max_tokens`."""
+    """Names of `FIXED` fields that make this server produce all `max_tokens`."""
     text_of: Callable[[Sequence[int]], str] | None = None
     """Function from token ids to a text prompt; None sends token ids."""
     api_key: str | None = None
@@ -78,11 +78,12 @@ class Server:
             raise ConfigError(f"fixed lengths by {sorted(unknown)}; known: {', '.join(FIXED)}")
 
     def body(self, arrival: Arrival, with_ids: bool = False) -> dict[str, Any]:
-        """Return the JSON of one request: greedy, streamed, exactly `max_tokens` out.
+        """Return the JSON of one request: greedy, streamed, exactly `max_tokens` output tokens.
 
         Args:
             arrival: The request.
-            with_ids: True asks for the ids of the answer, which a later prompt contains.
+            with_ids: True to ask for the ids of the answer, because a later prompt contains the
+            answer.
         """
         ids = list(arrival.token_ids)
         body: dict[str, Any] = {
@@ -100,7 +101,7 @@ class Server:
 
 
 def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
-    """Send every arrival at its time; close unanswered requests at the end.
+    """Send every arrival at its time. Close unanswered requests at the end.
 
     Args:
         server: Server to send to.
@@ -116,16 +117,16 @@ def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> li
 def saturate_http(
     server: Server, arrivals: Iterable[Arrival], concurrency: int, seconds: float
 ) -> list[Served]:
-    """Keep a constant number of requests open: as one ends, the next is sent, before it is due too.
+    """Keep a constant number of requests open, also before their due times.
 
-    It measures the most that a server can do. Measure latencies under load with `send_http`: here a
-    slow server receives fewer requests.
+    When a request ends, the next one is sent. This measures the most that a server can do. Measure
+    latencies under load with `send_http`, because here a slow server receives fewer requests.
 
     Args:
         server: Server to send to.
-        arrivals: Enough arrivals; each counts from the time at which it was sent.
+        arrivals: Enough arrivals. Latencies count from the time at which a request was sent.
         concurrency: Number of open requests.
-        seconds: Length of the run; unanswered requests are closed at its end.
+        seconds: Length of the run. Unanswered requests are closed at the end.
 
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
@@ -141,16 +142,18 @@ def talk_http(
     batch: Iterable[Arrival] = (),
     depth: int = 0,
 ) -> list[Served]:
-    """Send arrivals, and keep requests of a batch open meanwhile; return all with their ids.
+    """Send arrivals, and keep requests of a batch open meanwhile.
 
-    It ends as soon as the last arrival is answered, those of sessions too. A request that gets a
-    503 with Retry-After is sent again after that time, as clients of agents do.
+    Return all results with token ids.
+
+    The run ends as soon as all arrivals are answered, turns of sessions included. A request that
+    gets a 503 with Retry-After is sent again after that time, like requests of agents' clients.
 
     Args:
-        server: Server to send to; it returns token ids (`return_token_ids`).
+        server: Server to send to. It must support `return_token_ids`.
         arrivals: Arrivals in order of time; those that follow others come after those.
-        seconds: Most seconds; unanswered requests are closed then.
-        batch: Enough requests; each counts from the time at which it was sent.
+        seconds: Most seconds of the run. Then unanswered requests are closed.
+        batch: Enough requests. Latencies count from the time at which a request was sent.
         depth: Number of open requests of the batch.
 
     Raises:
@@ -227,13 +230,13 @@ async def _talk_all(
 
 
 class _Client:
-    """The requests of one run, and their answers.
+    """The requests of one run, and the answers.
 
     Args:
         session: Session with the server.
         server: Server to send to.
         arrivals: Requests that may follow each other.
-        is_agent: True asks for the ids of every answer, and asks again after a 503 that says when.
+        is_agent: True to ask for the ids of every answer, and to retry a 503 with Retry-After.
     """
 
     def __init__(
@@ -255,7 +258,7 @@ class _Client:
         return time.monotonic() - self._start
 
     async def send_first(self, seconds: float) -> None:
-        """Begin each request that follows none at its time, until the run is over."""
+        """Start each request that follows no other at its time, until the run is over."""
         for arrival in self._talks.first:
             await asyncio.sleep(max(0.0, arrival.at_s - self.now_s))
             self._begin(arrival)
@@ -263,7 +266,7 @@ class _Client:
                 return
 
     async def wait(self, seconds: float) -> None:
-        """Wait until all requests are answered, those that follow too, or the run is over."""
+        """Wait until all requests are answered, following turns included, or the run is over."""
         while (left := [t for t in self._tasks if not t.done()]) and self.now_s < seconds:
             await asyncio.wait(left, timeout=seconds - self.now_s)
 
@@ -275,19 +278,19 @@ class _Client:
                 return
 
     async def close(self, *more: "asyncio.Task[None]") -> None:
-        """Cancel these tasks, and all requests that are not answered."""
+        """Cancel the given tasks, and all unanswered requests."""
         tasks = (*self._tasks, *more)
         for task in tasks:
             task.cancel()
         for found in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(found, Exception):  # of the client itself; a cancellation is none
+            if isinstance(found, Exception):  # the client's own error; a cancellation is none
                 raise found
 
     def _begin(self, arrival: Arrival) -> None:
         self._tasks.append(asyncio.create_task(self._talk(arrival)))
 
     async def _talk(self, arrival: Arrival) -> None:
-        """Send a request when it is due; its answer begins those that follow."""
+        """Send a request when it is due. After the answer, start the requests that follow."""
         await asyncio.sleep(max(0.0, arrival.at_s - self.now_s))
         served = await self._send(arrival)
         if served.done:
@@ -295,7 +298,7 @@ class _Client:
                 self._begin(after)
 
     async def _send(self, arrival: Arrival) -> Served:
-        """Send one request, and return its tokens and errors."""
+        """Send one request, and return the tokens and errors."""
         import aiohttp
 
         served = Served(spec=arrival.spec, sent_s=self.now_s)
@@ -313,7 +316,10 @@ class _Client:
         return served
 
     async def _ask(self, body: dict[str, Any], served: Served) -> float:
-        """Send a body and take its answer; return the seconds after which to send it again."""
+        """Send a body and read the answer.
+
+        Return the seconds after which to send the body again.
+        """
         url = f"{self._server.url.rstrip('/')}/v1/completions"
         async with self._session.post(url, json=body) as answer:
             if answer.status == 503 and self._is_agent and "Retry-After" in answer.headers:
@@ -327,7 +333,7 @@ class _Client:
 
 
 def _missing(served: Served, max_tokens: int, with_ids: bool) -> str | None:
-    """Return the reason why an answer is not whole; None if it is."""
+    """Return the reason why an answer is incomplete; None for a whole answer."""
     if served.num_output_tokens < max_tokens:
         return f"{served.num_output_tokens} of {max_tokens} tokens came"
     if with_ids and len(served.token_ids) != served.num_output_tokens:
@@ -339,7 +345,7 @@ def _missing(served: Served, max_tokens: int, with_ids: bool) -> str | None:
 
 
 async def _events(stream: "aiohttp.StreamReader") -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON of server-sent events, as they arrive."""
+    """Yield the JSON of each server-sent event when it arrives."""
     rest = b""
     async for chunk in stream.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -350,7 +356,7 @@ async def _events(stream: "aiohttp.StreamReader") -> AsyncIterator[dict[str, Any
 
 
 def _take(event: dict[str, Any], served: Served, at_s: float) -> None:
-    """Record one event of a stream. A token may have no text; the last event has only a reason."""
+    """Record one event of a stream. A token may have no text. The last event has only a reason."""
     if event.get("error"):
         served.error = str(event["error"])[:300]
     usage = event.get("usage")

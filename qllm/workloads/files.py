@@ -1,4 +1,4 @@
-"""Trace files of requests: public formats and our own, read into `RequestSpec`.
+"""Trace files of requests, in public formats or qllm's own format, read as `RequestSpec`.
 
 | format | one row |
 |---|---|
@@ -29,12 +29,12 @@ Row = Mapping[str, Any]
 
 
 class WorkloadFileError(QllmError, ValueError):
-    """A workload file that cannot be read. The message names the file and the line."""
+    """Error: a workload file cannot be read. The message names the file and the line."""
 
 
 class _Format(NamedTuple):
     columns: tuple[str, ...]
-    """Columns that a file must have; they determine its format."""
+    """Columns that a file of this format must have."""
     spec: Callable[[Row], RequestSpec]
 
 
@@ -49,7 +49,7 @@ def read_requests(
     rate_scale: float = 1.0,
     limit: int | None = None,
 ) -> list[RequestSpec]:
-    """Read a trace file; its columns determine the format.
+    """Read a trace file. The columns determine the format.
 
     Classes come from `be_where`, else from `be_share`, else from a column `priority` or `cls`
     ("LS", "BE" or an integer), else every request is LS. Rows without output (the failed requests
@@ -57,16 +57,16 @@ def read_requests(
 
     Args:
         path: Path of the file.
-        be_share: Part of the requests, in [0, 1], that is BE; drawn per row.
-        be_where: `COLUMN=VALUE`: rows with it are BE, the others LS.
-        seed: Seed of that draw.
+        be_share: Part of the requests, in [0, 1], that is BE. A random draw decides for each row.
+        be_where: Condition `COLUMN=VALUE`. Rows with this value are BE, the others LS.
+        seed: Seed of the draw for `be_share`.
         start_s: Seconds before which arrivals are skipped.
         seconds: Seconds after `start_s`, after which arrivals are skipped.
-        rate_scale: Factor on the rate: times are divided by it, after the cut.
+        rate_scale: Factor on the rate. Times are divided by this factor, after the cut.
         limit: Largest number of requests.
 
     Raises:
-        WorkloadFileError: The file is no such trace; the message has the line.
+        WorkloadFileError: The file is not a trace of a known format. The message has the line.
     """
     if not rate_scale > 0:
         raise WorkloadFileError(f"rate_scale={rate_scale!r} must be > 0")
@@ -115,10 +115,11 @@ def _rule(
 
 
 def write_requests(path: str | os.PathLike[str], requests: Iterable[RequestSpec]) -> None:
-    """Write our own format, one JSON object per line; `read_requests` returns the same requests.
+    """Write qllm's own format, one JSON object per line. `read_requests` returns the same requests.
 
     Raises:
-        WorkloadFileError: A prompt comes in pieces or a request follows another; no line holds it.
+        WorkloadFileError: A prompt is streaming, or a request follows another. The format has no
+            field for these.
     """
     with write_private(path) as file:
         for r in requests:

@@ -1,8 +1,9 @@
 """Named workloads S1 to S15: seeded, scaled to the machine, the same for every policy.
 
-A name fixes the requests and their pattern; `Capacity` fixes the amount. A load of 0.4 is 40 % of
-the requests that the machine could complete alone. A rate is nominal: the draw of one seed differs,
-so results print `offered_rates` next to `nominal_rates`.
+A name fixes the kind of requests and the pattern of arrivals. `Capacity` fixes the amount. A load
+of
+0.4 is 40 % of the requests that the machine could complete without other work. A rate is nominal:
+the draw of one seed has another rate. So results print `offered_rates` next to `nominal_rates`.
 """
 
 import itertools
@@ -28,23 +29,26 @@ CLASSES = tuple(Priority.__members__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Requests of one class: their lengths and their pattern."""
+    """The requests of one class: lengths, and pattern of arrivals."""
 
     prompt: Lengths
     output: Lengths
     arrivals: Arrivals = POISSON
 
     def fitted(self, scale: float, max_len: int | None) -> "Flow":
-        """Return lengths times `scale`, all shrunk alike if the longest exceed `max_len`."""
+        """Return lengths times `scale`.
+
+        If the longest exceed `max_len`, all shrink by one more factor.
+        """
         longest = scale * (self.prompt.longest + self.output.longest)
-        if max_len is not None and longest > max_len - 2:  # both are rounded
+        if max_len is not None and longest > max_len - 2:  # both lengths are rounded
             scale *= (max_len - 2) / longest
         if scale == 1:
             return self
         return replace(self, prompt=self.prompt.scaled(scale), output=self.output.scaled(scale))
 
     def per_s(self, capacity: Capacity) -> float:
-        """Return the requests of this class that the machine completes per second."""
+        """Return the number of requests of this class that the machine completes per second."""
         return capacity.requests_per_s(self.prompt.mean, self.output.mean)
 
 
@@ -56,9 +60,11 @@ class Backlog:
     seats: float = 0.0
     """Further jobs per seat of the machine."""
     kv: float = 0.0
-    """Further jobs until all together need this multiple of the KV pool."""
+    """Further jobs, until all jobs together need this multiple of the KV pool."""
     flow: float = 0.0
-    """Rate of later jobs over the machine's capacity: above 1 the backlog never runs dry."""
+    """Rate of later jobs, divided by the machine's capacity. Above 1 the backlog never becomes
+    empty.
+    """
 
     def burst(self, be: Flow, capacity: Capacity) -> int:
         """Return the number of jobs at time zero."""
@@ -68,21 +74,26 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """The requests that a name stands for."""
+    """The requests of a named workload, without a scale."""
 
     what: str
     ls: Flow
     be: Flow
     load: float
-    """LS rate over LS capacity; with `ls_share`, load of both classes together."""
+    """LS rate divided by LS capacity. With `ls_share`, the load of both classes together."""
     ls_share: float | None = None
-    """Part of the requests that is LS, both with one pattern; None: BE is a backlog."""
+    """Part of the requests that is LS, if both classes have one pattern; None if BE is a
+    backlog.
+    """
     backlog: Backlog = field(default_factory=Backlog)
     retrieval: Retrieval | None = None
-    """Pieces of LS prompts; None: they arrive whole."""
+    """Pieces of LS prompts; None if LS prompts arrive whole."""
     sessions: Sessions | None = None
-    """LS requests as turns of sessions. Then `ls` is what a turn adds to a cached prompt, and its
-    answer, and a constant number of agents have sessions one after the other."""
+    """LS requests as turns of sessions, or None.
+
+    Then `ls` has the lengths of a turn: the tokens that it adds to a cached prompt, and the answer.
+    A constant number of agents have sessions one after the other.
+    """
 
 
 _SHAREGPT = Flow(prompt=tables.SHAREGPT_PROMPT, output=tables.SHAREGPT_OUTPUT)
@@ -206,28 +217,32 @@ SCENARIOS: dict[str, Scenario] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A named workload with its scale; `requests(seed)` draws one instance.
+    """A named workload with a scale. `requests(seed)` draws one instance.
 
     Raises:
-        ConfigError: The name is unknown (the message lists the known ones), or a value is out of
-            its range or means nothing in this workload.
+        ConfigError: The name is unknown (the message lists the known names), or a value is out of
+            range or has no meaning in this workload.
     """
 
     name: str
     seconds: float = 60.0
     capacity: Capacity = REFERENCE
     load: float | None = None
-    """Load instead of the scenario's; may exceed 1."""
+    """Load instead of the scenario's load. It may exceed 1."""
     ls_share: float | None = None
-    """Part of LS instead of the scenario's, if it has one."""
+    """Part of LS requests instead of the scenario's `ls_share`, if the scenario has one."""
     cv: float | None = None
-    """Coefficient of variation of the gaps between LS arrivals, if they are a Gamma process."""
+    """Coefficient of variation of the gaps between LS arrivals, if these are a Gamma process."""
     length_scale: float = 1.0
     """Factor on all lengths."""
     ls_scale: float = 1.0
-    """Further factor on LS lengths: a slow machine needs short ones to complete enough of them."""
+    """Further factor on LS lengths. A slow machine completes enough LS requests only if they are
+    short.
+    """
     max_len: int | None = None
-    """Most tokens of prompt and output together: a longer class is shrunk, not clipped."""
+    """Most tokens of prompt and output together. All lengths of a longer class shrink; none is
+    clipped.
+    """
     ls_slo: Slo = field(default_factory=Slo)
     retrieval_scale: float = 1.0
     """Factor on the time in which streaming prompts arrive."""
@@ -270,7 +285,10 @@ class Workload:
 
     @property
     def what(self) -> str:
-        """Return the workload in words, with the factor on published lengths if it has agents."""
+        """Return the workload in words.
+
+        With agents, this includes the factor on published lengths.
+        """
         found = self.scenario
         if found.sessions is None:
             return found.what
@@ -297,12 +315,12 @@ class Workload:
 
     @property
     def session_scale(self) -> float:
-        """Factor on the published lengths of sessions; `max_len` bounds the longest context."""
+        """Factor on the published lengths of sessions. `max_len` bounds the longest context."""
         scale = self.length_scale * self.ls_scale
         return scale if self.max_len is None else min(scale, self.max_len / AGENTS.context)
 
     def num_agents(self) -> int:
-        """Return the number of agents that cause the load of a scenario with sessions."""
+        """Return the number of agents that together cause the load of a scenario with sessions."""
         found = self.scenario
         assert found.sessions is not None
         per_s = found.ls.per_s(self.capacity)
@@ -310,7 +328,7 @@ class Workload:
         return max(1, round(found.load * per_s * turn_s))
 
     def nominal_rates(self) -> dict[Priority, float]:
-        """Return nominal requests per second by class, without a burst at the start."""
+        """Return the nominal requests per second by class, without a burst at the start."""
         found = self.scenario
         ls_per_s, be_per_s = found.ls.per_s(self.capacity), found.be.per_s(self.capacity)
         share = found.ls_share
@@ -325,8 +343,8 @@ class Workload:
     def requests(self, seed: int) -> list[RequestSpec]:
         """Return the requests of one seed, in order of arrival.
 
-        Each class has its own random numbers: LS is the same with and without BE. Turns of a
-        session follow each other in the list.
+        Each class has its own random numbers. So LS is the same with and without BE. In the list,
+        the turns of a session follow each other.
         """
         found, rates = self.scenario, self.nominal_rates()
         out: list[RequestSpec] = []
@@ -356,7 +374,10 @@ class Workload:
         return sorted(out, key=lambda r: r.at_s)
 
     def _turns(self, sessions: Sessions, seed: int) -> Iterator[RequestSpec]:
-        """Yield the turns of every agent: sessions one after the other, for at least `seconds`."""
+        """Yield the turns of every agent.
+
+        An agent has one session after the other, for `seconds` or more.
+        """
         for agent in range(self.num_agents()):
             rng = random.Random(f"{seed} {self.name} agent {agent}")
             at_s, first = rng.uniform(0, 2 * sessions.wait_ms.mean / 1000), None
@@ -397,16 +418,16 @@ def named_workload(
         **scale: Further fields of `Workload`.
 
     Raises:
-        ConfigError: The name or a value is refused, see `Workload`.
+        ConfigError: The name or a value is refused, as in `Workload`.
     """
     workload = Workload(name=name, seconds=seconds, capacity=capacity or REFERENCE, **scale)
     return workload.requests(seed)
 
 
 def offered_rates(requests: Iterable[RequestSpec], seconds: float) -> dict[int, float]:
-    """Return the arrivals per second by class in (0, seconds).
+    """Return the arrivals per second in (0, seconds), by class.
 
-    Bursts at 0 do not count, and no request whose arrival depends on the end of another.
+    Bursts at 0 do not count. Requests whose arrival depends on the end of another do not count.
     """
     counts: dict[int, int] = {}
 

@@ -1,7 +1,7 @@
-"""Lengths of prompts and answers: quantile tables of public traces.
+"""Lengths of prompts and answers, as quantile tables of public traces.
 
-A length is drawn with a uniform number from a table, log-interpolated between its quantiles. That
-keeps the shape of a trace (bimodal answers, cut tails) without its rows.
+A uniform random number draws a length from a table, log-interpolated between quantiles. So the
+lengths have the shape of a trace (bimodal answers, cut tails) without the rows of the trace.
 """
 
 import math
@@ -24,7 +24,7 @@ class Lengths:
     """A distribution of token counts."""
 
     values: tuple[float, ...]
-    """Tokens at each percentile, never falling."""
+    """Tokens at each percentile, in ascending order."""
     percentiles: tuple[float, ...] = PERCENTILES
     """Percentiles that rise from 0 to 100."""
 
@@ -54,7 +54,7 @@ class Lengths:
         return fmean(self.at((i + 0.5) * step) for i in range(_MEAN_POINTS))
 
     def scaled(self, factor: float) -> "Lengths":
-        """Return all lengths times a factor; none is below one token."""
+        """Return all lengths times a factor, but at least one token."""
         return replace(self, values=tuple(max(1.0, v * factor) for v in self.values))
 
 
@@ -64,13 +64,13 @@ def between(low: int, high: int) -> Lengths:
 
 
 def lognormal(mean: float, sigma: float) -> Lengths:
-    """Return a log-normal distribution of this mean, its tails cut at 0.1 and 99.9 %."""
+    """Return a log-normal distribution with this mean and tails cut at 0.1 and 99.9 %."""
     table = around(mean, sigma)
     return table.scaled(mean / table.mean)
 
 
 def around(median: float, sigma: float) -> Lengths:
-    """Return a log-normal distribution of this median, its tails cut at 0.1 and 99.9 %."""
+    """Return a log-normal distribution with this median and tails cut at 0.1 and 99.9 %."""
     values = [math.exp(sigma * NormalDist().inv_cdf(p / 100)) for p in _TAILS]
     return Lengths(
         values=tuple(max(1.0, v * median) for v in values), percentiles=(0.0, *_TAILS[1:-1], 100.0)
@@ -86,9 +86,12 @@ AZURE_CODE_PROMPT = _table((3, 17, 75, 147, 578, 1469, 2744, 5188, 7303, 7436, 7
 AZURE_CODE_OUTPUT = _table(
     (6, 6, 6, 7, 9, 13, 24, 55, 90, 251, 300, 1899), (*PERCENTILES[:-1], 99.9, 100.0)
 )
-"""Our value at 99.9 %: without it the tail lifts the mean from 28 to 33 tokens."""
+"""Output tokens of the code trace. The value at 99.9 % is ours.
+
+Without this value, the tail would lift the mean from 28 to 33 tokens.
+"""
 AZURE_CONV_PROMPT = _table((2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050))
 AZURE_CONV_OUTPUT = _table((7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000))
 SHAREGPT_PROMPT = lognormal(350.9, 1.0)
 SHAREGPT_OUTPUT = lognormal(187.9, 1.0)
-"""Mean of the set as Laser filtered it; the spread is ours."""
+"""Output tokens of ShareGPT. The mean is of the set that Laser filtered; the spread is ours."""

@@ -1,9 +1,10 @@
 """The report of a mixed run, the same for a live engine, a server and the simulator.
 
-Only requests that arrive inside the window count, and throughput inside it. (Of classes behind LS,
-earlier requests count too: their backlog is no warm-up.) A request that is unserved at the end is
-censored: its wait so far counts as its latency (a lower bound), and it meets no target. So a system
-cannot look better by not answering.
+Only requests that arrive inside the window count, and only throughput inside the window. (Of
+classes
+behind LS, earlier requests also count, because a backlog is no warm-up.) A request that is unserved
+at the end is censored. The wait so far counts as the latency (a lower bound), and the request meets
+no target. So a system cannot look better by not answering.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,18 +18,20 @@ from qllm.types import Priority, Slo
 from qllm.workloads.spec import RequestSpec
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=100.0)
-"""Default targets of LS: half a second to the first token, then ten tokens per second. Other
-classes only have to be answered in full."""
+"""Default targets of LS: half a second to the first token, then ten tokens per second.
+
+Requests of other classes only have to be answered in full.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The measured part of a run, in seconds since its start."""
+    """The measured part of a run, in seconds since the start of the run."""
 
     start_s: float
     """End of the warm-up."""
     end_s: float
-    """End of the arrivals and of the throughput that count."""
+    """End of the arrivals that count, and of the throughput that counts."""
     stop_s: float
     """Time at which all unserved requests were cancelled."""
 
@@ -38,7 +41,7 @@ class Window:
         return self.end_s - self.start_s
 
     def counts(self, request: RequestSpec) -> bool:
-        """Return True if a request counts."""
+        """Return True if a request counts in the window's results."""
         start_s = self.start_s if request.priority <= Priority.LS else 0.0
         return start_s <= request.at_s < self.end_s
 
@@ -50,21 +53,23 @@ class Window:
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """Result of one request; times in seconds since the start of the run."""
+    """The result of one request. Times are in seconds since the start of the run."""
 
     spec: RequestSpec
     token_s: list[float] = field(default_factory=list)
     """Time of each token, or of each chunk of a stream."""
     num_tokens: int | None = None
-    """Output tokens, if a chunk may hold several; None is one each."""
+    """Number of output tokens, if a chunk may hold several; None if each chunk is one token."""
     done: bool = False
-    """True if the request produced all its tokens."""
+    """True if the request produced all of its tokens."""
     error: str | None = None
     sent_s: float | None = None
     token_ids: list[int] = field(default_factory=list)
     """Ids of the output tokens, if the client asked for them."""
     num_cached: int | None = None
-    """Number of prompt tokens that the server had in its cache; None if it did not say."""
+    """Number of prompt tokens that the server had in its cache; None if the server did not report
+    it.
+    """
 
     @property
     def num_output_tokens(self) -> int:
@@ -72,18 +77,18 @@ class Served:
         return len(self.token_s) if self.num_tokens is None else self.num_tokens
 
     def ttft_ms(self, stop_s: float) -> float:
-        """Return the time from due to the first token; without one, the wait until `stop_s`."""
+        """Return the time from due to the first token; without a token, the wait until `stop_s`."""
         first = self.token_s[0] if self.token_s else stop_s
         return (first - self.spec.at_s) * 1000
 
     def e2e_ms(self, stop_s: float) -> float:
-        """Return the time from due to the last token; if unfinished, the wait until `stop_s`."""
+        """Return the time from due to the last token; for an unfinished request, until `stop_s`."""
         last = self.token_s[-1] if self.done and self.token_s else stop_s
         return (last - self.spec.at_s) * 1000
 
     @property
     def tpot_ms(self) -> float | None:
-        """Return the mean gap between tokens; None for one token."""
+        """Return the mean gap between tokens; None if there is only one token."""
         if self.num_output_tokens < 2 or len(self.token_s) < 2:
             return None
         return (self.token_s[-1] - self.token_s[0]) * 1000 / (self.num_output_tokens - 1)
@@ -141,7 +146,7 @@ def class_report(served: Sequence[Served], window: Window, slo: Slo) -> dict[str
 def report(
     served: Iterable[Served], window: Window, slos: Mapping[int, Slo] | None = None
 ) -> dict[str, Any]:
-    """Return the numbers of every class, by name; `prefill` counts prompts with a first token."""
+    """Return the numbers of every class, by name. `prefill` counts prompts with a first token."""
     by_class: dict[int, list[Served]] = {}
     for s in served:
         by_class.setdefault(s.spec.priority, []).append(s)

@@ -1,9 +1,9 @@
 """A seeded mix of interactive requests and batch jobs, sent in real time.
 
-Open loop: the client submits a request at its time, whatever the engine does. Only a request that
-follows another in a session waits for that one's answer. LS requests arrive as a Poisson process;
-BE requests as a burst at the start and a steady flow that keeps a backlog. A request that is
-unfinished at the end of the window is cancelled and counted as censored.
+Open loop: the client submits each request at its time, independent of the engine. Only a request
+that follows another in a session waits for the other's answer. LS requests arrive as a Poisson
+process. BE requests arrive as a burst at the start, then as a steady flow that keeps a backlog. A
+request that is unfinished at the end of the window is cancelled and counted as censored.
 """
 
 import random
@@ -28,19 +28,21 @@ if TYPE_CHECKING:
 
 TICK_S = 0.2
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
-"""Ends of an answer that a session continues."""
+"""Finish reasons of an answer after which a session continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Parameters of a mix. Lengths are inclusive ranges of tokens."""
+    """The parameters of a mix. Lengths are inclusive ranges of tokens."""
 
     seconds: float = 25.0
     seed: int = 0
     ls_rate: float = 2.0
     """LS requests per second, on average."""
     ls_tail: float = 0.1
-    """Last part of the window, without LS arrivals: an unserved request has waited."""
+    """Part of the window, at its end, without LS arrivals. So every unserved LS request has
+    waited.
+    """
     ls_prompt: tuple[int, int] = (64, 128)
     ls_output: tuple[int, int] = (16, 32)
     be_burst: int = 24
@@ -56,9 +58,9 @@ class Mix:
 
 
 def make_workload(mix: Mix, corpus: Sequence[int]) -> tuple[Arrival, ...]:
-    """Return arrivals in order of time, a function of the arguments.
+    """Return arrivals in order of time, which depend only on the arguments.
 
-    Each class has its own random numbers: LS is the same with and without BE.
+    Each class has its own random numbers. So LS is the same with and without BE.
 
     Args:
         mix: Parameters of the mix.
@@ -99,12 +101,12 @@ class Sent:
     """A workload that was served for its window."""
 
     trace: Trace
-    """Trace of the whole run, with events after the window."""
+    """Trace of the whole run, including events after the window."""
     start_ns: int
     end_ns: int
     """End of the window, on the engine's clock."""
     max_lag_ms: float
-    """Longest time in ms between due and submitted."""
+    """Longest time, in ms, between due and submission."""
     refused: int
     """Requests that the engine refused (`max_waiting`)."""
 
@@ -123,12 +125,12 @@ class Sent:
         return summarize(self.events)
 
     def waits(self, priority: int) -> "Waits":
-        """Return the TTFT of a class, with requests that got no token in the window."""
+        """Return the TTFT of a class, including requests without a token in the window."""
         of_class = [r for r in request_metrics(self.events) if r.priority == priority]
         return Waits.of(of_class, self.end_ns)
 
     def tokens(self) -> dict[str, tuple[int, ...]]:
-        """Return the tokens of every request, by its name."""
+        """Return the tokens of every request, by the request's name."""
         names = {e.request_id: e.name for e in self.trace if isinstance(e, Arrived)}
         out: dict[str, list[int]] = {name: [] for name in names.values()}
         for event in self.trace:
@@ -139,7 +141,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """TTFT in ms; for a censored request, the time that it waited."""
+    """TTFT in ms. For a censored request, the time that the request has waited."""
 
     served: tuple[float, ...]
     censored: tuple[float, ...]
@@ -157,11 +159,11 @@ class Waits:
 
     @property
     def all(self) -> tuple[float, ...]:
-        """Return served and censored waits: a lower bound for the latter."""
+        """Return served and censored waits. A censored wait is a lower bound."""
         return self.served + self.censored
 
     def percentile(self, p: float) -> tuple[float, bool] | None:
-        """Return the percentile, and whether it is only a lower bound; None without requests."""
+        """Return a percentile, and True if it is only a lower bound; None without requests."""
         if not self.all:
             return None
         value = percentile(self.all, p)
@@ -174,7 +176,7 @@ def send(
     seconds: float,
     on_tick: Callable[[float], None] | None = None,
 ) -> Sent:
-    """Submit every arrival at its time from a thread, and cancel the rest at the end.
+    """Submit every arrival at its time from a thread, and cancel unfinished requests at the end.
 
     Args:
         engine: Engine with `record=True`.
@@ -206,7 +208,7 @@ def send(
 
 
 class Client(threading.Thread):
-    """A thread that submits arrivals at their times, and those that follow others after those.
+    """A thread that submits each arrival at its time, or after the request that it follows.
 
     Args:
         engine: Engine to submit to.
@@ -220,7 +222,7 @@ class Client(threading.Thread):
         self._due = [(a.at_s, i, a) for i, a in enumerate(self._talks.first)]
         self._count = len(self._due)
         self._open: list[tuple[Arrival, Handle]] = []
-        """Requests that others wait for."""
+        """Open requests that other requests wait for."""
         self.handles: list[Handle] = []
         self._error: BaseException | None = None
         self._stopped = False
@@ -243,14 +245,14 @@ class Client(threading.Thread):
                 arrival = heappop(self._due)[2]
                 self.max_lag_s = max(self.max_lag_s, self._now_s() - arrival.at_s)
                 self._submit(arrival)
-        except BaseException as error:  # noqa: BLE001 - raised again in `stop`
+        except BaseException as error:  # noqa: BLE001 - `stop` raises it again
             self._error = error
 
     def _now_s(self) -> float:
         return time.monotonic() - self.start_s
 
     def _go_on(self) -> None:
-        """Make the requests due that follow one whose answer is whole."""
+        """Mark the requests as due that follow a request with a whole answer."""
         for arrival, handle in list(self._open):
             if not handle.has_ended:
                 continue
@@ -271,10 +273,10 @@ class Client(threading.Thread):
             if self._talks.holds(arrival.name):
                 self._open.append((arrival, handle))
                 handle.listen(self._news.set)
-                self._news.set()  # it may have ended before
+                self._news.set()  # may have ended before
 
     def stop(self) -> "list[Handle]":
-        """Submit no more, and return the handles of all submitted requests."""
+        """Stop submitting, and return the handles of all submitted requests."""
         self._stopped = True
         self._news.set()
         self.join()
@@ -284,7 +286,7 @@ class Client(threading.Thread):
 
 
 class Tally:
-    """Counts for the progress line, from new events."""
+    """The counts for the progress line, made from new events."""
 
     def __init__(self, trace: Trace) -> None:
         self._events = trace.events
@@ -339,10 +341,10 @@ def submit(engine: "QLLMEngine", arrival: Arrival, max_tokens: int | None = None
 
 
 def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], budget_s: float = 4.0) -> float:
-    """Return the requests per second that the engine completes one after the other.
+    """Return the number of requests per second that the engine completes one after the other.
 
-    One request warms up and does not count. At least one more runs; further ones run until the
-    budget is over.
+    One request warms the engine up and does not count. At least one more request runs. Further
+    requests run until the budget is used.
     """
     submit(engine, arrivals[0]).result()
     start, num = time.monotonic(), 0
@@ -354,7 +356,7 @@ def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], budget_s: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equality:
-    """Number of requests that were answered as in a run without other requests."""
+    """The comparison of answers with a run without other requests: numbers of requests."""
 
     equal: int
     checked: int
@@ -369,13 +371,13 @@ def solo_tokens(
     budget_s: float,
     on_tick: Callable[[float], None] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Run requests one after the other, alone, until the budget is over.
+    """Run requests one after the other, each alone, until the budget is used.
 
     Args:
         engine: Engine without other requests.
         arrivals: Requests, most interesting first.
-        num_tokens: Tokens to produce by name; a request without an entry is skipped.
-        budget_s: Seconds after which no further request starts; at least one does.
+        num_tokens: Number of tokens to produce, by name. A request without an entry is skipped.
+        budget_s: Seconds after which no further request starts. At least one request starts.
         on_tick: Callback with the seconds since the start, after each request.
     """
     start = time.monotonic()
@@ -394,7 +396,7 @@ def solo_tokens(
 def compare(
     answers: Mapping[str, tuple[int, ...]], solo: Mapping[str, tuple[int, ...]]
 ) -> Equality:
-    """Compare answers, whole or cut off, with solo runs; skip requests without a token."""
+    """Compare answers, whole or cut off, with solo runs. Skip requests without a token."""
     checked = [name for name in solo if answers.get(name)]
     different = tuple(n for n in checked if answers[n] != solo[n][: len(answers[n])])
     return Equality(equal=len(checked) - len(different), checked=len(checked), different=different)

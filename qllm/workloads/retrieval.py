@@ -1,9 +1,9 @@
-"""Prompts that are retrieved: they arrive in pieces, appended or replaced.
+"""Streaming prompts of retrieved text. Pieces are appended, or replace earlier text.
 
 Source: Stream2LLM, arXiv:2604.16395, and the description of its traces. A crawler takes 9.9 s for
-9,100 tokens, a page every 0.7 s; nearest-neighbour search takes 4.5 s for 13,000 tokens, in 1 to 26
-steps (median 4), most of them close together. Means and medians are from the source, spreads are
-ours.
+9,100 tokens, a page every 0.7 s. Nearest-neighbour search takes 4.5 s for 13,000 tokens, in 1 to 26
+steps (median 4). Most of these steps are close together. Means and medians are from the source.
+Spreads are ours.
 """
 
 import random
@@ -25,9 +25,11 @@ class Retrieval:
     ms: Lengths
     """Milliseconds from the question to the last piece."""
     bunched: float = 1.0
-    """Exponent of uniform numbers for the gaps: above 1 most gaps are short and a few are long."""
+    """Exponent of uniform random numbers for the gaps. Above 1 most gaps are short and a few
+    long.
+    """
     replaces: bool = False
-    """True if a piece replaces the prompt from a random place on; else it is appended."""
+    """True if a piece replaces the prompt from a random place on; False if it is appended."""
 
     def scaled(self, factor: float) -> "Retrieval":
         """Return the same rule with scaled times."""
@@ -43,7 +45,7 @@ class Retrieval:
         found, at_s, known = [PieceSpec(0.0, 0, asked)], 0.0, asked
         for i, gap in enumerate(gaps, 1):
             at_s += total_s * gap / sum(gaps)
-            upto = asked + left * i // count  # an answer is refined while it grows
+            upto = asked + left * i // count  # retrieved text is refined while it grows
             keep = rng.randint(asked, known) if self.replaces else known
             found.append(PieceSpec(at_s, min(keep, upto), upto - min(keep, upto)))
             known = upto

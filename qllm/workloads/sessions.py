@@ -1,11 +1,11 @@
-"""Sessions of agents: a turn's prompt is the last prompt, its answer, and the result of a tool.
+"""Sessions of agents. A turn's prompt is the last prompt, the last answer, and a tool's result.
 
 Source: vLLM's post on AgentX (2026-09-08), quoted in vllm-project/vllm#57103. Medians: 43 turns a
 session, 142,000 tokens in and 444 out, more than 96 % of a prompt seen before, subagents in 44 % of
-the sessions. We read 142,000 as the prompt of the last turn, and 444 as the answer of one turn: a
-turn there is one request. Then the tokens of all prompts are about 130 times those of all answers;
-vLLM with Mooncake (2026-05-06) has 131. Spreads, tool waits, the system prompt and the number and
-size of subagents are ours.
+the sessions. We read 142,000 as the prompt of the last turn, and 444 as the answer of one turn. A
+turn in the source is one request. Then all prompts have about 130 times the tokens of all answers.
+vLLM with Mooncake (2026-05-06) has a factor of 131. Spreads, tool waits, the system prompt and the
+number and size of subagents are ours.
 """
 
 import random
@@ -24,7 +24,7 @@ class Sessions:
     """A rule that makes sessions."""
 
     system: int
-    """Tokens of system prompt and tools, with which every session and subagent begins."""
+    """Tokens of the system prompt and tools, at the start of every session and subagent."""
     question: Lengths
     """Tokens of the user's question, once per session and subagent."""
     result: Lengths
@@ -32,15 +32,17 @@ class Sessions:
     answer: Lengths
     """Tokens of a turn's answer."""
     context: int
-    """Most tokens of prompt and answer; a session ends before it would have more."""
+    """Most tokens of prompt and answer together. A session ends before it would exceed them."""
     turns: Lengths
-    """Number of turns in a session, its subagents' apart."""
+    """Number of turns in a session, without the turns of subagents."""
     wait_ms: Lengths
     """Milliseconds that a tool takes, from an answer to the next turn."""
     with_subagents: float
     """Share of the sessions with subagents."""
     subagents: Lengths
-    """Number of subagents in such a session, one after the other; the agent waits for each."""
+    """Number of subagents in such a session, one after the other. The agent waits for each
+    subagent.
+    """
     subagent_turns: Lengths
 
     def scaled(self, factor: float, wait_factor: float = 1.0) -> Self:
@@ -64,14 +66,14 @@ class Sessions:
         first: Turn | None = None,
         subagents: Priority = Priority.BE,
     ) -> list[RequestSpec]:
-        """Return the turns of one session and of its subagents, in their order.
+        """Return the turns of one session and its subagents, in order.
 
         Args:
             name: Prefix of the turns' names.
             rng: Source of every draw.
             at_s: Least time of every turn.
-            first: Place of the first turn behind another session; None if it follows none.
-            subagents: Class of the subagents' turns; the agent's own are LS.
+            first: Place of the first turn after another session; None if the session follows none.
+            subagents: Class of the subagents' turns. The agent's own turns are LS.
         """
         count = self.turns.at(rng.uniform(0, 100))
         agent = list(self._turns(name, rng, count, at_s, Priority.LS, first))
@@ -81,7 +83,7 @@ class Sessions:
             calls = set(rng.sample(range(len(agent) - 1), min(len(agent) - 1, most)))
         out: list[RequestSpec] = []
         for number, turn in enumerate(agent):
-            if turn.follows is not None and out:  # its subagent's last turn, if it called one
+            if turn.follows is not None and out:  # follows the subagent's last turn, if called
                 turn = replace(turn, follows=turn.follows._replace(after=out[-1].name))
             out.append(turn)
             if number in calls:
@@ -125,7 +127,7 @@ AGENTS = Sessions(
     result=around(1100, 1.2),
     answer=around(444, 0.8),
     context=200_000,
-    turns=around(44, 0.5),  # a few end early, at the most context
+    turns=around(44, 0.5),  # a few sessions end early, with a full context
     wait_ms=around(1000, 1.2),
     with_subagents=0.44,
     subagents=between(1, 3),
@@ -134,7 +136,7 @@ AGENTS = Sessions(
 
 
 class Conversations:
-    """The requests of a workload, each held until the one that it follows has ended.
+    """The requests of a workload. Each is held until the request that it follows has ended.
 
     Args:
         requests: Requests with their tokens, in order of time.
@@ -142,7 +144,7 @@ class Conversations:
 
     def __init__(self, requests: Iterable[Arrival]) -> None:
         self.first: list[Arrival] = []
-        """Requests that follow none."""
+        """Requests that follow no other request."""
         self._held = defaultdict[str, list[Arrival]](list)
         self._extended = set[str]()
         self._said: dict[str, tuple[int, ...]] = {}
@@ -154,20 +156,20 @@ class Conversations:
                 self._extended.add(request.follows.extends)
 
     def extends(self, name: str) -> bool:
-        """Return True if a later prompt begins with this request's prompt and answer."""
+        """Return True if a later prompt begins with the prompt and answer of the request `name`."""
         return name in self._extended
 
     def holds(self, name: str) -> bool:
-        """Return True if a request waits for the end of this one."""
+        """Return True if a request waits for the end of the request `name`."""
         return name in self._held
 
     def ended(self, request: Arrival, answer: Sequence[int], at_s: float) -> list[Arrival]:
-        """Return the requests that follow, with their times and whole prompts.
+        """Return the requests that follow an ended one, with due times and whole prompts.
 
         Args:
             request: Request that has ended, with its whole prompt.
-            answer: Its output tokens.
-            at_s: Time of its end.
+            answer: Output tokens of this request.
+            at_s: Time at which this request ended, in seconds.
         """
         if request.name in self._extended:
             self._said[request.name] = (*request.token_ids, *answer)

@@ -1,4 +1,4 @@
-"""A request of a workload by its lengths: simulator, benchmark and trace files share it."""
+"""A request of a workload, described by lengths, for simulator, benchmark and trace files."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
@@ -12,20 +12,20 @@ class PieceSpec(NamedTuple):
     after_s: float
     """Seconds from the request's arrival to the piece."""
     keep: int
-    """Number of tokens at the prompt's start that the piece keeps; all if it is appended."""
+    """Number of tokens at the prompt's start that stay. For an appended piece, all tokens."""
     num_tokens: int
-    """Number of the piece's own tokens, which follow the kept ones."""
+    """Number of the piece's own tokens. These follow the tokens that stay."""
 
 
 class Turn(NamedTuple):
-    """The place of a request behind others in a session."""
+    """The place of a request after others in a session."""
 
     after: str
     """Name of the request that has to end first."""
     wait_s: float
-    """Seconds from that end to the arrival."""
+    """Seconds from the end of that request to the arrival."""
     extends: str = ""
-    """Name of the request whose prompt and answer begin the prompt; empty if none does."""
+    """Name of the request whose prompt and answer begin this prompt; empty for a new prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +33,23 @@ class RequestSpec:
     """One request, before its tokens are chosen."""
 
     at_s: float
-    """Seconds from the start of the workload to the arrival; the least, if it follows another."""
+    """Seconds from the workload's start to the arrival; the earliest, for a request that
+    follows.
+    """
     priority: int
-    """Class, see `qllm.types.Priority`."""
+    """Class of the request, as in `qllm.types.Priority`."""
     num_prompt_tokens: int
     max_tokens: int
-    """Number of output tokens; an end of sequence does not shorten it."""
+    """Number of output tokens. An end-of-sequence token does not end the answer earlier."""
     name: str = ""
     slo: Slo = field(default_factory=Slo)
     pieces: tuple[PieceSpec, ...] = ()
-    """Pieces of a streaming prompt; it is whole with the last one. Empty if it arrives whole."""
+    """Pieces of a streaming prompt, which is whole with the last piece; empty for other prompts."""
 
     num_shared: int = 0
-    """Number of tokens at the prompt's start that are the same in all requests with shared ones."""
+    """Number of tokens at the prompt's start that are equal in all requests with shared tokens."""
     follows: Turn | None = None
-    """Place of the request in a session; None if nothing has to end before it arrives."""
+    """Place of the request in a session; None if the request follows no other."""
 
     @property
     def longest_prompt(self) -> int:
@@ -55,7 +57,7 @@ class RequestSpec:
         return max([self.num_prompt_tokens, *(p.keep + p.num_tokens for p in self.pieces)])
 
     def whole(self) -> Self:
-        """Return the request as it is if its prompt arrives whole, with the last piece."""
+        """Return the request with its whole prompt arriving at the time of the last piece."""
         if not self.pieces:
             return self
         return replace(self, at_s=self.at_s + self.pieces[-1].after_s, pieces=())
@@ -73,8 +75,11 @@ class Arrival:
     max_tokens: int
     slo: Slo = field(default_factory=Slo)
     follows: Turn | None = None
-    """Place in a session: then `at_s` is its least value, and `token_ids` are only those that come
-    after the prompt and answer of the request that it extends."""
+    """Place in a session, or None.
+
+    In a session, `at_s` is the earliest time. `token_ids` are only the tokens after the prompt and
+    answer of the request that this one extends.
+    """
 
     @property
     def spec(self) -> RequestSpec:

@@ -1,4 +1,4 @@
-"""Token ids for the lengths of a `RequestSpec`, which a live run needs."""
+"""Token ids for the lengths of a `RequestSpec`, needed by a run of a real engine."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from qllm.workloads.spec import Arrival, RequestSpec
 def with_tokens(
     requests: Iterable[RequestSpec], corpus: Sequence[int], seed: int = 0
 ) -> tuple[Arrival, ...]:
-    """Cut every prompt from a corpus at a place that depends on the seed and the name alone.
+    """Cut every prompt from a corpus, at a place that depends only on the seed and the name.
 
-    Of a request that extends another, only the new tokens are cut.
+    For a request that extends another, only the new tokens are cut.
 
     Args:
-        requests: Requests in order of time; one that extends another comes after it.
-        corpus: Token ids; a longer prompt starts again at the first one.
+        requests: Requests in order of time. A request that extends another comes after the other.
+        corpus: Token ids. A prompt that reaches their end continues at the first one.
         seed: Seed of the places.
     """
     if not corpus:

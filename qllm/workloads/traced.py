@@ -1,4 +1,7 @@
-"""The report of a run of our own engine, live or simulated: a trace has more than a client sees."""
+"""The report of a run of qllm's engine, live or simulated.
+
+A trace contains more than a client sees.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +26,10 @@ from qllm.workloads.spec import RequestSpec
 def served_of(
     events: Iterable[Event], requests: Iterable[RequestSpec], start_ns: int = 0
 ) -> list[Served]:
-    """Return the results of a workload's requests, by name; a refused request stays unserved.
+    """Return the results of a workload's requests, by name. A refused request stays unserved.
 
-    A request that follows another arrived at the time of the trace; one that never did has no
-    result.
+    A request that follows another arrived at the time in the trace. A request that never arrived
+    has no result.
     """
     found = {r.name: Served(spec=r) for r in requests}
     by_id: dict[RequestId, Served] = {}
@@ -55,15 +58,15 @@ def engine_report(
     slos: Mapping[int, Slo] | None = None,
     start_ns: int = 0,
 ) -> dict[str, Any]:
-    """Return `report` of a trace by class, and further numbers of the trace under "engine".
+    """Return the `report` of a trace by class, with further numbers under "engine".
 
-    Prefill counts as it is computed: a part of the layers counts as that part. Stalls, preemptions
-    and recomputed tokens are those of the whole run, until it was stopped.
+    Prefill counts when it is computed. A part of the layers counts as this part of a token. Stalls,
+    preemptions and recomputed tokens are counted over the whole run, until the run was stopped.
 
     Args:
-        events: All events in order, those after the stop included: a program that still ran
-            has its work counted up to the end of the window.
-        requests: Requests of the workload; their names identify the events.
+        events: All events in order, including events after the stop. So the work of a program that
+            still ran counts up to the end of the window.
+        requests: Requests of the workload. Their names identify the events.
         window: Measured part of the run.
         slos: Targets by priority.
         start_ns: Start of the run, on the clock of the events.
@@ -104,10 +107,10 @@ def _by_class(events: Sequence[Event]) -> dict[int, list[RequestMetrics]]:
 
 
 class _Prefill:
-    """Prompt tokens computed inside a window, by class.
+    """The prompt tokens computed inside a window, by class.
 
-    A run of a program counts evenly over its time: a long run that crosses an edge of the window
-    counts for the part inside.
+    The tokens of a program's run are spread evenly over the time of the run. So a long run that
+    crosses an edge of the window counts for the part inside.
     """
 
     def __init__(self, window: Window, start_ns: int) -> None:
@@ -158,9 +161,9 @@ class _Prefill:
 
 
 def class_inversions(events: Iterable[Event]) -> int:
-    """Count the programs without LS rows that began while an LS request waited for its first token.
+    """Count programs without LS rows that began while an LS request waited for its first token.
 
-    Slices that a stall bound guarantees count too.
+    Slices that a bound on stalls guarantees to BE also count.
     """
     waiting: set[RequestId] = set()
     ls: set[RequestId] = set()
