@@ -3,14 +3,13 @@
     StructuredOutputs -> text of a grammar -> Matcher -> one bit per token
 
 The result of a `Matcher` depends only on the tokens of the answer so far. The `Matcher` consumes
-new
-tokens, and starts again after fewer or other tokens. So no state has to be saved when a request is
-evicted, restored from a checkpoint or replayed by another engine.
+new tokens, and starts again after fewer or other tokens. So no state has to be saved when a request
+is evicted, restored from a checkpoint or replayed by another engine.
 
 llguidance's own counters bound the cost of a grammar. Some grammars are still slow. So a process
 with limited CPU time tries each grammar first (`qllm/grammar_check.py`). Building a grammar
-releases
-the interpreter's lock. Sorting a vocabulary does not, so an engine sorts its vocabulary at start.
+releases the interpreter's lock. Sorting a vocabulary does not, so an engine sorts its vocabulary at
+start.
 
 llguidance is imported for the first request with a grammar. Without llguidance, an engine refuses
 such requests.

@@ -7,8 +7,7 @@ remain. Parts that a schema demands, or allows with its own limits, are never fo
 (`Bounds.of`).
 
 Some markups of tool calls write strings as raw text between two markers. Raw text has the bound of
-a
-string. At the bound, only tokens that spell the second marker are allowed.
+a string. At the bound, only tokens that spell the second marker are allowed.
 """
 
 import re
@@ -42,8 +41,7 @@ class Bounds:
     text: int = 65_536
     """Most characters of a string. An escape counts as one character."""
     items: int = 1_000
-    """Most items of a list. Also: most members of an object whose schema describes unnamed
-    members.
+    """Most items of a list. Also: most members of an object whose schema describes unnamed members.
     """
     others: int = 32
     """Number of members by which any other object may exceed the schema's largest object."""
@@ -120,8 +118,7 @@ class Sorts:
         inside.
         """
         self.commas = tuple(_words(b"," in x for x in found) for found in both)
-        """Tokens with a comma, so that a further item or member follows. Two sets, as in
-        `opens`.
+        """Tokens with a comma, so that a further item or member follows. Two sets, as in `opens`.
         """
         self.ends_and_commas = tuple(_words(_is_outer(x) for x in found) for found in both)
         """Tokens that end the innermost list or object and add an item to an outer one."""

@@ -21,8 +21,7 @@ FORMATS = frozenset(
 MOST_DIGITS = 15
 """Most digits of an integer without limits. Every reader of JSON reads such an integer exactly."""
 CALLS = "// calls of tools\n"
-"""First line of a grammar of tool calls. The limits of JSON apply to the arguments of such
-calls.
+"""First line of a grammar of tool calls. The limits of JSON apply to the arguments of such calls.
 """
 RAW = "// raw text between "
 """Start of the second line, if strings are raw text. A JSON object of markers follows."""

@@ -101,10 +101,9 @@ class ModelShape(NamedTuple):
 class CutRule(NamedTuple):
     """The rule for cutting ops at rows: a pure function of absolute positions.
 
-    A row's tokens are divided into blocks at multiples of `block(position)`. Consecutive blocks
-    are packed into one op while the op stays within `max_cost`. The unit of cost is one token
-    through the projections of a layer. The tokens [lo, hi) cost
-    `(hi - lo) * (1 + attn_cost_per_kv * hi)`.
+    A row's tokens are divided into blocks at multiples of `block(position)`. Consecutive blocks are
+    packed into one op while the op stays within `max_cost`. The unit of cost is one token through
+    the projections of a layer. The tokens [lo, hi) cost `(hi - lo) * (1 + attn_cost_per_kv * hi)`.
     """
 
     max_cost: float
@@ -149,8 +148,8 @@ NO_CUTS = CutRule(
 class _Ruler:
     """The block ends of a cut rule, at absolute positions from 0.
 
-    A later block is never longer than an earlier one. The size of a block divides its start. So
-    the cuts of a row are the ruler's cuts inside the row.
+    A later block is never longer than an earlier one. The size of a block divides its start. So the
+    cuts of a row are the ruler's cuts inside the row.
     """
 
     def __init__(self, cuts: CutRule) -> None:

@@ -3,8 +3,7 @@
 KV takes memory only when it fills. So a starting engine finds free memory that another engine will
 take later. Each engine claims this memory: it writes the number of bytes to a file, and locks the
 file until its process ends. Engines of one user see each other's claims if they have the same
-folder
-for temporary files.
+folder for temporary files.
 """
 
 import fcntl

@@ -36,8 +36,7 @@ class Costs(NamedTuple):
     most_tokens: int = MOST_TOKENS
     """Tokens of all seats, each with the longest sequence. More tokens would be useless."""
     keeps: bool = True
-    """True if cached KV takes the same memory as KV; False without cached KV, or in other
-    memory.
+    """True if cached KV takes the same memory as KV; False without cached KV, or in other memory.
     """
 
 

@@ -88,7 +88,7 @@ def create_app(
             (`app.state.front.engine`).
         config: Settings.
         make: Function that makes a new engine after an engine has failed; None allows no new
-        engine.
+            engine.
         load_s: Seconds that the first engine took to load.
     """
     rules = read_rules(config.keys_file)

@@ -320,7 +320,7 @@ class Metrics:
             key: Digest of the key.
             result: The choice.
             is_first: True for the first choice of a prompt. The prompt's tokens are counted only
-            then.
+                then.
         """
         m = result.metrics
         label = class_name(m.priority)

@@ -83,7 +83,7 @@ class Server:
         Args:
             arrival: The request.
             with_ids: True to ask for the ids of the answer, because a later prompt contains the
-            answer.
+                answer.
         """
         ids = list(arrival.token_ids)
         body: dict[str, Any] = {

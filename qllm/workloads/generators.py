@@ -1,9 +1,9 @@
 """Named workloads S1 to S15: seeded, scaled to the machine, the same for every policy.
 
 A name fixes the kind of requests and the pattern of arrivals. `Capacity` fixes the amount. A load
-of
-0.4 is 40 % of the requests that the machine could complete without other work. A rate is nominal:
-the draw of one seed has another rate. So results print `offered_rates` next to `nominal_rates`.
+of 0.4 is 40 % of the requests that the machine could complete without other work. A rate is
+nominal: the draw of one seed has another rate. So results print `offered_rates` next to
+`nominal_rates`.
 """
 
 import itertools
@@ -82,8 +82,7 @@ class Scenario:
     load: float
     """LS rate divided by LS capacity. With `ls_share`, the load of both classes together."""
     ls_share: float | None = None
-    """Part of the requests that is LS, if both classes have one pattern; None if BE is a
-    backlog.
+    """Part of the requests that is LS, if both classes have one pattern; None if BE is a backlog.
     """
     backlog: Backlog = field(default_factory=Backlog)
     retrieval: Retrieval | None = None

@@ -1,10 +1,9 @@
 """The report of a mixed run, the same for a live engine, a server and the simulator.
 
 Only requests that arrive inside the window count, and only throughput inside the window. (Of
-classes
-behind LS, earlier requests also count, because a backlog is no warm-up.) A request that is unserved
-at the end is censored. The wait so far counts as the latency (a lower bound), and the request meets
-no target. So a system cannot look better by not answering.
+classes behind LS, earlier requests also count, because a backlog is no warm-up.) A request that is
+unserved at the end is censored. The wait so far counts as the latency (a lower bound), and the
+request meets no target. So a system cannot look better by not answering.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -40,8 +40,7 @@ class Mix:
     ls_rate: float = 2.0
     """LS requests per second, on average."""
     ls_tail: float = 0.1
-    """Part of the window, at its end, without LS arrivals. So every unserved LS request has
-    waited.
+    """Part of the window, at its end, without LS arrivals. So every unserved LS request has waited.
     """
     ls_prompt: tuple[int, int] = (64, 128)
     ls_output: tuple[int, int] = (16, 32)

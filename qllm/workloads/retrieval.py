@@ -25,8 +25,7 @@ class Retrieval:
     ms: Lengths
     """Milliseconds from the question to the last piece."""
     bunched: float = 1.0
-    """Exponent of uniform random numbers for the gaps. Above 1 most gaps are short and a few
-    long.
+    """Exponent of uniform random numbers for the gaps. Above 1 most gaps are short and a few long.
     """
     replaces: bool = False
     """True if a piece replaces the prompt from a random place on; False if it is appended."""

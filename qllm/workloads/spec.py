@@ -33,8 +33,7 @@ class RequestSpec:
     """One request, before its tokens are chosen."""
 
     at_s: float
-    """Seconds from the workload's start to the arrival; the earliest, for a request that
-    follows.
+    """Seconds from the workload's start to the arrival; the earliest, for a request that follows.
     """
     priority: int
     """Class of the request, as in `qllm.types.Priority`."""

@@ -1,9 +1,8 @@
 """Protocols that the prefix cache copies KV with. Implementations copy bytes and decide nothing.
 
 A page is a copy, in main memory, of the KV of some tokens in every layer. The implementation
-defines
-the type of a page, and the time at which its bytes are complete. On a CPU a page is tensors. On a
-GPU a page is a place in page-locked memory.
+defines the type of a page, and the time at which its bytes are complete. On a CPU a page is
+tensors. On a GPU a page is a place in page-locked memory.
 """
 
 from collections.abc import Mapping, Sequence

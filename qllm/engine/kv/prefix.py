@@ -488,8 +488,7 @@ class PrefixCache:
         """Delete the cached KV of an owner (16 bytes) or of one salt of an owner (32 bytes).
 
         Requests in flight and delayed requests (`held`) continue, but no more of their KV is
-        cached.
-        Returns the number of pages.
+        cached. Returns the number of pages.
         """
         names = self._let_go(tag)
         for user in self._users.values():

@@ -23,8 +23,7 @@ from qllm.types import NS_PER_MS, Priority
 WRITING_BYTES = 16 << 20
 """Most bytes that are being written to the file at once; always at least two pages."""
 GENTLE_SHARE = 0.01
-"""Share of a core for writes, and for reads, while LS requests exist. Loads for LS have no
-limit.
+"""Share of a core for writes, and for reads, while LS requests exist. Loads for LS have no limit.
 """
 FIRST_NS_PER_BYTE = 10
 """Estimated nanoseconds per byte until a first page was read: 100 MB/s."""

@@ -32,7 +32,7 @@ class ResponseWriter:
         asked: Body of the request.
         chat: The same body as a chat.
         keep: Function that stores the whole response before the response is sent; None stores
-        nothing.
+            nothing.
         begun: Response so far, if a part was already sent.
         num_events: Number of events that were already sent.
     """

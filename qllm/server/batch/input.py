@@ -1,7 +1,7 @@
 """The lines of a batch's input, checked against the digests made at validation.
 
-A disk may lose or change a file after validation. So each line has a digest. Intact lines still
-get answers, and damaged lines get an error.
+A disk may lose or change a file after validation. So each line has a digest. Intact lines still get
+answers, and damaged lines get an error.
 """
 
 import errno
@@ -49,8 +49,7 @@ def checked(path: Path, total: int, digests: bytes | None) -> Iterator[tuple[int
         path: Path of the input file, which may be damaged or missing.
         total: Number of lines at validation.
         digests: Digests from `Digested`; None for a batch of an older release. Without digests,
-        each
-            line with the necessary fields counts as intact.
+            each line with the necessary fields counts as intact.
 
     Raises:
         OSError: The file cannot be read now, but perhaps later.

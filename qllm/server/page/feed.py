@@ -57,8 +57,7 @@ class Feed:
 
         Args:
             since: Number of the last message that the page has; 0 yields all stored messages. A
-            number
-                that this server has not used comes from another server, and counts as 0.
+                number that this server has not used comes from another server, and counts as 0.
         """
         if since > self._number:
             since = 0

@@ -4,8 +4,8 @@
 
 JSON, checks of fields, chat templates and lists of ids keep the interpreter's lock. On a thread of
 the server such work would stall all streams. The process has limits of CPU time and memory. So a
-body that exceeds a limit, or crashes the process, affects no other body. Results must be compact:
-a text, an array, bytes, or a body with packed lists (`qllm.server.requests.bodies`).
+body that exceeds a limit, or crashes the process, affects no other body. Results must be compact: a
+text, an array, bytes, or a body with packed lists (`qllm.server.requests.bodies`).
 """
 
 import asyncio

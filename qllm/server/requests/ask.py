@@ -38,8 +38,7 @@ class Ask:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of SamplingParams. The model's own defaults fill the rest."""
     form: MakeForm | None = None
-    """Factory of the grammar of an answer that may call tools. It replaces a grammar in
-    `sampling`.
+    """Factory of the grammar of an answer that may call tools. It replaces a grammar in `sampling`.
     """
     max_tokens: int | None = None
     """Most tokens of the answer. For 0 the engine makes one token that the answer hides."""

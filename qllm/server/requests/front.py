@@ -51,8 +51,7 @@ class Front:
         self.ended: WeakKeyDictionary[QLLMEngine, str] = WeakKeyDictionary()
         """Reason of failure of each earlier engine."""
         self.back_in_s: Callable[[], int] | None = None
-        """Function that estimates the seconds until there is an engine; None if there will be
-        none.
+        """Function that estimates the seconds until there is an engine; None if there will be none.
         """
         self.gave_up: str | None = None
         """Reason why the supervisor starts no further engine. The server then ends."""
@@ -72,8 +71,7 @@ class Front:
         self.leaving = False
         """True if the server will drain soon. /ready reports this; requests are still served."""
         self._ids: set[tuple[str, str]] = set()
-        """Caller and id of each open request with an id from its caller. Ids are unique per
-        caller.
+        """Caller and id of each open request with an id from its caller. Ids are unique per caller.
         """
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}

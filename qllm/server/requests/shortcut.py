@@ -30,8 +30,7 @@ class Shortcut:
         app: App with all of FastAPI's layers.
         apart: Reader of long bodies.
         routers: Routers of the endpoints. The middleware calls an endpoint directly if it takes
-        only a
-            `body` and the `request`, and returns a response.
+            only a `body` and the `request`, and returns a response.
     """
 
     def __init__(self, app: ASGIApp, apart: Apart, routers: Iterable[APIRouter]) -> None:

@@ -17,8 +17,7 @@ DATABASE = "batch.db"
 OURS = re.compile(r"lock|files|batch\.db(-wal|-shm|-journal)?|lost\+found")
 """Names of the server's files in the folder, and of `lost+found`, which file systems create."""
 MADE = b"made\n"
-"""Content of the lock file once the database was made. After that, a missing database is an
-error.
+"""Content of the lock file once the database was made. After that, a missing database is an error.
 """
 _log = logging.getLogger("qllm.server")
 

@@ -119,12 +119,11 @@ class Store:
         folder: State folder; created if missing.
         most_bytes: Most bytes of files and responses per key.
         reserve_bytes: Bytes of the disk that uploads leave for answers, at most a tenth of the
-        disk.
+            disk.
 
     Raises:
         ConfigError: Another server uses the folder; or the folder is of another version, is
-        damaged,
-            or cannot be written.
+            damaged, or cannot be written.
     """
 
     def __init__(

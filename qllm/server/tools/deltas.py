@@ -21,7 +21,7 @@ class Scanner:
 
     Args:
         has_tags: True if a tag may interrupt the object. In JSON alone, a tag only occurs in
-        strings.
+            strings.
     """
 
     def __init__(self, *, has_tags: bool = False) -> None:

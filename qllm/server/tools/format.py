@@ -45,8 +45,7 @@ class Format:
     """A way to write reasoning and tool calls.
 
     With an `argument` template, each argument is written separately: a text unchanged, another
-    value
-    as JSON. Without this template, all arguments are one object in a `notation`.
+    value as JSON. Without this template, all arguments are one object in a `notation`.
     """
 
     name: str

@@ -60,7 +60,7 @@ class Harmony:
         marks: Marks by token id, from `marks_of`.
         prompt: Token ids of the prompt; the answer continues its last message.
         names: Names of the functions that the model sees. The model may omit the prefix
-        "functions.".
+            "functions.".
     """
 
     def __init__(

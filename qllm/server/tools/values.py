@@ -78,7 +78,7 @@ class Value:
 
         Raises:
             UnreadableError: The text cannot continue the value. A valid part before is returned
-            first.
+                first.
         """
         out: list[str] = []
         at = 0
