@@ -117,14 +117,14 @@ def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> li
 def saturate_http(
     server: Server, arrivals: Iterable[Arrival], concurrency: int, seconds: float
 ) -> list[Served]:
-    """Keep a constant number of requests open, also before their due times.
+    """Keep a constant number of requests open. Due times are ignored.
 
     When a request ends, the next one is sent. This measures the most that a server can do. Measure
     latencies under load with `send_http`, because here a slow server receives fewer requests.
 
     Args:
         server: Server to send to.
-        arrivals: Enough arrivals. Latencies count from the time at which a request was sent.
+        arrivals: Arrivals, enough for the run. Latencies count from the time of sending.
         concurrency: Number of open requests.
         seconds: Length of the run. Unanswered requests are closed at the end.
 
@@ -153,7 +153,7 @@ def talk_http(
         server: Server to send to. It must support `return_token_ids`.
         arrivals: Arrivals in order of time; those that follow others come after those.
         seconds: Most seconds of the run. Then unanswered requests are closed.
-        batch: Enough requests. Latencies count from the time at which a request was sent.
+        batch: Requests, enough for the run. Latencies count from the time of sending.
         depth: Number of open requests of the batch.
 
     Raises:

@@ -37,7 +37,7 @@ A client may remove an answer's reasoning. Then its next prompt lacks some of th
 
 
 class KeptStates:
-    """States by the name of the page before. Lives on the engine's thread.
+    """The cached states, by the name of the page before. Lives on the engine's thread.
 
     Args:
         runner: Owner of the states of requests.
@@ -79,7 +79,7 @@ class KeptStates:
             user.state = None
 
     def give(self, user: User, num_pages: int) -> None:
-        """Give a request with the KV of its first pages the states after these pages."""
+        """Let a request with KV of its first pages continue from the states after these pages."""
         if user.state is None:
             return
         request, now = user.request, self._now_ns()

@@ -111,7 +111,7 @@ class Disk(Protocol):
         ...
 
     def be_gentle(self, gentle: bool) -> None:
-        """Set if LS requests exist. If so, other work gets only `GENTLE_SHARE`.
+        """Record whether LS requests exist. While they exist, other work gets only `GENTLE_SHARE`.
 
         Loads for LS requests are never slowed down.
         """
@@ -227,7 +227,7 @@ class FileTier:
 
     @property
     def _most(self) -> int:
-        """Return the most pages that may be in writing at once."""
+        """Return the most pages that may be written at the same time."""
         return max(2, WRITING_BYTES // self.page_bytes)
 
     def store(self, ram: PageStore[Any], now_ns: int) -> None:
@@ -305,7 +305,7 @@ class FileTier:
         return load
 
     def be_gentle(self, gentle: bool) -> None:
-        """Set if LS requests exist."""
+        """Tell the `Disk` whether LS requests exist."""
         self._is_gentle = gentle
         self.disk.be_gentle(gentle)
 

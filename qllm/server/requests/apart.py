@@ -78,7 +78,7 @@ class Apart:
         self._control: socket.socket | None = None
 
     def do(self, num_bytes: int, function: Callable[..., Any], *args: Any, nice: int = 0) -> Any:
-        """Call a function and return its result; long work waits for a process.
+        """Call a function and return its result. Long work runs in a separate process.
 
         Args:
             num_bytes: Size of the input, approximately.

@@ -71,7 +71,7 @@ class Front:
         self.leaving = False
         """True if the server will drain soon. /ready reports this; requests are still served."""
         self._ids: set[tuple[str, str]] = set()
-        """Caller and id of each open request with an id from its caller. Ids are unique per caller.
+        """Caller and id of each open request that its caller has named. Ids are unique per caller.
         """
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
@@ -179,7 +179,7 @@ class Front:
     def change(self, answer: Answer, priority: Priority | None, paused: bool | None) -> None:
         """Change the class of an open request, or pause or resume the request.
 
-        Return None changes nothing.
+        An argument that is None changes nothing.
 
         Raises:
             ApiError: The limit of LS requests is reached, or the API key may not have the class.

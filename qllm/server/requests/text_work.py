@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from qllm.frontend.waker import Waker
 
 LONG_THREADS = 2
-"""Threads for long jobs, so that one long prompt does not wait for another."""
+"""Number of threads for long jobs, so that one long prompt does not wait for another."""
 
 
 class _Job(NamedTuple):

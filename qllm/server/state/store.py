@@ -96,7 +96,7 @@ CREATE TRIGGER response_gone AFTER DELETE ON responses BEGIN
     WHERE owner = OLD.owner;
 END;
 """
-"""Version 4: digests of files and of the lines of a batch, and the bytes of each key."""
+"""Columns and tables added in version 4: digests of files and batch lines, bytes of each key."""
 VERSIONS = (TABLES, RESPONSES, EVENTS, KEPT_BYTES)
 """SQL that each version adds, by version. A database of a later version is refused."""
 Row = dict[str, Any]

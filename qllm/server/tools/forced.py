@@ -48,7 +48,7 @@ _KNOWN = frozenset(
 _NAME = re.compile(r"[^\s<>{}()\[\]\"]{1,256}")
 _KEY = re.compile(r"(?! )[^\n<>\"]{1,256}(?<! )")
 _BARE_KEY = re.compile(r"[\w$@.-]{1,256}")
-"""Names and keys that a reader can tell from the tags before and after."""
+"""Names and keys that a reader can recognise between tags."""
 
 
 def form_of_calls(
