@@ -114,8 +114,7 @@ class Sorts:
         inside = [_structure(text, in_string=True) for text in texts]
         both = (outside, inside)
         self.opens = tuple(_words(b"[" in x or b"{" in x for x in found) for found in both)
-        """Tokens that begin a list or an object. Two sets: for a start outside a string, and
-        inside.
+        """Tokens that begin a list or an object, in two sets: outside a string, and inside.
         """
         self.commas = tuple(_words(b"," in x for x in found) for found in both)
         """Tokens with a comma, so that a further item or member follows. Two sets, as in `opens`.

@@ -84,7 +84,7 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _each(schema: Any, change: Callable[[Schema], Schema], besides: tuple[str, ...] = ()) -> Any:
-    """Return a schema to which `change` was applied, and to each schema inside.
+    """Apply `change` to a schema and to each schema inside, and return the result.
 
     Lists under the keys in `besides` stay unchanged.
     """

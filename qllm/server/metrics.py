@@ -29,7 +29,7 @@ SECONDS = (
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 RECENT = 512
-"""Number of last TTFTs per class from which the live page computes percentiles."""
+"""Number of recent TTFTs per class from which the live page computes percentiles."""
 STATES = ("waiting", "running", "parked", "paused")
 
 

@@ -51,9 +51,12 @@ def read_requests(
 ) -> list[RequestSpec]:
     """Read a trace file. The columns determine the format.
 
-    Classes come from `be_where`, else from `be_share`, else from a column `priority` or `cls`
-    ("LS", "BE" or an integer), else every request is LS. Rows without output (the failed requests
-    of BurstGPT) are skipped. Times count from the first row.
+    The class of a row comes from `be_where`, or else from `be_share`. Without these, it comes from
+    a
+    column `priority` or `cls` ("LS", "BE" or an integer). Without such a column, every request is
+    LS.
+    Rows without output (the failed requests of BurstGPT) are skipped. Times count from the first
+    row.
 
     Args:
         path: Path of the file.

@@ -36,7 +36,7 @@ class Flow:
     arrivals: Arrivals = POISSON
 
     def fitted(self, scale: float, max_len: int | None) -> "Flow":
-        """Return lengths times `scale`.
+        """Return the flow with lengths times `scale`.
 
         If the longest exceed `max_len`, all shrink by one more factor.
         """

@@ -26,9 +26,9 @@ GENTLE_SHARE = 0.01
 """Share of a core for writes, and for reads, while LS requests exist. Loads for LS have no limit.
 """
 FIRST_NS_PER_BYTE = 10
-"""Estimated nanoseconds per byte until a first page was read: 100 MB/s."""
+"""Estimated time to read a byte, used until a page was read: 100 MB/s."""
 FIRST_BUSY = 0.5
-"""Estimated share of a read in which the thread computes, until a first page was read."""
+"""Estimated share of a read in which the thread computes, used until a page was read."""
 SLACK_NS = 200 * NS_PER_MS
 """Minimum time before a load counts as late."""
 LATE = 3

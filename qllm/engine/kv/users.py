@@ -56,7 +56,7 @@ class User:
         return self.request.is_admitted or self.request.num_swapped_tokens > 0
 
     def until_ns(self, now_ns: int) -> int:
-        """Return the time until which pages that the request uses now shall stay cached.
+        """Return the time until which the request's pages shall stay cached, if used now.
 
         0 if unset.
         """

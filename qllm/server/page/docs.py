@@ -67,7 +67,7 @@ def routes() -> APIRouter:
 def example(route: str, model: str) -> str:
     """Return an operation's example body as JSON, with the model's name.
 
-    "" if there is no example.
+    Return "" if there is no example.
     """
     body = EXAMPLES.get(route, {})
     return json.dumps({**body, "model": model} if "model" in body else body) if body else ""
