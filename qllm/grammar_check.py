@@ -58,7 +58,7 @@ def wrong_with(grammar: str, schema: str | None) -> str | None:
 
     Args:
         grammar: Grammar in llguidance's syntax.
-        schema: JSON schema that the grammar was made from, if any. The error has the place in it.
+        schema: JSON schema that the grammar was made from, if any. The error names a place in it.
 
     Raises:
         RuntimeError: The process failed for another reason.
@@ -278,7 +278,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    """Check the grammar on standard input, and write its error, or null, to standard output."""
+    """Check the grammar on standard input, and write the error, or null, to standard output."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sys.stdout.write(json.dumps(find(**json.load(sys.stdin))))

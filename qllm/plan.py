@@ -1,7 +1,7 @@
 """Plans of policies, and the rule for cutting ops.
 
 A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to
-stop. `qllm.scheduler.compile` turns it into a `Program` (`qllm.scheduler.program`), which a
+stop. `qllm.scheduler.compile` turns the plan into a `Program` (`qllm.scheduler.program`), which a
 runner executes (`qllm.runner.protocol`).
 
     rows    A [0, 6) layers [0, 3)      B [4, 5) layers [0, 3)      C [0, 9) layers [1, 3)
@@ -58,8 +58,8 @@ class Plan:
     swap_out: tuple[RequestId, ...] = ()
     """Requests to swap out before the rows run, also requests of equal rank.
 
-    They are swapped in when they are planned. Swapping out needs `Cap.KV_SWAP`, free swap space,
-    and that the request has run since it took KV.
+    Such a request is swapped in when it is planned. A swap needs `Cap.KV_SWAP` and free swap space.
+    The request must have run since it took KV.
     """
 
     @property

@@ -163,8 +163,8 @@ def _guarded(
 def _make_routes(app: FastAPI) -> None:
     """Match a path without a route, so that FastAPI makes the routes of every router now.
 
-    Otherwise FastAPI makes them at the first request to a router. That takes up to 20 ms, and a
-    stream must not wait so long.
+    Otherwise FastAPI makes the routes at the first request to a router. Making routes takes up to
+    20 ms. A stream must not wait so long.
     """
     scope = {"type": "http", "method": "GET", "path": "", "root_path": "", "headers": []}
     for route in app.router.routes:

@@ -239,8 +239,9 @@ class Workload:
     short.
     """
     max_len: int | None = None
-    """Most tokens of prompt and output together. All lengths of a longer class shrink; none is
-    clipped.
+    """Most tokens of prompt and output together. A class with longer requests shrinks.
+
+    All lengths shrink in proportion. No length is clipped.
     """
     ls_slo: Slo = field(default_factory=Slo)
     retrieval_scale: float = 1.0

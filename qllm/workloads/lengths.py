@@ -94,4 +94,4 @@ AZURE_CONV_PROMPT = _table((2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 
 AZURE_CONV_OUTPUT = _table((7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000))
 SHAREGPT_PROMPT = lognormal(350.9, 1.0)
 SHAREGPT_OUTPUT = lognormal(187.9, 1.0)
-"""Output tokens of ShareGPT. The mean is of the set that Laser filtered; the spread is ours."""
+"""Output tokens of ShareGPT. The mean is of the set that Laser filtered. The spread is ours."""

@@ -32,7 +32,9 @@ class Sessions:
     answer: Lengths
     """Tokens of a turn's answer."""
     context: int
-    """Most tokens of prompt and answer together. A session ends before it would exceed them."""
+    """Most tokens of prompt and answer together. A session ends before it would exceed this
+    number.
+    """
     turns: Lengths
     """Number of turns in a session, without the turns of subagents."""
     wait_ms: Lengths

@@ -33,7 +33,7 @@ class RequestSpec:
     """One request, before its tokens are chosen."""
 
     at_s: float
-    """Seconds from the workload's start to the arrival; the earliest, for a request that follows.
+    """Seconds from the workload's start to the arrival. A request that follows may arrive later.
     """
     priority: int
     """Class of the request, as in `qllm.types.Priority`."""
@@ -56,7 +56,7 @@ class RequestSpec:
         return max([self.num_prompt_tokens, *(p.keep + p.num_tokens for p in self.pieces)])
 
     def whole(self) -> Self:
-        """Return the request with its whole prompt arriving at the time of the last piece."""
+        """Return the request without pieces, arriving when the last piece would arrive."""
         if not self.pieces:
             return self
         return replace(self, at_s=self.at_s + self.pieces[-1].after_s, pieces=())

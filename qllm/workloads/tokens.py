@@ -16,7 +16,7 @@ def with_tokens(
 
     Args:
         requests: Requests in order of time. A request that extends another comes after the other.
-        corpus: Token ids. A prompt that reaches their end continues at the first one.
+        corpus: Token ids. A prompt that reaches the corpus's end continues at the first id.
         seed: Seed of the places.
     """
     if not corpus:

@@ -39,14 +39,14 @@ class BestEffort:
         self._front = front
         self._permits = asyncio.Semaphore(front.config.batch_concurrency)
         self._admission = asyncio.Lock()
-        """Lock for taking permits. It lets work that needs all permits get all of them."""
+        """Lock for taking permits, so that work that needs all permits gets all permits."""
         self._deaths = Counter[Hashable]()
         """Number of engines that died, by work."""
 
     async def take(self, name: Hashable) -> int:
         """Wait for one permit, or for all if an engine died during this work.
 
-        Return their number.
+        Return the number of permits.
         """
         permits = self._front.config.batch_concurrency if self._deaths[name] else 1
         taken = 0

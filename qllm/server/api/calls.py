@@ -48,7 +48,7 @@ class Reader(Reading, Protocol):
     def is_in_call(self) -> bool:
         """True if a call's arguments have begun and not ended.
 
-        At the answer's end: they were cut off.
+        At the answer's end, such arguments are cut off.
         """
         ...
 

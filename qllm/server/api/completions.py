@@ -60,7 +60,7 @@ class CompletionWriter(Writer):
         return certain_text(tokenizer, ids, special=True)[0]
 
     def _texts_of_prompt(self, index: int) -> list[str]:
-        """Split the echo into the text of each prompt token, to list their log-probabilities."""
+        """Split the echo into the text of each prompt token, for the list of log-probabilities."""
         tokenizer, ids = self._front.engine.tokenizer, self.prompts[index]
         if tokenizer is None:
             return [self.shown(token_id, 0.0).token for token_id in ids]

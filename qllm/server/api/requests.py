@@ -46,7 +46,7 @@ def _found(front: Front, caller: str, name: str) -> Answer:
     """Return an open request of this caller. Requests of other callers count as missing.
 
     Raises:
-        ApiError: 404 if no request has the name. 409 if several have it and it is the id of none.
+        ApiError: 404 if no request has the name. 409 if several have the name and none the id.
     """
     called = [x for x in front.answers if x.caller == caller and name in x.names]
     found = [x for x in called if x.answer_id == name] or called

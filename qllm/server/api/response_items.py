@@ -175,7 +175,7 @@ class SkippedItem(Item):
     type: str
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield its type and what to do about it."""
+        """Yield the item's type, and advice for the client."""
         yield self.type, f"items of type {self.type!r} say nothing to a model; leave it out"
 
 

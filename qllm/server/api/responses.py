@@ -63,7 +63,7 @@ async def _chat_of(
 
 
 def routes(front: Front, state: State | None) -> APIRouter:
-    """Return the routes that make responses or count their tokens.
+    """Return the routes that make responses or count the tokens of a conversation.
 
     Args:
         front: Front that serves the answers.

@@ -433,7 +433,7 @@ async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _all(tasks: set[asyncio.Task[None]]) -> None:
-    """Wait for all tasks; raise the first failure at once."""
+    """Wait for all tasks, but raise the first failure at once."""
     if tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:

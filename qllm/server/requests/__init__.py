@@ -1,1 +1,1 @@
-"""The routes' access to the engine: requests to it, and answers in progress."""
+"""The routes' access to the engine: requests to the engine, and answers in progress."""

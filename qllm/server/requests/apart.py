@@ -73,7 +73,7 @@ class Apart:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(AT_ONCE, "qllm-apart")
         self._lock = threading.Lock()
-        """Lock for starting the waiting process, and for sending work to it."""
+        """Lock for starting the waiting process, and for sending work to this process."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -87,7 +87,7 @@ class Apart:
             nice: Niceness of the process.
 
         Raises:
-            ApiError: The work takes too much time or memory, or the function raises it.
+            ApiError: The work takes too much time or memory, or the function raises an ApiError.
         """
         if num_bytes < LONG:
             return function(*filled(args, self._tokenizer()))

@@ -47,7 +47,7 @@ class Ask:
     silence_timeout_s: float | None = None
     """Longest time without a token, in seconds. Then the answer ends with an error."""
     special: bool | None = None
-    """True to add the special tokens around each text; None adds them to prompts only."""
+    """True to add the special tokens around each text; None adds special tokens only to prompts."""
     truncate: int | None = None
     """Number of last tokens to keep of each prompt. `TO_FIT` leaves room for the answer."""
     cache_salt: str = ""

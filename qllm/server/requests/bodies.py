@@ -23,13 +23,13 @@ JSON = "application/json"
 MOST_VALUES = 1_000_000
 """Most values in a body: token ids, texts, fields."""
 MOST_CONTAINERS = 200_000
-"""Most lists and objects in a body: messages, their parts, calls, tools."""
+"""Most lists and objects in a body: messages, parts of messages, calls, tools."""
 MOST_DEPTH = 200
 """Most levels of nested lists and objects."""
 MOST_DIGITS = 400
-"""Most digits of a number; the largest 64-bit floating point number has 309."""
+"""Most digits of a number. The largest 64-bit floating point number has 309 digits."""
 MOST_UNPACKED = 50_000
-"""Most unpacked values in a long body: they become objects in the server's process."""
+"""Most unpacked values in a long body. Unpacked values become objects in the server's process."""
 FEW = 1_000
 """Number of values up to which a list is not packed."""
 _TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
@@ -43,7 +43,7 @@ def check_bounds(raw: bytes) -> None:
     """Check that parsing a body has a bounded cost. Bytes inside texts are not counted.
 
     Raises:
-        ApiError: A limit is exceeded; the message names it.
+        ApiError: A limit is exceeded. The message names the limit.
     """
     bare = _TEXT.sub(b"", raw)
     containers = bare.count(b"[") + bare.count(b"{")
@@ -187,7 +187,7 @@ def kept_of(body: Any) -> tuple[str, str]:
 
 
 def _as_arrays(name: str, value: Any) -> Any:
-    """Return a list of ids, or of lists of ids, as arrays; anything else unchanged."""
+    """Return a list of ids, or of lists of ids, as arrays. Other values are returned unchanged."""
     if not isinstance(value, list) or not value:
         return value
     try:

@@ -69,7 +69,7 @@ class Front:
         self.draining = asyncio.Event()
         """Event, set when the server is about to end and accepts no new request."""
         self.leaving = False
-        """True if the server will drain soon. /ready reports this; requests are still served."""
+        """True if the server will drain soon. /ready reports this. Requests are still served."""
         self._ids: set[tuple[str, str]] = set()
         """Caller and id of each open request that its caller has named. Ids are unique per caller.
         """
@@ -115,7 +115,7 @@ class Front:
         return await loop.run_in_executor(self._text[priority].pool, function, *args)
 
     async def best_effort(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Run work that no answer waits for, on a BE thread; return its result. See `Apart.do`."""
+        """Run work that no answer waits for, as `Apart.do`, on a BE thread. Return the result."""
         do = partial(self.apart.do, num_bytes, function, *args, nice=NICE)
         return await self.in_thread(Priority.BE, do)
 
@@ -206,7 +206,7 @@ class Front:
             answer.is_paused = paused
 
     def unavailable(self) -> ApiError | None:
-        """Return the error while the engine serves nothing; None while it serves."""
+        """Return the error while the engine serves no requests; None while the engine serves."""
         try:
             self.engine.raise_if_closed()
         except EngineClosedError as error:

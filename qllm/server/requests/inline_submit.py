@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class AtOnce:
-    """A submitter of small prompts, in the same iteration of the event loop as their arrival.
+    """A submitter of small prompts, in the iteration of the event loop in which they arrive.
 
     The engine is notified at the end of the iteration. So several requests wake the engine once and
     share a step. Lives on one event loop.

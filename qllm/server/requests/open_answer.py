@@ -49,7 +49,7 @@ class Answer:
         self._is_closed = False
         self.answer_id = self.caller = ""
         self.names: frozenset[str | None] = frozenset()
-        """Ids by which the caller may refer to it."""
+        """Ids by which the caller may refer to the request."""
         self.is_paused = False
         self.silence_timeout_s: float | None = None
         """Longest time without a token, in seconds. Then the answer ends with an error."""

@@ -27,7 +27,7 @@ WITH RECURSIVE chain(id, previous, status, input, output, depth) AS (
 
 
 class ResponseStore:
-    """The responses in the state folder. Safe to use from any thread; calls block.
+    """The responses in the state folder. Any thread may call the store. Calls block.
 
     Args:
         store: Store of the folder.

@@ -111,9 +111,10 @@ def now() -> int:
 
 
 class Store:
-    """The files, batches and answers in the state folder. Safe to use from any thread; calls block.
+    """The files, batches and answers in the state folder.
 
-    The class has many methods because each method is one SQL statement.
+    Any thread may call the store. Calls block. The class has many methods because each
+    method is one SQL statement.
 
     Args:
         folder: State folder; created if missing.
@@ -122,8 +123,8 @@ class Store:
             disk.
 
     Raises:
-        ConfigError: Another server uses the folder; or the folder is of another version, is
-            damaged, or cannot be written.
+        ConfigError: Another server uses the folder, or the folder is of another version, damaged,
+            or cannot be written.
     """
 
     def __init__(
@@ -211,7 +212,10 @@ class Store:
         return self._files / file_id
 
     def write(self, file_id: str, chunks: Iterable[bytes]) -> tuple[int, bytes]:
-        """Write a file completely or not at all; return its size in bytes and its digest."""
+        """Write a file completely or not at all.
+
+        Return the file's size in bytes, and the digest.
+        """
         part, size, sums = self._files / f"{file_id}.part", 0, blake2b()
         try:
             with open(private_fd(part, os.O_WRONLY | os.O_TRUNC), "wb") as out:

@@ -419,7 +419,10 @@ def _has_one(form: Format) -> bool:
 
 
 def _inside(form: Format) -> str:
-    """Return the template of a call without the start of its message. The prompt has this start."""
+    """Return the template of a call without the message's start.
+
+    The prompt already has this start.
+    """
     call = form.calls[0]
     if form.has_heads:
         call = call.removeprefix(f"{START}assistant")

@@ -4,8 +4,8 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>content<|return|>
 
-OpenAI's library for this format fetches its own vocabulary. This reader finds the marks as special
-tokens of the model's tokenizer instead.
+OpenAI's library for this format downloads a vocabulary. This reader instead finds the marks among
+the special tokens of the model's tokenizer.
 """
 
 import re
@@ -58,7 +58,7 @@ class Harmony:
     Args:
         tokenizer: The model's tokenizer.
         marks: Marks by token id, from `marks_of`.
-        prompt: Token ids of the prompt; the answer continues its last message.
+        prompt: Token ids of the prompt. The answer continues the prompt's last message.
         names: Names of the functions that the model sees. The model may omit the prefix
             "functions.".
     """

@@ -86,7 +86,7 @@ class Patterns(NamedTuple):
     tags: Any
     """Tag anywhere in content: groups "section", "call", "hidden"."""
     thought: Any
-    """End of reasoning, or a call that ends it."""
+    """End of reasoning, or a call that ends the reasoning."""
     inside: Any
     """A call in a section, or the section's end: groups "call", "close"."""
     argument: Any
@@ -117,7 +117,7 @@ def patterns_of(
 
     Args:
         format: Format of the answers.
-        marks: Marks with their tags.
+        marks: Pairs of a mark and the tag that the mark stands for.
         names: Names of the functions that the model sees. An empty list means no calls.
         thinks: True if a tag of reasoning starts reasoning; False if the tag is content.
     """

@@ -145,7 +145,10 @@ class MarkupReader:
         return self._taken()
 
     def split(self, text: str, token_id: int) -> Iterable[tuple[str, bool]]:
-        """Split text into reasoning, with its tags, and other text; see `Reading`."""
+        """Split text into reasoning, with the tags of reasoning, and other text.
+
+        `Reading` describes this.
+        """
         for character in text:
             was_thinking = self._is_thinking
             self.push(character, ())
@@ -156,7 +159,7 @@ class MarkupReader:
                 yield part, is_reasoning
 
     def undecided(self) -> str:
-        """Return the text that is held back because it may begin reasoning."""
+        """Return the held-back text that may be the start of reasoning."""
         return self._undecided
 
     def _taken(self) -> Delta:

@@ -1,4 +1,4 @@
-"""Tools of `/v1/responses`, and the functions that stand for them in a chat.
+"""Tools of `/v1/responses`, and the functions that represent these tools in a chat.
 
 A function of a namespace becomes a function of a chat. So does a tool whose input is plain text.
 Calls of these functions are converted back for the client. Tools that a server would run are left

@@ -64,9 +64,7 @@ class Value:
         self._expects = "value"
         """Next part: "value", "key", "assign" or "next". "next" is a comma or a bracket."""
         self._comma = ""
-        """A comma with white space, not returned yet, because a closing bracket after it would be
-        wrong.
-        """
+        """A comma with white space that is not returned yet. No closing bracket may follow it."""
         self._may_close = False
         self.has_ended = False
 
