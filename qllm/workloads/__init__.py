@@ -1,4 +1,1 @@
-"""Workloads: requests with arrival times.
-
-Named workloads, trace files, and clients that send both.
-"""
+"""Requests with arrival times: named workloads, trace files, and clients that send them."""

@@ -105,7 +105,7 @@ def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> li
 
     Args:
         server: Server to send to.
-        arrivals: Arrivals in order of time; those that follow others come after those.
+        arrivals: Arrivals in order of time. A request that follows another comes after it.
         seconds: Length of the run.
 
     Raises:
@@ -151,7 +151,7 @@ def talk_http(
 
     Args:
         server: Server to send to. It must support `return_token_ids`.
-        arrivals: Arrivals in order of time; those that follow others come after those.
+        arrivals: Arrivals in order of time. A request that follows another comes after it.
         seconds: Most seconds of the run. Then unanswered requests are closed.
         batch: Requests, enough for the run. Latencies count from the time of sending.
         depth: Number of open requests of the batch.

@@ -211,7 +211,7 @@ class Client(threading.Thread):
 
     Args:
         engine: Engine to submit to.
-        arrivals: Arrivals in order of time; those that follow others come after those.
+        arrivals: Arrivals in order of time. A request that follows another comes after it.
     """
 
     def __init__(self, engine: "QLLMEngine", arrivals: Sequence[Arrival]) -> None:
@@ -355,7 +355,7 @@ def ls_capacity(engine: "QLLMEngine", arrivals: Sequence[Arrival], budget_s: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equality:
-    """The comparison of answers with a run without other requests: numbers of requests."""
+    """The result of a comparison of answers with a run without other requests."""
 
     equal: int
     checked: int

@@ -26,7 +26,7 @@ GENTLE_SHARE = 0.01
 """Share of a core for writes, and for reads, while LS requests exist. Loads for LS have no limit.
 """
 FIRST_NS_PER_BYTE = 10
-"""Estimated time to read a byte, used until a page was read: 100 MB/s."""
+"""Estimated nanoseconds to read a byte, used until a page was read: 100 MB/s."""
 FIRST_BUSY = 0.5
 """Estimated share of a read in which the thread computes, used until a page was read."""
 SLACK_NS = 200 * NS_PER_MS
@@ -81,7 +81,7 @@ class PageLoad:
     elapsed_ns: int = 0
     """Time that reading these pages took, without the pauses of the thread."""
     busy_ns: int = 0
-    """Part of this time in which the thread computed checksums or copied."""
+    """Part of `elapsed_ns` in which the thread computed checksums or copied."""
     damaged: Name | None = None
     """Name of the page that was missing or damaged."""
     is_over: bool = False
@@ -382,7 +382,7 @@ class FileTier:
         self._forget(self.index.unused_since(before_ns))
 
     def delete(self, tag: Tag, ram: PageStore[Any]) -> int:
-        """Delete the pages of an owner or a salt, also those in writing.
+        """Delete the pages of an owner or a salt, including pages that are being written.
 
         Return the number of pages.
 

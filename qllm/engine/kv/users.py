@@ -52,7 +52,10 @@ class User:
 
     @property
     def has_kv(self) -> bool:
-        """True if the request has blocks or is swapped out. Then no more pages are found for it."""
+        """True if the request has blocks or is swapped out.
+
+        Then the request finds no more pages.
+        """
         return self.request.is_admitted or self.request.num_swapped_tokens > 0
 
     def until_ns(self, now_ns: int) -> int:

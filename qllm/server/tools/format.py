@@ -18,7 +18,7 @@ class Notation:
     """A way to write JSON values."""
 
     quotes: tuple[str, ...] = ('"',)
-    """Texts that begin and end a string. All are read; a grammar writes the first."""
+    """Texts that begin and end a string. All are read. A grammar writes the first."""
     escapes: bool = True
     """True if a backslash in a string begins an escape."""
     bare: bool = False
@@ -50,7 +50,7 @@ class Format:
 
     name: str
     calls: tuple[str, ...]
-    """Templates of a call. All are read; a grammar writes the first."""
+    """Templates of a call. All are read. A grammar writes the first."""
     signs: tuple[str, ...]
     """Texts that together identify the format. Each is in the chat template, or a token."""
     keys: tuple[str, str] = ("name", "arguments")
@@ -64,7 +64,7 @@ class Format:
     is_escaped: bool = False
     """True if special characters of names and keys are escaped, as in XML."""
     sections: tuple[tuple[str, str], ...] = ()
-    """Texts before the first call and after the last one. All pairs are read; a grammar writes the
+    """Texts before the first call and after the last one. All are read. A grammar writes the
     first.
     """
     lead: str = ""

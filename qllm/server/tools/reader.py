@@ -217,7 +217,7 @@ class MarkupReader:
             self._deltas.append({name: text.translate(self.shown)})
 
     def _pass_tag(self, *, is_bare: bool) -> None:
-        """Continue behind a tag."""
+        """Continue after a tag."""
         self._is_bare, self._is_fresh = is_bare, True
 
     def _reason(self) -> Steps:
