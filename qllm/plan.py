@@ -1,8 +1,8 @@
 """Plans of policies, and the rule for cutting ops.
 
-A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to
-stop. `qllm.scheduler.compile` turns the plan into a `Program` (`qllm.scheduler.program`), which a
-runner executes (`qllm.runner.protocol`).
+A policy returns a `Plan`: rows (token and layer ranges of requests), a grain, and when to stop.
+`qllm.scheduler.compile` turns the plan into a `Program` (`qllm.scheduler.program`), which a runner
+executes (`qllm.runner.protocol`).
 
     rows    A [0, 6) layers [0, 3)      B [4, 5) layers [0, 3)      C [0, 9) layers [1, 3)
 """

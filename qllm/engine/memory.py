@@ -154,8 +154,8 @@ def choose_sizes(
 ) -> tuple[EngineConfig, dict[str, int]]:
     """Choose the open sizes.
 
-    Return the settings with all sizes, and the bytes of the sizes for statistics. This
-    also publishes to other engines how much memory this engine may take.
+    Return the settings with all sizes, and the bytes of the sizes for statistics. This also
+    publishes to other engines how much memory this engine may take.
 
     Args:
         claim: Claim of this engine.
@@ -180,8 +180,7 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
     """Return the bytes that an engine may take in addition to the loaded model.
 
     With the setting `memory`, the result is the rest of `memory`. Otherwise the result is a share
-    of
-    the free memory that no other engine has claimed. Engines that are loading get equal shares.
+    of the free memory that no other engine has claimed. Engines that are loading get equal shares.
 
     Args:
         config: Settings.

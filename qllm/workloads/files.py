@@ -52,11 +52,9 @@ def read_requests(
     """Read a trace file. The columns determine the format.
 
     The class of a row comes from `be_where`, or else from `be_share`. Without these, it comes from
-    a
-    column `priority` or `cls` ("LS", "BE" or an integer). Without such a column, every request is
-    LS.
-    Rows without output (the failed requests of BurstGPT) are skipped. Times count from the first
-    row.
+    a column `priority` or `cls` ("LS", "BE" or an integer). Without such a column, every request is
+    LS. Rows without output (the failed requests of BurstGPT) are skipped. Times count from the
+    first row.
 
     Args:
         path: Path of the file.

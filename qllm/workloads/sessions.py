@@ -32,8 +32,7 @@ class Sessions:
     answer: Lengths
     """Tokens of a turn's answer."""
     context: int
-    """Most tokens of prompt and answer together. A session ends before it would exceed this
-    number.
+    """Most tokens of prompt and answer together. A session ends before it would exceed this number.
     """
     turns: Lengths
     """Number of turns in a session, without the turns of subagents."""

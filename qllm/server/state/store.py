@@ -113,8 +113,8 @@ def now() -> int:
 class Store:
     """The files, batches and answers in the state folder.
 
-    Any thread may call the store. Calls block. The class has many methods because each
-    method is one SQL statement.
+    Any thread may call the store. Calls block. The class has many methods because each method is
+    one SQL statement.
 
     Args:
         folder: State folder; created if missing.

@@ -64,8 +64,7 @@ class Format:
     is_escaped: bool = False
     """True if special characters of names and keys are escaped, as in XML."""
     sections: tuple[tuple[str, str], ...] = ()
-    """Texts before the first call and after the last one. All are read. A grammar writes the
-    first.
+    """Texts before the first call and after the last one. All are read. A grammar writes the first.
     """
     lead: str = ""
     """White space between content and the calls after the content."""
