@@ -16,6 +16,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.cores import no_collections
+from qllm.engine.sizes import with_usual_sizes
 from qllm.errors import MOVED, ConfigError, without_ticket
 from qllm.fleet.rebalance import REBALANCE_S
 from qllm.fleet.router import Entry, Router
@@ -215,7 +216,7 @@ def simulate_fleet(
             "the turns of sessions wait for answers, and a router has to know all arrivals before; "
             "simulate sessions with one engine"
         )
-    config = config or EngineConfig(max_kv_tokens=costs.max_kv_tokens)
+    config = with_usual_sizes(config or EngineConfig(max_kv_tokens=costs.max_kv_tokens))
     made = load_policy(policy, policy_settings)
     router = Router(load_route(route) if isinstance(route, str) else route, record)
     worlds = [

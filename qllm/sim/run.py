@@ -16,6 +16,7 @@ from qllm.engine.costs import StepCosts
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
+from qllm.engine.sizes import with_usual_sizes
 from qllm.errors import ConfigError, PolicyError
 from qllm.ingress import Revision, Submission
 from qllm.plugins import load_policy
@@ -308,7 +309,7 @@ def simulate(
         ConfigError: The policy or one of its settings is unknown.
         PolicyError: The policy raised, broke an invariant, or stalls.
     """
-    config = config or EngineConfig(max_kv_tokens=costs.max_kv_tokens)
+    config = with_usual_sizes(config or EngineConfig(max_kv_tokens=costs.max_kv_tokens))
     if flood is not None and seconds is None:
         raise ConfigError("a flood never ends: give the simulation its length (seconds)")
     if seconds is not None and not seconds > 0:

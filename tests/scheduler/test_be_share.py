@@ -262,9 +262,11 @@ def test_a_pause_that_a_policy_makes_ends_when_be_is_owed_a_slice() -> None:
 
 
 def test_settings_of_an_engine_make_its_floor() -> None:
-    config = EngineConfig(min_be_share=0.05, be_share_window_ms=500, max_segment_ms=2)
+    config = EngineConfig(
+        max_kv_tokens=1024, min_be_share=0.05, be_share_window_ms=500, max_segment_ms=2
+    )
     assert limits_of(config).floor == Floor.of(0.05, 500, 2)
-    assert not limits_of(EngineConfig()).floor.rate
+    assert not limits_of(EngineConfig(max_kv_tokens=1024)).floor.rate
     with pytest.raises(ConfigError, match="min_be_share=1 must be"):
         EngineConfig(min_be_share=1)
 
