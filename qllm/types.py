@@ -181,11 +181,11 @@ def _is_int(value: Any) -> bool:
 
 
 MOST_STOPS = 256
-"""Most stop strings of a request."""
+"""Largest number of stop strings of a request."""
 MOST_STOP_CHARS = 16_384
 """Most characters of all stop strings together."""
 MOST_STOP_TOKENS = 1024
-"""Most stop token ids of a request."""
+"""Largest number of stop token ids of a request."""
 MOST_BIASES = 4096
 """Most tokens with a bias, and also most allowed token ids."""
 MOST_CHOICES = 1024

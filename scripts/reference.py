@@ -173,7 +173,8 @@ def metrics() -> str:
     about = (
         "Every metric of `/metrics`. Each metric of ours has the label `model_name` as well. Names"
         " that vLLM also has mean the same there. For an engine on the same host the metrics of the"
-        " process exist again, with `qllm_engine_` in front."
+        " process exist again, with `qllm_engine_` in front. To add a metric, see"
+        " [CONTRIBUTING](../../CONTRIBUTING.md#add-a-metric)."
     )
     return page(
         "Metrics",

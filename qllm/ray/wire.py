@@ -45,7 +45,7 @@ class Seen:
         return [name for name in self.replicas or {} if self.serves(name)]
 
     def serves(self, name: str) -> bool:
-        """True if a present replica may get requests of the front end."""
+        """Return True if the front end may send requests to a replica that is there now."""
         said = (self.replicas or {}).get(name)
         ours = said is not None and said.get("identity") == self.identity
         return ours and name not in self.refused

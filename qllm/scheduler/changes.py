@@ -24,8 +24,8 @@ def change(
 ) -> list[Effect]:
     """Give a request another class, pause it, or resume it; None changes nothing.
 
-    The row of a paused request leaves a frame that the row shares. Whole layers stay computed. The
-    time of a pause does not count as a stall.
+    If a paused request shares a frame with other requests, its row is taken out of the frame. The
+    layers that the row has finished stay computed. The time of a pause does not count as a stall.
     """
     if priority is not None:
         request.priority = priority

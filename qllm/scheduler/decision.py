@@ -157,7 +157,7 @@ class Limits:
     num_swap_blocks: int = 0
     """Space for swapped-out KV, in blocks."""
     whole_steps: bool = False
-    """True if steps that nothing would stop run whole, because each boundary costs a launch."""
+    """True if a step without a reason to stop has no boundaries: each boundary costs a launch."""
     floor: Floor = NO_FLOOR
     """Smallest share of the time that BE gets while LS has work."""
 

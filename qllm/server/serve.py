@@ -85,7 +85,7 @@ def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngi
 
 
 def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
-    """Return the settings with the model and policy of the engine that a front end uses."""
+    """Return the settings of a front end, with the model and policy of its engine."""
     names = config.served_model_name or (config.model or engine.model_name,)
     policy = str(engine.policy).partition("(")[0]  # the name without parameters
     return config.model_copy(update={"served_model_name": names, "policy": policy})

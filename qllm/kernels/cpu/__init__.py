@@ -89,7 +89,7 @@ def choose(module: Any) -> str:
 
 
 def _agree(module: Any, one: str, other: str) -> bool:
-    """Return True if the products of odd shapes differ only by rounding."""
+    """Return True if two kinds of kernels agree up to rounding, in shapes that fill no tile."""
     generator = torch.Generator().manual_seed(0)
     for rows, num_out, num_in in ((1, 64, 32), (17, 80, 70), (50, 150, 96)):
         x = torch.randn((rows, num_in), generator=generator, dtype=torch.float32).bfloat16()

@@ -219,7 +219,10 @@ class Experts:
     def run(
         self, x_TD: Tensor, token_S: Tensor, units: int, num_units: int, slots_SD: Tensor
     ) -> None:
-        """Run consecutive units (an address of expert, lo, hi) into their rows of `slots_SD`."""
+        """Compute consecutive units, and write the results to their rows of `slots_SD`.
+
+        `units` is the address of the first unit, which is three numbers: expert, lo and hi.
+        """
         cpu.native.experts(
             slots_SD.data_ptr(),
             cpu.dense(x_TD).data_ptr(),

@@ -11,11 +11,14 @@ from typing import Any
 from torch import nn
 
 MOE_NAMES = {"block_sparse_moe": "mlp", "moe": "mlp", "feed_forward": "mlp"}
-"""Name used in digests for each name of the child with experts."""
+"""The name in digests for the submodule with experts, by its name in a model."""
 
 
 class _Normal(ast.NodeTransformer):
-    """A transformer that drops irrelevant text: annotations, docstrings, the MoE child's name."""
+    """A rewriter of syntax trees.
+
+    It drops annotations, docstrings, and the name of the submodule with experts.
+    """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.name, node.returns, node.decorator_list = "f", None, []

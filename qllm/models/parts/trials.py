@@ -198,7 +198,7 @@ def experts(module: Any, draw: Draw, kind: str) -> Iterator[str]:
 
 
 def _of_experts(kind: str, m: Any, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute experts, in fp32 between the products."""
+    """Compute experts in fp32."""
     ups, downs = m.gate_up_proj.float(), m.down_proj.float()
     if m.is_transposed:
         ups, downs = ups.transpose(1, 2), downs.transpose(1, 2)

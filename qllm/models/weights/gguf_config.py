@@ -36,8 +36,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Parameters with which the converter makes the factors of rotations, besides the largest factor.
-"""
+"""Parameters from which the converter computes the factors of rotations. The largest factor is a
+further parameter."""
 _YARN = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",

@@ -311,7 +311,10 @@ def _forget_method(model: Any) -> None:
 def _linears(
     model: PreTrainedModel, reads: Mapping[str, Read], pool: Executor
 ) -> Iterator[tuple[str, str, Quantised]]:
-    """Start to read linears that can stay; return names here and in the model, and weights."""
+    """Start to read the linears that can stay quantised.
+
+    Yield for each linear its name in the checkpoint, its name in the model, and its weight.
+    """
     every = targets_of(model, reads)
     kept = staying(model, every.values())
     targets = {name: target for name, target in every.items() if target in kept}

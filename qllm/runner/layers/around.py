@@ -39,7 +39,10 @@ Ids = tuple[Tensor, ...]
 
 
 def spans_of(around: Around, step: Step) -> Iterator[Span]:
-    """Yield spans of tokens for one call each. Spans are single tokens if calls cannot continue."""
+    """Yield spans of tokens, one call of the layer for each.
+
+    A layer that cannot continue from cached tokens gets one token per call.
+    """
     for span in step.spans:
         if span.lo == 0 or around.goes_on:
             yield span

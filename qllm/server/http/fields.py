@@ -139,7 +139,7 @@ class LeftOut(Body):
     type: str
 
     def unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield the tool's type and what to do about it."""
+        """Yield the tool's type, and the advice for the client."""
         yield self.type, f"tools of type {brief(self.type)} are not run here; leave it out"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Effect(Enum):
-    """The effect that a field could have on the answer of a server that serves it."""
+    """The effect of a field on the answer of a server that supports the field."""
 
     NONE = "none"
     """It cannot change the answer: it is accepted."""

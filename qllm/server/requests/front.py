@@ -115,7 +115,7 @@ class Front:
         return await loop.run_in_executor(self._text[priority].pool, function, *args)
 
     async def best_effort(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Run work that no answer waits for, as `Apart.do`, on a BE thread. Return the result."""
+        """Run work as `Apart.do` does, but on a BE thread, and return its result."""
         do = partial(self.apart.do, num_bytes, function, *args, nice=NICE)
         return await self.in_thread(Priority.BE, do)
 

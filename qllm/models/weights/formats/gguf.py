@@ -5,8 +5,10 @@
     Q6_K                 256 inputs: an fp16 scale, and 8 bits for 16 inputs
 
 Values are computed in fp32 as the package gguf does (`gguf/quants.py`), and rounded to bf16 once.
-Codes of 5 and 6 bits become int8, and the two levels of scales one in fp32: in memory a Q4_K
-weight takes 6 bits, Q4_0 4.5 and Q4_1 5, Q5_K and Q8_0 10 and 8.5, Q6_K 10.
+Codes of 5 and 6 bits become int8. Two levels of scales become one level in fp32. Bits per weight
+in memory:
+
+    Q4_0 4.5    Q4_1 5    Q4_K 6    Q8_0 8.5    Q5_K 10    Q6_K 10
 """
 
 from collections.abc import Callable
