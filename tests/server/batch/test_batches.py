@@ -76,7 +76,7 @@ def test_a_response_in_a_batch_stands_alone(client: openai.OpenAI) -> None:
 def test_wrong_lines_are_in_the_error_file(client: openai.OpenAI) -> None:
     lines = [
         line(0), line(1, temperature=300), line(2, stream=True), line(3, model="gpt"),
-        line(4, nothing=1), line(5, prompt=""), line(6),
+        line(4, stopp=1), line(5, prompt=""), line(6),
     ]  # fmt: skip
     batch = ended(client, start(client, lines).id)
     assert batch.status == "completed"
