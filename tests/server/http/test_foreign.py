@@ -58,6 +58,17 @@ def test_a_name_has_one_class() -> None:
     assert NONE.isdisjoint(NEUTRAL)
 
 
+def test_what_constrains_or_ends_an_answer_is_never_left_out() -> None:
+    """The names that a mistake in the table would harm most; the other tests read the table."""
+    ends = "stop stop_sequences stop_token_ids stop_regex max_tokens max_output_tokens n_predict"
+    forms = "response_format text output_config format json_schema structured_outputs grammar ebnf"
+    forms += " guided_json guided_regex guided_choice guided_grammar regex logit_bias bad_words"
+    others = "n tools tool_choice functions function_call suffix custom_logit_processor messages"
+    assert set(f"{ends} {forms} {others}".split()) <= set(HOLDS)
+    assert {"best_of", "use_beam_search", "verbosity", "typical_p", "context_management"} <= CHANGES
+    assert {"user", "metadata", "store", "prompt_cache_key", "client_metadata"} <= NONE
+
+
 def test_every_field_of_any_route_has_a_class_at_the_routes_that_do_not_serve_it(
     served: Serving,
 ) -> None:
