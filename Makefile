@@ -7,6 +7,7 @@ PIP := .venv/bin/python $(INSTALL) --no-deps --no-compile
 BASE := .venv/.base
 READY := .venv/.ready
 CLIENTS := .venv/clients
+AGENTS := .venv/agents
 BROWSER := .venv/browser
 LINTERS := .venv/deploy
 RAY := .venv/ray
@@ -28,7 +29,7 @@ test: $(READY)  # ten minutes on two cores; ARGS="--seed 1" draws other samples 
 test-all: $(READY)  # every case of what `make test` samples, and the slow tests
 	scripts/test --lane all $(ARGS)
 
-test-outside: $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready $(TEMPLATES)/.ready  # other packages' programs, soaks
+test-outside: $(AGENTS)/.ready $(CLIENTS)/.ready $(BROWSER)/.ready $(LINTERS)/.ready $(TEMPLATES)/.ready  # other packages' programs, soaks
 	scripts/test --lane outside $(ARGS)
 
 test-peers: $(READY)  # after `make bench-peers`
@@ -126,10 +127,11 @@ $(READY): $(BASE) locks/dev.txt
 	@touch $@
 
 # Clients of the server, apart: what they need (uvloop, sanic) would change what ours runs on.
-$(CLIENTS)/.ready: $(READY) tests/outside/clients/requirements.txt
+$(CLIENTS)/.ready: $(READY) tests/outside/clients/requirements.txt tests/outside/clients/requirements-alone.txt
 	.venv/bin/python -m venv $(CLIENTS)
 	echo "$$(echo "$$PWD"/.venv/lib/python*/site-packages)" > "$$(echo $(CLIENTS)/lib/python*/site-packages)/ours.pth"
 	$(CLIENTS)/bin/python $(INSTALL) --constraint constraints.txt --requirement tests/outside/clients/requirements.txt
+	$(CLIENTS)/bin/python $(INSTALL) --no-deps --requirement tests/outside/clients/requirements-alone.txt
 	@touch $@
 
 # Ray, apart: it brings uvloop, which the server would run on then.
@@ -144,6 +146,10 @@ $(LINTERS)/.ready: $(READY) tests/outside/deploy/requirements.txt
 	.venv/bin/python -m venv $(LINTERS)
 	$(LINTERS)/bin/python $(INSTALL) --requirement tests/outside/deploy/requirements.txt
 	@touch $@
+
+# Agents and clients of npm, apart, with a Node of their own where the machine's is too old.
+$(AGENTS)/.ready: $(READY) scripts/agents $(wildcard tests/outside/agents/*)
+	scripts/agents && touch $@ || echo "no agents: their tests are skipped"
 
 # Chat templates of others' models, which are not copied into this tree.
 $(TEMPLATES)/.ready: $(READY) tests/outside/templates/requirements.txt

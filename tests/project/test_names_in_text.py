@@ -34,9 +34,9 @@ PAGES = (
 )
 OTHERS = {
     "--no-deps", "--no-binary", "--target", "--inplace", "--no-isolation", "--yes", "--merge",
-    "--name",
+    "--name", "--auth-type", "--provider",
 }  # fmt: skip
-"""Flags of pip, Docker, setuptools and gguf-split; and NAME, which stands for any."""
+"""Flags of pip, Docker, setuptools, gguf-split and agents; and NAME, which stands for any."""
 
 
 def strings(path: str) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints, is_typeddict
 
 import anthropic
 import pytest
+from anthropic.types.beta import BetaContentBlockParam, BetaToolUnionParam, message_create_params
 from pydantic import BaseModel, Field
 
+TEXT = {"type": "text", "text": "a"}
 CHAT: list[Any] = [{"role": "user", "content": "What time is it?"}]
 SCHEMA = {
     "type": "object",
@@ -151,6 +153,120 @@ def test_refusals(client: anthropic.Anthropic, more: Any, kind: Any, says: str) 
         client.messages.create(**{**ASKED, **more})
     assert caught.value.body["type"] == "error"
     assert caught.value.request_id
+
+
+OF_USER: list[dict[str, Any]] = [
+    {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+    {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}},
+    {"type": "search_result", "source": "s", "title": "t", "content": [TEXT]},
+    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "time_of"}},
+    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "time_of"}},
+]
+OF_ASSISTANT: list[dict[str, Any]] = [
+    {"type": "thinking", "thinking": "t", "signature": ""},
+    {"type": "redacted_thinking", "data": "x"},
+    {"type": "compaction", "content": "So far."},
+    {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+    {"type": "mcp_tool_listing", "mcp_server_name": "m", "tools": []},
+    {"type": "mcp_tool_use", "id": "m", "name": "x", "input": {}, "server_name": "m"},
+    {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+    *(
+        {"type": f"{name}_tool_result", "tool_use_id": "s", "content": []}
+        for name in (
+            "web_search", "web_fetch", "code_execution", "bash_code_execution",
+            "text_editor_code_execution", "tool_search", "advisor",
+        )
+    ),
+    {"type": "tool_use", "id": "t", "name": "time_of", "input": {"zone": "UTC"}},
+]  # fmt: skip
+ANSWERED = [{"type": "tool_result", "tool_use_id": "t", "content": [TEXT], "is_error": False}]
+REFUSED = {"image", "container_upload"}
+"""Blocks that only a model with eyes, or a machine for the model, can read."""
+
+
+def literals(hint: Any) -> set[str]:
+    """Return the texts that a type allows."""
+    return {hint} if isinstance(hint, str) else set().union(*map(literals, get_args(hint)))
+
+
+def kinds(hint: Any) -> set[str]:
+    """Return the values of `type` in a part of a request, or in a union of parts."""
+    if is_typeddict(hint):
+        return literals(get_type_hints(hint).get("type"))
+    return set().union(*map(kinds, get_args(hint)))
+
+
+def test_every_block_is_taken_or_refused_by_name(client: anthropic.Anthropic) -> None:
+    examples = {block["type"] for block in (*OF_USER, *OF_ASSISTANT, *ANSWERED)}
+    assert kinds(BetaContentBlockParam) <= examples | REFUSED
+    chat: list[Any] = [
+        {"role": "user", "content": OF_USER},
+        {"role": "assistant", "content": OF_ASSISTANT},
+        {"role": "user", "content": ANSWERED},
+    ]
+    assert client.beta.messages.create(**{**ASKED, "max_tokens": 4, "messages": chat}).content
+    for kind in REFUSED:
+        wrong = [{"role": "user", "content": [{"type": kind, "source": {}, "file_id": "f"}]}]
+        with pytest.raises(anthropic.BadRequestError, match=kind):
+            client.beta.messages.create(**{**ASKED, "messages": wrong})
+
+
+def test_every_tool_is_taken_or_left_out(client: anthropic.Anthropic) -> None:
+    for kind in kinds(BetaToolUnionParam):
+        tool = {**TOOLS[0], "type": kind}
+        found = client.beta.messages.with_raw_response.create(
+            **{**ASKED, "max_tokens": 1}, tools=[tool]
+        )
+        told = found.headers.get("x-qllm-ignored")
+        assert told == (None if kind == "custom" else f"tools.{kind}")
+
+
+THINKING: list[dict[str, Any]] = [
+    {"type": "enabled", "budget_tokens": 100}, {"type": "enabled"}, {"type": "disabled"},
+    {"type": "adaptive"}, {"type": "adaptive", "display": "omitted"},
+    {"type": "adaptive", "display": "updates"}, {"type": "between_tools"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("thinking", THINKING)
+def test_thinking_in_all_its_forms(client: anthropic.Anthropic, thinking: Any) -> None:
+    found = client.beta.messages.create(**{**ASKED, "max_tokens": 120}, thinking=thinking)
+    assert found.usage.output_tokens
+
+
+def test_a_budget_of_several_answers_may_be_more_than_one(client: anthropic.Anthropic) -> None:
+    asked = {**ASKED, "max_tokens": 8, "thinking": {"type": "enabled", "budget_tokens": 64}}
+    beta = "interleaved-thinking-2025-05-14"
+    assert client.beta.messages.create(**asked, betas=["other", beta]).usage.output_tokens
+    with pytest.raises(anthropic.BadRequestError, match="must be less than max_tokens=8"):
+        client.beta.messages.create(**asked)
+
+
+VALUES: dict[str, Any] = {
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+    "container": "c", "mcp_servers": [{"type": "url", "name": "m", "url": "http://m"}],
+    "metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "fast", "inference_geo": "eu",
+    "output_config": {"effort": "xhigh", "task_budget": {"type": "tokens", "total": 9}},
+    "fallbacks": [{"model": "b"}], "diagnostics": {"previous_message_id": "x"},
+    "cache_control": {"type": "ephemeral", "ttl": "1h"}, "billing_policy": {"type": "x"},
+    "compaction": {"type": "x"}, "thread": {"id": "x"}, "fallback_credit_token": "x",
+    "system": [{**TEXT, "cache_control": {"type": "ephemeral"}}], "stop_sequences": ["\u2603"],
+    "user_profile_id": "u", "workspace_id": "w",
+}  # fmt: skip
+LEFT_OUT = {"compaction", "container", "context_management", "mcp_servers", "thread"}
+
+
+def test_every_field_is_taken_or_told(client: anthropic.Anthropic) -> None:
+    known = set(message_create_params.MessageCreateParamsBase.__annotations__)
+    elsewhere = {*ASKED, "thinking", "tool_choice", "tools", "betas"}
+    assert known <= {*VALUES, *elsewhere}
+    found = client.beta.messages.with_raw_response.create(
+        **{**ASKED, "max_tokens": 4}, extra_body=VALUES
+    )
+    told = set(found.headers["x-qllm-ignored"].split(", "))
+    assert told == {*LEFT_OUT, "output_config.task_budget"}
+    assert client.messages.count_tokens(model="tiny", messages=CHAT, extra_body=VALUES).input_tokens
 
 
 def test_a_stream_has_an_id(client: anthropic.Anthropic) -> None:

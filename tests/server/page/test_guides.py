@@ -27,7 +27,7 @@ ADDRESS = "http://127.0.0.1:8000"
 """The server of the guides. The shared one answers in its place."""
 RUN_ELSEWHERE = {"policies.md": "tests/cli/test_new_policy.py"}
 """Guides whose Python is run by another test, in an environment of its own."""
-CLIENTS = ("anthropic", "langchain_openai", "ray")
+CLIENTS = ("anthropic", "langchain_openai", "litellm", "ray")
 """Packages of other environments: `tests/outside` has tests with each of them."""
 WORDS = ("cd", "chmod", "export", "docker", "kubectl", "make", "pip", "python", "serve")
 """Commands of others. The files and targets that they name must exist."""
