@@ -343,7 +343,7 @@ class _Shaper:
     # -- the bound on preemptions
 
     def spared(self) -> Plan | None:
-        """Return a plan that continues a pass that was stopped too often, while an arrival waits."""
+        """Return a plan that continues a pass stopped too often, while an arrival waits."""
         ends_ns = self.policy.max_preemption_wait_ms * NS_PER_MS - self.view.now_ns
         for frame in self.view.frames:
             if frame.alarm_ns is not None and (left_ns := frame.alarm_ns + ends_ns) > 0:
