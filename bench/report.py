@@ -198,6 +198,7 @@ SMALL = {
     "four_bits_2048.json": "A prompt of 2,048 tokens in 4 bits",
     "four_bits_openvino.json": "In 4 bits, next to OpenVINO",
     "shapes-cpu.json": "Shapes of published models",
+    "shapes-next.json": "Qwen3-Next since its states stop inside ops",
     "perplexity_talk.json": "Perplexity of `talk` per format",
     "perplexity.json": "Perplexity of `tiny` per format of its experts",
 }
@@ -241,7 +242,8 @@ TOPICS = {
     ),
     "models": (
         "Models and weights",
-        ("shapes-cpu.json", "hybrid.json", "weights.json", "real_size.json", "four_bits.json",
+        ("shapes-cpu.json", "shapes-next.json", "hybrid.json", "weights.json", "real_size.json",
+         "four_bits.json",
          "four_bits_2048.json", "four_bits_openvino.json", "perplexity_talk.json",
          "perplexity.json"),
     ),
