@@ -359,7 +359,7 @@ def _reader_of_all(
         names = {tool["function"]["name"] for tool in choice.tools}
         return HarmonyReader(Harmony(tokenizer, harmony.marks_of(tokenizer), prompt, names))
     thinks, is_thinking = _thinks(tokenizer, prompt, format)
-    marks = marks_in(format, added_tokens(tokenizer))
+    marks = marks_in(format, tokenizer)
     if found is None and not has_form and getattr(tokenizer, "response_template", None):
         passages = MarkupReader(format, thinks=thinks, is_thinking=is_thinking, marks=marks)
         return TemplateReader(tokenizer, prompt, choice.tools, passages)

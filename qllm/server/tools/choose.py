@@ -84,12 +84,12 @@ def format_of(tokenizer: Any, name: str = AUTO) -> Format | None:
     """
     if name != AUTO:
         return formats()[name]
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    return _detected(template, frozenset(x.content for x in added_tokens(tokenizer).values()))
+    return _detected(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""))
 
 
-@lru_cache(maxsize=64)
-def _detected(template: str, tokens: frozenset[str]) -> Format | None:
+@lru_cache(maxsize=16)
+def _detected(tokenizer: Any, template: str) -> Format | None:
+    tokens = {token.content for token in added_tokens(tokenizer).values()}
     best, most = None, (0, 0)
     for format in formats().values():
         seen = sum(sign in template for sign in format.signs)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qllm.frontend.detokenizer import added_tokens
 from qllm.grammar_check import JSON_OPTIONS
 from qllm.grammar_schema import CALLS, LARK, RAW, bounded, closed
 from qllm.server.http.errors import ApiError
@@ -71,8 +70,7 @@ def form_of_calls(
 
 def tokens_in(form: Format, tokenizer: Any) -> dict[str, int]:
     """Return the texts of a format that are single tokens of a tokenizer, with their token ids."""
-    added = added_tokens(tokenizer)
-    return {added[i].content: i for i in marks_in(form, added)}
+    return {text: i for i, text in marks_in(form, tokenizer).items()}
 
 
 def grammar(

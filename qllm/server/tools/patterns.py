@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import regex
 
+from qllm.frontend.detokenizer import added_tokens
 from qllm.server.tools.format import Format
 from qllm.server.tools.values import MARKS
 
@@ -31,18 +32,19 @@ NEVER = "(?!)"
 _SIGN = re.compile("[<>｜|\\[\\]]")
 
 
-def marks_in(format: Format, added: Mapping[int, Any]) -> dict[int, str]:
+@lru_cache(maxsize=16)
+def marks_in(format: Format, tokenizer: Any) -> Mapping[int, str]:
     """Return the tags of a format that are single tokens, by token id.
 
     A tokenizer never splits an added token. So if a tag is an added token, the same characters in
     other tokens are not a tag.
     """
-    texts = {i: token.content for i, token in added.items()}
+    texts = {i: token.content for i, token in added_tokens(tokenizer).items()}
     markup = "\n".join(format.markup)
     return {
         i: text
         for i, text in texts.items()
-        if len(text) > 2 and _SIGN.search(text) and text in markup
+        if len(text) > 2 and text in markup and _SIGN.search(text)
     }
 
 

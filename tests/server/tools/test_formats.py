@@ -38,6 +38,12 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS
 READ = [format for format in FORMATS.values() if not format.has_heads]
 
 
+class Tokenizer(SimpleNamespace):
+    """A tokenizer of a template and tokens. Like real ones, it is equal to no other."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 def reader(format: Format, **how: Any) -> MarkupReader:
     return MarkupReader(format, thinks=True, is_thinking=False, tools=TOOLS, **how)
 
@@ -79,7 +85,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_format_is_found_by_the_chat_template(name: str) -> None:
-    tokenizer = SimpleNamespace(chat_template=TEMPLATES[name])
+    tokenizer = Tokenizer(chat_template=TEMPLATES[name])
     found = format_of(tokenizer)
     assert found is not None
     assert found.name == name
@@ -89,11 +95,11 @@ def test_a_format_is_found_by_the_chat_template(name: str) -> None:
 def test_the_template_counts_more_than_tokens_that_it_does_not_use() -> None:
     """As in a model of Nous on Llama 3, whose tokenizer still has Llama's tags."""
     tokens = {5: SimpleNamespace(content="<|python_tag|>", special=True)}
-    tokenizer = SimpleNamespace(chat_template=TEMPLATES["hermes"], added_tokens_decoder=tokens)
+    tokenizer = Tokenizer(chat_template=TEMPLATES["hermes"], added_tokens_decoder=tokens)
     assert format_of(tokenizer) is HERMES
     tokenizer.chat_template = "{{ messages }}"
     assert format_of(tokenizer) is FORMATS["llama3"]
-    tokenizer.added_tokens_decoder = {}
+    tokenizer = Tokenizer(chat_template="{{ messages }}", added_tokens_decoder={})
     assert format_of(tokenizer) is None
     assert "hermes, because no sign" in told(tokenizer, "auto")
     assert format_of(tokenizer, "glm") is FORMATS["glm"]
@@ -160,7 +166,7 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 def test_a_package_adds_a_format(points: list[EntryPoint]) -> None:
     assert formats()["theirs"] is THEIRS
     check_name("theirs")
-    assert format_of(SimpleNamespace(chat_template="<<name>>")) is THEIRS
+    assert format_of(Tokenizer(chat_template="<<name>>")) is THEIRS
     found = read(THEIRS, 'so <<f|{"a": "x"}>> done')
     assert found == {"content": "so  done", "calls": [("f", '{"a": "x"}')]}
 
