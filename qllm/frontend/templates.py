@@ -112,6 +112,7 @@ def _names(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
+@lru_cache(maxsize=16)
 def _reasoning_names(template: str) -> tuple[str, ...]:
     """Return the names under which a template may read the reasoning of a message."""
     return tuple(name for name in REASONING if re.search(rf"\b{name}\b", template))

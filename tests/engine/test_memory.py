@@ -1,4 +1,4 @@
-"""What an engine may take of the memory of a machine that it does not have to itself."""
+"""The memory that an engine may take on a machine with other engines and programs."""
 
 import ctypes
 import json

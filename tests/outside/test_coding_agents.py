@@ -13,7 +13,7 @@ from tests.support.scripted_answers import COMMANDS, END, Requests, scripted
 from tests.support.serving import Serving
 
 FOLDER = Path(sys.prefix) / "agents"
-"""What scripts/agents fills; `make test-outside` runs it."""
+"""Folder that scripts/agents fills. `make test-outside` runs this script."""
 CLIENTS = Path(sys.prefix) / "clients" / "bin" / "python"
 BIN = FOLDER / "node_modules" / ".bin"
 PROMPT = "Write one to made-1, then two to made-2."
@@ -28,7 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, 
 
 
 def run(home: Path, *command: str, **variables: str) -> str:
-    """What a program prints, in an empty folder that is its home too."""
+    """Return the output of a program, run in an empty folder that is also its home."""
     path = f"{FOLDER / 'node' / 'bin'}:{os.environ['PATH']}"
     kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
     done = subprocess.run(

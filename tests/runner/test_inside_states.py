@@ -169,7 +169,7 @@ def test_a_checkpoint_after_any_task_begins_the_op_again(how: Any, step: int) ->
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("how", [None, cut_finely])
 def test_a_row_may_die_after_any_task(how: Any, step: int) -> None:
-    """What is done of the others counts no more: their op begins again from the same states."""
+    """The finished tasks of the other rows are dropped. Their op restarts from the same states."""
     both, alone = ready(how, step)
     row = compiled(alone, [next_row(alone, 1)], Grain.EXPERT)
     alone.accept(row)

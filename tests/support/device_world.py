@@ -186,11 +186,11 @@ class DeviceWorld(World):
     Args:
         policy: Decides.
         limits: See `limits_of`.
-        streams: The device's.
+        streams: Streams of the device.
         num_kept: Pages of the prefix cache; 0 is none.
         stages: A fake of CUDA graphs, or None to run op by op.
-        family: Of the model.
-        copy_bytes: Of the prefix cache; any number is one page here.
+        family: Family of the model.
+        copy_bytes: Bytes that a step copies into the prefix cache. Any number is one page here.
     """
 
     def __init__(

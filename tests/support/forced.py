@@ -84,7 +84,7 @@ class Model:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def takes(self, choice: Choice, ids: list[int]) -> bool:
-        """Whether the grammar of a choice takes tokens as a whole answer."""
+        """Return True if the grammar of a choice takes tokens as a whole answer."""
         matcher, size = self.vocabulary.matcher(self.form_of(choice)), len(self.tokenizer)
         if matcher.allow(ids) is not None:
             return False

@@ -19,6 +19,19 @@ from qllm.server.requests.front import Front
 from qllm.server.serve import bound_socket
 from tests.support.waiting import wait_for
 
+CHAT = [{"role": "user", "content": "a"}]
+
+
+def bodies(max_tokens: int) -> dict[str, dict[str, Any]]:
+    """Return a short request for each route that answers."""
+    return {
+        "/v1/chat/completions": {"messages": CHAT, "max_tokens": max_tokens},
+        "/v1/completions": {"prompt": "a", "max_tokens": max_tokens},
+        "/v1/messages": {"model": "tiny", "messages": CHAT, "max_tokens": max_tokens},
+        "/v1/responses": {"input": "a", "max_output_tokens": max_tokens},
+    }
+
+
 OVER = ("completed", "failed", "cancelled", "expired")
 """States that a batch does not leave."""
 

@@ -232,7 +232,7 @@ def held(runner: TorchRunner, program: Program, at: Index) -> dict[str, Tensor]:
 
 
 def kv_of(runner: TorchRunner, request: int, layers: int) -> dict[str, Tensor]:
-    """What is written of the KV of the first layers, and their states."""
+    """Return the written KV of the first layers, and their states."""
     tensors = runner.export_request(request)[0]
     kinds = [f"{kind}.{i}." for i in range(layers) for kind in ("k", "v", "state")]
     return {name: t for name, t in tensors.items() if f"{name}.".startswith(tuple(kinds))}

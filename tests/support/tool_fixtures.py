@@ -195,7 +195,7 @@ def places_of(text: str, ids: Sequence[int], tags: dict[int, str]) -> list[int] 
         return None
 
     def cost(characters: int, num_tokens: int) -> float:
-        """How unlikely it is that so many tokens have so many characters."""
+        """Return a cost that grows as so many characters of so many tokens get less likely."""
         if (characters == 0) != (num_tokens == 0) or characters < 0:
             return float("inf")
         return (characters - 3.5 * num_tokens) ** 2 / (1 + num_tokens)

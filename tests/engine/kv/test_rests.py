@@ -1,4 +1,4 @@
-"""After a request's end the rest of its KV is cached, and nobody waits for it or misses a block."""
+"""The rest of an ended request's KV is cached. No request waits for the rest or lacks a block."""
 
 import random
 from collections import Counter
@@ -41,7 +41,7 @@ class Keeper:
         self._runner, self._hold = runner, runner._hold
         self.refer, self.kv_regime = runner.refer, runner.kv_regime
         self.num_written = Counter[int]()
-        """How often each block was given to a request that writes to it."""
+        """Number of times that each block was given to a request that writes to the block."""
         self.num_copied = 0
         runner._hold = self.hold  # type: ignore[method-assign]
 
@@ -106,7 +106,7 @@ def settle(world: World, prefix: PrefixCache) -> None:
 
 
 def cached(prefix: PrefixCache, item: Submission) -> int:
-    """How many pages of a prompt are cached, from its first on."""
+    """Return the number of first pages of a prompt that are cached."""
     return prefix.store.find(prefix.chain(item, item.token_ids).upto(item.num_prompt_tokens))
 
 
@@ -156,8 +156,8 @@ def test_every_end_leaves_the_committed_kv(end: str) -> None:
     assert cached(prefix, world.submitted[chat]) == 9
 
 
-def test_nobody_waits_for_a_rest() -> None:
-    """A request that needs the blocks gets them at once; the pages that were copied stay."""
+def test_no_request_waits_for_a_rest() -> None:
+    """A request that needs the blocks gets them at once. The pages that were copied stay."""
     world, keeper, prefix = world_of(load_policy("qllm2"), 30)
     first = ask(world, LS, 16 * 20, 1, max_tokens=1)
     while first not in world.finished:
@@ -286,8 +286,8 @@ def test_a_displaced_page_is_copied_again_only_if_it_went_before_the_end(runs: b
 
 
 @pytest.mark.parametrize("swapped", [True, False])
-def test_who_ends_without_kv_in_blocks_leaves_no_rest(swapped: bool) -> None:
-    """It is swapped out, or got blocks in an iteration that failed before its pages were loaded."""
+def test_a_request_that_ends_without_kv_in_blocks_leaves_no_rest(swapped: bool) -> None:
+    """It is swapped out, or an iteration failed between its blocks and its pages."""
     world, _, prefix = world_of(load_policy("qllm2"), 400)
     chat = ask(world, LS, PAGE * 9, 1, max_tokens=50)
     while not world.tokens[chat]:

@@ -5,15 +5,9 @@ from typing import Any, get_args
 import pytest
 
 from qllm.server.api.protocol import ServiceTier
-from tests.support.serving import Serving
+from tests.support.serving import Serving, bodies
 
-CHAT = [{"role": "user", "content": "a"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
-    "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/messages": {"model": "tiny", "messages": CHAT, "max_tokens": 1},
-    "/v1/responses": {"input": "a", "max_output_tokens": 1},
-}
+BODIES = bodies(1)
 LOW = {"x-qllm-priority": "be"}
 
 

@@ -11,15 +11,9 @@ from qllm.errors import EngineClosedError, QllmError, QueueFullError
 from qllm.llm import QLLMEngine
 from qllm.server.http.errors import ApiError
 from qllm.server.requests.open_answer import Answer
-from tests.support.serving import Serving
+from tests.support.serving import CHAT, Serving, bodies
 
-CHAT = [{"role": "user", "content": "a"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 4},
-    "/v1/completions": {"prompt": "a", "max_tokens": 4},
-    "/v1/messages": {"model": "tiny", "messages": CHAT, "max_tokens": 4},
-    "/v1/responses": {"input": "a", "max_output_tokens": 16},
-}
+BODIES = bodies(4)
 AGAIN = (429, 503, 529)
 
 

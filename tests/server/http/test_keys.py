@@ -18,7 +18,7 @@ from qllm.server.http.guard import Keys
 from qllm.server.http.keys import FIELDS, Rule, caller_of, digest, read_rules
 from qllm.server.serve import make_engine, serve
 from qllm.types import Priority
-from tests.support.serving import Serving, serving
+from tests.support.serving import Serving, bodies, serving
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("engine")  # each test leaves the shared engine idle
@@ -45,14 +45,7 @@ key = "epsilon"
 max_priority = "BE"
 max_concurrent = 1
 """
-CHAT = [{"role": "user", "content": "x"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "x", "max_tokens": 1},
-    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
-    "/v1/messages": {"model": "tiny", "messages": CHAT, "max_tokens": 1},
-    "/v1/responses": {"input": "x", "max_output_tokens": 1},
-    "/v1/prompts": {"prompt": "x"},
-}
+BODIES = bodies(1) | {"/v1/prompts": {"prompt": "x"}}
 
 
 def written(path: Path, text: str = TEXT, mode: int = 0o600) -> Path:
