@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qllm.errors import InvalidRequestError
-from qllm.grammar_bounds import Bounds, Sorts, Written
+from qllm.grammar_bounds import Bounds, RawText, Sorts, Written
 from qllm.grammar_schema import CALLS, RAW, bounded
 from qllm.types import StructuredOutputs
 
@@ -169,7 +169,7 @@ class Vocabulary:
         schemas = _schemas(asked)
         written = None
         if schemas is not None:
-            written = Written(self.bounds.of(schemas), sorts, _raw_markers(asked))
+            written = Written(self.bounds.of(schemas), sorts, _raw_texts(asked))
         return Matcher(found, self.vocab_size, written, tokens.decode_bytes)
 
 
@@ -223,15 +223,23 @@ def _schemas(asked: StructuredOutputs) -> list[Any] | None:
     return [schema for _, schema in schemas_in(asked.text())]
 
 
-def _raw_markers(asked: StructuredOutputs) -> dict[bytes, bytes]:
-    """Return the markers around raw text in an answer of tool calls."""
+def _raw_texts(asked: StructuredOutputs) -> dict[bytes, RawText]:
+    """Return the raw texts in an answer of tool calls, by the markers before them."""
     line = asked.text().removeprefix(CALLS).partition("\n")[0]
     if asked.kind != "grammar" or not line.startswith(RAW):
         return {}
     try:
         markers = loads(line.removeprefix(RAW))
-        return {opener.encode(): end.encode() for opener, end in markers.items()}
-    except (ValueError, AttributeError, RecursionError):  # a client's own grammar may start so
+        return {
+            opener.encode(): RawText(end.encode(), may_be_json is True)
+            for opener, (end, may_be_json) in markers.items()
+        }
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # a client's own grammar may start so
         return {}
 
 

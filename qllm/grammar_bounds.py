@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -194,22 +194,31 @@ def _words(are: Iterable[Any]) -> Words:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+class RawText(NamedTuple):
+    """The rest of a marker before raw text: what follows the marker."""
+
+    end: bytes
+    """Marker after the raw text."""
+    may_be_json: bool
+    """True if a list or an object may be there instead of raw text: a bracket begins it."""
+
+
 class Written:
     """The state of the JSON that an answer has written, as far as the bounds need it.
 
     Args:
         bounds: Bounds of the answer.
         sorts: Sorted tokens of the vocabulary.
-        raw: Markers around raw text: the marker after the text, by the marker before. Text that
-            begins with a bracket is JSON.
+        raw: Raw texts, by the markers before them.
     """
 
     def __init__(
-        self, bounds: Bounds, sorts: Sorts, raw: Mapping[bytes, bytes] | None = None
+        self, bounds: Bounds, sorts: Sorts, raw: Mapping[bytes, RawText] | None = None
     ) -> None:
         self._bounds, self._sorts, self._raw = bounds, sorts, raw or {}
         self._openers = tuple(self._raw)
-        self._most_tail = max(map(len, [b"", *self._raw, *self._raw.values()]))
+        ends = [text.end for text in self._raw.values()]
+        self._most_tail = max(map(len, [b"", *self._raw, *ends]))
         self.restart()
 
     def restart(self) -> None:
@@ -227,15 +236,16 @@ class Written:
         """
         self._tail = b""
         """Last bytes of the answer, which are searched for markers of raw text."""
-        self._end: bytes | None = None
-        """Marker after the current raw text; None outside of raw text."""
+        self._inside: RawText | None = None
+        """Current raw text; None outside of raw text."""
 
     def push(self, text: bytes) -> None:
         """Take the bytes of a token."""
         for byte in text:
-            if self._end is not None and self._num_chars == 0 and byte in _OPEN:
-                self._end = None  # a list or an object instead of raw text
-            if self._end is not None:
+            raw = self._inside
+            if raw is not None and raw.may_be_json and self._num_chars == 0 and byte in _OPEN:
+                self._inside = None
+            if self._inside is not None:
                 self._num_chars += byte & 0xC0 != 0x80
             elif self._in_string:
                 self._push_inside(byte)
@@ -247,12 +257,12 @@ class Written:
     def _push_marker(self, byte: int) -> None:
         """Enter raw text after the first marker, and leave it after the second marker."""
         self._tail = self._tail[1 - self._most_tail :] + bytes([byte])
-        if self._end is not None:
-            if self._tail.endswith(self._end):
-                self._end, self._tail = None, b""
+        if self._inside is not None:
+            if self._tail.endswith(self._inside.end):
+                self._inside, self._tail = None, b""
         elif self._tail.endswith(self._openers):
             opener = max((x for x in self._openers if self._tail.endswith(x)), key=len)
-            self._end, self._tail = self._raw[opener], b""
+            self._inside, self._tail = self._raw[opener], b""
             self._in_string, self._num_chars = False, 0
 
     def _push_inside(self, byte: int) -> None:
@@ -299,8 +309,8 @@ class Written:
         Args:
             words: Tokens that the grammar allows. At least one token stays allowed.
         """
-        if self._end is not None:
-            self._limit_raw(words, self._end)
+        if self._inside is not None:
+            self._limit_raw(words, self._inside.end)
             return
         bounds, sorts = self._bounds, self._sorts
         room = max(0, bounds.text - self._num_chars) + self._escape

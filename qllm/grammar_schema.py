@@ -24,7 +24,11 @@ CALLS = "// calls of tools\n"
 """First line of a grammar of tool calls. The limits of JSON apply to the arguments of such calls.
 """
 RAW = "// raw text between "
-"""Start of the second line, if strings are raw text. A JSON object of markers follows."""
+"""Start of the second line, if strings are raw text.
+
+A JSON object follows. For the marker before each raw text it has the marker after the text, and
+true if a list or an object may be there instead.
+"""
 LARK = "x-lark"
 """Keyword for a string that must match a client's own grammar in Lark's syntax."""
 MOST_OF_FORMAT = 2_048

@@ -100,6 +100,8 @@ class _Grammar:
         self._rules: list[str] = []
         self._raw: dict[str, str] = {}
         """Markers around raw text: the marker after the text, by the marker before the text."""
+        self._json: set[str] = set()
+        """Markers before values that are written as JSON."""
         self._where = ""
         """Name of the current tool and argument, used in the names of rules."""
         self._refs: dict[str, str] = {}
@@ -123,7 +125,8 @@ class _Grammar:
         tags = sorted({tag for text in form.markup for tag in _SIGN.findall(text)})
         self._add("TAGGED", slashed(f"(?s:.*)({'|'.join(map(re.escape, tags))})(?s:.*)"))
         self._add("NO_TEXT", NO_TEXT)
-        head = f"{CALLS}{RAW}{json.dumps(self._raw)}\n"
+        raw = {opener: (end, opener in self._json) for opener, end in self._raw.items()}
+        head = f"{CALLS}{RAW}{json.dumps(raw)}\n"
         return head + "\n".join([start, *self._rules])
 
     def _add(self, name: str, body: str) -> str:
@@ -268,12 +271,13 @@ class _Grammar:
             groups.setdefault(part.kind if "$type" in before else "", []).append(part)
         for kind, some in groups.items():
             values = " | ".join(self._values(some, root))
+            self._json.add(_plain(before, key, kind))
             yield f"{self._head(before, key, kind)} ({values}) {self._text(after)}"
 
     def _head(self, before: str, key: str, kind: str) -> str:
         """Return the text of an argument before the value."""
         parts = _FIELD.split(before)
-        given = {"key": key, "type": kind, "string": "true" if kind == "string" else "false"}
+        given = _fields(key, kind)
         return " ".join(
             quoted(self._written(given[part], _KEY)) if n % 2 else self._text(part)
             for n, part in enumerate(parts)
@@ -436,8 +440,13 @@ def _slug(name: str) -> str:
 
 def _plain(before: str, key: str, kind: str) -> str:
     """Return the text of an argument before the value, as an answer contains it."""
-    given = {"$key": key, "$type": kind, "$string": "true"}
-    return re.sub(r"\$[a-z]+", lambda found: given[found[0]], before)
+    given = _fields(key, kind)
+    return re.sub(r"\$([a-z]+)", lambda found: given[found[1]], before)
+
+
+def _fields(key: str, kind: str) -> dict[str, str]:
+    """Return the fields of an argument's template that are written before the value."""
+    return {"key": key, "type": kind, "string": "true" if kind == "string" else "false"}
 
 
 def _json_answer(schema: Mapping[str, Any]) -> str:

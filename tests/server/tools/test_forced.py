@@ -127,6 +127,42 @@ def test_raw_text_comes_to_an_end(name: str, has_tokens: bool, wish: str) -> Non
     assert max(map(len, values(call).values())) <= most
 
 
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("name", ["qwen-xml", "glm", "gemma"])
+def test_a_text_that_begins_with_a_bracket_is_no_list(name: str, has_tokens: bool) -> None:
+    """Its end does not begin another text, and all texts have a bound."""
+    made = model(name, has_tokens)
+    choice = Choice([tool(a={"enum": ["[1]"]}, b=STRING)], True, False)
+    said = made.answer(choice, 1, lambda text: bool(text) and set(text) <= set("[ab"))
+    (call,) = made.read(choice, said)["tool_calls"]
+    assert values(call)["a"] == "[1]"
+    assert 1 <= len(values(call)["b"]) <= BOUNDS.text + 3 * len("</parameter>")
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "gemma", "kimi-k2"])
+def test_without_parallel_calls_a_second_call_is_not_allowed(name: str) -> None:
+    made = model(name, True)
+    both = Choice([tool(a={"type": "boolean"})], True, True)
+    for seed in range(30):
+        said = made.answer(both, seed)
+        if len(made.read(both, said)["tool_calls"]) > 1:
+            assert made.takes(both, said)
+            assert not made.takes(both._replace(parallel=False), said)
+            return
+    pytest.fail("the model never made two calls")
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["llama4", "qwen-xml", "gemma"])
+def test_a_literal_that_the_schema_leaves_out_is_not_written(name: str, value: bool) -> None:
+    choice = Choice([tool(a={"type": "boolean", "enum": [value]})], True, False)
+    for seed in range(6):
+        (call,) = model(name, True).read(choice, model(name, True).answer(choice, seed))[
+            "tool_calls"
+        ]
+        assert values(call) == {"a": value}
+
+
 PATCH = """start: "*** Begin" LF line+ "*** End" LF?
 line: /[-+]/ /[a-z ]{1,9}/ LF -> change
 %import common.LF"""
