@@ -261,11 +261,16 @@ class _Grammar:
             head = self._head(before, key, "string")
             yield f"{head} {self._given(texts[0])} {self._text(after)}"
         elif texts:
-            terminal = " | ".join(f"({text_terminal(x, root)})" for x in texts)
-            no = "" if is_told or not others else " & ~NO_TEXT"
+            terminal = f"({' | '.join(f'({text_terminal(x, root)})' for x in texts)})"
+            if others and not is_told:
+                # A lexer that has begun a text reads a literal as text, so both are one terminal.
+                literals = [part for part in others if part.kind in ("boolean", "null")]
+                others = [part for part in others if part not in literals]
+                words = [word for part in literals for word in self._literals(part, root)]
+                terminal = " | ".join([f"{terminal} & ~NO_TEXT", *words])
             head = self._head(before, key, "string")
             self._raw[_plain(before, key, "string")] = self._end(after)
-            yield f"{head} {self._raw_text(f'({terminal}){no}', after)}"
+            yield f"{head} {self._raw_text(terminal, after)}"
         groups: dict[str, list[Part]] = {}
         for part in others:
             groups.setdefault(part.kind if "$type" in before else "", []).append(part)
@@ -288,7 +293,7 @@ class _Grammar:
         """Yield the ways to write a value that is not a text."""
         own = [part for part in parts if self._is_own(part)]
         for part in own:
-            yield from self._literals(part)
+            yield from self._literals(part, root)
         if others := [part.schema for part in parts if part not in own]:
             yield self._new(json_rule(joined(others), root))
 
@@ -297,9 +302,11 @@ class _Grammar:
         are_json = self._form.notation.literals == JSON.literals
         return part.kind in ("boolean", "null") and not are_json
 
-    def _literals(self, part: Part) -> Iterator[str]:
+    def _literals(self, part: Part, root: Any) -> Iterator[str]:
         """Yield the literals of a part."""
-        schema = part.schema
+        schema, seen = part.schema, 0
+        while isinstance(schema, Mapping) and "$ref" in schema and seen < 16:
+            schema, seen = target(str(schema["$ref"]), root), seen + 1
         if wrong := sorted(schema.keys() & {"$ref", "anyOf", "oneOf", "allOf", "not", "if"}):
             raise UnheldError(f"{wrong[0]!r} of literals is not known there")
         true, false, null = self._form.notation.literals
@@ -355,7 +362,7 @@ class _Grammar:
             self._raw[quote] = quote
             return f"{self._text(quote)} {self._raw_text(text_terminal(schema, root), quote)}"
         if self._is_own(part):
-            return " | ".join(self._literals(part))
+            return " | ".join(self._literals(part, root))
         if part.kind == "array":
             return self._array(schema, root)
         if part.kind == "object":

@@ -32,6 +32,7 @@ TEMPLATE_OF = {
 MODELS = [(name, yes) for name in FORMATS for yes in (True, False) if yes or name != "harmony"]
 """Formats, and whether their tags are tokens; without tokens Harmony cannot be read."""
 FEW = settings(max_examples=5, deadline=None, phases=set(Phase) - {Phase.explain})
+STRING = {"type": "string"}
 ASKED = {"role": "user", "content": "Hi."}
 
 
@@ -139,6 +140,29 @@ def test_a_text_that_begins_with_a_bracket_is_no_list(name: str, has_tokens: boo
     assert 1 <= len(values(call)["b"]) <= BOUNDS.text + 3 * len("</parameter>")
 
 
+QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "spelled"])
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        (STRING, "x < y", ["x <parameter=b>y", "x</function> y"]),
+        ({"anyOf": [STRING, {"type": "integer", "maximum": 5}]}, "x", ["12", "[1]", '"x"']),
+        ({"anyOf": [STRING, {"type": "boolean", "const": True}]}, "True", ["true", "False"]),
+        ({"anyOf": [STRING, {"$ref": "#/properties/none"}]}, "None", ["null", "True"]),
+    ],
+)
+def test_raw_text_has_no_tag_and_looks_like_no_other_value(
+    schema: Any, allowed: str, forbidden: list[str], has_tokens: bool
+) -> None:
+    asked = tool(a=schema)
+    asked["function"]["parameters"]["properties"]["none"] = {"type": "null"}
+    made, choice = model("qwen-xml", has_tokens), Choice([asked], True, False)
+    assert made.takes(choice, made.ids(QWEN_CALL.format(allowed)))
+    assert [x for x in forbidden if made.takes(choice, made.ids(QWEN_CALL.format(x)))] == []
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml", "gemma", "kimi-k2"])
 def test_without_parallel_calls_a_second_call_is_not_allowed(name: str) -> None:
     made = model(name, True)
@@ -183,7 +207,6 @@ def test_a_grammar_in_lark_holds_an_input_that_is_raw_text(name: str, has_tokens
         assert re.fullmatch(r"\*\*\* Begin\n([-+][a-z ]{1,9}\n)+\*\*\* End\n?", text), text
 
 
-STRING = {"type": "string"}
 HELD_BY_NO_TEXT: dict[str, tuple[Any, str]] = {
     "one of two strings": (tool(a={"oneOf": [STRING, STRING]}), "oneOf has several"),
     "not": (tool(a={**STRING, "not": {"const": "x"}}), "raw text cannot follow 'not'"),

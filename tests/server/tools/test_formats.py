@@ -249,6 +249,17 @@ def test_what_is_reported_is_certain(format: Format) -> None:
     assert len([delta for delta in deltas if delta]) > 8
 
 
+def test_a_call_that_breaks_after_its_arguments_began_stays_open() -> None:
+    """Routes do not end such an answer with the reason `tool_calls`."""
+    found = reader(HERMES)
+    begun = found.push('<tool_call>\n{"name": "f", "arguments": {"a": "x", ', ())
+    assert begun["tool_calls"][0]["function"]["name"] == "f"
+    found.push("</tool_call> So.", ())
+    assert found.is_in_call
+    found.finish()
+    assert found.is_in_call
+
+
 # -- work
 
 
