@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qllm.plan import ANY_ARRIVAL, Plan, Row
-from qllm.policy import FrameView, RequestView, StepReport, View
+from qllm.policy import FrameView, RequestView, StepReport, View, decode_tokens
 from qllm.types import NS_PER_MS, Cap, Grain, Priority
 
 from .parts import check_at_least, fill
@@ -59,7 +59,7 @@ class Flow:
         prefill = self._first_prefill(view, prefills)
         slice_ns = None
         if decodes:
-            start_ns = self.deadline_ns(decodes[0]) - view.costs.decode(len(decodes))
+            start_ns = self.deadline_ns(decodes[0]) - view.costs.decode(decode_tokens(decodes))
             if not prefill or (start_ns <= view.now_ns and not self._decoded):
                 rows = fill(view, decodes)
                 if rows:

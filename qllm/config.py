@@ -9,7 +9,7 @@ from qllm.errors import ConfigError, InvariantError, shown
 from qllm.floor import Floor
 from qllm.hints import hint_of
 from qllm.spelling import allowed, read, read_all
-from qllm.types import MAX_TIME_MS, Exactness, Grain, Priority, Slo
+from qllm.types import MAX_TIME_MS, MOST_DRAFTS, Exactness, Grain, Priority, Slo
 
 GRAINS = {grain.name.lower(): grain for grain in Grain}
 CHOICES = {
@@ -62,6 +62,7 @@ ONLY_HOST_LOOP = {
     "kv_ttl_s": None,
     "role": "both",
     "handover_gib": 0.0,
+    "draft": "none",
 }
 """Settings that a loop on the device does not support, and the values they must have there."""
 
@@ -163,6 +164,14 @@ class EngineConfig:
     """Most GiB of KV on its way to other engines, and as many on its way from them. With it,
     migrated requests continue where they stopped. 0: they are computed again
     (docs/design/handover.md)."""
+    draft: str = "none"
+    """Source of drafted tokens, which the model verifies several at a time. "none": one token at a
+    time. "lookup": what followed the last tokens before. "grammar": what the request's grammar
+    forces. "auto": the grammar, else a lookup. Or the name of an installed drafter. Drafts change
+    no token (docs/guides/drafts.md)."""
+    draft_tokens: int = 4
+    """Most drafted tokens that a step verifies per request, 0 to 16. Each request has as many as
+    pay, by measured times."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -192,6 +201,7 @@ class EngineConfig:
         for name in ("clamp_max_tokens", "conformance", "record", "kv_dir_reset"):
             check_bool(name, getattr(self, name))
         self._check_sizes()
+        self._check_drafts()
         kept = self.prefix_cache_tokens
         if self.prefix_cache is not False and kept is not None and kept < self.page_size:
             raise ConfigError(
@@ -204,6 +214,16 @@ class EngineConfig:
             raise ConfigError(f"ls_slo={shown(self.ls_slo)} must be text like {SLO_EXAMPLE}")
         if self.ls_slo:
             parse_slo(self.ls_slo)
+
+    def _check_drafts(self) -> None:
+        most = self.draft_tokens
+        is_count = isinstance(most, int) and not isinstance(most, bool)
+        if not is_count or not 0 <= most <= MOST_DRAFTS:
+            raise ConfigError(
+                f"draft_tokens={shown(most)} must be an integer in [0, {MOST_DRAFTS}]"
+            )
+        if not isinstance(self.draft, str) or not self.draft:
+            raise ConfigError(f"draft={shown(self.draft)} must be the name of a drafter, or 'none'")
 
     def _check_sizes(self) -> None:
         segment = self.max_segment_ms

@@ -273,6 +273,10 @@ class Matcher:
         self._is_known = False
         """True if `words` and `_wrong` belong to the tokens consumed so far."""
         self._ahead: Future[None] | None = None
+        self._fork: LLMatcher | None = None
+        """A second matcher for `forced`, so that a lookahead does not wait for it."""
+        self._fork_ids: list[int] = []
+        """Tokens that the second matcher has consumed."""
 
     def _follow(self, outputs: Sequence[int]) -> None:
         """Consume the new tokens of an answer.
@@ -328,3 +332,28 @@ class Matcher:
         llguidance releases the interpreter's lock, so this work runs during the model's next pass.
         """
         self._ahead = builder.submit(self._look, tuple(outputs))
+
+    def forced(self, outputs: Sequence[int], most: int) -> list[int]:
+        """Return the first tokens of the only text that may follow an answer; often none.
+
+        The tokens are llguidance's own split of the text. The model may split the text in another
+        way.
+
+        Args:
+            outputs: Tokens of the answer so far.
+            most: Most tokens to return.
+        """
+        if self._fork is None:
+            if self._ahead is not None:
+                self._ahead.result()
+            self._fork = self._matcher.deep_copy()
+            self._fork.reset()
+        done = len(self._fork_ids)
+        if list(outputs[:done]) != self._fork_ids:
+            self._fork.reset()
+            self._fork_ids, done = [], 0
+        new = [int(i) for i in outputs[done:]]
+        if new:
+            self._fork.consume_tokens(new)
+            self._fork_ids += new
+        return [] if self._fork.is_error() else self._fork.compute_ff_tokens()[:most]

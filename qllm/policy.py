@@ -53,6 +53,7 @@ __all__ = [
     "StepReport",
     "Tier",
     "View",
+    "decode_tokens",
     "make_policy",
     "next_row",
 ]
@@ -75,6 +76,8 @@ class RequestView(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def num_drafts(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int: ...
     @property
@@ -144,26 +147,30 @@ class CostTable(NamedTuple):
     """
 
     decode_ns: tuple[int, ...]
-    """Time of a decode step of 1, 2, 4, 8, ... rows through all layers."""
+    """Time of a decode step of 1, 2, 4, 8, ... tokens through all layers."""
     prefill_token_ns: int
     """Time of one prefill token through all layers."""
     move_token_ns: tuple[int, ...] = (0,)
     """Time to store the KV of one token in a tier, or to load it, per measured `Tier`."""
 
-    def decode(self, num_rows: int) -> int:
-        """Return the predicted time of a decode step, interpolated between powers of two."""
-        if num_rows <= 0:
+    def decode(self, num_tokens: int) -> int:
+        """Return the predicted time of a decode step, interpolated between powers of two.
+
+        Args:
+            num_tokens: Tokens of the step: one for each row, and drafted tokens (`decode_tokens`).
+        """
+        if num_tokens <= 0:
             return 0
-        exponent = num_rows.bit_length() - 1
+        exponent = num_tokens.bit_length() - 1
         last = len(self.decode_ns) - 1
         if exponent >= last:
-            return self.decode_ns[last] * num_rows >> last
+            return self.decode_ns[last] * num_tokens >> last
         low, high = self.decode_ns[exponent], self.decode_ns[exponent + 1]
-        return low + (high - low) * (num_rows - (1 << exponent)) // (1 << exponent)
+        return low + (high - low) * (num_tokens - (1 << exponent)) // (1 << exponent)
 
-    def extra(self, num_rows: int, num_more: int) -> int:
-        """Return the time that `num_more` rows add to a decode step."""
-        return max(0, self.decode(num_rows + num_more) - self.decode(num_rows))
+    def extra(self, num_tokens: int, num_more: int) -> int:
+        """Return the time that `num_more` tokens add to a decode step."""
+        return max(0, self.decode(num_tokens + num_more) - self.decode(num_tokens))
 
     def pays_to_keep(self, tier: Tier, num_moved: int, num_lost: int) -> bool:
         """Return True if storing and loading KV in a tier is quicker than computing the KV again.
@@ -182,9 +189,9 @@ class CostTable(NamedTuple):
             return None
         return num_tokens * self.move_token_ns[tier]
 
-    def step(self, num_decode_rows: int, num_prefill_tokens: int) -> int:
+    def step(self, num_decode_tokens: int, num_prefill_tokens: int) -> int:
         """Return the predicted time of a step through all layers."""
-        return self.decode(num_decode_rows) + num_prefill_tokens * self.prefill_token_ns
+        return self.decode(num_decode_tokens) + num_prefill_tokens * self.prefill_token_ns
 
 
 NO_DEADLINE = 1 << 62
@@ -286,10 +293,17 @@ class Freed:
         return sum(left.get(block, 0) == 0 for block in table)
 
 
+def decode_tokens(decoding: Iterable[RequestView]) -> int:
+    """Return the tokens of a decode step of these requests: one each, and their drafted tokens."""
+    return sum([1 + request.num_drafts for request in decoding])
+
+
 def next_row(
     request: RequestView, view: View, max_tokens: int | None = None, end_layer: int | None = None
 ) -> Row:
     """Return the next row of a request, from its first uncomputed layer.
+
+    The row of a decoding request also verifies the request's drafted tokens.
 
     Args:
         request: Request with tokens left to compute.
@@ -301,7 +315,7 @@ def next_row(
     front = request.frontier
     if front is not None:
         return Row(request.request_id, front.lo, front.hi, front.layer, end)
-    lo, hi = request.num_computed_tokens, request.num_tokens
+    lo, hi = request.num_computed_tokens, request.num_tokens + request.num_drafts
     if max_tokens is not None and hi > lo + max_tokens:
         hi = lo + max_tokens
     return Row(request.request_id, lo, hi, 0, end)

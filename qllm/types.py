@@ -180,6 +180,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+MOST_DRAFTS = 16
+"""Most drafted tokens of a row."""
 MOST_STOPS = 256
 """Largest number of stop strings of a request."""
 MOST_STOP_CHARS = 16_384
@@ -314,6 +316,12 @@ class SamplingParams:
 
     thinking_token_budget: int | None = None
     """Most tokens after `<think>` before `</think>` is forced; None sets no limit."""
+    draft_tokens: int | None = None
+    """Most drafted tokens that a step verifies, 0 to 16; None is the engine's `draft_tokens`, which
+    is also the highest number used. Drafts change no token."""
+    prediction: str | tuple[int, ...] = ()
+    """Text or tokens that the answer may repeat in part, such as the file to edit. Drafts that look
+    up tokens (`draft="lookup"`) use it; it changes no token."""
     include_stop_str_in_output: bool = False
     """True adds the stop string that ended the answer to the answer."""
     skip_special_tokens: bool = True
@@ -339,7 +347,7 @@ class SamplingParams:
         """Check the fields whose values differ from the defaults."""
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "prediction"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         k = self.top_k
@@ -375,7 +383,18 @@ class SamplingParams:
         )
         _check("logit_bias", bias, ok, "a mapping of token id to a finite number")
         _check_count("logit_bias", len(bias), MOST_BIASES)
+        self._check_drafts()
         self._check_limits()
+
+    def _check_drafts(self) -> None:
+        """Check the fields that only drafts use."""
+        most, given = self.draft_tokens, self.prediction
+        ok = most is None or (_is_int(most) and 0 <= most <= MOST_DRAFTS)
+        _check("draft_tokens", most, ok, f"None or an integer in [0, {MOST_DRAFTS}]")
+        is_ids = isinstance(given, tuple) and all(_is_int(x) and x >= 0 for x in given)
+        _check("prediction", given, isinstance(given, str) or is_ids, "a text or token ids >= 0")
+        if isinstance(given, str):
+            check_text("prediction", given)
 
     def _check_limits(self) -> None:
         """Check the fields that forbid tokens."""
@@ -415,6 +434,11 @@ class SamplingParams:
             raise InvalidRequestError(
                 "ignore_eos and structured_outputs exclude each other: EOS ends what has its form"
             )
+
+    @property
+    def prediction_ids(self) -> tuple[int, ...]:
+        """Tokens of the prediction; none while the prediction is a text."""
+        return self.prediction if isinstance(self.prediction, tuple) else ()
 
     @property
     def limits_tokens(self) -> bool:

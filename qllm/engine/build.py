@@ -1,5 +1,6 @@
 """Assembly of an engine: a model, its runner, a scheduler and the loop over them."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.memory import Claim, choose_sizes
-from qllm.engine.needs import cpu_costs, device_costs, refuse_sizes
+from qllm.engine.needs import cpu_costs, device_costs, drafter_of, refuse_sizes
 from qllm.engine.protocol import Sink
 from qllm.engine.sizes import SIZES
 from qllm.engine.storage.build import KeptPages
@@ -46,6 +47,8 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -387,6 +390,8 @@ class EngineCore(LoadedRunner):
                 prefix=prefix,
                 costs=costs,
             )
+            if (make := drafter_of(config, self.runner)) is not None:
+                self.loop.draft_with(make, config.draft_tokens, _log.warning)
             if config.handover_gib:
                 self.handover = handover_of(
                     self.loop, self.runner, config, weights, ingress.put, pull
@@ -451,6 +456,7 @@ class EngineCore(LoadedRunner):
                 "in_tokens": loop.effects.tokens_in,
                 "blocks_used": loop.scheduler.swap.num_used,
             },
+            "drafts": {} if loop.drafts is None else loop.drafts.stats(),
             "handover": {} if self.handover is None else self.handover.stats(),
         }
 

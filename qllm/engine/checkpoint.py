@@ -52,7 +52,8 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
 
     Requests that are held back (`HoldingIngress`) are written as requests that have not begun. The
     engine that restores such a request makes its grammar and its KV again. Streaming prompts are
-    left out, because only clients of this engine can complete the prompts.
+    left out, because only clients of this engine can complete the prompts. So are unfinished rows
+    that verify drafted tokens: the engine that restores such a request decodes without the drafts.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -69,12 +70,13 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
         requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
     scheduler = loop.scheduler
+    left_out = scheduler.open | {n for n, live in unfinished.items() if _verifies(live)}
     held = [held for held in _transport(loop).held if not held.submission.is_open]
     for parked in (*scheduler.frames.values(), *scheduler.away.values()):
         frame_id = parked.program.frame_id
-        if not unfinished.keys() & {row.request_id for row in parked.held_rows()}:
+        if not (unfinished.keys() - left_out) & {row.request_id for row in parked.held_rows()}:
             continue
-        frames.append(_frame_meta(parked, scheduler.open))
+        frames.append(_frame_meta(parked, left_out))
         state = runner.export_frame(parked.program, parked.index)
         tensors.update(_prefixed(f"frame.{frame_id}.", state))
     document = {
@@ -181,6 +183,12 @@ def _unprefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
+def _verifies(live: Live) -> bool:
+    """Return True if the unfinished row of a request verifies drafted tokens."""
+    front = live.request.frontier
+    return front is not None and front.hi > live.request.num_tokens
+
+
 def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
     submission, request = live
     return {
@@ -188,7 +196,7 @@ def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
         "priority": request.priority,
         "is_paused": request.is_paused,
         "counters": {name: getattr(request, name) for name in COUNTERS},
-        "frontier": request.frontier,
+        "frontier": None if _verifies(live) else request.frontier,
         "swapped": bool(request.num_swapped_tokens),
     }
 

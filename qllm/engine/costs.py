@@ -28,7 +28,8 @@ class StepCosts:
 
     def observe(self, program: Program, elapsed_ns: int) -> CostTable | None:
         """Learn from a program that ran from start to end without a stop."""
-        decodes = sum(1 for row in program.rows if row.num_tokens == 1)
+        rows = zip(program.rows, program.samples, strict=True)
+        decodes = sum([n for (_, lo, hi, _, _), num in rows if (n := hi - lo) in (1, num)])
         tokens = program.num_tokens - decodes
         layers = program.num_layers
         if any(row.start_layer or row.end_layer != layers for row in program.rows):

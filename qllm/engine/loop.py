@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+from qllm.drafters.protocol import MakeDrafter
 from qllm.engine.costs import StepCosts
+from qllm.engine.delivery import Delivery
+from qllm.engine.drafts import Drafts
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.prompt_updates import PromptUpdates, why
@@ -103,9 +106,12 @@ class EngineLoop:
             scheduler, runner, self.effects, prefix, self._emit, now_ns
         )
         self.costs = StepCosts() if costs is None else costs
+        self.drafts: Drafts | None = None
+        """Drafters of next tokens; None decodes one token at a time."""
         self.newcomers: Newcomers | None = None
         """Receiver of requests that bring KV from another engine."""
         self.live: dict[RequestId, Live] = {}
+        self._delivery = Delivery(sink, self.live, self._emit, self.finish)
         self._expiries: list[tuple[int, RequestId]] = []
         """A heap of timeouts, including those of requests that have ended."""
         self.pending: deque[Item] = deque()
@@ -116,6 +122,13 @@ class EngineLoop:
         """Number of all preemptions, including those whose latencies the deque has dropped."""
         self.policy_errors: deque[str] = deque(maxlen=MAX_POLICY_ERRORS)
         self.longest_plan_ns = 0
+
+    def draft_with(
+        self, make: MakeDrafter, most: int, warn: Callable[[str], object], *, weighs: bool = True
+    ) -> None:
+        """Let drafters propose next tokens. See `qllm.engine.drafts.Drafts`."""
+        scheduler, runner, emit = self.scheduler, self.runner, self._emit
+        self.drafts = Drafts(scheduler, runner, make, most, emit, self.now_ns, warn, weighs=weighs)
 
     # -- the loop
 
@@ -133,6 +146,8 @@ class EngineLoop:
             return False
         if self.prefix is not None:
             self.prefix.seek()
+        if self.drafts is not None:
+            self.drafts.ask(self.live)
         try:
             decision = self.scheduler.decide(now)
         except PolicyError as error:
@@ -378,17 +393,18 @@ class EngineLoop:
     ) -> None:
         ids = [s.request_id for s in sampled]
         self.scheduler.done(program.end, ids, start_ns, end_ns)
+        if self.drafts is not None:
+            self.drafts.verified(program, sampled)
         if self.prefix is not None:
+            for token in sampled:
+                self.prefix.took(token.request_id, token.token_id)
             self.prefix.keep_rests()
             for request_id in program.request_ids:
                 self.prefix.keep(request_id)
-            for token in sampled:
-                self.prefix.took(token.request_id, token.token_id)
         if self.scheduler.limits.num_swap_blocks:
             done = [self.live[i].request for i in program.request_ids if i in self.live]
             self.runner.copy_ahead([r.request_id for r in done if r.priority > Priority.LS])
-        for token in sampled:
-            self._token(token, end_ns)
+        self._delivery.deliver(sampled, end_ns)
         self._evict_outgrown(ids)
         if decision.start == (0, 0) and all(s.prompt is None for s in sampled):
             table = self.costs.observe(program, end_ns - start_ns)
@@ -420,33 +436,6 @@ class EngineLoop:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
             self.num_preemptions += 1
         self._emit(trace.parked(program, end, at_ns, lowered_ns if preempted else None))
-
-    def _token(self, sampled: Sampled, at_ns: int) -> None:
-        live = self.live.get(sampled.request_id)
-        if live is None:
-            return
-        if sampled.error is not None:
-            self.finish(sampled.request_id, FinishReason.ERROR, sampled.error)
-            return
-        logprob = sampled.logprobs.chosen if sampled.logprobs else None
-        self._emit(
-            trace.Token(
-                at_ns=at_ns,
-                request_id=sampled.request_id,
-                token_id=sampled.token_id,
-                logprob=logprob,
-            )
-        )
-        try:
-            stopped = self.sink.on_token(sampled, at_ns)
-        except Exception as error:  # noqa: BLE001 - fails this request (a tokenizer), not the engine
-            text = f"{type(error).__name__}: {error}"
-            self.finish(sampled.request_id, FinishReason.ERROR, text)
-            return
-        if stopped or sampled.token_id in live.submission.stop_ids:
-            self.finish(sampled.request_id, FinishReason.STOP)
-        elif live.request.num_output_tokens >= live.request.max_tokens:
-            self.finish(sampled.request_id, FinishReason.LENGTH)
 
     def _raise_fault(self, error: Exception) -> None:
         """Raise if the device is lost. No later program could run, so the engine ends.
@@ -496,6 +485,8 @@ class EngineLoop:
         if live is None:
             return
         now = self.now_ns()
+        if self.drafts is not None:
+            self.drafts.forget(request_id)
         if self.prefix is not None:
             self.prefix.remove(request_id)
         for effect in self.scheduler.remove(request_id, now):

@@ -1,10 +1,12 @@
-"""The memory that the KV of a loaded model needs."""
+"""The abilities of a loaded model: the memory of its KV, and drafts."""
 
 from dataclasses import replace
 from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.cores import memory_bytes
+from qllm.drafters.choose import NONE, load_drafter
+from qllm.drafters.protocol import MakeDrafter
 from qllm.engine.sizes import USUAL, Costs, sized
 from qllm.engine.storage.pages import why_not
 from qllm.errors import ConfigError
@@ -57,3 +59,23 @@ def refuse_sizes(config: EngineConfig, runner: TorchRunner) -> None:
             f"{each} bytes a token, and there are {memory} bytes of memory; give at most "
             f"{memory // each} together"
         )
+
+
+def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | None:
+    """Return the maker of drafters that an engine's settings ask for; None for none.
+
+    Raises:
+        ConfigError: The drafter is unknown, or this model or device cannot verify drafts exactly.
+    """
+    if config.draft == NONE or not config.draft_tokens:
+        return None
+    make = load_drafter(config.draft)
+    if runner.backend.why_inexact:
+        why = "its bits depend on how an answer is cut into steps, so a draft could change tokens"
+    elif runner.parts.has_states:
+        why = "its layers carry a state, which cannot go back when a draft is rejected"
+    else:
+        return make
+    raise ConfigError(
+        f"draft={config.draft!r} cannot be used with this model here: {why}; use draft='none'"
+    )

@@ -484,6 +484,12 @@ class Handle:
         """Number of prompt tokens from the prefix cache; 0 until the request has ended."""
         return 0 if self._metrics is None else self._metrics.num_cached_tokens
 
+    @property
+    def num_drafts(self) -> tuple[int, int]:
+        """Numbers of accepted and of rejected drafted tokens; 0 until the request has ended."""
+        found = self._metrics
+        return (0, 0) if found is None else (found.num_accepted_drafts, found.num_rejected_drafts)
+
 
 class Listener:
     """An event of the running event loop that is set whenever one of some handles changes.

@@ -23,6 +23,8 @@ SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 """Keywords of `submit`, `generate` and `chat` that go into SamplingParams."""
 MARK = "\ue000\ue001\ue000"
 """Placeholder for the content of the last message, with characters that texts do not use."""
+MOST_PREDICTED, CHARS_PER_TOKEN = 32_768, 8
+"""Most tokens of a prediction, and the most characters per token that are tokenised for it."""
 MOST_STOP_IDS = 8
 """Most ids that end a request in a loop on a device (`qllm.device.serving`)."""
 
@@ -96,6 +98,27 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
             f"{', '.join(asked)}: not served by an engine with loop={loop!r}; leave it out, or use "
             "loop='host'"
         )
+
+
+def with_prediction(sampling: SamplingParams, tokenizer: Any, draft: str) -> SamplingParams:
+    """Return the settings with the prediction as tokens, for an engine with this `draft`.
+
+    At most the first `MOST_PREDICTED` tokens stay, and none if the engine drafts nothing.
+
+    Raises:
+        InvalidRequestError: The prediction is a text, and there is no tokenizer.
+    """
+    given = sampling.prediction
+    if not given:
+        return sampling
+    if draft == "none":
+        return replace(sampling, prediction=())
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise InvalidRequestError("a prediction in text needs a tokenizer; give token ids")
+        text = given[: MOST_PREDICTED * CHARS_PER_TOKEN]
+        given = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return replace(sampling, prediction=given[:MOST_PREDICTED])
 
 
 def check_limits(sampling: SamplingParams, vocabulary: Vocabulary, max_tokens: int) -> None:

@@ -34,10 +34,11 @@ _REQUEST, _CANCEL = body_struct(layout.REQUEST), body_struct(layout.CANCEL)
 _UPDATE, _REVISE = body_struct(layout.UPDATE), body_struct(layout.REVISE)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
-_LENGTH, _PIECES = _CACHED, struct.Struct("<dII")
+_LENGTH, _PIECES, _DRAFTS = _CACHED, struct.Struct("<dII"), struct.Struct("<II")
 _CACHE = struct.Struct(f"<{layout.SALT_BYTES}sd")
 _LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 _LIMITS += ("include_stop_str_in_output", "skip_special_tokens", "thinking_token_budget")
+_LIMITS += ("draft_tokens", "prediction")
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -140,7 +141,8 @@ def _array(values: Sequence[float], dtype: str) -> bytes:
 def _has_limits(sampling: SamplingParams) -> bool:
     """Return True if one of `_LIMITS`, which few requests set, is not at its default."""
     of_text = sampling.include_stop_str_in_output or not sampling.skip_special_tokens
-    return sampling.limits_tokens or of_text
+    of_drafts = sampling.draft_tokens is not None or bool(sampling.prediction)
+    return sampling.limits_tokens or of_text or of_drafts
 
 
 def _encode_limits(sampling: SamplingParams) -> bytes:
@@ -382,6 +384,8 @@ class EngineMetrics:
     open_ms: float | None = None
     num_revisions: int = 0
     revise_lost_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
     @classmethod
     def unknown(cls, arrival_ns: int, priority: int, num_prompt_tokens: int) -> "EngineMetrics":
@@ -450,6 +454,9 @@ def encode_finish(
         counts = metrics.num_revisions, metrics.revise_lost_tokens
         flags |= layout.HAS_PIECES
         body += _PIECES.pack(_float(metrics.open_ms), *counts)
+    if metrics is not None and (metrics.num_accepted_drafts or metrics.num_rejected_drafts):
+        flags |= layout.HAS_DRAFTS
+        body += _DRAFTS.pack(metrics.num_accepted_drafts, metrics.num_rejected_drafts)
     return flags, body
 
 
@@ -468,8 +475,12 @@ def decode_finish(record: Record) -> End:
     open_ms, num_revisions, lost = math.nan, 0, 0
     if record.flags & layout.HAS_PIECES:
         open_ms, num_revisions, lost = _PIECES.unpack_from(record.body, at)
+        at += _PIECES.size
+    accepted = rejected = 0
+    if record.flags & layout.HAS_DRAFTS:
+        accepted, rejected = _DRAFTS.unpack_from(record.body, at)
     if record.flags & layout.HAS_METRICS:
-        names = [f.name for f in fields(EngineMetrics)][5:-4]
+        names = [f.name for f in fields(EngineMetrics)][5:-6]
         metrics = EngineMetrics(
             arrival_ns=arrival_ns,
             queue_ms=_optional(queue_ms),
@@ -481,5 +492,7 @@ def decode_finish(record: Record) -> End:
             open_ms=_optional(open_ms),
             num_revisions=num_revisions,
             revise_lost_tokens=lost,
+            num_accepted_drafts=accepted,
+            num_rejected_drafts=rejected,
         )
     return End(request_id, _REASONS[reason], error, metrics)

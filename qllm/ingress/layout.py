@@ -16,7 +16,7 @@ from qllm.types import MAX_TIME_MS, PRIORITY_LIMIT
 
 MAGIC = 0x716C_6C6D_5249_4E47
 """First word of every shared segment ("qllmRING")."""
-VERSION = 6
+VERSION = 7
 """Version of everything in this file. A segment of another version is refused."""
 LINE = 64
 """Bytes of a cache line. A record's size is a multiple of a line, and no two writers share a
@@ -126,9 +126,10 @@ PROMPT: Dtype = np.dtype(
 This record comes before the request's first token. After its fields come f4 of the tokens, f4 of
 the alternatives (`num_top` per token, most likely first), and u4 ids of the alternatives."""
 
-HAS_METRICS, HAS_ERROR, HAS_CACHED, HAS_PIECES = 1, 2, 4, 8
-"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens follows the error; with HAS_PIECES, f8
-open_ms, u4 num_revisions and u4 revise_lost_tokens come last."""
+HAS_METRICS, HAS_ERROR, HAS_CACHED, HAS_PIECES, HAS_DRAFTS = 1, 2, 4, 8, 16
+"""Flags of a finish. With HAS_CACHED, u4 num_cached_tokens follows the error. With HAS_PIECES, f8
+open_ms, u4 num_revisions and u4 revise_lost_tokens follow. With HAS_DRAFTS, u4 num_accepted_drafts
+and u4 num_rejected_drafts come last."""
 FINISH: Dtype = np.dtype(
     [
         ("header", HEADER),

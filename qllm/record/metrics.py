@@ -31,6 +31,7 @@ from qllm.record.trace import (
     Split,
     Token,
     Updated,
+    Verified,
 )
 from qllm.types import NS_PER_MS, FinishReason, FrameId, Priority, RequestId, Slo
 
@@ -82,6 +83,10 @@ class RequestMetrics:
     """Number of pieces and changes of the prompt that the engine received."""
     revise_lost_tokens: int = 0
     """Tokens that were computed, and that a revision then changed."""
+    num_accepted_drafts: int = 0
+    """Drafted tokens that the model chose too."""
+    num_rejected_drafts: int = 0
+    """Drafted tokens that a step verified in vain."""
 
     def __str__(self) -> str:
         """Return five readable lines. `repr` has every field."""
@@ -180,6 +185,7 @@ class _Meter:
         self.whole_ns: int | None = None
         """Time when a streaming prompt was whole; None while it streams, and for other prompts."""
         self.num_revisions = self.num_revised_away = 0
+        self.num_accepted = self.num_rejected = 0
 
     def planned(self, row: Row, at_ns: int) -> None:
         if self.planned_ns is None:
@@ -198,6 +204,13 @@ class _Meter:
         """Record that the row finished the layers below `layer`."""
         if layer > row.start_layer:
             self.lo, self.hi, self.depth = row.lo, row.hi, layer
+
+    def verified(self, event: Verified) -> None:
+        """Record verified drafts. The row's tokens behind the accepted ones were not computed."""
+        rejected = event.num_drafts - event.num_accepted
+        self.hi -= rejected
+        self.num_accepted += event.num_accepted
+        self.num_rejected += rejected
 
     def lose(self, cause: _Cause, lo: int, hi: int) -> None:
         """Record that the KV of tokens [lo, hi) is lost; KV of all later tokens is lost too."""
@@ -286,6 +299,8 @@ class _Meter:
             open_ms=None if whole_ns is None else (whole_ns - start) / NS_PER_MS,
             num_revisions=self.num_revisions,
             revise_lost_tokens=self.num_revised_away,
+            num_accepted_drafts=self.num_accepted,
+            num_rejected_drafts=self.num_rejected,
         )
 
 
@@ -311,8 +326,8 @@ class MetricsBuilder:
                 self._ran(event)
             case Planned():
                 self._planned(event)
-            case Updated() | Revised():
-                self._asked(event)
+            case Updated() | Revised() | Verified():
+                self._request_event(event)
             case Arrived():
                 self._meters[event.request_id] = _Meter(event)
             case Finished():
@@ -332,12 +347,16 @@ class MetricsBuilder:
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
 
-    def _asked(self, event: Updated | Revised) -> None:
+    def _request_event(self, event: Updated | Revised | Verified) -> None:
         meter = self._meters.get(event.request_id)
-        if meter is not None and isinstance(event, Updated):
+        if meter is None:
+            return
+        if isinstance(event, Updated):
             meter.updated(event)
-        elif meter is not None and isinstance(event, Revised):
+        elif isinstance(event, Revised):
             meter.revised(event, self._num_layers)
+        else:
+            meter.verified(event)
 
     def _kv_event(self, event: Evicted | Reused) -> None:
         meter = self._meters.get(event.request_id)

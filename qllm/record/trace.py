@@ -83,6 +83,26 @@ class Revised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """A drafter proposed the next tokens of a request. The request's next row verifies them."""
+
+    at_ns: int
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A row has verified drafted tokens."""
+
+    at_ns: int
+    request_id: RequestId
+    num_drafts: int
+    num_accepted: int
+    """Number of first drafts that are the tokens that the model chose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A new program was accepted."""
 
@@ -286,6 +306,8 @@ Event = (
     Arrived
     | Updated
     | Revised
+    | Drafted
+    | Verified
     | Planned
     | Ran
     | Segment
@@ -319,6 +341,8 @@ def sampling_to_dict(params: SamplingParams) -> dict[str, Any]:
     out["stop"] = list(params.stop)
     out["stop_token_ids"] = list(params.stop_token_ids)
     out["bad_words"] = list(params.bad_words)
+    if not isinstance(params.prediction, str):
+        out["prediction"] = list(params.prediction)
     if params.allowed_token_ids is not None:
         out["allowed_token_ids"] = list(params.allowed_token_ids)
     if (form := params.structured_outputs) is not None:

@@ -1,6 +1,13 @@
-"""The end of HEAD: the choice of tokens, of all greedy rows at once, else of a few rows."""
+"""The end of HEAD: the choice of tokens, of all greedy rows at once, else of a few rows.
 
-from collections.abc import Sequence
+A row of the program that verifies d drafted tokens has 1 + d positions at which a token is sampled.
+They are chosen in order, and each is chosen as if the tokens before it had come one by one. The
+first token that differs from its draft is the last of the row. So are a token after all drafts, and
+a position without an allowed token.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +19,47 @@ from qllm.types import Sampled
 
 TOKENS_AT_ONCE = 1 << 20
 """Logits of sampled rows that are read between two polls, which takes about a millisecond."""
+
+
+class Verified(NamedTuple):
+    """A row of HEAD, and the positions at which its tokens are sampled."""
+
+    member: int
+    """Index of the row among the rows of HEAD."""
+    row: Row
+    first: int
+    """Index of the row's first position among all positions of HEAD."""
+    drafts: Sequence[int]
+    """Drafted tokens of the positions except the last."""
+
+    def open_place(self, chosen: Mapping[int, Sampled]) -> int | None:
+        """Return the index of the next position to choose; None if all are chosen."""
+        for place, draft in enumerate((*self.drafts, None), self.first):
+            found = chosen.get(place)
+            if found is None:
+                return place
+            if found.token_id != draft or found.error is not None:
+                return None
+        return None
+
+    def places(self) -> range:
+        """Return the indices of all positions."""
+        return range(self.first, self.first + len(self.drafts) + 1)
+
+    def position(self, place: int) -> int:
+        """Return the index in the whole sequence of the token at `place`."""
+        return self.row.hi - len(self.drafts) + place - self.first
+
+
+def _verified(runner: Asking, frame: Frame, members: Sequence[int]) -> Iterator[Verified]:
+    """Yield the rows of HEAD that are alive."""
+    program, first = frame.program, 0
+    for member, r in enumerate(members):
+        row, num = program.rows[r], program.samples[r]
+        if not frame.is_dead(r):
+            drafts = runner.requests[row.request_id].drafts[: num - 1] if num > 1 else ()
+            yield Verified(member, row, first, drafts)
+        first += num
 
 
 def choose_some(
@@ -30,52 +78,70 @@ def choose_some(
         rule: Change that the model makes to its logits; None changes nothing.
         frame: Frame whose head has all blocks. It gets the tokens at the end.
         members: Rows of HEAD.
-        num_before: Number of calls before the frame's checkpoint. The rows of these calls are
+        num_before: Number of calls before the frame's checkpoint. The positions of these calls are
             chosen again.
 
     Returns:
-        True if all rows have a token. Between two calls a runner may stop.
+        True if all rows have their tokens. Between two calls a runner may stop.
     """
     head = frame.head
     assert head is not None
-    rows = [frame.program.rows[r] for r in members]
+    rows = list(_verified(runner, frame, members))
     begins = head.chosen is None
     chosen = head.chosen = {} if head.chosen is None else head.chosen
     if begins:
-        for i, token_id, peak in head.answers():
-            if not frame.is_dead(members[i]):
-                request_id, _, position = rows[i][:3]
-                chosen[i] = runner.sampler.greedy(request_id, token_id, peak, position)
-    live = [
-        (place, i)
-        for place, i in enumerate(head.rest)
-        if i not in chosen and not frame.is_dead(members[i])
-    ]
-    if live and begins and not head.scores.num_units and backend.samples:
-        logits = _ruled(rule, head.logits([place for place, _ in live]))
-        frame.unread = backend.sample(runner, logits, [rows[i] for _, i in live])
-    now = list[tuple[int, int]]()
-    if live and frame.unread is None:
-        num = max(1, TOKENS_AT_ONCE // head.vocab_size) * (num_before + 1 if begins else 1)
-        now = live[:num]
-        logits = _ruled(rule, head.logits([place for place, _ in now]))
-        chosen |= _choose(runner, logits, {i: rows[i] for _, i in now})
-    if len(now) < len(live) and frame.unread is None:
+        best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
+        for row in rows:
+            while (place := row.open_place(chosen)) is not None and place in best:
+                request_id, at = row.row.request_id, row.position(place)
+                chosen[place] = runner.sampler.greedy(request_id, *best[place], at)
+    waiting = _waiting(rows, chosen)
+    is_plain = begins and not head.scores.num_units and not any(row.drafts for row in rows)
+    if waiting and is_plain and backend.samples:
+        logits = _ruled(rule, head.logits(head.places_of(waiting)))
+        frame.unread = backend.sample(runner, logits, [row.row for row in waiting.values()])
+    num = max(1, TOKENS_AT_ONCE // head.vocab_size) if waiting else 0
+    num *= num_before + 1 if begins else 1
+    while waiting and num > 0 and frame.unread is None:
+        now = dict(list(waiting.items())[:num])
+        logits = _ruled(rule, head.logits(head.places_of(now)))
+        chosen |= _choose(runner, logits, now, chosen)
+        num -= len(now)
+        waiting = _waiting(rows, chosen)
+    if waiting and frame.unread is None:
         return False
-    frame.sampled = [head.scores.add_to(i, chosen[i]) for i in sorted(chosen)]
+    frame.sampled = [
+        head.scores.add_to(row.member, chosen[place])
+        for row in rows
+        for place in row.places()
+        if place in chosen
+    ]
     return True
+
+
+def _waiting(rows: Sequence[Verified], chosen: Mapping[int, Sampled]) -> dict[int, Verified]:
+    """Return the next position of each row that has one, with its row."""
+    places = [(row.open_place(chosen), row) for row in rows]
+    return {place: row for place, row in places if place is not None}
 
 
 def _ruled(rule: LogitRule | None, logits_RV: Tensor) -> Tensor:
     return logits_RV if rule is None else rule(logits_RV)
 
 
-def _choose(runner: Asking, logits_RV: Tensor, rows: dict[int, Row]) -> dict[int, Sampled]:
-    ids = [row.request_id for row in rows.values()]
-    positions = [row.hi for row in rows.values()]
+def _choose(
+    runner: Asking, logits_RV: Tensor, now: Mapping[int, Verified], chosen: Mapping[int, Sampled]
+) -> dict[int, Sampled]:
+    ids = [row.row.request_id for row in now.values()]
+    positions = [row.position(place) for place, row in now.items()]
     if runner.on_logits is not None:
         for request_id, position, logits_V in zip(ids, positions, logits_RV, strict=True):
             runner.on_logits(request_id, position, logits_V)
-    outputs = [runner.requests[i].output_ids for i in ids]
+    outputs = [
+        [*runner.requests[i].output_ids, *(chosen[p].token_id for p in range(row.first, place))]
+        if place > row.first
+        else runner.requests[i].output_ids
+        for i, (place, row) in zip(ids, now.items(), strict=True)
+    ]
     found = runner.sampler.sample(logits_RV, ids, positions, outputs)
-    return dict(zip(rows, found, strict=True))
+    return dict(zip(now, found, strict=True))

@@ -6,6 +6,7 @@ layer       inside a layer: mid_TD, routed rows (per ROUTE op), expert work, nex
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -89,6 +90,8 @@ class RequestState:
     kv: RequestKV
     num_top: int | None = None
     """Number of alternatives per prompt token; None without prompt log-probabilities."""
+    drafts: tuple[int, ...] = ()
+    """Drafted tokens after `ids`."""
     kept: SavedRows | None = None
     hidden: list[Tensor] = field(default_factory=list)
     """Final hidden states of the committed tokens, while `owes_prompt`."""
@@ -105,7 +108,7 @@ class RequestState:
 
     def check(self, row: Row) -> None:
         """Raise an InvariantError unless a row starts at the request's committed position."""
-        if row.hi > len(self.ids) or row.hi > self.kv.capacity:
+        if row.hi > len(self.ids) + len(self.drafts) or row.hi > self.kv.capacity:
             raise InvariantError(f"{row} goes past the tokens of its request")
         if row.lo != self.kv.committed:
             raise InvariantError(f"{row} starts off {self.kv.committed} (I2)")
@@ -125,6 +128,7 @@ class RequestState:
     ) -> None:
         """Replace the prompt. KV of the first `num_kept` tokens stays, in the blocks of `table`."""
         self.ids, self.num_prompt_tokens, self.num_top = list(token_ids), len(token_ids), num_top
+        self.drafts = ()
         if self.kv.written > num_kept:
             self.kv.cut(num_kept, table)
         if self.kept is not None and self.kept.hi > num_kept:
@@ -142,16 +146,33 @@ class RequestState:
         self.kv.written = self.kv.committed
         self.kept = None
 
+    def tokens(self, lo: int, hi: int) -> list[int]:
+        """Return the tokens [lo, hi), known or drafted."""
+        num = len(self.ids)
+        return self.ids[lo:hi] if hi <= num else [*self.ids[lo:], *self.drafts[: hi - num]]
+
     def take(self, token_id: int) -> None:
         """Append an output token, and drop the prompt's hidden states, which are unneeded now."""
         self.ids.append(token_id)
-        self.hidden = []
+        self.hidden, self.drafts = [], ()
+
+    def without_drafts(self) -> None:
+        """Drop an unfinished row that verifies drafted tokens, and the KV that it wrote."""
+        if self.kv.written > len(self.ids):
+            self.forget_begun()
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors by name, and JSON that describes the tensors."""
+        """Return tensors by name, and JSON that describes the tensors.
+
+        An unfinished row that verifies drafted tokens is left out, with the KV that it wrote.
+        """
+        written, is_drafted = self.kv.written, self.kv.written > len(self.ids)
+        self.kv.written = self.kv.committed if is_drafted else written
         tensors = {**dict(self.kv.export()), **self.kv.states.export()}
-        if self.kept is not None:
-            tensors["hidden"] = self.kept.x_TD.clone()
+        self.kv.written = written
+        kept = None if is_drafted else self.kept
+        if kept is not None:
+            tensors["hidden"] = kept.x_TD.clone()
         if self.hidden:
             tensors["last_hidden"] = torch.cat(self.hidden)
         meta = {
@@ -159,7 +180,7 @@ class RequestState:
             "num_prompt_tokens": self.num_prompt_tokens,
             "max_total_tokens": self.kv.capacity,
             "committed": self.kv.committed,
-            "kept": None if self.kept is None else [self.kept.lo, self.kept.hi, self.kept.layer],
+            "kept": None if kept is None else [kept.lo, kept.hi, kept.layer],
         }
         return tensors, meta
 
@@ -234,8 +255,8 @@ class Frame:
         for r in self.program.groups[group]:
             row = self.program.rows[r]
             is_dead = row.request_id in self.dead
-            own = [] if is_dead else requests[row.request_id].ids
-            ids += [0] * row.num_tokens if is_dead else own[row.lo : row.hi]
+            num = row.num_tokens
+            ids += [0] * num if is_dead else requests[row.request_id].tokens(row.lo, row.hi)
         return ids
 
     def spans(
@@ -369,11 +390,12 @@ class Frame:
         Args:
             requests: Requests of the rows, by id.
         """
-        program = self.program
+        program, chosen = self.program, Counter(s.request_id for s in self.sampled)
         ended = [
-            (r, row.hi, requests[row.request_id])
+            (r, row.hi - max(0, program.samples[r] - max(1, chosen[row.request_id])), request)
             for r, row in enumerate(program.rows)
             if row.request_id not in self.dead and row.end_layer == program.num_layers
+            for request in [requests[row.request_id]]
         ]
         kept: list[tuple[RequestState, Tensor]] = []
         for r, hi, request in ended:
@@ -383,7 +405,7 @@ class Frame:
                 x_TD = self.master_TD[program.offsets[r] : program.offsets[r + 1]]
                 kept.append((request, x_TD.clone()))
         for _, hi, request in ended:  # no later line can fail
-            request.kv.committed = hi
+            request.kv.commit(hi)
         for request, x_TD in kept:
             request.hidden.append(x_TD)
 

@@ -5,7 +5,8 @@ Greedy rows keep their best logit, other rows keep all logits.
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -18,19 +19,29 @@ from qllm.runner.sampling.scores import NO_SCORES, Scores
 from qllm.types import Sampled
 
 
-def last_tokens(x_TD: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the last token of each row. x_TD has the rows one after the other."""
-    if len(lengths) == x_TD.shape[0]:  # `len` of a tensor is slow
+def last_tokens(x_TD: Tensor, lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Return the last tokens of each row. x_TD has the rows one after the other.
+
+    Args:
+        x_TD: Hidden states of the rows' tokens.
+        lengths: Number of tokens of each row.
+        counts: Number of last tokens to return of each row, at least 1.
+    """
+    if sum(counts) == x_TD.shape[0]:
         return x_TD
-    ends = [end - 1 for end in accumulate(lengths)]
-    return x_TD[ends] if len(ends) > 1 else x_TD[ends[0] : ends[0] + 1]
+    ends = accumulate(lengths)
+    places = [t for end, num in zip(ends, counts, strict=True) for t in range(end - num, end)]
+    return x_TD[places] if len(counts) > 1 else x_TD[places[0] : places[-1] + 1]
 
 
 class HeadState:
     """The results of the vocabulary blocks that are done.
 
+    A row here is a position at which a token is sampled. A row of the program that verifies drafted
+    tokens has several positions.
+
     Args:
-        x_BD: Last tokens of the rows, normed.
+        x_BD: Hidden states of the positions, normed.
         greedy: Rows whose token is the lowest id of the largest logit.
         scores: Requested log-probabilities of the rows' prompts.
     """
@@ -99,6 +110,10 @@ class HeadState:
     def vocab_size(self) -> int:
         """Number of logits of a row that is not greedy."""
         return sum(block.shape[1] for block in self.blocks)
+
+    def places_of(self, rows: Iterable[int]) -> list[int]:
+        """Return the places of rows among the rows that are not greedy."""
+        return [bisect_left(self.rest, row) for row in rows]
 
     def logits(self, places: Sequence[int]) -> Tensor:
         """Return logits [., V] of the rows at these places among the rows that are not greedy."""

@@ -111,6 +111,10 @@ class RequestKV(ABC):
     def swap_in(self, blocks: Sequence[int]) -> None:
         """Move KV back into these blocks. They become all blocks of the request."""
 
+    def commit(self, num_tokens: int) -> None:
+        """Commit the first `num_tokens` tokens. KV of drafted tokens after them is not written."""
+        self.committed = self.written = num_tokens
+
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield named copies of the written KV, committed or not."""

@@ -124,6 +124,21 @@ class Runner(Protocol):
         """
         ...
 
+    def token_ids(self, request_id: RequestId) -> list[int]:
+        """Return the prompt and output tokens of a request."""
+        ...
+
+    def forced(self, request_id: RequestId, outputs: Sequence[int], most: int) -> Sequence[int]:
+        """Return the tokens that a request's grammar forces after the tokens of its answer."""
+        ...
+
+    def draft(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """Set the drafted tokens after a request's known tokens.
+
+        The request's next row verifies the first of them, as far as the row reaches.
+        """
+        ...
+
     def remove(self, request_id: RequestId) -> None:
         """Remove a request that is in no frame. Its KV is not read or written any more."""
         ...
@@ -173,8 +188,13 @@ class Runner(Protocol):
     def finish(self, program: Program) -> list[Sampled]:
         """Commit a program that ran to its end and free its frame.
 
-        Rows that reached the last layer commit their KV up to `hi`. Sampled tokens are appended to
-        the request's ids. The hidden states of rows that stopped at an earlier layer are saved.
+        Rows that reached the last layer commit their KV up to `hi`, without the KV of drafted
+        tokens that the model did not choose. Sampled tokens are appended to the request's ids. The
+        hidden states of rows that stopped at an earlier layer are saved.
+
+        Returns:
+            The sampled tokens, row by row. A row that verifies drafted tokens has several: those
+            that the model chose too, and one more.
         """
         ...
 

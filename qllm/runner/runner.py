@@ -167,6 +167,9 @@ class TorchRunner:
         num_top = num_top_of(sampling, self.shape.vocab_size)
         self.requests[request_id].revise(token_ids, num_top, num_kept, table)
 
+    def draft(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        self.requests[request_id].drafts = tuple(token_ids)
+
     def remove(self, request_id: RequestId) -> None:
         if self.requests.pop(request_id, None) is not None:
             self.sampler.remove(request_id)
@@ -190,6 +193,9 @@ class TorchRunner:
     def token_ids(self, request_id: RequestId) -> list[int]:
         """Return the prompt and output tokens of a request."""
         return list(self.requests[request_id].ids)
+
+    def forced(self, request_id: RequestId, outputs: Sequence[int], most: int) -> Sequence[int]:
+        return self.sampler.forced(request_id, outputs, most)
 
     def num_committed(self, request_id: RequestId) -> int:
         """Return the number of tokens of a request whose KV exists in every layer."""
@@ -409,9 +415,13 @@ class TorchRunner:
             x = frame.activate(group)
             rows = costs.rows_at_once(vocabulary.num_blocks, self.shape.vocab_size)
             scores = frame.scores_of(self.requests, members, (vocabulary.num_blocks, rows))
-            x = last_tokens(x, [program.rows[r].num_tokens for r in members])
+            counts = [program.samples[r] for r in members]
+            x = last_tokens(x, [program.rows[r].num_tokens for r in members], counts)
             streams = self.on_logits is None and self.backend.compute.streams
-            ids = [program.rows[r].request_id for r in members] if streams else []
+            ids = []
+            if streams:
+                places = zip(members, counts, strict=True)
+                ids = [program.rows[r].request_id for r, num in places for _ in range(num)]
             frame.head = HeadState(vocabulary.norm(x), self.sampler.plain(ids, frame.dead), scores)
         head, num = frame.head, vocabulary.num_blocks
         if pos < head.scores.num_units:
@@ -426,7 +436,7 @@ class TorchRunner:
         inside, single = frame.course or course.take(), self.on_segment is not None
         blocks = HeadBlocks(at=first, end=num, course=inside.address, single=single)
         let_poll(blocks, stop, program.stop_below, frame.grain)
-        head.run(vocabulary, blocks, parts.logit_rule, costs.head_blocks(len(members), num))
+        head.run(vocabulary, blocks, parts.logit_rule, costs.head_blocks(len(head.x_BD), num))
         frame.course = course.keep(inside)
         next_at = Index(op, head.scores.num_units + blocks.at)
         if blocks.at == num:
@@ -455,9 +465,10 @@ class TorchRunner:
                 work = self.backend.new_work(layer, here["work.ids"], program.grain)
                 frame.layer.work = work
                 work.restore(here["work.slots"], here["work.done"])
+            frame.dead = set(program.request_ids) - self.requests.keys()
             if index == program.end and frame.head is not None:
                 members = program.groups[program.ops[-1].group]
-                self._choose(frame, members, len(members))
+                self._choose(frame, members, sum(program.samples))
         self.frames[program.frame_id] = frame
 
     def export_request(self, request_id: RequestId) -> tuple[dict[str, Tensor], dict[str, Any]]:

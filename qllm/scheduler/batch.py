@@ -84,7 +84,7 @@ def runs_whole(
     """
     if not view.whole_steps:
         return False
-    if slice_ns is not None and slice_ns < view.costs.decode(len(rows)):
+    if slice_ns is not None and slice_ns < view.costs.decode(sum([row.num_tokens for row in rows])):
         return False
     num_layers = view.shape.num_layers
     return all(

@@ -89,7 +89,7 @@ def compile_program(
     plan: Plan,
     *,
     frame_id: FrameId,
-    samples: Sequence[bool],
+    samples: Sequence[int],
     shape: ModelShape,
     cuts: CutRule,
     one_query_from: Sequence[int] | None = None,
@@ -99,15 +99,20 @@ def compile_program(
     Args:
         plan: Plan whose row ranges the scheduler has checked.
         frame_id: Id of the new frame.
-        samples: Per row, True if the row completes the request's known tokens.
+        samples: Per row, the number of last positions at which a token is sampled.
         shape: Layers of the model.
         cuts: Rule that cuts ops by rows.
         one_query_from: Per row, the position from which every token is a block of its own. At level
-            L2, tokens that were decoded one by one are recomputed one by one.
+            L2, tokens that were decoded one by one are recomputed one by one. In a row that
+            verifies drafted tokens every token is a block of its own in any case.
     """
     rows = plan.rows
     num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv
-    alone = one_query_from or [row.hi for row in rows]
+    marks = one_query_from or [row.hi for row in rows]
+    # attention to a drafted token may give NaN, which no token before it may read, not even times 0
+    alone = [
+        row.lo if num > 1 else mark for row, num, mark in zip(rows, samples, marks, strict=True)
+    ]
     blocks: list[tuple[int, ...]] = []
     costs: list[Sequence[tuple[int, float]]] = []
     for (_, lo, hi, _, _), a in zip(rows, alone, strict=True):

@@ -16,7 +16,7 @@ step.
 from collections.abc import Sequence
 
 from qllm.plan import Row
-from qllm.policy import RequestView, View, next_row
+from qllm.policy import RequestView, View, decode_tokens, next_row
 from qllm.scheduler.batch import Batch
 from qllm.types import NS_PER_MS
 
@@ -54,7 +54,7 @@ class Turns:
 
     def __init__(self, view: View, streams: Sequence[RequestView], gap_ms: int) -> None:
         self.view = view
-        self.step_ns = view.costs.decode(len(streams))
+        self.step_ns = view.costs.decode(decode_tokens(streams))
         gap_ns = max(gap_ms * NS_PER_MS, GAP_STEPS * self.step_ns)
         self.left_ns = min(_due_ns(r, gap_ns) for r in streams) - view.now_ns
         self.oldest_ns = min(r.last_progress_ns for r in streams)
@@ -66,9 +66,10 @@ class Turns:
         as many experts as many tokens load, so the average time per token of a long prompt is too
         short for a few tokens.
         """
-        costs, num_rows = self.view.costs, len(batch.rows) - batch.num_prefills
-        tokens = sum(row.num_tokens for row in batch.rows) - num_rows
-        step_ns = max(costs.step(num_rows, tokens), costs.decode(num_rows + tokens))
+        costs, get = self.view.costs, self.view.by_id
+        tokens = sum([row.num_tokens for row in batch.rows])
+        own = [row.num_tokens for row in batch.rows if get[row.request_id].is_decoding]
+        step_ns = max(costs.step(sum(own), tokens - sum(own)), costs.decode(tokens))
         return step_ns <= self.left_ns
 
     def slice_ns(self, newest_ns: int) -> int | None:

@@ -34,7 +34,7 @@ class OpKind(enum.IntEnum):
     COMBINE = 4
     """x += weighted sum of the slots (a dense layer: x += mlp(norm(x)))."""
     HEAD = 5
-    """Last norm, logits and sampling for the rows that complete their known tokens."""
+    """Last norm, logits and sampling for the rows that reach their last known token."""
 
 
 class Op(NamedTuple):
@@ -158,8 +158,9 @@ class Program:
     ops: Sequence[Op]
     grain: Grain
     stop_below: int
-    samples: tuple[bool, ...]
-    """Per row: True if the row ends with the last known token. The next token is then sampled."""
+    samples: tuple[int, ...]
+    """Per row: number of last positions at which a token is sampled. It is 0 if the row ends before
+    the last known token, and 1 + d if the row verifies d drafted tokens."""
     num_layers: int
     row_blocks: tuple[tuple[int, ...], ...] = field(default=())
     """Per row: absolute positions where the row's queries are cut, including `lo` and `hi`."""

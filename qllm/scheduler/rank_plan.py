@@ -27,6 +27,7 @@ from qllm.policy import (
     RankPolicy,
     RequestView,
     View,
+    decode_tokens,
     next_row,
 )
 from qllm.scheduler.batch import Batch, fitting_tokens, may_wait, runs_whole
@@ -225,11 +226,12 @@ class _Shaper:
         if policy.step_tokens is None and policy.slack is None:
             return tokens
         decoding = [x.request for tier in tiers for x in self.decodes[tier]][: view.max_num_seqs]
+        num = decode_tokens(decoding)
         if policy.step_tokens is not None:
-            tokens = min(tokens, policy.step_tokens - len(decoding))
+            tokens = min(tokens, policy.step_tokens - num)
         if policy.slack is not None and decoding:
             slack_ns = first_due_ns(decoding, policy.slack.tpot_ms) - view.now_ns
-            spare = (slack_ns - view.costs.decode(len(decoding))) // view.costs.prefill_token_ns
+            spare = (slack_ns - view.costs.decode(num)) // view.costs.prefill_token_ns
             tokens = min(tokens, max(spare, policy.slack.min_tokens))
         return tokens
 
@@ -460,11 +462,11 @@ class _Shaper:
         waits until the credit is large enough.
         """
         decoding = [self.view.by_id[row.request_id] for row in best.rows]
-        target_ns = tpot_target_ns(decoding)
-        allowance = ride_allowance_ns(self.policy, self.view.costs, len(decoding), target_ns)
+        target_ns, num = tpot_target_ns(decoding), sum([row.num_tokens for row in best.rows])
+        allowance = ride_allowance_ns(self.policy, self.view.costs, num, target_ns)
         room_ns = NO_DEADLINE if target_ns is None else self.room_ns(allowance)
         if (ahead := ahead_ns(decoding, self.view.now_ns)) is not None:
-            room_ns = min(room_ns, ahead - self.view.costs.decode(len(decoding)))
+            room_ns = min(room_ns, ahead - self.view.costs.decode(num))
         if min(room_ns, self.view.ride_credit_ns) < MIN_SLICE_NS:
             return best
         slice_ns = min(self.view.ride_credit_ns, room_ns)
@@ -474,7 +476,7 @@ class _Shaper:
             other = self.other_work(best, tier, len(joining), slice_ns)
             if not joining and other is None:
                 continue
-            extra = self.view.costs.extra(len(best.rows), len(joining))
+            extra = self.view.costs.extra(num, sum([row.num_tokens for row in joining]))
             worth = extra if joining else GOOD_SLICE_NS
             price = max(MIN_SLICE_NS, min(worth, RIDE_CAP * allowance))
             if self.view.ride_credit_ns < price:

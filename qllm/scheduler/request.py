@@ -7,6 +7,9 @@ A request is open while its prompt streams. It computes the known tokens, and ge
 
 A request is decoding if it has output, and only its last known token is not computed. All other
 work is prefill, including recomputation after an eviction and the first step after a swap.
+
+A decoding request may have drafted tokens after its known tokens. Its next row verifies the drafted
+tokens: the model samples a token at each position, up to the first that differs from the draft.
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,8 @@ class Request:
     slo: Slo = field(default_factory=Slo)
     num_tokens: int = 0
     """Number of known tokens: the prompt and the output so far."""
+    num_drafts: int = 0
+    """Number of drafted tokens that the next row verifies. They are no known tokens."""
     num_computed_tokens: int = 0
     """Tokens whose KV exists in every layer. Only a row that ends its last layer adds tokens
     (I3)."""
@@ -145,9 +150,12 @@ class Request:
             return RequestStatus.PARKED
         return RequestStatus.RUNNING if self.block_table else RequestStatus.WAITING
 
-    def samples_at(self, hi: int) -> bool:
-        """Return True if a row of the request's tokens up to `hi` samples the next token."""
-        return hi == self.num_tokens and not self.is_open
+    def samples_at(self, hi: int) -> int:
+        """Return the number of last positions at which a row that ends at `hi` samples a token.
+
+        It is 0 if the row does not reach the last known token, and 1 without drafted tokens.
+        """
+        return 0 if self.is_open else max(0, hi - self.num_tokens + 1)
 
     def park(self, frame_id: FrameId, frontier: Frontier) -> None:
         """Record that the request's row stopped at a boundary and stays in the frame."""
@@ -159,19 +167,33 @@ class Request:
         self.frame_id = None
         self.frontier = frontier
 
-    def commit(self, hi: int, now_ns: int, sampled: bool) -> None:
-        """Commit the row [num_computed_tokens, hi), which finished the last layer."""
-        if not self.num_computed_tokens < hi <= self.num_tokens:
+    def commit(self, hi: int, now_ns: int, num_sampled: int) -> None:
+        """Commit the row [num_computed_tokens, hi), which finished the last layer.
+
+        Args:
+            hi: End of the row, drafted tokens included.
+            now_ns: The engine's clock.
+            num_sampled: Number of tokens that the row sampled: accepted drafts, and one more.
+
+        Raises:
+            InvariantError: The row or the number of its tokens is not possible.
+        """
+        most = self.num_tokens + self.num_drafts
+        if not self.num_computed_tokens < hi <= most:
             raise InvariantError(
                 f"request {self.request_id}: commit to {hi} outside "
-                f"({self.num_computed_tokens}, {self.num_tokens}]"
+                f"({self.num_computed_tokens}, {most}]"
+            )
+        asked = self.samples_at(hi)
+        if num_sampled > asked or (asked > 1 and not num_sampled):
+            raise InvariantError(
+                f"request {self.request_id}: {num_sampled} tokens sampled at {asked} positions"
             )
         self.frame_id = self.frontier = None
-        self.num_computed_tokens = hi
-        if sampled:
-            if hi != self.num_tokens:
-                raise InvariantError(f"request {self.request_id}: sampled before its last token")
-            self.num_tokens += 1
+        self.num_computed_tokens = hi - asked + num_sampled if asked > 1 else hi
+        self.num_drafts = 0
+        if num_sampled:
+            self.num_tokens += num_sampled
             self.owes_prompt = False
             self.last_token_ns = now_ns
             if self.first_token_ns is None:
@@ -188,12 +210,14 @@ class Request:
     def swap_out(self) -> None:
         """Record that all KV is swapped out, including that of the unfinished row, which stays."""
         self.frame_id = None
+        self.num_drafts = 0 if self.frontier is None else self.num_drafts
         self.found_pages, self.num_shared_tokens = (), 0
         self.num_swapped_tokens = self.num_written_tokens
 
     def reset(self) -> None:
         """Drop everything computed, so that the request starts again from its first token."""
         self.frame_id = self.frontier = None
+        self.num_drafts = 0
         self.num_computed_tokens = self.num_found_tokens = self.num_swapped_tokens = 0
         self.found_pages, self.num_shared_tokens = (), 0
 
@@ -214,3 +238,4 @@ class Request:
     def abort_row(self) -> None:
         """Drop the unfinished row. Committed tokens stay."""
         self.frame_id = self.frontier = None
+        self.num_drafts = 0

@@ -67,10 +67,11 @@ def joining_rows(
         if batch.free_blocks < 0 or len(batch.rows) > view.max_num_seqs:
             break
         rows.append(row)
-    while len(rows) > 1 and view.costs.extra(len(best.rows), len(rows)) > cap_ns:
-        rows.pop()
-    while rows and view.costs.extra(len(best.rows), len(rows)) > room_ns:
-        rows.pop()
+    num, more = (sum([row.num_tokens for row in some]) for some in (best.rows, rows))
+    while len(rows) > 1 and view.costs.extra(num, more) > cap_ns:
+        more -= rows.pop().num_tokens
+    while rows and view.costs.extra(num, more) > room_ns:
+        more -= rows.pop().num_tokens
     return rows
 
 
@@ -112,10 +113,13 @@ def ahead_ns(decoding: Sequence[RequestView], now_ns: int) -> int | None:
 
 
 def ride_allowance_ns(
-    policy: RankPolicy, costs: CostTable, num_decodes: int, target_ns: int | None
+    policy: RankPolicy, costs: CostTable, num_tokens: int, target_ns: int | None
 ) -> int:
-    """Return the time that a step of decodes with this TPOT target leaves to worse tiers."""
-    predicted = costs.decode(num_decodes)
+    """Return the time that a decode step of so many tokens leaves to worse tiers.
+
+    `target_ns` is the step's TPOT target, or None.
+    """
+    predicted = costs.decode(num_tokens)
     return int(predicted * policy.ride.frac) if target_ns is None else max(0, target_ns - predicted)
 
 
@@ -151,10 +155,12 @@ def settle(
     if not done or not all(r.is_decoding for r in decoding):
         return Riding(credit, margin, 0, end_ns)
     target = tpot_target_ns(decoding)
-    allowance = ride_allowance_ns(ranking.policy, costs, len(decoding), target)
+    places = zip(program.request_ids, program.samples, strict=True)
+    num = sum([max(1, samples) for request_id, samples in places if request_id in best])
+    allowance = ride_allowance_ns(ranking.policy, costs, num, target)
     credit += allowance
     if joined := len(decoding) < len(program.rows):
-        credit -= max(0, elapsed_ns - costs.decode(len(decoding)))
+        credit -= max(0, elapsed_ns - costs.decode(num))
     if target is not None and (joined or spent):
         if end_ns - best_ns > target:
             margin = min(target, margin + target // MARGIN_GROWTH)

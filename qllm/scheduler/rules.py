@@ -153,10 +153,10 @@ def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
         return f"planned {row}, but {request.num_computed_tokens} tokens are computed (I2)"
     if start >= end and not (front is not None and start == end == num_layers):
         return f"planned {row}, which has no layers"
-    if not lo < hi <= request.num_tokens or end > num_layers:
+    if not lo < hi <= request.num_tokens + request.num_drafts or end > num_layers:
         return (
             f"planned {row}, which is out of range: {request.num_tokens} tokens, "
-            f"{num_layers} layers"
+            f"{request.num_drafts} drafts, {num_layers} layers"
         )
     if end < num_layers and request.is_decoding:
         return f"planned {row}: a decode row must go full depth (I4)"

@@ -7,7 +7,7 @@ After the run the engine reports the result (`done`, `stopped`, `failed`), and t
 its counters.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -123,6 +123,34 @@ class Scheduler:
         effects = [*self._take_owed(), *revise(self, request, num_kept, num_tokens, now_ns)]
         self.touch(request)
         return effects
+
+    def draft(self, request_id: RequestId, num_tokens: int) -> int:
+        """Let the next row of a request verify drafted tokens; return how many it can verify.
+
+        A request that does not decode, or is in a frame, verifies none. The others verify as many
+        as leave room for one more token, and as have KV without an eviction.
+
+        Args:
+            request_id: Id of the request.
+            num_tokens: Number of drafted tokens after the known tokens.
+        """
+        request = self.requests[request_id]
+        if request.frontier is not None:
+            return 0
+        request.num_drafts = 0
+        if not (request.is_decoding and request.is_admitted) or request.is_hidden:
+            return 0
+        known, above = request.num_tokens, self.shape.recompute_above
+        room = [num_tokens, request.max_total_tokens - known - 1, self.limits.max_step_tokens - 1]
+        if above is not None and known <= above:
+            room.append(above - known)
+        request.num_drafts = max(0, min(room))
+        while request.num_drafts and (
+            self.pool.blocks_for(known + request.num_drafts) - len(request.block_table)
+            > self.pool.num_free
+        ):
+            request.num_drafts -= 1
+        return request.num_drafts
 
     def _take_owed(self) -> tuple[Effect, ...]:
         effects, self._owed = tuple(self._owed), []
@@ -428,15 +456,22 @@ class Scheduler:
         self.riding = settle(self.riding, ranking, self.costs, program, done, start_ns, end_ns)
 
     def done(self, end: Index, sampled: Sequence[RequestId], start_ns: int, end_ns: int) -> None:
-        """Commit the running program, which reached its end. Requests in `sampled` got a token."""
+        """Commit the running program, which reached its end.
+
+        Args:
+            end: End of the program.
+            sampled: Request of each sampled token.
+            start_ns: Time when the program began to run.
+            end_ns: Time when the program ended.
+        """
         parked, self.running = self._take_running(), None
         self._progress(parked, end, start_ns, end_ns)
-        program, grown = parked.program, set(sampled)
+        program, grown = parked.program, Counter(sampled)
         for request, row in parked.alive(program.rows, self.requests):
             if row.end_layer < self.shape.num_layers:
                 request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
                 continue
-            request.commit(row.hi, end_ns, row.request_id in grown)
+            request.commit(row.hi, end_ns, grown[row.request_id])
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
                 request.failures = 0

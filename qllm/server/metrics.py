@@ -60,6 +60,7 @@ class _OfClass:
 
         self.prompt, self.output = of(metrics._prompt), of(metrics._output)
         self.preemptions = of(metrics._request_preemptions)
+        self.drafted, self.accepted = of(metrics._drafted), of(metrics._accepted)
         self.revisions, self.revise_lost = of(metrics._revisions), of(metrics._revise_lost)
         causes = ("evict", "retry", "preempt")
         self.recomputed = {cause: of(metrics._recomputed, cause) for cause in causes}
@@ -165,7 +166,13 @@ class Metrics:
         self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
 
     def _make_prompts(self) -> None:
-        """Make the metrics of streaming prompts."""
+        """Make the metrics of streaming prompts and of drafts."""
+        self._drafted = self._counter(
+            "spec_decode_num_draft_tokens", "Drafted tokens that steps verified", "class"
+        )
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "Drafted tokens that the model chose too", "class"
+        )
         self.streaming_prompts = self._gauge(
             "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
         ).labels(self._model)
@@ -289,6 +296,9 @@ class Metrics:
         of.output.inc(m.num_output_tokens)
         if m.preemptions:
             of.preemptions.inc(m.preemptions)
+        if num_drafts := m.num_accepted_drafts + m.num_rejected_drafts:
+            of.drafted.inc(num_drafts)
+            of.accepted.inc(m.num_accepted_drafts)
         if m.num_revisions:
             of.revisions.inc(m.num_revisions)
             of.revise_lost.inc(m.revise_lost_tokens)

@@ -6,7 +6,7 @@ for a step without a slice. So a segment that ends late, or a first measurement,
 
 from collections import Counter
 
-from qllm.policy import RequestView
+from qllm.policy import RequestView, decode_tokens
 from qllm.scheduler.batch import MIN_CHUNK
 from qllm.scheduler.decision import Decision
 from qllm.scheduler.gaps import GAP_STEPS, LEAST_PART, fitting
@@ -43,9 +43,10 @@ class HeldGaps:
             for row in program.rows
             if row.request_id in tiers
         ]
-        tokens = [row.num_tokens for row, r in rows if not r.is_decoding]
+        tokens = sum([row.num_tokens for row, r in rows if not r.is_decoding])
+        own = sum([row.num_tokens for row, r in rows if r.is_decoding])
         self._prompts = {tiers[r.request_id] for _, r in rows if not r.is_decoding}
-        step_ns = scheduler.costs.step(len(rows) - len(tokens), sum(tokens))
+        step_ns = scheduler.costs.step(own, tokens)
         self._expected_ns = step_ns if decision.slice_ns is None else decision.slice_ns
 
     def ran(self, elapsed_ns: int, now_ns: int) -> str | None:
@@ -54,7 +55,7 @@ class HeldGaps:
         gap_ms = scheduler.policy.max_prompt_gap_ms
         for tier in self._prompts:
             streams = self._streams(tier, now_ns)
-            step_ns = scheduler.costs.decode(len(streams))
+            step_ns = scheduler.costs.decode(decode_tokens(streams))
             least_ns = max(step_ns // LEAST_PART, scheduler.limits.max_segment_ns)
             if min(scheduler.policy.grain, scheduler.limits.grain) == Grain.STEP:
                 least_ns += scheduler.costs.step(0, MIN_CHUNK)

@@ -47,12 +47,16 @@ class Arrivals(Protocol):
 
 @dataclass(slots=True)
 class _SimRequest:
+    given: Sequence[int]
+    """Prompt, or prompt and output of a request that was restored."""
     num_tokens: int
     num_computed: int = 0
     layer_work: int = 0
     """Token-layers that were computed and not lost."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks that the request's programs received."""
+    drafts: tuple[int, ...] = ()
+    """Drafted tokens after the known tokens."""
 
 
 @dataclass(slots=True)
@@ -99,6 +103,8 @@ class SimRunner:
         self.frames: dict[int, _SimFrame] = {}
         self._holders: dict[int, set[RequestId]] = {}
         """Requests that hold a KV block."""
+        self.rejected_work = 0
+        """Token-layers of drafted tokens that the model did not choose."""
         self.expert_loads = 0
         """Number of expert reads so far: one per distinct expert of an EXPERTS op."""
 
@@ -111,7 +117,7 @@ class SimRunner:
         max_total_tokens: int,
     ) -> None:
         """Register a request."""
-        self.requests[request_id] = _SimRequest(len(token_ids))
+        self.requests[request_id] = _SimRequest(token_ids, len(token_ids))
 
     def keepable(self, request_id: RequestId, num_tokens: int, num_prompt_tokens: int) -> int:
         """Return all tokens: only tokens determine KV here."""
@@ -127,13 +133,31 @@ class SimRunner:
     ) -> None:
         """Change a prompt after its unchanged tokens."""
         request = self.requests[request_id]
-        request.num_tokens = len(token_ids)
+        request.given, request.num_tokens = token_ids, len(token_ids)
         if num_kept <= request.num_computed:  # otherwise the request's running row stays
             request.num_computed = num_kept
             request.layer_work = num_kept * self.shape.num_layers
         for block in request.blocks[len(table) :]:
             self._holders[block].discard(request_id)
         del request.blocks[len(table) :]
+
+    def token_ids(self, request_id: RequestId) -> list[int]:
+        """Return the prompt and output tokens of a request."""
+        request = self.requests[request_id]
+        later = range(len(request.given), request.num_tokens)
+        return [*request.given, *(self._token(request_id, at) for at in later)]
+
+    def forced(self, request_id: RequestId, outputs: Sequence[int], most: int) -> Sequence[int]:
+        """Return nothing, because there are no grammars here."""
+        return ()
+
+    def _token(self, request_id: RequestId, position: int) -> int:
+        """Return the token of a request at a position after its prompt."""
+        return (request_id * 7919 + position * 104729) % self.shape.vocab_size
+
+    def draft(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        """Set the drafted tokens after a request's known tokens."""
+        self.requests[request_id].drafts = tuple(token_ids)
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
@@ -226,7 +250,8 @@ class SimRunner:
         for row, blocks in zip(program.rows, tables, strict=True):
             self._hold(row.request_id, blocks)
             request = self.requests[row.request_id]
-            if row.lo != request.num_computed or row.hi > request.num_tokens:
+            most = request.num_tokens + len(request.drafts)
+            if row.lo != request.num_computed or row.hi > most:
                 raise InvariantError(f"{row} against {request}")
             frame.reached[row.request_id] = row.start_layer
         self.frames[program.frame_id] = frame
@@ -298,7 +323,7 @@ class SimRunner:
     def finish(self, program: Program) -> list[Sampled]:
         """Commit and sample."""
         frame = self.frames.pop(program.frame_id)
-        num_layers, vocab_size = self.shape.num_layers, self.shape.vocab_size
+        num_layers = self.shape.num_layers
         out = []
         for row, samples in zip(program.rows, program.samples, strict=True):
             request_id, _, hi, _, end = row
@@ -309,14 +334,22 @@ class SimRunner:
                 raise InvariantError(f"{row} ended at layer {frame.reached[request_id]}")
             if end < num_layers:
                 continue
-            request.num_computed = hi
             if request.layer_work != hi * num_layers:
                 raise InvariantError(
                     f"{row}: {request.layer_work} token-layers done, {hi * num_layers} owed"
                 )
-            if samples:
+            drafts, request.drafts = request.drafts[: max(0, samples - 1)], ()
+            request.num_computed = hi - len(drafts)
+            for draft in (*drafts, None) if samples else ():
+                at = request.num_tokens
                 request.num_tokens += 1
-                out.append(Sampled(request_id, (request_id * 7919 + hi * 104729) % vocab_size))
+                out.append(Sampled(request_id, self._token(request_id, at)))
+                if out[-1].token_id != draft:
+                    break
+                request.num_computed += 1
+            lost = (hi - request.num_computed) * num_layers
+            request.layer_work -= lost
+            self.rejected_work += lost
         return out
 
     def split(self, program: Program, index: Index) -> None:

@@ -334,6 +334,7 @@ IDS = st.lists(st.integers(0, 2**31), max_size=5).map(tuple)
 FORMS = st.sampled_from([Form(choice=["a", "ö"]), Form(regex="a+"), Form(json={"a": [1, "b"]})])
 LIMITS = st.builds(dict, structured_outputs=FORMS, ignore_eos=st.just(False))
 LIMITS |= st.builds(dict, allowed_token_ids=st.none() | IDS.filter(bool))
+LIMITS |= st.builds(dict, draft_tokens=st.none() | st.integers(0, 16), prediction=IDS | st.text())
 LIMITS |= st.builds(dict, thinking_token_budget=st.none() | st.integers(0, 2**30))
 LIMITS |= st.builds(dict, bad_words=st.lists(st.just("word") | st.just(" é")).map(tuple))
 PLAIN = st.builds(
@@ -424,6 +425,8 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "include_stop_str_in_output",
         "skip_special_tokens",
         "thinking_token_budget",
+        "draft_tokens",
+        "prediction",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 
 
@@ -484,6 +487,14 @@ def metrics_of(**changes: Any) -> RequestMetrics:
     [
         (None, []),
         (metrics_of(), [2_000_000, 3_000_000, 5_000_000]),
+        (
+            metrics_of(num_cached_tokens=4, num_accepted_drafts=2, num_rejected_drafts=7),
+            [2_000_000, 3_000_000, 5_000_000],
+        ),
+        (
+            metrics_of(open_ms=0.0, num_revisions=1, num_rejected_drafts=7),
+            [2_000_000, 3_000_000, 5_000_000],
+        ),
         (
             metrics_of(
                 queue_ms=None, ttft_ms=None, tpot_ms=None, itl_ms=(), e2e_ms=None,

@@ -27,7 +27,7 @@ from qllm_policies.laps import Laps
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.parts import behind_all, fill
 from qllm_policies.rota import Rota
-from tests.support.scheduling import Machine
+from tests.support.scheduling import SHARES, Machine
 
 LS, BE = Priority.LS, Priority.BE
 FULL = ["flow", "laps", "mlfq", "rota"]
@@ -168,12 +168,12 @@ class FullMachine(Machine):
         tokens=st.sampled_from([40, 512]),
         grain=st.sampled_from(Grain),
         exact=st.booleans(),
+        share=st.sampled_from(SHARES),
+        most=st.integers(1, 16),
     )
-    def start(
-        self, policy: Any, blocks: int, seats: int, tokens: int, grain: Grain, exact: bool
-    ) -> None:
+    def start(self, policy: Any, **how: Any) -> None:
         fresh = load_policy(policy) if isinstance(policy, str) else copy.deepcopy(policy)
-        super().start(fresh, blocks, seats, tokens, grain, exact)
+        super().start(policy=fresh, **how)
 
 
 FullMachine.TestCase.settings = settings(
@@ -495,7 +495,7 @@ def some_view(blocks: int, requests: list[tuple[int, int, bool]]) -> View:
         if is_done:
             need = world.scheduler.pool.blocks_for(tokens)
             request.block_table = world.scheduler.pool.take(request.request_id, need)
-            request.commit(tokens, 0, sampled=True)
+            request.commit(tokens, 0, 1)
     return world.scheduler.view(0)
 
 

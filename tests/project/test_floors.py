@@ -37,8 +37,8 @@ VALUES = "errors types hints spelling floor torchless"
 PLANS = "plan policy plugins"
 GRAMMARS = "grammar_schema grammar_check grammar_bounds grammar"
 LOOP = (
-    "engine.costs engine.delayed engine.effects engine.kv engine.limits engine.loop "
-    "engine.prompt_updates engine.protocol"
+    "engine.costs engine.delayed engine.delivery engine.drafts engine.effects engine.kv "
+    "engine.limits engine.loop engine.prompt_updates engine.protocol"
 )
 ROUTES = "fleet.rebalance fleet.router fleet.routes fleet.stats"
 GROUPS = {
@@ -81,11 +81,12 @@ GROUPS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} cores cuda device grammar ingress logs models plugins private record runner "
-        "scheduler",
+        f"{BASE} cores cuda device drafters grammar ingress logs models plugins private record "
+        "runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
     ),
-    LOOP: Floor(f"{BASE} {LOOP} ingress record runner.protocol scheduler", PURE),
+    LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
+    "drafters": Floor("errors types plugins", PURE),
     "engine.storage": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
         "scheduler",
@@ -164,6 +165,7 @@ POLICIES = Floor(
 )
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
+    "engine.drafts": "drafters",  # knows the answers
     "kernels.transformers_experts": "transformers",
     "serving.fleet": "fleet.members fleet.router fleet.routes",
     "serving.rebalancing": "fleet.rebalance fleet.routes",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from qllm.engine.loop import EngineLoop
+from qllm.engine.delivery import Delivery
 from qllm.errors import PolicyError
 from qllm.ingress import Cancel, InprocIngress
 from qllm.plan import Plan
@@ -167,15 +167,39 @@ def count_a_dead_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def finish_twice(patch: pytest.MonkeyPatch) -> None:
-    token = EngineLoop._token
+    token = Delivery._token
 
-    def twice(self: EngineLoop, sampled: Any, at_ns: int) -> None:
-        live = self.live.get(sampled.request_id)
-        token(self, sampled, at_ns)
-        if live is not None and sampled.request_id not in self.live:
-            self.sink.on_finish(sampled.request_id, FinishReason.LENGTH, None, None)
+    def twice(self: Delivery, sampled: Any, num_later: int, at_ns: int) -> None:
+        live = self._live.get(sampled.request_id)
+        token(self, sampled, num_later, at_ns)
+        if live is not None and sampled.request_id not in self._live:
+            self._sink.on_finish(sampled.request_id, FinishReason.LENGTH, None, None)
 
-    patch.setattr(EngineLoop, "_token", twice)
+    patch.setattr(Delivery, "_token", twice)
+
+
+def with_drafts() -> None:
+    """The law of drafts, where some of them are right."""
+    laws.test_drafts_give_every_request_its_tokens(1, 0.6)
+
+
+def commit_a_rejected_draft(patch: pytest.MonkeyPatch) -> None:
+    commit = Request.commit
+
+    def all_of_it(self: Request, hi: int, now_ns: int, num_sampled: int) -> None:
+        commit(self, hi, now_ns, num_sampled)
+        self.num_computed_tokens = hi
+
+    patch.setattr(Request, "commit", all_of_it)
+
+
+def count_drafts_as_tokens(patch: pytest.MonkeyPatch) -> None:
+    commit = Request.commit
+
+    def all_of_it(self: Request, hi: int, now_ns: int, num_sampled: int) -> None:
+        commit(self, hi, now_ns, self.samples_at(hi) if num_sampled else 0)
+
+    patch.setattr(Request, "commit", all_of_it)
 
 
 def ride_for_free(patch: pytest.MonkeyPatch) -> None:
@@ -267,6 +291,8 @@ MUTANTS = [
     Mutant(forget_suspects, poisoned_alone),
     Mutant(count_a_dead_row, laws.test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks),
     Mutant(finish_twice, laws.test_all_blocks_come_back),
+    Mutant(commit_a_rejected_draft, with_drafts),
+    Mutant(count_drafts_as_tokens, with_drafts),
     Mutant(ride_for_free, laws.test_be_rides_along_no_longer_than_its_share),
     Mutant(evict_a_cohort_for_its_equal, shapes.test_a_cohort_is_not_evicted_for_its_equals),
     Mutant(

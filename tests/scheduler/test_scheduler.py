@@ -51,8 +51,11 @@ from tests.support.scheduling import (
     test_an_ls_arrival_stops_be_inside_the_layer,  # noqa: F401
     test_any_plan_within_the_rules_gives_every_request_its_tokens,  # noqa: F401
     test_bad_plans_are_refused_with_the_rule,  # noqa: F401
+    test_be_drafts_nothing_while_ls_decodes,  # noqa: F401
     test_be_rides_along_no_longer_than_its_share,  # noqa: F401
     test_chunks_end_on_cuts_in_the_batch_invariant_mode,  # noqa: F401
+    test_drafts_give_every_request_its_tokens,  # noqa: F401
+    test_drafts_take_no_kv_from_others,  # noqa: F401
     test_equal_ranks_never_evict_each_other,  # noqa: F401
     test_half_a_frame_is_refused,  # noqa: F401
     test_kv_counts_only_when_the_last_layer_is_reached,  # noqa: F401

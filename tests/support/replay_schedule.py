@@ -73,12 +73,15 @@ class Replayer:
         self.num_prompt[event.request_id] = n
         self.sampled[event.request_id] = []
 
+    def _drafted(self, event: trace.Drafted) -> None:
+        self.runner.draft(event.request_id, event.token_ids)
+
     def _planned(self, event: trace.Planned) -> None:
         ids = {row.request_id: self.runner.token_ids(row.request_id) for row in event.rows}
         program = compile_program(
             Plan(rows=event.rows, grain=Grain.EXPERT, stop_below=0),
             frame_id=event.frame_id,
-            samples=[row.hi == len(ids[row.request_id]) for row in event.rows],
+            samples=[max(0, row.hi - len(ids[row.request_id]) + 1) for row in event.rows],
             shape=self.runner.shape,
             cuts=self.runner.cuts,
             one_query_from=[

@@ -4,6 +4,7 @@
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from qllm.drafters.protocol import DraftRequest
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import View, next_row
@@ -31,10 +33,14 @@ from qllm_policies.priority import PriorityPolicy
 from qllm_policies.priority_layered import PriorityLayered
 from qllm_policies.qllm import Qllm
 from qllm_policies.qllm2 import Qllm2
+from tests.support.drafters import Guess
 
 LS, BE = Priority.LS, Priority.BE
 
 LAYERS = SHAPE.num_layers
+
+SHARES = [None, 0.0, 0.6, 1.0]
+"""Probabilities that a draft is right; None drafts nothing."""
 
 SLOW = SimCosts(expert_ns=NS_PER_MS, head_ns=2 * NS_PER_MS)
 
@@ -141,6 +147,21 @@ def work_is_exact(world: World) -> None:
         assert mirror.layer_work == work, f"request {request_id}"
 
 
+def draft(world: World, share: float, most: int) -> None:
+    """Draft up to `most` tokens, each of them right with a probability."""
+    runner = world.runner
+
+    def make(request: DraftRequest) -> Guess:
+        request_id = request.request_id
+
+        def right(token_ids: Sequence[int]) -> int:
+            return runner._token(request_id, len(token_ids))
+
+        return Guess(right, runner.shape.vocab_size, share, request_id)
+
+    world.loop.draft_with(make, most, warn=print, weighs=False)
+
+
 class Machine(RuleBasedStateMachine):
     """Arrivals, stops, cancels, evictions and failures in any order, under any policy."""
 
@@ -151,9 +172,19 @@ class Machine(RuleBasedStateMachine):
         tokens=st.sampled_from([40, 512]),
         grain=st.sampled_from(Grain),
         exact=st.booleans(),
+        share=st.sampled_from(SHARES),
+        most=st.integers(1, 16),
     )
     def start(
-        self, policy: Any, blocks: int, seats: int, tokens: int, grain: Grain, exact: bool
+        self,
+        policy: Any,
+        blocks: int,
+        seats: int,
+        tokens: int,
+        grain: Grain,
+        exact: bool,
+        share: float | None,
+        most: int,
     ) -> None:
         limits = replace(
             LIMITS,
@@ -165,6 +196,8 @@ class Machine(RuleBasedStateMachine):
         )
         cuts = NO_CUTS._replace(min_block=16, max_block=32) if exact else NO_CUTS
         self.world = World(policy, limits, cuts=cuts)
+        if share is not None:
+            draft(self.world, share, most)
 
     @rule(
         priority=st.sampled_from([-1, LS, 3, BE]),
@@ -258,6 +291,50 @@ def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> 
     finished_well(world)
     if seed < 4:
         assert events(world, trace.Parked)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_give_every_request_its_tokens(seed: int, share: float) -> None:
+    """A row with drafts is counted as what the runner did of it, whatever was right."""
+    world = World(Fuzz(seed), replace(LIMITS, num_blocks=40, max_num_seqs=3))
+    draft(world, share, 1 + 3 * seed)
+    for n in range(5):
+        world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)
+    while not world.idle:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12
+    finished_well(world)
+    found = events(world, trace.Verified)
+    accepted = sum(e.num_accepted for e in found)
+    assert (accepted > 0) is (share > 0)
+    assert (sum(e.num_drafts for e in found) > accepted) is (share < 1)
+    assert (world.runner.rejected_work > 0) is (share < 1)
+
+
+def test_drafts_take_no_kv_from_others() -> None:
+    """Two requests fill the pool; their drafts have no room, and nobody is evicted for them."""
+    world = World(Eager(), replace(LIMITS, num_blocks=10))
+    draft(world, 0.6, 16)
+    for _ in range(2):
+        world.submit(BE, 40, 30)
+    world.run(400)
+    finished_well(world)
+    assert not events(world, trace.Evicted)
+
+
+def test_be_drafts_nothing_while_ls_decodes() -> None:
+    world = World(Fcfs())
+    draft(world, 1.0, 4)
+    batch, chat = world.submit(BE, 20, 200), world.submit(LS, 20, 20)
+    world.run()
+    finished_well(world)
+    end = next(e.at_ns for e in events(world, trace.Finished) if e.request_id == chat)
+    found = events(world, trace.Drafted)
+    during = {e.request_id for e in found if e.at_ns < end}
+    assert during == {chat}
+    assert any(e.request_id == batch and e.at_ns > end for e in found)
 
 
 def test_equal_ranks_never_evict_each_other() -> None:

@@ -157,6 +157,7 @@ class HandOver:
             at = parked.program.layer_start(parked.index)
             self._runner.leave(parked.program, request_id, at)
         state = self._runner.requests[request_id]
+        state.without_drafts()
         kv, kept = state.kv, state.kept
         if not isinstance(kv, SlabKV) or not (kv.committed or kept is not None):
             return ""

@@ -131,6 +131,17 @@ class Limits:
         why = None if self._thinking is None else self._thinking.wrong
         return why or matcher.allow(said)
 
+    def forced(self, outputs: Sequence[int], most: int) -> Sequence[int]:
+        """Return the next tokens that the grammar forces; none if it forces none.
+
+        Args:
+            outputs: Tokens of the answer so far.
+            most: Most tokens to return.
+        """
+        if self._matcher is None or (said := self._of_form(outputs)) is None:
+            return ()
+        return self._matcher.forced(said, most)
+
     def go_ahead(self, builder: Executor, outputs: Sequence[int]) -> None:
         """Start to compute the next `rules` in advance, unless `outputs` end the answer.
 

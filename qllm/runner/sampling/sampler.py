@@ -197,6 +197,17 @@ class Sampler:
             return token._replace(error=f"{NO_TOKEN}its bad_words allow no further token")
         return token._replace(logprobs=found.logprobs)
 
+    def forced(self, request_id: RequestId, outputs: Sequence[int], most: int) -> Sequence[int]:
+        """Return the next tokens that a request's grammar forces; none without a grammar.
+
+        Args:
+            request_id: Id of the request.
+            outputs: Ids that the request has produced so far.
+            most: Most tokens to return.
+        """
+        limits = self._requests[request_id].limits
+        return () if limits is None else limits.forced(outputs, most)
+
     def _ahead(self) -> ThreadPoolExecutor:
         if self._builder is None:
             self._builder = ThreadPoolExecutor(1, "qllm-masks")

@@ -41,7 +41,9 @@ class ChatWriter(Writer):
 
     def usage(self, answer: Answer) -> dict[str, Any]:
         thought = sum(reader.num_reasoning_tokens for reader in self._readers.values())
-        return {**answer.usage(), "completion_tokens_details": {"reasoning_tokens": thought}}
+        found = answer.usage()
+        drafts = found.get("completion_tokens_details", {})
+        return {**found, "completion_tokens_details": {"reasoning_tokens": thought, **drafts}}
 
     def opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}

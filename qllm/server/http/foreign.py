@@ -95,7 +95,7 @@ NONE = _words(
     api_version backend_sampling background_options base_url betas billing_policy bootstrap_host
     bootstrap_port bootstrap_room cache cache_control cache_key cache_prompt caching
     client_metadata custom_labels custom_llm_provider data_parallel_rank debug deployment_id
-    diagnostics disable_fallbacks disagg_prefill_dp_rank drop_params ec_transfer_params
+    diagnostics disable_fallbacks disagg_prefill_dp_rank draft_tokens drop_params ec_transfer_params
     extra_body extra_headers extra_key fallback_credit_token fallbacks guided_decoding_backend
     guided_whitespace_pattern headers id_slot inference_geo keep_alive kv_transfer_params
     litellm_call_id litellm_metadata litellm_session_id litellm_trace_id log_metrics

@@ -143,12 +143,19 @@ class Answer:
         cached = sum(h.num_cached_tokens for h in self.handles[:: self.n])
         prompt = sum(len(h.prompt_token_ids) for h in self.handles[:: self.n])
         completion = sum(self.num_tokens) * self.shows_tokens
-        return {
+        found = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        accepted, rejected = map(sum, zip(*(h.num_drafts for h in self.handles), strict=True))
+        if accepted or rejected:
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+        return found
 
     def close(self) -> None:
         """Cancel the choices that still run. Idempotent."""

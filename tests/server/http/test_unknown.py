@@ -68,7 +68,10 @@ RESPONSES: dict[str, Any] = {
     ],
 }  # fmt: skip
 TURN = {"role": "user", "content": "a"}
-CHAT = {"messages": [TURN], "max_tokens": 2, "stream_options": {}, "slo": {}}
+PREDICTION = {"type": "content", "content": [{"type": "text", "text": "x"}]}
+CHAT = {
+    "messages": [TURN], "max_tokens": 2, "stream_options": {}, "slo": {}, "prediction": PREDICTION,
+}  # fmt: skip
 ROUTES: list[tuple[str, type[Any], dict[str, Any]]] = [
     ("/v1/completions", CompletionRequest, {"prompt": "a", "max_tokens": 2}),
     ("/v1/chat/completions", ChatRequest, CHAT),

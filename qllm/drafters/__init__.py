@@ -1,0 +1,1 @@
+"""Drafters: sources of next tokens that the model then verifies, several in one step."""

@@ -1,0 +1,44 @@
+"""Choice of a drafter by its name: our own, and those of installed packages."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from qllm.drafters.grammar import Forced
+from qllm.drafters.lookup import Lookup
+from qllm.drafters.protocol import DraftRequest, MakeDrafter
+from qllm.errors import ConfigError
+from qllm.plugins import installed, loaded
+
+GROUP = "qllm.drafters"
+NONE = "none"
+"""Value of the setting `draft` without drafts."""
+
+
+class Auto:
+    """Tokens that the grammar forces, else tokens that followed the last tokens before."""
+
+    def __init__(self, request: DraftRequest) -> None:
+        self._forced, self._lookup = Forced(request), Lookup(request)
+
+    def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
+        """See `Drafter`."""
+        return self._forced.propose(token_ids, most) or self._lookup.propose(token_ids, most)
+
+
+OWN: dict[str, MakeDrafter] = {"auto": Auto, "lookup": Lookup, "grammar": Forced}
+
+
+def load_drafter(name: str) -> MakeDrafter:
+    """Return the maker of the drafters of a name.
+
+    Raises:
+        ConfigError: The name is unknown (the message lists the known ones), or its package is
+            broken.
+    """
+    if name in OWN:
+        return OWN[name]
+    points = installed(GROUP, "drafter")
+    if name not in points:
+        known = ", ".join([NONE, *OWN, *sorted(points)])
+        raise ConfigError(f"draft={name!r} is unknown; use one of {known}")
+    return cast("MakeDrafter", loaded(points[name], "drafter"))

@@ -1,0 +1,225 @@
+"""Drafted tokens: a drafter proposes next tokens, and the request's next row verifies them.
+
+The model samples its own token at each position of the row, up to the first that differs from the
+draft. So a drafter changes how many tokens a step gives, and never which. The loop asks drafters
+between two programs. Whatever a drafter does, the requests continue: a wrong proposal is dropped,
+counted and logged.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter, TokenIds
+from qllm.engine.protocol import Deciding
+from qllm.errors import contained, told
+from qllm.record import trace
+from qllm.runner.protocol import Runner
+from qllm.scheduler.drafts import Utility
+from qllm.scheduler.program import Program
+from qllm.scheduler.request import Request
+from qllm.types import NS_PER_MS, Priority, RequestId, Sampled
+
+if TYPE_CHECKING:
+    from qllm.engine.loop import Live
+
+TURN_NS = 2 * NS_PER_MS
+"""Time of all drafters between two programs. A drafter that takes longer alone is too slow."""
+REST_TOKENS = 64
+"""Tokens for which a drafter is not asked after it was too slow."""
+
+
+class _Drafting:
+    """The drafter of one request, and the request's tokens."""
+
+    def __init__(self, drafter: Drafter | None, token_ids: list[int]) -> None:
+        self.drafter = drafter
+        """The drafter; None after it raised."""
+        self.ids = token_ids
+        self.utility = Utility()
+        self.asked_at = 0
+        """Number of known tokens when the drafter was asked last."""
+        self.rests_until = 0
+        """Number of known tokens from which the drafter is asked again."""
+
+
+class Drafts:
+    """The drafters of all requests.
+
+    Args:
+        scheduler: Scheduler, which gets numbers of drafted tokens.
+        runner: Runner, which gets the tokens.
+        make: Maker of drafters.
+        most: Most drafted tokens of a row.
+        emit: Receiver of events.
+        now_ns: The engine's clock.
+        warn: Receiver of a text about each cause of faults, once.
+        weighs: True drafts as many tokens as pay (`Utility`); False always drafts the most.
+    """
+
+    def __init__(
+        self,
+        scheduler: Deciding,
+        runner: Runner,
+        make: MakeDrafter,
+        most: int,
+        emit: Callable[[trace.Event], Any],
+        now_ns: Callable[[], int],
+        warn: Callable[[str], object],
+        *,
+        weighs: bool = True,
+    ) -> None:
+        self._scheduler, self._runner, self._make, self._most = scheduler, runner, make, most
+        self._weighs = weighs
+        self._emit, self._now_ns, self._warn = emit, now_ns, warn
+        self._drafting: dict[RequestId, _Drafting] = {}
+        self._last: RequestId = -1
+        """Request that was asked last. The next turn begins after it."""
+        self.counts: dict[str, Counter[str]] = {"LS": Counter(), "BE": Counter()}
+        """Accepted and rejected drafts by class."""
+        self.faults: Counter[str] = Counter()
+        """Proposals that were dropped, in whole or in part, by cause."""
+
+    def ask(self, live: Mapping[RequestId, "Live"]) -> None:
+        """Ask the drafters of decoding requests, within the time of a turn.
+
+        BE requests draft nothing while an LS request decodes, because their longer rows would delay
+        its tokens.
+        """
+        decoding = [one for one in live.values() if _may_draft(one.request)]
+        has_ls = any(one.request.priority <= Priority.LS for one in decoding)
+        end_ns = self._now_ns() + TURN_NS
+        first = next((n for n, x in enumerate(decoding) if x.request.request_id > self._last), 0)
+        for one in (*decoding[first:], *decoding[:first]):
+            request = one.request
+            if has_ls and request.priority > Priority.LS:
+                self._scheduler.draft(request.request_id, 0)
+            elif self._now_ns() < end_ns:
+                self._draft(one, len(decoding) - 1)
+                self._last = request.request_id
+
+    def verified(self, program: Program, sampled: Sequence[Sampled]) -> None:
+        """Take the tokens that a program sampled, and record the verified drafts."""
+        chosen = Counter([token.request_id for token in sampled])
+        for token in sampled:
+            if (drafting := self._drafting.get(token.request_id)) is not None:
+                drafting.ids.append(token.token_id)
+        for row, num in zip(program.rows, program.samples, strict=True):
+            if num > 1 and (count := chosen[row.request_id]):
+                is_ls = self._scheduler.requests[row.request_id].priority <= Priority.LS
+                counts = self.counts["LS" if is_ls else "BE"]
+                counts.update(accepted=count - 1, rejected=num - count)
+                if (drafting := self._drafting.get(row.request_id)) is not None:
+                    drafting.utility.saw(num - 1, count - 1)
+                self._emit(
+                    trace.Verified(
+                        at_ns=self._now_ns(),
+                        request_id=row.request_id,
+                        num_drafts=num - 1,
+                        num_accepted=count - 1,
+                    )
+                )
+
+    def stats(self) -> dict[str, Any]:
+        """Return accepted and rejected drafts by class, and faults by cause. For any thread."""
+        counts = {name: dict(count) for name, count in self.counts.items()}
+        return {**counts, "faults": dict(self.faults)}
+
+    def forget(self, request_id: RequestId) -> None:
+        """Forget a request that has ended."""
+        self._drafting.pop(request_id, None)
+
+    def _draft(self, live: "Live", num_others: int) -> None:
+        """Ask the drafter of a request, once for each of its tokens.
+
+        Args:
+            live: The request.
+            num_others: Number of other decoding requests.
+        """
+        request_id, known = live.request.request_id, live.request.num_tokens
+        drafting = self._drafting.get(request_id)
+        if drafting is None:
+            drafting = self._drafting[request_id] = self._begin(live)
+        if drafting.asked_at == known or known < drafting.rests_until:
+            return
+        drafting.asked_at = known
+        asked = live.submission.sampling.draft_tokens
+        most = self._most if asked is None else min(asked, self._most)
+        if self._weighs:
+            most = drafting.utility.most(self._scheduler.costs, num_others, most)
+        found = self._proposed(drafting, most, live.submission.stop_ids) if most else []
+        num = self._scheduler.draft(request_id, len(found)) if found else 0
+        if num:
+            self._runner.draft(request_id, found[:num])
+            at_ns, ids = self._now_ns(), tuple(found[:num])
+            self._emit(trace.Drafted(at_ns=at_ns, request_id=request_id, token_ids=ids))
+
+    def _begin(self, live: "Live") -> _Drafting:
+        request_id = live.request.request_id
+        request = DraftRequest(
+            request_id,
+            live.request.num_prompt_tokens,
+            live.submission.sampling,
+            partial(self._runner.forced, request_id),
+        )
+        ids = self._runner.token_ids(request_id)
+        try:
+            with contained():
+                return _Drafting(self._make(request), ids)
+        except Exception as error:  # noqa: BLE001 - a drafter cannot end a request
+            self._fault("raised", f"raised {told(error)}; its request has no drafts")
+            return _Drafting(None, ids)
+
+    def _proposed(self, drafting: _Drafting, most: int, stop_ids: Collection[int]) -> list[int]:
+        """Return what a drafter proposes, up to the first id that cannot be verified.
+
+        A token that ends the answer is not drafted: no token follows it, and the row that verifies
+        the tokens before it samples it.
+
+        Args:
+            drafting: The request and its drafter.
+            most: Most tokens to return.
+            stop_ids: Tokens that end the answer.
+        """
+        if drafting.drafter is None:
+            return []
+        begin_ns = self._now_ns()
+        try:
+            with contained():
+                proposed = drafting.drafter.propose(TokenIds(drafting.ids), most)
+                found = list(islice(proposed, most))
+        except Exception as error:  # noqa: BLE001 - a drafter cannot end a request
+            drafting.drafter = None
+            self._fault("raised", f"raised {told(error)}; its request has no drafts any more")
+            return []
+        if self._now_ns() - begin_ns > TURN_NS:
+            drafting.rests_until = len(drafting.ids) + REST_TOKENS
+            self._fault("slow", f"took longer than {TURN_NS / NS_PER_MS:g} ms")
+            return []
+        vocab_size = self._runner.shape.vocab_size
+        for n, token_id in enumerate(found):
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                text = f"proposed {token_id!r:.80}, which is no token id in [0, {vocab_size})"
+                self._fault("no token id", text)
+                return found[:n]
+            if token_id in stop_ids:
+                return found[:n]
+        return found
+
+    def _fault(self, cause: str, text: str) -> None:
+        """Count a fault, and report the first of its cause."""
+        self.faults[cause] += 1
+        if self.faults[cause] == 1:
+            self._warn(f"a drafter {text} (said once; later ones are counted)")
+
+
+def _may_draft(request: Request) -> bool:
+    """Return True if the next row of a request may verify drafted tokens."""
+    return (
+        request.frontier is None
+        and request.is_decoding
+        and request.is_admitted
+        and not (request.is_hidden or request.failures)
+    )

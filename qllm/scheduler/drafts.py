@@ -1,0 +1,79 @@
+"""The number of drafted tokens of a request's next row, from what its drafts have brought so far.
+
+A row that verifies d drafted tokens gives between 1 and 1 + d tokens, and takes longer than a row
+of one token. The rule is a pure function of counts and of the cost table. Times are those that the
+engine has measured, so no constant here belongs to a machine.
+"""
+
+from qllm.policy import CostTable
+
+CHOICES = (16, 8, 4, 2, 1)
+"""Numbers of drafted tokens to choose from, in addition to 0."""
+LEAST_GAIN = 1.05
+"""Least gain in tokens per time of a request that decodes alone. Below it nothing is drafted."""
+PROBE_COST = 0.015
+"""Part of the time that trials may take while nothing is drafted."""
+LONGEST_WAIT = 64
+"""Most tokens without drafts before a trial of one drafted token."""
+FRESH, FIRST = 3, 2
+"""Number of verified rows before the counts decide, and the drafted tokens of each."""
+OLD = 0.96
+"""Weight of all earlier rows, relative to the newest."""
+HOPE = 0.5
+"""Rows that are assumed in addition to those counted, in which a draft is as often right as the one
+before it. The first one is right there. So a place that was not tried for long is tried again."""
+
+
+class Utility:
+    """The drafts of one request: how often they were right, and how many pay."""
+
+    def __init__(self) -> None:
+        self._right = [0.0] * CHOICES[0]
+        """Per place in a row, the rows in which the draft there was right. Old rows count less."""
+        self._tried = [0.0] * CHOICES[0]
+        """Per place in a row, the rows in which all drafts before it were right."""
+        self._num_rows = 0
+        self._num_plain = 0
+        """Number of tokens since the last row with drafts."""
+
+    def saw(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified row."""
+        self._num_rows += 1
+        self._num_plain = 0
+        for k in range(len(self._tried)):
+            is_tried = k < num_drafts and k <= num_accepted
+            self._right[k] = OLD * self._right[k] + (is_tried and k < num_accepted)
+            self._tried[k] = OLD * self._tried[k] + is_tried
+
+    def most(self, costs: CostTable, num_others: int, limit: int) -> int:
+        """Return the number of tokens that a drafter should propose for the next row.
+
+        Args:
+            costs: Predicted times.
+            num_others: Number of other rows of the step, each of which gives a token.
+            limit: Most drafted tokens of a row.
+        """
+        self._num_plain += 1
+        if self._num_rows < FRESH:
+            return min(limit, FIRST)
+        num = num_others + 1
+        plain_ns = max(1, costs.decode(num))
+        best, rate = 0, (num + LEAST_GAIN - 1) / plain_ns
+        for drafts in CHOICES:
+            found = (num_others + self._tokens(drafts)) / max(1, costs.decode(num + drafts))
+            if drafts <= limit and found > rate:
+                best, rate = drafts, found
+        if not best and limit:
+            dear = costs.decode(num + 1) / plain_ns - 1
+            if self._num_plain >= min(LONGEST_WAIT, max(2.0, dear / PROBE_COST)):
+                return 1
+        return best
+
+    def _tokens(self, num_drafts: int) -> float:
+        """Return the expected number of tokens of a row with so many drafts."""
+        total = likely = rate = 1.0
+        for right, tried in zip(self._right[:num_drafts], self._tried, strict=False):
+            rate = (right + HOPE * rate) / (tried + HOPE)
+            likely *= rate
+            total += likely
+        return total

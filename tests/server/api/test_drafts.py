@@ -1,0 +1,102 @@
+"""Predictions and drafts over HTTP: they change no answer, and usage counts them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from qllm import QLLMEngine
+from tests.support.serving import serving
+
+TEXT = "def area(width, height):\n    return width * height\n"
+CHAT: dict[str, Any] = {
+    "model": "tiny", "messages": [{"role": "user", "content": TEXT}], "max_tokens": 40,
+    "temperature": 0,
+}  # fmt: skip
+PREDICTIONS = [
+    {"type": "content", "content": TEXT},
+    {"type": "content", "content": [{"type": "text", "text": TEXT}, {"type": "text", "text": "x"}]},
+    {"content": ""},
+    {"type": "content", "content": []},
+    {"type": "content", "content": "x = 1\n" * 200_000},
+]
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[list[httpx.Client]]:
+    """A server without drafts, and one with them."""
+    how: dict[str, Any] = {"threads": 1, "conformance": False, "run_in": "thread"}
+    with (
+        QLLMEngine.from_pretrained("tiny", **how) as plain,
+        QLLMEngine.from_pretrained("tiny", **how, draft="auto", draft_tokens=8) as drafting,
+        serving(plain) as one,
+        serving(drafting) as other,
+    ):
+        yield [httpx.Client(base_url=served.url, timeout=120) for served in (one, other)]
+
+
+def answer(client: httpx.Client, route: str, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    found = client.post(f"/v1/{route}", json=body)
+    assert found.status_code == 200, found.text
+    (choice,), usage = found.json()["choices"], found.json()["usage"]
+    return choice, usage
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_a_prediction_changes_no_answer(clients: list[httpx.Client], prediction: Any) -> None:
+    body = {**CHAT, "prediction": prediction}
+    (choice, usage), (same, drafted) = (answer(c, "chat/completions", body) for c in clients)
+    assert choice == same
+    details = drafted.pop("completion_tokens_details")
+    assert {**usage, "completion_tokens_details": None} == {
+        **drafted, "completion_tokens_details": None,
+    }  # fmt: skip
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert details.pop("reasoning_tokens") == 0
+    assert set(details) <= {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+
+
+def test_usage_and_metrics_count_what_was_accepted(clients: list[httpx.Client]) -> None:
+    """The answer repeats itself, as greedy answers of a small model do."""
+    _, client = clients
+    body = {"model": "tiny", "prompt": "a a a a a a a a", "max_tokens": 200, "temperature": 0}
+    _, usage = answer(client, "completions", body)
+    details = usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 20
+    counted = {
+        line.partition("{")[0]: float(line.rpartition(" ")[2])
+        for line in client.get("/metrics").text.splitlines()
+        if line.startswith("qllm:spec_decode") and 'class="LS"' in line and "_total{" in line
+    }
+    accepted = counted["qllm:spec_decode_num_accepted_tokens_total"]
+    assert counted["qllm:spec_decode_num_draft_tokens_total"] > accepted >= 20
+
+
+def test_draft_tokens_of_a_body_lower_the_drafts(clients: list[httpx.Client]) -> None:
+    _, client = clients
+    body = {"model": "tiny", "prompt": "a a a a a a a a", "max_tokens": 60, "temperature": 0}
+    _, usage = answer(client, "completions", {**body, "draft_tokens": 0})
+    assert "completion_tokens_details" not in usage
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prediction": "text"},
+        {"prediction": []},
+        {"prediction": {"type": "other", "content": "x"}},
+        {"prediction": {"type": "content"}},
+        {"prediction": {"type": "content", "content": 5}},
+        {"prediction": {"type": "content", "content": [{"type": "image", "text": "x"}]}},
+        {"draft_tokens": -1},
+        {"draft_tokens": 17},
+        {"draft_tokens": 1.5},
+    ],
+)
+def test_a_wrong_field_is_named(clients: list[httpx.Client], wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    for client in clients:
+        found = client.post("/v1/chat/completions", json={**CHAT, **wrong})
+        assert found.status_code == 400, found.text
+        assert name in found.json()["error"]["message"] or name in found.json()["error"]["param"]
