@@ -219,8 +219,10 @@ def single_rows(model: Any, args: argparse.Namespace, table: Table, result: dict
     corpus, rng = corpus_of(args.tokenizer), random.Random(args.seed)
     new, rounds = args.new, args.rounds
     with QLLMEngine.from_model(
-        model, args.tokenizer, threads=args.threads, conformance=False, record=True, **KV_SIZES
-    ) as engine:
+        model, args.tokenizer, threads=args.threads, conformance=False, record=True,
+        draft="lookup", **KV_SIZES,
+    ) as engine:  # fmt: skip
+        use(engine, None, 0)
         starts = [rng.randrange(len(corpus) - 400) for _ in range(4)]
         cases = [Case(list(corpus[at : at + 200]), new, GREEDY) for at in starts]
         first = [engine.submit(c.prompt, "LS", new, sampling=GREEDY).result(600) for c in cases]
@@ -307,7 +309,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def schema(rng: random.Random) -> dict[str, Any]:
-    """Return a schema of an object with four to seven members."""
+    """Return a schema of an object with four to seven members.
+
+    White space is fixed, as in forced calls of tools.
+    """
     names = rng.sample(NAMES, rng.randrange(4, 8))
     members = {name: rng.choice(KINDS) for name in names}
     return {
@@ -315,7 +320,15 @@ def schema(rng: random.Random) -> dict[str, Any]:
         "properties": members,
         "required": names,
         "additionalProperties": False,
-    }
+        "x-guidance": {
+            "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
+        },
+    }  # fmt: skip
+
+
+def form(wanted: dict[str, Any]) -> StructuredOutputs:
+    """Return the constraint of JSON with fixed white space."""
+    return StructuredOutputs(grammar=f"start: %json {json.dumps(wanted)}")
 
 
 def grammar_row(args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
@@ -325,7 +338,7 @@ def grammar_row(args: argparse.Namespace, table: Table, result: dict[str, Any]) 
         Case(
             f"Item {n}: ",
             200,
-            SamplingParams(temperature=0, structured_outputs=StructuredOutputs(json=schema(rng))),
+            SamplingParams(temperature=0, structured_outputs=form(schema(rng))),
         )
         for n in range(4 if args.quick else 20)
     ]

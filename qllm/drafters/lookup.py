@@ -17,7 +17,7 @@ LONGEST = 32
 """Number of tokens after which a longer match is no better."""
 MOST_PLACES = 16
 """Latest places of the last `LEAST` tokens that are compared."""
-INDEXED_AT_ONCE = 2048
+INDEXED_AT_ONCE = 1024
 """Most tokens that a call adds to the index. A long prompt is indexed over several calls."""
 NO_TOKEN = -1
 """Id between the prediction and the prompt, which no token has."""

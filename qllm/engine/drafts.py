@@ -28,19 +28,21 @@ if TYPE_CHECKING:
 TURN_NS = 2 * NS_PER_MS
 """Time of all drafters between two programs. A drafter that takes longer alone is too slow."""
 REST_TOKENS = 64
-"""Tokens for which a drafter is not asked after it was too slow."""
+"""Tokens for which a drafter is not asked after it was too slow twice."""
 
 
 class _Drafting:
     """The drafter of one request, and the request's tokens."""
 
-    def __init__(self, drafter: Drafter | None, token_ids: list[int]) -> None:
+    def __init__(self, drafter: Drafter | None, token_ids: list[int], utility: Utility) -> None:
         self.drafter = drafter
         """The drafter; None after it raised."""
         self.ids = token_ids
-        self.utility = Utility()
+        self.utility = utility
         self.asked_at = 0
         """Number of known tokens when the drafter was asked last."""
+        self.num_slow = 0
+        """Number of slow calls since the last rest."""
         self.rests_until = 0
         """Number of known tokens from which the drafter is asked again."""
 
@@ -75,6 +77,8 @@ class Drafts:
         self._weighs = weighs
         self._emit, self._now_ns, self._warn = emit, now_ns, warn
         self._drafting: dict[RequestId, _Drafting] = {}
+        self._usual = Utility()
+        """Drafts of all requests, with which a new one begins."""
         self._last: RequestId = -1
         """Request that was asked last. The next turn begins after it."""
         self.counts: dict[str, Counter[str]] = {"LS": Counter(), "BE": Counter()}
@@ -113,6 +117,7 @@ class Drafts:
                 counts.update(accepted=count - 1, rejected=num - count)
                 if (drafting := self._drafting.get(row.request_id)) is not None:
                     drafting.utility.saw(num - 1, count - 1)
+                    self._usual.saw(num - 1, count - 1)
                 self._emit(
                     trace.Verified(
                         at_ns=self._now_ns(),
@@ -167,10 +172,10 @@ class Drafts:
         ids = self._runner.token_ids(request_id)
         try:
             with contained():
-                return _Drafting(self._make(request), ids)
+                return _Drafting(self._make(request), ids, Utility.like(self._usual))
         except Exception as error:  # noqa: BLE001 - a drafter cannot end a request
             self._fault("raised", f"raised {told(error)}; its request has no drafts")
-            return _Drafting(None, ids)
+            return _Drafting(None, ids, Utility())
 
     def _proposed(self, drafting: _Drafting, most: int, stop_ids: Collection[int]) -> list[int]:
         """Return what a drafter proposes, up to the first id that cannot be verified.
@@ -195,7 +200,9 @@ class Drafts:
             self._fault("raised", f"raised {told(error)}; its request has no drafts any more")
             return []
         if self._now_ns() - begin_ns > TURN_NS:
-            drafting.rests_until = len(drafting.ids) + REST_TOKENS
+            drafting.num_slow += 1
+            if drafting.num_slow > 1:  # one slow call may be a pause of the machine
+                drafting.rests_until, drafting.num_slow = len(drafting.ids) + REST_TOKENS, 0
             self._fault("slow", f"took longer than {TURN_NS / NS_PER_MS:g} ms")
             return []
         vocab_size = self._runner.shape.vocab_size

@@ -6,7 +6,7 @@ first token that differs from its draft is the last of the row. So are a token a
 a position without an allowed token.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -110,6 +110,8 @@ def choose_some(
         waiting = _waiting(rows, chosen)
     if waiting and frame.unread is None:
         return False
+    for row in rows:
+        _look_ahead(runner, row, chosen)
     frame.sampled = [
         head.scores.add_to(row.member, chosen[place])
         for row in rows
@@ -137,11 +139,22 @@ def _choose(
     if runner.on_logits is not None:
         for request_id, position, logits_V in zip(ids, positions, logits_RV, strict=True):
             runner.on_logits(request_id, position, logits_V)
-    outputs = [
-        [*runner.requests[i].output_ids, *(chosen[p].token_id for p in range(row.first, place))]
-        if place > row.first
-        else runner.requests[i].output_ids
-        for i, (place, row) in zip(ids, now.items(), strict=True)
-    ]
+    outputs = [_outputs(runner, row, range(row.first, place), chosen) for place, row in now.items()]
     found = runner.sampler.sample(logits_RV, ids, positions, outputs)
     return dict(zip(now, found, strict=True))
+
+
+def _outputs(
+    runner: Asking, row: Verified, places: Iterable[int], chosen: Mapping[int, Sampled]
+) -> list[int]:
+    """Return the answer so far of a row's request, with the tokens chosen at some places."""
+    known = runner.requests[row.row.request_id].output_ids
+    return [*known, *(chosen[place].token_id for place in places)]
+
+
+def _look_ahead(runner: Asking, row: Verified, chosen: Mapping[int, Sampled]) -> None:
+    """Start to compute the tokens that the request's grammar allows after its last token."""
+    request_id = row.row.request_id
+    places = [place for place in row.places() if place in chosen]
+    if places and runner.sampler.is_limited(request_id) and chosen[places[-1]].error is None:
+        runner.sampler.look_ahead(request_id, _outputs(runner, row, places, chosen))

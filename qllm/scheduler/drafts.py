@@ -36,6 +36,19 @@ class Utility:
         self._num_plain = 0
         """Number of tokens since the last row with drafts."""
 
+    @classmethod
+    def like(cls, usual: "Utility") -> "Utility":
+        """Return the counts of a new request, which begins with the usual rates.
+
+        Its own rows soon count more.
+        """
+        made = cls()
+        made._num_rows = min(usual._num_rows, FRESH)
+        for k, tried in enumerate(usual._tried):
+            made._tried[k] = min(tried, FRESH)
+            made._right[k] = usual._right[k] * made._tried[k] / tried if tried else 0.0
+        return made
+
     def saw(self, num_drafts: int, num_accepted: int) -> None:
         """Count a verified row."""
         self._num_rows += 1

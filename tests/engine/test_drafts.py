@@ -300,7 +300,7 @@ def test_a_bad_drafter_changes_nothing(name: str, alone: Any) -> None:
     assert set(faults) == ({cause} if cause else set())
     assert len(WARNED) == len(faults)
     if name == "sleeps":
-        assert faults["slow"] == len(KINDS), f"it rests for {REST_TOKENS} tokens"
+        assert faults["slow"] == 2 * len(KINDS), f"it rests for {REST_TOKENS} tokens"
 
 
 def test_a_draft_whose_logits_are_nan_ends_no_request() -> None:

@@ -117,6 +117,7 @@ def test_the_next_mask_is_there_before_it_is_asked_for(vocabulary: Vocabulary) -
     outputs: list[int] = []
     for _ in range(3):
         outputs.append(sampler.sample(logits, [1], [1], [outputs])[0].token_id)
+        sampler.look_ahead(1, outputs)
     assert sampler._builder is not None
     sampler._builder.submit(int).result()  # one thread: all before it is done
     limits = sampler._requests[1].limits

@@ -17,6 +17,7 @@ from qllm.errors import InvalidRequestError
 from qllm.grammar import MOST_GRAMMAR_CHARS, Vocabulary
 from qllm.models.tokenizer import load_tokenizer
 from qllm.types import FinishReason, StructuredOutputs
+from tests.support.inside import runner_of
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -62,6 +63,24 @@ def test_every_seed_gives_json_of_the_schema(in_thread: QLLMEngine) -> None:
         jsonschema_rs.validate(PERSON, json.loads(result.text))
         assert result.token_ids[-1] in (0, 2)
     assert len({r.text for r in done}) > 1
+
+
+def test_the_engine_computes_what_is_allowed_while_the_model_computes(
+    in_thread: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts once for each token, with all tokens so far."""
+    begun: list[tuple[int, ...]] = []
+    sampler = runner_of(in_thread).sampler
+    look_ahead = sampler.look_ahead
+
+    def seen(request_id: int, outputs: Any) -> None:
+        begun.append(tuple(outputs))
+        look_ahead(request_id, outputs)
+
+    monkeypatch.setattr(sampler, "look_ahead", seen)
+    result = in_thread.submit("x", max_tokens=6, sampling=form(regex="[a-z]{9}")).result(300)
+    assert begun == [result.token_ids[: n + 1] for n in range(len(result.token_ids))]
+    assert sampler._builder is not None
 
 
 def test_greedy_is_held_too(in_thread: QLLMEngine) -> None:

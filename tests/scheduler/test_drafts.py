@@ -48,6 +48,23 @@ def test_it_is_nearly_as_good_as_the_best_fixed_number(
     assert best / served(costs, world, None, num_others) >= 0.97
 
 
+@pytest.mark.parametrize("world", ["always right", "always wrong", "half"])
+def test_a_new_request_begins_as_others_went(world: str) -> None:
+    """Its first rows are those of a request that has run for long."""
+    rng, usual = random.Random(1), Utility()
+    for n in range(500):
+        accepted = 0
+        while accepted < 4 and rng.random() < WORLDS[world](n, accepted):
+            accepted += 1
+        usual.saw(4, accepted)
+    new = Utility.like(usual)
+    assert new.most(ZEN, 0, 8) == {"always right": 8, "always wrong": 0, "half": 1}[world]
+    new.saw(8, 8)
+    new.saw(8, 8)
+    new.saw(8, 8)
+    assert new.most(ZEN, 0, 8) >= 1, "its own drafts count more than those of others"
+
+
 def test_nothing_is_drafted_beyond_the_limit() -> None:
     utility = Utility()
     for _ in range(100):

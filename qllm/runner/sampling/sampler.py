@@ -184,9 +184,6 @@ class Sampler:
                 rows[b] = row
         for b, found in zip(rows, choose_all(list(rows.values())), strict=True):
             sampled[b] = self._sampled(request_ids[b], found, positions[b])
-        for b, (request, before) in enumerate(zip(requests, outputs, strict=True)):
-            if request.limits is not None and sampled[b].error is None:
-                request.limits.go_ahead(self._ahead(), (*before, sampled[b].token_id))
         return [sampled[b] for b in range(len(requests))]
 
     def _sampled(self, request_id: RequestId, found: Choice, position: int) -> Sampled:
@@ -207,6 +204,21 @@ class Sampler:
         """
         limits = self._requests[request_id].limits
         return () if limits is None else limits.forced(outputs, most)
+
+    def is_limited(self, request_id: RequestId) -> bool:
+        """Return True if a request limits its tokens (`SamplingParams.limits_tokens`)."""
+        return self._requests[request_id].limits is not None
+
+    def look_ahead(self, request_id: RequestId, outputs: Sequence[int]) -> None:
+        """Start to compute the tokens that may come next, during the model's next pass.
+
+        Args:
+            request_id: Id of the request.
+            outputs: Ids that the request has produced so far, with the one just chosen.
+        """
+        limits = self._requests[request_id].limits
+        if limits is not None and outputs:
+            limits.go_ahead(self._ahead(), outputs)
 
     def _ahead(self) -> ThreadPoolExecutor:
         if self._builder is None:
