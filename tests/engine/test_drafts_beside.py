@@ -1,6 +1,7 @@
 """Drafts beside grammars, reasoning, stop strings, the prefix cache, long ropes and checkpoints."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.frontend.handle import Result
 from qllm.plan import Plan
 from qllm.policy import NO_STOP, View, next_row
+from qllm.record import trace
+from qllm.runner.protocol import Stop
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import Index, Program
 from qllm.types import Cap, FinishReason, Grain, StructuredOutputs
 from tests.support.drafters import Told, always_draft, counts, maker, next_of, poison_rejected
 from tests.support.families import VOCAB, make_model
@@ -138,6 +143,53 @@ def test_a_draft_does_not_cross_the_length_at_which_kv_is_computed_again(
     assert told(found) == told(expected)
     assert counts([found])[0] > 5
     assert found.metrics.evictions == expected.metrics.evictions
+
+
+# -- rows of drafts that fail, and tokens that end an answer
+
+
+def test_a_row_that_fails_only_with_drafts_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request's next row has no drafts, so a fault that drafts cause ends nothing."""
+    run, num_failed = TorchRunner.run, 0
+
+    def fails(self: TorchRunner, program: Program, start: Index, stop: Stop) -> Index:
+        nonlocal num_failed
+        if max(program.samples) > 1:
+            num_failed += 1
+            raise RuntimeError("a row with drafts")
+        return run(self, program, start, stop)
+
+    specs: list[dict[str, Any]] = [
+        {"prompt": prompt_of(9 + n, n), "max_tokens": 8} for n in range(2)
+    ]
+    with engine_of(make_model("mixtral", torch.bfloat16)) as engine:
+        expected = [engine.submit(**spec, temperature=0).result(300) for spec in specs]
+        pairs = zip(specs, expected, strict=True)
+        right = next_of({tuple(spec["prompt"]): result.token_ids for spec, result in pairs})
+        monkeypatch.setattr(TorchRunner, "run", fails)
+        always_draft(engine, maker("oracle", right, VOCAB))
+        handles = engine.call(lambda: [engine.submit(**spec, temperature=0) for spec in specs])
+        found = [handle.result(300) for handle in handles]
+    assert [told(r) for r in found] == [told(r) for r in expected]
+    assert num_failed > 2
+    assert [counts([r]) for r in found] == [(0, 0), (0, 0)]
+
+
+def test_no_token_that_ends_an_answer_is_drafted() -> None:
+    prompt = prompt_of(21, 5)
+    with engine_of(make_model("mixtral", torch.bfloat16), record=True) as engine:
+        sampling = SamplingParams(seed=2, ignore_eos=True)
+        whole = engine.submit(prompt, "LS", 20, sampling=sampling).result(300)
+        stop = whole.token_ids[9]
+        always_draft(engine, maker("oracle", next_of({tuple(prompt): whole.token_ids}), VOCAB), 16)
+        found = engine.submit(prompt, sampling=replace(sampling, stop_token_ids=(stop,))).result(
+            300
+        )
+        events = engine.trace.events
+    num = whole.token_ids.index(stop)
+    assert found.token_ids == whole.token_ids[: num + 1]
+    drafted = [event.token_ids for event in events if isinstance(event, trace.Drafted)]
+    assert drafted == [whole.token_ids[1:num]]
 
 
 # -- KV that outlives a request
