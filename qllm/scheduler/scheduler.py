@@ -128,8 +128,8 @@ class Scheduler:
         """Let the next row of a request verify drafted tokens; return how many it can verify.
 
         A request that does not decode, or is in a frame, verifies none. The others verify as many
-        as leave room for one more token, and as have KV that nobody else needs: a new block is
-        taken for drafts only if each other row of the step could still get one.
+        as leave room for one more token, and as have KV. The drafts get a new block only if each
+        other row of the step could still get one.
 
         Args:
             request_id: Id of the request.

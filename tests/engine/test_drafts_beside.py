@@ -227,7 +227,7 @@ def test_cached_pages_have_only_kv_of_tokens_that_were_chosen() -> None:
 
 
 class HoldsAll:
-    """All requests in one frame, stopped at every boundary; and held there, once a row drafts."""
+    """A policy with all requests in one frame, which it holds once a row verifies drafts."""
 
     needs = Cap.LAYER_RANGE | Cap.YIELD_EXPERT
 
