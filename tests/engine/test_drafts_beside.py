@@ -250,7 +250,7 @@ class HoldsAll:
 def test_a_checkpoint_of_a_frame_keeps_the_rows_beside_one_with_drafts(
     after: int, tmp_path: Path
 ) -> None:
-    """Of four requests in a frame only two draft. All go on in another engine."""
+    """Two of four requests in a frame draft. Another engine finishes the four requests."""
     sampling = [SamplingParams(temperature=n / 2, seed=n, ignore_eos=True) for n in range(4)]
     specs: list[dict[str, Any]] = [
         {"prompt": prompt_of(9 + n, n), "max_tokens": 14, "sampling": one}
