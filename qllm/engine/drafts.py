@@ -92,7 +92,7 @@ class Drafts:
         BE requests draft nothing while an LS request decodes, because their longer rows would delay
         its tokens.
         """
-        admitted = [one for one in live.values() if one.request.block_table]
+        admitted = [one for one in live.values() if one.request.block_table]  # few of those waiting
         decoding = [one for one in admitted if _may_draft(one.request)]
         has_ls = any(one.request.priority <= Priority.LS for one in decoding)
         end_ns = self._now_ns() + TURN_NS
@@ -224,7 +224,7 @@ class Drafts:
 
 
 def _may_draft(request: Request) -> bool:
-    """Return True if the next row of a request may verify drafted tokens."""
+    """Return True if the next row of an admitted request may verify drafted tokens."""
     return (
         request.frontier is None
         and request.is_decoding

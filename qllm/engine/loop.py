@@ -420,7 +420,7 @@ class EngineLoop:
         above = self.runner.shape.recompute_above
         if above is None:
             return
-        for request_id in sampled:
+        for request_id in dict.fromkeys(sampled):
             live = self.live.get(request_id)
             if live and live.request.num_computed_tokens <= above < live.request.num_tokens:
                 for effect in self.scheduler.evict(request_id, request_id):

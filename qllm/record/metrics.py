@@ -15,6 +15,7 @@ from typing import Any
 from qllm.plan import Row
 from qllm.record.trace import (
     Arrived,
+    Drafted,
     Dropped,
     Event,
     Evicted,
@@ -175,6 +176,8 @@ class _Meter:
         self.evictions = 0
         self.lo = self.hi = self.depth = 0
         """Progress: tokens [0, lo) are computed, tokens [lo, hi) only in layers [0, depth)."""
+        self.may_verify = False
+        """True if the next row of more than one token verifies drafted tokens."""
         self.lost: dict[_Cause, tuple[int, int]] = {}
         """Tokens [a, b) per cause that were computed and are not planned again yet."""
         self.num_recomputed = [0] * len(_Cause)
@@ -203,17 +206,22 @@ class _Meter:
     def reached(self, row: Row, layer: int) -> None:
         """Record that the row finished the layers below `layer`."""
         if layer > row.start_layer:
-            self.lo, self.hi, self.depth = row.lo, row.hi, layer
+            self.lo, self.hi, self.depth = row.lo, self.known_end(row), layer
+
+    def known_end(self, row: Row) -> int:
+        """Return the end of the row's known tokens. Drafted tokens follow them."""
+        return row.lo + 1 if self.may_verify else row.hi
 
     def verified(self, event: Verified) -> None:
-        """Record verified drafts. The row's tokens behind the accepted ones were not computed."""
-        rejected = event.num_drafts - event.num_accepted
-        self.hi -= rejected
+        """Record verified drafts. Accepted ones are computed; rejected ones were never tokens."""
+        self.may_verify = False
+        self.hi += event.num_accepted
         self.num_accepted += event.num_accepted
-        self.num_rejected += rejected
+        self.num_rejected += event.num_drafts - event.num_accepted
 
     def lose(self, cause: _Cause, lo: int, hi: int) -> None:
         """Record that the KV of tokens [lo, hi) is lost; KV of all later tokens is lost too."""
+        self.may_verify = False
         hi = max(hi, self.hi)
         a, b = self.lost.get(cause, (0, 0))
         self.lost[cause] = (min(a, lo), max(b, hi)) if a < b else (lo, hi)
@@ -326,7 +334,7 @@ class MetricsBuilder:
                 self._ran(event)
             case Planned():
                 self._planned(event)
-            case Updated() | Revised() | Verified():
+            case Updated() | Revised() | Drafted() | Verified():
                 self._request_event(event)
             case Arrived():
                 self._meters[event.request_id] = _Meter(event)
@@ -347,7 +355,7 @@ class MetricsBuilder:
         meter = self._meters.get(request_id)
         return meter.metrics(self._num_layers) if meter else None
 
-    def _request_event(self, event: Updated | Revised | Verified) -> None:
+    def _request_event(self, event: Updated | Revised | Drafted | Verified) -> None:
         meter = self._meters.get(event.request_id)
         if meter is None:
             return
@@ -355,6 +363,8 @@ class MetricsBuilder:
             meter.updated(event)
         elif isinstance(event, Revised):
             meter.revised(event, self._num_layers)
+        elif isinstance(event, Drafted):
+            meter.may_verify = True
         else:
             meter.verified(event)
 
@@ -427,7 +437,7 @@ class MetricsBuilder:
         if frame and frame.ran and event.reason == "error":
             for row in frame.rows.values():
                 if meter := self._meters.get(row.request_id):
-                    meter.lose(_Cause.RETRIED, row.lo, row.hi)
+                    meter.lose(_Cause.RETRIED, row.lo, meter.known_end(row))
         self._let_go(event.frame_id, event.at_ns)
 
     def _finished(self, event: Finished) -> RequestMetrics | None:

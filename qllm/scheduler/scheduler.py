@@ -128,7 +128,8 @@ class Scheduler:
         """Let the next row of a request verify drafted tokens; return how many it can verify.
 
         A request that does not decode, or is in a frame, verifies none. The others verify as many
-        as leave room for one more token, and as have KV without an eviction.
+        as leave room for one more token, and as have KV. The drafts get a new block only if each
+        other row of the step could still get one.
 
         Args:
             request_id: Id of the request.
@@ -145,10 +146,10 @@ class Scheduler:
         if above is not None and known <= above:
             room.append(above - known)
         request.num_drafts = max(0, min(room))
-        while request.num_drafts and (
-            self.pool.blocks_for(known + request.num_drafts) - len(request.block_table)
-            > self.pool.num_free
-        ):
+        blocks_for = self.pool.blocks_for
+        spare = self.pool.num_free - min(len(self.requests), self.limits.max_num_seqs)
+        free = max(blocks_for(known), len(request.block_table)) + max(0, spare)
+        while request.num_drafts and blocks_for(known + request.num_drafts) > free:
             request.num_drafts -= 1
         return request.num_drafts
 

@@ -396,6 +396,40 @@ def test_a_retry_after_an_error_is_counted_apart() -> None:
     assert (m.retry_recomputed_tokens, m.preempt_recomputed_tokens) == (1, 0)
 
 
+@pytest.mark.parametrize("loss", ["evicted", "error"])
+def test_drafts_that_were_lost_are_no_tokens_to_compute_again(loss: str) -> None:
+    """The row [8, 13) has one known token, and four drafts that nobody has chosen."""
+    events: list[Event] = [arrived(0, 1), planned(0, 1, row(1, 0, 8)), ran(0, 5, 1), token(5, 1)]
+    events += [Drafted(at_ns=5 * MS, request_id=1, token_ids=(1, 2, 3, 4))]
+    events += [planned(5, 2, row(1, 8, 13))]
+    if loss == "error":
+        events += [ran(5, 6, 2, "error"), Dropped(at_ns=6 * MS, frame_id=2, reason=loss)]
+    else:
+        events += [ran(5, 6, 2, "stopped"), parked(6, 2, 1, layer=2)]
+        events += [Dropped(at_ns=7 * MS, frame_id=2, reason=loss), evicted(7, 1, 8)]
+    first = 8 if loss == "error" else 0
+    events += [planned(7, 3, row(1, first, 9)), ran(7, 8, 3), token(8, 1)]
+    for n in range(9, 14):
+        events += [planned(n, n, row(1, n, n + 1)), ran(n, n + 1, n), token(n + 1, 1)]
+    m = of(events)
+    found = m.evict_recomputed_tokens, m.retry_recomputed_tokens, m.preempt_recomputed_tokens
+    assert found == ((0, 1, 0) if loss == "error" else (9, 0, 0))
+
+
+def test_accepted_drafts_are_computed_and_rejected_ones_are_not() -> None:
+    events: list[Event] = [arrived(0, 1), planned(0, 1, row(1, 0, 8)), ran(0, 5, 1), token(5, 1)]
+    events += [Drafted(at_ns=5 * MS, request_id=1, token_ids=(1, 2, 3, 4))]
+    events += [planned(5, 2, row(1, 8, 13)), ran(5, 6, 2)]
+    events += [Verified(at_ns=6 * MS, request_id=1, num_drafts=4, num_accepted=2)]
+    events += [token(6, 1), token(6, 1), token(6, 1), evicted(7, 1, 11)]
+    events += [planned(8, 3, row(1, 0, 12)), ran(8, 9, 3), token(9, 1)]
+    events += [planned(9, 4, row(1, 12, 13)), ran(9, 10, 4), token(10, 1), finished(10, 1)]
+    m = of(events)
+    assert (m.evict_recomputed_tokens, m.preempt_recomputed_tokens) == (11, 0)
+    assert (m.num_accepted_drafts, m.num_rejected_drafts) == (2, 2)
+    assert (m.num_output_tokens, m.tpot_ms) == (6, 1)
+
+
 def test_a_killed_row_is_no_longer_parked() -> None:
     events = [arrived(0, 1), arrived(0, 2), planned(0, 1, row(1, 0, 8), row(2, 0, 8))]
     events += [ran(0, 5, 1, "stopped"), parked(5, 1, 1, 2)]

@@ -63,6 +63,7 @@ from tests.support.scheduling import (
     test_no_request_is_evicted_for_one_that_cannot_start,  # noqa: F401
     test_the_stop_word_survives_the_race_with_drain,  # noqa: F401
     test_who_fails_twice_fails_alone,  # noqa: F401
+    test_wrong_drafts_cause_no_eviction,  # noqa: F401
 )
 from tests.support.watching import has_changed
 

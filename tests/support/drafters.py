@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from qllm import QLLMEngine
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
 from qllm.frontend.handle import Result
 from qllm.runner.kv import SlabKV
+from tests.support.inside import loop_of
 
 Right = Callable[[Sequence[int]], int | None]
 """A function of all tokens so far that returns the next one, or None if it is not known."""
@@ -93,3 +95,23 @@ def poison_rejected(patch: pytest.MonkeyPatch) -> None:
                 t.narrow(2, num_tokens, written - num_tokens).fill_(math.nan)
 
     patch.setattr(SlabKV, "commit", poisoned)
+
+
+def always_draft(engine: QLLMEngine, make: MakeDrafter, most: int = 4) -> None:
+    """Draft from now on, as many tokens as are proposed, however long that takes."""
+    engine.call(lambda: loop_of(engine).draft_with(make, most, warn=print, weighs=False))
+    drafts = loop_of(engine).drafts
+    assert drafts is not None
+    drafts._now_ns = lambda: 0
+
+
+class Told:
+    """A drafter that knows the answer of each seed, and gives every fifth token wrong."""
+
+    def __init__(self, request: DraftRequest, answers: Mapping[int | None, Sequence[int]]) -> None:
+        self._num_prompt, self._answer = request.num_prompt_tokens, answers[request.sampling.seed]
+
+    def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
+        at = len(token_ids) - self._num_prompt
+        found = enumerate(self._answer[at : at + most], at)
+        return [token ^ (place % 5 == 4) for place, token in found]

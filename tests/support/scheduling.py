@@ -324,6 +324,37 @@ def test_drafts_take_no_kv_from_others() -> None:
     assert not events(world, trace.Evicted)
 
 
+@pytest.mark.parametrize(
+    ("policy", "num_blocks", "block_size", "asked"),
+    [
+        (Fcfs(), 10, 16, [(BE, 9, 10), (LS, 9, 19), (LS, 7, 24), (LS, 53, 33)]),
+        (Fcfs(), 11, 16, [(BE, 36, 47), (BE, 10, 25), (LS, 36, 42), (BE, 59, 17)]),
+        (
+            Chunked(step_tokens=24),
+            12,
+            16,
+            [(LS, 19, 33), (BE, 28, 46), (BE, 43, 14), (LS, 17, 24), (LS, 8, 14)],
+        ),
+        (Eager(), 40, 4, [(LS, 53, 8), (LS, 49, 33), (LS, 33, 47)]),
+    ],
+)
+def test_wrong_drafts_cause_no_eviction(
+    policy: Any, num_blocks: int, block_size: int, asked: list[tuple[int, int, int]]
+) -> None:
+    """Blocks for drafts are those that no other request asks for in the next step."""
+
+    def num_evicted(most: int) -> int:
+        world = World(policy, replace(LIMITS, num_blocks=num_blocks, block_size=block_size))
+        draft(world, 0.0, most)
+        for one in asked:
+            world.submit(*one)
+        world.run(400)
+        finished_well(world)
+        return len(events(world, trace.Evicted))
+
+    assert num_evicted(8) <= num_evicted(0)
+
+
 def test_be_drafts_nothing_while_ls_decodes() -> None:
     world = World(Fcfs())
     draft(world, 1.0, 4)

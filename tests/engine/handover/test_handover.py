@@ -30,6 +30,7 @@ from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support import tiny_configs
+from tests.support.drafters import always_draft, maker, next_of, poison_rejected
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.hybrids import make_hybrid
 from tests.support.inside import runner_of
@@ -274,6 +275,35 @@ def test_a_request_that_moves_anywhere_gets_the_tokens_of_one_that_stayed(
                 there, here = core_of(a).handover.counts, core_of(b).handover.counts
                 assert here.taken_tokens == there.given_tokens
         assert moves
+
+
+@pytest.mark.parametrize("at", [1, 17, 60])
+def test_a_row_that_verifies_drafts_stays_behind(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV of known tokens goes along, and the other engine drafts on."""
+    poison_rejected(monkeypatch)
+    exact, seen = {"exactness": "batch-invariant"}, []
+    spec: dict[str, Any] = {"prompt": prompt_of(150), "max_tokens": 20, "sampling": SAMPLED}
+
+    def verifying(program: Program | None, index: Index, count: int) -> bool:
+        assert program is not None
+        seen.extend(program.samples)
+        return sum(num > 1 for num in seen) >= at
+
+    with engine_of("mixtral", **exact) as a, engine_of("mixtral", **exact) as b:
+        connect(a, b)
+        stayed = a.submit(priority="BE", **spec).result(300)
+        a.reset_prefix_cache()
+        right = next_of({tuple(spec["prompt"]): stayed.token_ids})
+        for engine in (a, b):
+            always_draft(engine, maker("half", right, VOCAB))
+        left = leave(a, verifying, priority="BE", **spec)
+        sent = core_of(a).handover.outbox._left[left.ticket].says
+        assert sent["kept"] is None
+        assert sent["committed"] == 150 + len(left.handle.token_ids) - 1
+        found = go_on(b, left)
+        assert same(found, stayed), left.where
+        assert taken(b) == (1, 0), left.where
+        assert found.metrics.num_accepted_drafts > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax"])
