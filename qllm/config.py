@@ -215,6 +215,11 @@ class EngineConfig:
         if self.ls_slo:
             parse_slo(self.ls_slo)
 
+    @property
+    def has_drafts(self) -> bool:
+        """True if a drafter proposes tokens."""
+        return self.draft != "none" and self.draft_tokens > 0
+
     def _check_drafts(self) -> None:
         most = self.draft_tokens
         is_count = isinstance(most, int) and not isinstance(most, bool)

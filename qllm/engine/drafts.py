@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter, TokenIds
 from qllm.engine.protocol import Deciding
-from qllm.errors import contained, told
+from qllm.errors import contained, shown, told
 from qllm.record import trace
 from qllm.runner.protocol import Runner
 from qllm.scheduler.drafts import Utility
@@ -77,7 +77,9 @@ class Drafts:
         self._drafting: dict[RequestId, _Drafting] = {}
         self._last: RequestId = -1
         """Request that was asked last. The next turn begins after it."""
-        self.counts: dict[str, Counter[str]] = {"LS": Counter(), "BE": Counter()}
+        self.counts: dict[str, Counter[str]] = {
+            name: Counter(accepted=0, rejected=0) for name in ("LS", "BE")
+        }
         """Accepted and rejected drafts by class."""
         self.faults: Counter[str] = Counter()
         """Proposals that were dropped, in whole or in part, by cause."""
@@ -201,7 +203,7 @@ class Drafts:
         vocab_size = self._runner.shape.vocab_size
         for n, token_id in enumerate(found):
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                text = f"proposed {token_id!r:.80}, which is no token id in [0, {vocab_size})"
+                text = f"proposed {shown(token_id)}; a token id is an int in [0, {vocab_size})"
                 self._fault("no token id", text)
                 return found[:n]
             if token_id in stop_ids:

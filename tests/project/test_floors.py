@@ -150,9 +150,8 @@ GROUPS = {
     ),
     "ray.load ray.scaling": Floor("types fleet.routes", PURE | {"threading"}),
     "cli": Floor(
-        f"__init__ {BASE} cores device.rank fleet.routes hints kernels llm logs measure models "
-        "plugins ray record server sim spelling torchless upcycle "
-        "workloads",
+        f"__init__ {BASE} cores device.rank drafters fleet.routes hints kernels llm logs measure "
+        "models plugins ray record server sim spelling torchless upcycle workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
