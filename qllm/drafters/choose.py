@@ -15,7 +15,7 @@ NONE = "none"
 
 
 class Auto:
-    """Tokens that the grammar forces, else tokens that followed the last tokens before."""
+    """The tokens that the grammar forces. If it forces none, the tokens of a `Lookup`."""
 
     def __init__(self, request: DraftRequest) -> None:
         self._forced, self._lookup = Forced(request), Lookup(request)

@@ -1,9 +1,9 @@
 """Drafted tokens: a drafter proposes next tokens, and the request's next row verifies them.
 
 The model samples its own token at each position of the row, up to the first that differs from the
-draft. So a drafter changes how many tokens a step gives, and never which. The loop asks drafters
-between two programs. Whatever a drafter does, the requests continue: a wrong proposal is dropped,
-counted and logged.
+draft. So a drafter changes how many tokens a step gives, and never which tokens. The loop asks the
+drafters between two programs. Whatever a drafter does, the requests continue: a wrong proposal is
+dropped, counted and logged.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qllm.engine.loop import Live
 
 TURN_NS = 2 * NS_PER_MS
-"""Time of all drafters between two programs. A drafter that takes longer alone is too slow."""
+"""Time for all drafters between two programs. A single call that takes longer is too slow."""
 REST_TOKENS = 64
 """Tokens for which a drafter is not asked after it was too slow."""
 
@@ -177,8 +177,8 @@ class Drafts:
     def _proposed(self, drafting: _Drafting, most: int, stop_ids: Collection[int]) -> list[int]:
         """Return what a drafter proposes, up to the first id that cannot be verified.
 
-        A token that ends the answer is not drafted: no token follows it, and the row that verifies
-        the tokens before it samples it.
+        A token that ends the answer is not drafted, because no token follows it. The row that
+        verifies the drafts before this token samples the token itself.
 
         Args:
             drafting: The request and its drafter.
