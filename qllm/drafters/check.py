@@ -104,7 +104,8 @@ def check_drafter(make: MakeDrafter, *, most: int = 4) -> Report:
         conformance=False,
         draft="lookup",  # so that predictions are read
     ) as engine:
-        loop: Any = engine.client.loop
+        client: Any = engine.client
+        loop = client.loop
         engine.call(lambda: setattr(loop, "drafts", None))
         expected = _answers(engine)
         engine.call(lambda: loop.draft_with(timed, most, said.append, weighs=False))

@@ -57,10 +57,11 @@ def test_an_impossible_number_of_drafts_is_refused(most: int) -> None:
 
 
 def test_an_engine_that_takes_wrong_drafts_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepted drafts are followed by a token with the random numbers of another position."""
-    position = Verified.position
+    """The engine samples at every position of a row, also behind a wrong draft."""
     monkeypatch.setattr(
-        Verified, "position", lambda row, place: position(row, place) - (place > row.first)
+        Verified,
+        "open_place",
+        lambda row, chosen: next((place for place in row.places() if place not in chosen), None),
     )
     with pytest.raises(InvariantError, match="drafts changed the answer to"):
         check_drafter(Auto)
