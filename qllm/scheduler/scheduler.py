@@ -127,8 +127,9 @@ class Scheduler:
     def draft(self, request_id: RequestId, num_tokens: int) -> int:
         """Let the next row of a request verify drafted tokens; return how many it can verify.
 
-        A request that does not decode, or is in a frame, verifies none. The others verify as many
-        as leave room for one more token, and as have KV without an eviction.
+        A request that does not decode, or is in a frame, verifies none. Any other request verifies
+        as many as the limits of the answer and of a step allow. One token more than the drafts must
+        fit. KV for the drafts must be free, because nothing is evicted for them.
 
         Args:
             request_id: Id of the request.
