@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter
-from qllm.errors import ConfigError, InvariantError
+from qllm.errors import ConfigError, InvariantError, shown
 from qllm.types import MOST_DRAFTS, NS_PER_MS, SamplingParams, StructuredOutputs
 
 CODE = "def area(width, height):\n    return width * height\n"
@@ -87,7 +87,7 @@ def check_drafter(make: MakeDrafter, *, most: int = 4) -> Report:
     """
     if not callable(make) or not 1 <= most <= MOST_DRAFTS:
         raise ConfigError(
-            f"make={make!r}, most={most!r} must be a class of drafters, or a function that returns "
+            f"make={shown(make)}, most={shown(most)} must be a class of drafters, or a function that returns "
             f"one, and an integer in [1, {MOST_DRAFTS}]"
         )
     from qllm.llm import QLLMEngine
