@@ -87,8 +87,8 @@ def check_drafter(make: MakeDrafter, *, most: int = 4) -> Report:
     """
     if not callable(make) or not 1 <= most <= MOST_DRAFTS:
         raise ConfigError(
-            f"make={shown(make)}, most={shown(most)} must be a class of drafters, or a function that returns "
-            f"one, and an integer in [1, {MOST_DRAFTS}]"
+            f"make={shown(make)}, most={shown(most)} must be a class of drafters, or a function "
+            f"that returns one, and an integer in [1, {MOST_DRAFTS}]"
         )
     from qllm.llm import QLLMEngine
 
