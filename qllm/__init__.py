@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qllm.drafters.check import check_drafter
     from qllm.errors import InvalidRequestError, QllmError, QueueFull, QueueFullError
     from qllm.frontend.handle import Handle, Result
     from qllm.llm import QLLMEngine
@@ -36,6 +37,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Slo",
+    "check_drafter",
     "check_policy",
 ]
 
@@ -50,6 +52,7 @@ _HOME = {
     "Priority": "qllm.types",
     "SamplingParams": "qllm.types",
     "Slo": "qllm.types",
+    "check_drafter": "qllm.drafters.check",
     "check_policy": "qllm.sim.check",
 }
 

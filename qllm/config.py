@@ -165,10 +165,10 @@ class EngineConfig:
     migrated requests continue where they stopped. 0: they are computed again
     (docs/design/handover.md)."""
     draft: str = "none"
-    """Source of drafted tokens, which the model verifies several at a time. "none": one token at a
-    time. "lookup": what followed the last tokens before. "grammar": what the request's grammar
-    forces. "auto": the grammar, else a lookup. Or the name of an installed drafter. Drafts change
-    no token (docs/guides/drafts.md)."""
+    """Source of drafted tokens. The model verifies several of them in one step. "none": one token
+    at a time. "lookup": what followed the last tokens before. "grammar": what the request's grammar
+    forces. "auto": the grammar, or a lookup if it forces nothing. Or the name of an installed
+    drafter. Drafts change no token (docs/guides/drafts.md)."""
     draft_tokens: int = 4
     """Most drafted tokens that a step verifies per request, 0 to 16. Each request has as many as
     pay, by measured times."""
@@ -214,6 +214,11 @@ class EngineConfig:
             raise ConfigError(f"ls_slo={shown(self.ls_slo)} must be text like {SLO_EXAMPLE}")
         if self.ls_slo:
             parse_slo(self.ls_slo)
+
+    @property
+    def has_drafts(self) -> bool:
+        """True if a drafter proposes tokens."""
+        return self.draft != "none" and self.draft_tokens > 0
 
     def _check_drafts(self) -> None:
         most = self.draft_tokens

@@ -317,8 +317,8 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     """Most tokens after `<think>` before `</think>` is forced; None sets no limit."""
     draft_tokens: int | None = None
-    """Most drafted tokens that a step verifies, 0 to 16; None is the engine's `draft_tokens`, which
-    is also the highest number used. Drafts change no token."""
+    """Most drafted tokens that a step verifies, 0 to 16. None is the engine's `draft_tokens`. A
+    request can only lower that number. Drafts change no token."""
     prediction: str | tuple[int, ...] = ()
     """Text or tokens that the answer may repeat in part, such as the file to edit. Drafts that look
     up tokens (`draft="lookup"`) use it; it changes no token."""

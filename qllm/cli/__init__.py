@@ -5,6 +5,7 @@ from qllm.cli import (  # noqa: F401 - each adds its commands
     demo,
     docs,
     doctor,
+    drafters,
     policies,
     run,
     serve,

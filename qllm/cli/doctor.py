@@ -83,6 +83,7 @@ def doctor(
         ("tool calls", f"in the formats {', '.join(formats())} (--tool-calls)"),
         ("floor for BE", _floor(config)),
         ("gaps of a stream", _gaps(policy)),
+        ("drafts", _drafts(config)),
     ]
     if missing is not None:
         rows.append(("why torch", missing))
@@ -133,6 +134,16 @@ def _gaps(policy: Any) -> str:
         f"under {DEFAULT_POLICY} prompts of its own class hold a stream up until its TPOT target, "
         f"without one for {bound_ms:,} ms or four decode steps (--set policy.max_prompt_gap_ms=50)"
     )
+
+
+def _drafts(config: "EngineConfig") -> str:
+    """Return the drafter of the settings and the known ones."""
+    from qllm.drafters.choose import drafters, load_drafter
+
+    if not config.has_drafts:
+        return f"none; --set draft=auto proposes tokens (drafters: {', '.join(drafters())})"
+    load_drafter(config.draft)
+    return f"{config.draft}, at most {config.draft_tokens} tokens per step and request"
 
 
 def _served() -> list[tuple[str, str]]:

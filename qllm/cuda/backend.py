@@ -151,8 +151,7 @@ class CudaBackend:
     is_native = False
     """False, because our CPU kernels run nothing here."""
     why_inexact = (
-        "on CUDA the bits of a token's KV depend on the number of rows that its step is padded to, "
-        "and a hit could change tokens"
+        "on CUDA the bits of a token's KV depend on the number of rows that its step is padded to"
     )
     shares_blocks = True
 

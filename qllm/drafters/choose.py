@@ -6,7 +6,7 @@ from typing import cast
 from qllm.drafters.grammar import Forced
 from qllm.drafters.lookup import Lookup
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
-from qllm.errors import ConfigError
+from qllm.errors import ConfigError, shown
 from qllm.plugins import installed, loaded
 
 GROUP = "qllm.drafters"
@@ -15,7 +15,7 @@ NONE = "none"
 
 
 class Auto:
-    """Tokens that the grammar forces, else tokens that followed the last tokens before."""
+    """The tokens that the grammar forces. If it forces none, the tokens of a `Lookup`."""
 
     def __init__(self, request: DraftRequest) -> None:
         self._forced, self._lookup = Forced(request), Lookup(request)
@@ -28,6 +28,11 @@ class Auto:
 OWN: dict[str, MakeDrafter] = {"auto": Auto, "lookup": Lookup, "grammar": Forced}
 
 
+def drafters() -> list[str]:
+    """Return the names of our own drafters and of those of installed packages."""
+    return [*OWN, *sorted(installed(GROUP, "drafter"))]
+
+
 def load_drafter(name: str) -> MakeDrafter:
     """Return the maker of the drafters of a name.
 
@@ -37,8 +42,14 @@ def load_drafter(name: str) -> MakeDrafter:
     """
     if name in OWN:
         return OWN[name]
-    points = installed(GROUP, "drafter")
-    if name not in points:
-        known = ", ".join([NONE, *OWN, *sorted(points)])
+    point = installed(GROUP, "drafter").get(name)
+    if point is None:
+        known = ", ".join([NONE, *drafters()])
         raise ConfigError(f"draft={name!r} is unknown; use one of {known}")
-    return cast("MakeDrafter", loaded(points[name], "drafter"))
+    make = loaded(point, "drafter")
+    if not callable(make):
+        raise ConfigError(
+            f"drafter {name!r} at {point.value} is {shown(make)}, which makes no drafters; name a "
+            "class, or a function that returns a drafter, in the entry point of its package"
+        )
+    return cast("MakeDrafter", make)

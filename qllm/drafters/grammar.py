@@ -8,8 +8,8 @@ from qllm.drafters.protocol import DraftRequest
 class Forced:
     """The tokens that the grammar of a request allows as the only text.
 
-    A grammar forces text, and the model may cut the text into other tokens. So these tokens are
-    verified like all drafts.
+    A grammar forces a text. The model may write the same text with other tokens. So these tokens
+    are verified like all drafts.
     """
 
     def __init__(self, request: DraftRequest) -> None:

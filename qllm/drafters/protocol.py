@@ -49,7 +49,8 @@ class Drafter(Protocol):
     """A source of drafted tokens for one request. Each request has a drafter of its own.
 
     The engine calls it between two steps, so a call must take less than 2 ms. A proposal changes
-    how many tokens a step gives, and never which. Nothing that a drafter does ends a request.
+    how many tokens a step gives, and never which tokens. Nothing that a drafter does ends a
+    request.
     """
 
     def propose(self, token_ids: Sequence[int], most: int) -> Iterable[int]:
@@ -58,7 +59,7 @@ class Drafter(Protocol):
         Args:
             token_ids: Prompt and answer so far, read-only. The tokens of a call are those of the
                 call before, and more.
-            most: Number of proposed tokens that are used, at least 1.
+            most: Most tokens that the engine takes of the proposal, at least 1.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Drafted tokens: a drafter proposes next tokens, and the request's next row verifies them.
 
 The model samples its own token at each position of the row, up to the first that differs from the
-draft. So a drafter changes how many tokens a step gives, and never which. The loop asks drafters
-between two programs. Whatever a drafter does, the requests continue: a wrong proposal is dropped,
-counted and logged.
+draft. So a drafter changes how many tokens a step gives, and never which tokens. The loop asks the
+drafters between two programs. Whatever a drafter does, the requests continue: a wrong proposal is
+dropped, counted and logged.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter, TokenIds
 from qllm.engine.protocol import Deciding
-from qllm.errors import contained, told
+from qllm.errors import contained, shown, told
 from qllm.record import trace
 from qllm.runner.protocol import Runner
 from qllm.scheduler.drafts import Utility
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qllm.engine.loop import Live
 
 TURN_NS = 2 * NS_PER_MS
-"""Time of all drafters between two programs. A drafter that takes longer alone is too slow."""
+"""Time for all drafters between two programs. A single call that takes longer is too slow."""
 REST_TOKENS = 64
 """Tokens for which a drafter is not asked after it was too slow twice."""
 
@@ -81,7 +81,9 @@ class Drafts:
         """Drafts of all requests, with which a new one begins."""
         self._last: RequestId = -1
         """Request that was asked last. The next turn begins after it."""
-        self.counts: dict[str, Counter[str]] = {"LS": Counter(), "BE": Counter()}
+        self.counts: dict[str, Counter[str]] = {
+            name: Counter(accepted=0, rejected=0) for name in ("LS", "BE")
+        }
         """Accepted and rejected drafts by class."""
         self.faults: Counter[str] = Counter()
         """Proposals that were dropped, in whole or in part, by cause."""
@@ -181,8 +183,8 @@ class Drafts:
     def _proposed(self, drafting: _Drafting, most: int, stop_ids: Collection[int]) -> list[int]:
         """Return what a drafter proposes, up to the first id that cannot be verified.
 
-        A token that ends the answer is not drafted: no token follows it, and the row that verifies
-        the tokens before it samples it.
+        A token that ends the answer is not drafted, because no token follows it. The row that
+        verifies the drafts before this token samples the token itself.
 
         Args:
             drafting: The request and its drafter.
@@ -209,7 +211,7 @@ class Drafts:
         vocab_size = self._runner.shape.vocab_size
         for n, token_id in enumerate(found):
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                text = f"proposed {token_id!r:.80}, which is no token id in [0, {vocab_size})"
+                text = f"proposed {shown(token_id)}; a token id is an int in [0, {vocab_size})"
                 self._fault("no token id", text)
                 return found[:n]
             if token_id in stop_ids:

@@ -5,7 +5,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.cores import memory_bytes
-from qllm.drafters.choose import NONE, load_drafter
+from qllm.drafters.choose import load_drafter
 from qllm.drafters.protocol import MakeDrafter
 from qllm.engine.sizes import USUAL, Costs, sized
 from qllm.engine.storage.pages import why_not
@@ -67,13 +67,13 @@ def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | None:
     Raises:
         ConfigError: The drafter is unknown, or this model or device cannot verify drafts exactly.
     """
-    if config.draft == NONE or not config.draft_tokens:
+    if not config.has_drafts:
         return None
     make = load_drafter(config.draft)
-    if runner.backend.why_inexact:
-        why = "its bits depend on how an answer is cut into steps, so a draft could change tokens"
-    elif runner.parts.has_states:
+    if runner.parts.has_states:
         why = "its layers carry a state, which cannot go back when a draft is rejected"
+    elif inexact := runner.backend.why_inexact:
+        why = f"{inexact}, and a draft could change tokens"
     else:
         return make
     raise ConfigError(

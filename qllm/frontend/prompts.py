@@ -24,7 +24,7 @@ SAMPLING_OPTIONS = frozenset(field.name for field in fields(SamplingParams))
 MARK = "\ue000\ue001\ue000"
 """Placeholder for the content of the last message, with characters that texts do not use."""
 MOST_PREDICTED, CHARS_PER_TOKEN = 32_768, 8
-"""Most tokens of a prediction, and the most characters per token that are tokenised for it."""
+"""Most tokens of a prediction that are used, and the characters per token that are read for it."""
 MOST_STOP_IDS = 8
 """Most ids that end a request in a loop on a device (`qllm.device.serving`)."""
 

@@ -139,7 +139,7 @@ class CpuBackend:
             return ""
         return (
             "not every layer runs on our kernels, so the bits of a token's KV depend on how its "
-            "prefill was cut and on its batch mates, and a hit could change tokens"
+            "prefill was cut and on its batch mates"
         )
 
     @property

@@ -20,8 +20,9 @@ FRESH, FIRST = 3, 2
 OLD = 0.96
 """Weight of all earlier rows, relative to the newest."""
 HOPE = 0.5
-"""Rows that are assumed in addition to those counted, in which a draft is as often right as the one
-before it. The first one is right there. So a place that was not tried for long is tried again."""
+"""Number of rows that are assumed in addition to the counted ones. In them the first draft is
+right, and each other draft is right as often as the one before it. So a place in a row that was not
+tried for long is tried again."""
 
 
 class Utility:

@@ -127,9 +127,10 @@ class Scheduler:
     def draft(self, request_id: RequestId, num_tokens: int) -> int:
         """Let the next row of a request verify drafted tokens; return how many it can verify.
 
-        A request that does not decode, or is in a frame, verifies none. The others verify as many
-        as leave room for one more token, and as have KV. The drafts get a new block only if each
-        other row of the step could still get one.
+        A request that does not decode, or is in a frame, verifies none. Any other request verifies
+        as many as the limits of the answer and of a step allow. One token more than the drafts must
+        fit. The drafts get a new block of KV only if each other row of the step could still get
+        one.
 
         Args:
             request_id: Id of the request.

@@ -412,6 +412,25 @@ def test_doctor_says_which_gaps_prompts_make(given: list[str], said: str) -> Non
     assert said in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "drafts none; --set draft=auto proposes tokens (drafters: auto, lookup, grammar"),
+        (["--set", "draft=lookup"], "drafts lookup, at most 4 tokens per step and request"),
+    ],
+)
+def test_doctor_says_who_drafts(given: list[str], said: str) -> None:
+    done = runner.invoke(app, ["doctor", *given])
+    assert done.exit_code == 0
+    assert said in " ".join(done.stdout.split())
+
+
+def test_doctor_refuses_an_unknown_drafter() -> None:
+    done = runner.invoke(app, ["doctor", "--set", "draft=ngram"])
+    assert done.exit_code == 2
+    assert "draft='ngram' is unknown; use one of none, auto, lookup, grammar" in done.stderr
+
+
 def test_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     from qllm.kernels import cpu
 

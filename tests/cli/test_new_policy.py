@@ -18,7 +18,7 @@ from qllm.cli.new_policy import KINDS, new_policy
 from qllm.errors import ConfigError
 from qllm.sim.check import check_policy
 from tests.support.files import ROOT
-from tests.support.new_policy import made
+from tests.support.new_policy import made, seem_installed
 
 runner = CliRunner()
 
@@ -176,14 +176,7 @@ def test_the_page_leads_a_new_user_to_a_working_package(place: Place) -> None:
 def test_a_plan_policy_is_found_and_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder is on the path, with the entry points of its project; nothing is installed."""
     folder = new_policy("best_plan", "plan", tmp_path)
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    info = folder / "best_plan-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: best-plan\nVersion: 0.1.0\n")
-    (points,) = project["entry-points"].items()
-    lines = [f"[{points[0]}]", *(f"{name} = {what}" for name, what in points[1].items())]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(folder)
+    seem_installed(folder, monkeypatch)
     monkeypatch.setenv("COLUMNS", "200")
     try:
         tests = runpy.run_path(str(folder / "tests" / "test_best_plan.py"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from tests.support.drafters import SHARES, counts, maker, next_of, poison_reject
 from tests.support.families import FAMILIES, VOCAB, make_model
 from tests.support.inside import loop_of, runner_of
 from tests.support.storms import prompt_of
+from tests.support.tiny_configs import tiny_model
 
 NEW = 24
 DRAFTERS = (*SHARES, "random")
@@ -262,6 +264,13 @@ class Fixed:
         return self.what
 
 
+class Silent:
+    """An object of which no text can be made."""
+
+    def __repr__(self) -> str:
+        raise SystemExit
+
+
 def fixed(value: Any) -> Any:
     return type("Fixed", (Fixed,), {"what": value})
 
@@ -280,6 +289,9 @@ BAD = {
     "beyond the vocabulary": (fixed([VOCAB]), "no token id"),
     "bools": (fixed([True, False]), "no token id"),
     "texts": (fixed(["a"]), "no token id"),
+    "integers of NumPy": (fixed(np.array([1, 2])), "no token id"),
+    "a number too long for a text": (fixed([10**5000]), "no token id"),
+    "an object without a text": (fixed([Silent()]), "no token id"),
     "floats": (fixed([1.0]), "no token id"),
     "a million": (fixed([5] * 10**6), None),
     "endless": (Endless, None),
@@ -299,6 +311,8 @@ def test_a_bad_drafter_changes_nothing(name: str, alone: Any) -> None:
     assert [told(r) for r in found] == [told(expected[kind]) for kind in KINDS]
     assert set(faults) == ({cause} if cause else set())
     assert len(WARNED) == len(faults)
+    if cause == "no token id":
+        assert f"a token id is an int in [0, {VOCAB})" in WARNED[0]
     if name == "sleeps":
         assert faults["slow"] == 2 * len(KINDS), f"it rests for {REST_TOKENS} tokens"
 
@@ -339,8 +353,30 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_model_whose_bits_depend_on_cuts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its bits depend on how an answer is cut into steps"):
+    said = (
+        "draft='lookup' .*: not every layer runs on our kernels.*, and a draft could change tokens"
+    )
+    with pytest.raises(ConfigError, match=said):
         engine_of(draft="lookup", kernels="reference")
+
+
+def test_a_model_with_states_is_refused_for_its_states() -> None:
+    model = tiny_model("qwen3_next").to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"its layers carry a state.*; use draft='none'"):
+        QLLMEngine.from_model(model, conformance=False, max_kv_tokens=1024, draft="auto")
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft": "lookup", "draft_tokens": 0}])
+def test_an_engine_without_drafts_has_no_drafter(settings: dict[str, Any]) -> None:
+    with engine_of(**settings) as engine:
+        assert loop_of(engine).drafts is None
+        assert engine.stats()["drafts"] == {}
+
+
+def test_stats_count_drafts_of_both_classes_from_the_start() -> None:
+    none = {"accepted": 0, "rejected": 0}
+    with engine_of(draft="lookup") as engine:
+        assert engine.stats()["drafts"] == {"LS": none, "BE": none, "faults": {}}
 
 
 def test_a_request_may_lower_its_drafts(alone: Any) -> None:

@@ -158,7 +158,7 @@ class Holds(Everywhere):
 
 
 @pytest.mark.parametrize("after", [0, 30, 77])
-def test_a_checkpoint_leaves_drafts_behind(after: int, tmp_path: Path) -> None:
+def test_a_checkpoint_leaves_out_drafts(after: int, tmp_path: Path) -> None:
     """A row with drafts is parked while its request is written; another engine goes on."""
     spec = {**SPECS[0], "prompt": prompt_of(17, 1), "max_tokens": 20}
     with engine_of("mixtral") as engine:

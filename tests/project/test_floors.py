@@ -87,6 +87,7 @@ GROUPS = {
     ),
     LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
     "drafters": Floor("errors types plugins", PURE),
+    "drafters.check": Floor("errors types drafters llm", STDLIB),
     "engine.storage": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
         "scheduler",
@@ -150,12 +151,11 @@ GROUPS = {
     ),
     "ray.load ray.scaling": Floor("types fleet.routes", PURE | {"threading"}),
     "cli": Floor(
-        f"__init__ {BASE} cores device.rank fleet.routes hints kernels llm logs measure models "
-        "plugins ray record server sim spelling torchless upcycle "
-        "workloads",
+        f"__init__ {BASE} cores device.rank drafters fleet.routes hints kernels llm logs measure "
+        "models plugins ray record server sim spelling torchless upcycle workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
-    "__init__": Floor("errors frontend.handle llm sim.check types", PURE),
+    "__init__": Floor("errors drafters.check frontend.handle llm sim.check types", PURE),
 }
 """Folders and modules, and what they may import; several of one kind have one floor."""
 FLOORS = {name: floor for names, floor in GROUPS.items() for name in names.split()}

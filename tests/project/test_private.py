@@ -25,7 +25,7 @@ from tests.support.files import ROOT, python_files
 
 PUBLIC = {
     "qllm/cli/bench.py": "numbers of a bench",
-    "qllm/cli/new_policy.py": "code of a new policy",
+    "qllm/cli/new_package.py": "code of a new policy or drafter",
     "qllm/cli/sim.py": "a folder for figures",
     "qllm/device/cubins.py": "compiled code",
     "qllm/device/lanes.py": "a header of ours",

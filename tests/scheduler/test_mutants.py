@@ -179,7 +179,7 @@ def finish_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_drafts() -> None:
-    """The law of drafts, where some of them are right."""
+    """Check the law of drafts with drafts of which some are right."""
     laws.test_drafts_give_every_request_its_tokens(1, 0.6)
 
 

@@ -296,7 +296,7 @@ def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> 
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_give_every_request_its_tokens(seed: int, share: float) -> None:
-    """A row with drafts is counted as what the runner did of it, whatever was right."""
+    """Scheduler and runner count the same tokens of a row, however many of its drafts are right."""
     world = World(Fuzz(seed), replace(LIMITS, num_blocks=40, max_num_seqs=3))
     draft(world, share, 1 + 3 * seed)
     for n in range(5):

@@ -126,9 +126,10 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
     elif len(kv_shapes(runner.parts.attentions)) > 1:
         reason, allowed = SHAPES, "use 'auto' or False"
     else:
-        reason = runner.backend.why_inexact
-        if not reason or asked == "approximate":
+        why = runner.backend.why_inexact
+        if not why or asked == "approximate":
             return None
+        reason = f"{why}, and a hit could change tokens"
         allowed = "use 'approximate' to have it all the same, or 'auto'"
     if asked != "auto":
         raise ConfigError(f"prefix_cache={asked!r} is not possible here: {reason}; {allowed}")

@@ -42,6 +42,10 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"memory   {memory_line(engine, stats)}",
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms; it stops {kernels.get('stops', 'between stages')}",
+        *(
+            [f"drafts   {settings.draft}, at most {settings.draft_tokens} tokens per step"]
+            * settings.has_drafts
+        ),
         f"classes  {classes}; LS: {targets}, {taken}",
         *(
             [f"tools    calls and reasoning: {told(engine.tokenizer, config.tool_calls)}"]

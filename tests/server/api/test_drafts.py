@@ -32,8 +32,10 @@ def clients() -> Iterator[list[httpx.Client]]:
         QLLMEngine.from_pretrained("tiny", **how, draft="auto", draft_tokens=8) as drafting,
         serving(plain) as one,
         serving(drafting) as other,
+        httpx.Client(base_url=one.url, timeout=120) as client,
+        httpx.Client(base_url=other.url, timeout=120) as drafting_client,
     ):
-        yield [httpx.Client(base_url=served.url, timeout=120) for served in (one, other)]
+        yield [client, drafting_client]
 
 
 def answer(client: httpx.Client, route: str, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

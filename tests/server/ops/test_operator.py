@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -269,6 +270,22 @@ def test_the_start_says_what_serves_and_with_what(engine: QLLMEngine) -> None:
     assert "cached KV" not in said
     assert "longest segment 5 ms; it stops between ops (nominal " in said
     assert engine.stats()["weight_bytes"] > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"draft": "auto"}, ["drafts   auto, at most 4 tokens per step"]),
+        ({"draft": "auto", "draft_tokens": 0}, []),
+        ({}, []),
+    ],
+)
+def test_the_start_says_who_drafts(
+    settings: dict[str, Any], said: list[str], engine: QLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QLLMEngine, "config", replace(engine.config, **settings))
+    lines = banner(engine, load_config(None, {}, {"model": "tiny"}), 1.25)
+    assert [line for line in lines if line.startswith("drafts")] == said
 
 
 @pytest.mark.parametrize("role", ENGINE_ROLES)
