@@ -183,6 +183,8 @@ SMALL = {
     "differential.json": "Two schedulers, the same decisions",
     "sim_speed.json": "The simulator's speed",
     "kv.json": "Cached KV",
+    "long_turn.json": "A turn behind a long context",
+    "drafts.json": "Drafts",
     "fleet.json": "Several engines behind one front end",
     "streams.json": "Prompts in pieces",
     "capacity-cpu.json": "At capacity, next to vLLM",
@@ -229,12 +231,13 @@ TOPICS = {
     "policies": ("Policies", ("policies-cpu.json",)),
     "engine": (
         "The engine and its decisions",
-        ("engine-cpu.json", "decide.json", "decide-native.json", "differential.json", "soak.json"),
+        ("engine-cpu.json", "drafts.json", "decide.json", "decide-native.json",
+         "differential.json", "soak.json"),
     ),
     "serving": (
         "Serving, and other servers",
-        ("peers-cpu.json", "agents.json", "capacity-cpu.json", "over_http.json", "rate.json",
-         "ttft.json", "floor.json", "beside_mask.json", "worst_bodies.json"),
+        ("peers-cpu.json", "agents.json", "long_turn.json", "capacity-cpu.json",
+         "over_http.json", "rate.json", "ttft.json", "floor.json", "beside_mask.json", "worst_bodies.json"),
     ),
     "kernels": (
         "CPU kernels",

@@ -24,6 +24,7 @@ The last line of stdout is one JSON document.
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -75,7 +76,8 @@ if asked["drafts"]:
         "method": "ngram", "num_speculative_tokens": asked["drafts"],
         "prompt_lookup_max": 4, "prompt_lookup_min": 2,
     }
-llm = LLM(asked["model"], dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False, **more)
+llm = LLM(asked["model"], dtype="bfloat16", max_model_len=4096, enable_prefix_caching=False,
+          gpu_memory_utilization=0.4, **more)
 how = SamplingParams(temperature=0, max_tokens=asked["new"], ignore_eos=True)
 prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
 llm.generate(prompts[:1], how)
@@ -509,7 +511,7 @@ def peer_rows(folder: Path, args: argparse.Namespace, table: Table, result: dict
         asked = {"model": str(folder), "drafts": drafts, "new": args.new, "prompts": prompts}
         done = subprocess.run(
             [args.vllm, "-c", PEER], input=json.dumps(asked), capture_output=True, text=True,
-            check=False, timeout=1200,
+            check=False, timeout=1200, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         )  # fmt: skip
         if done.returncode:
             why = without_paths(done.stderr.strip().splitlines()[-1]) if done.stderr else "?"
