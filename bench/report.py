@@ -237,7 +237,8 @@ TOPICS = {
     "serving": (
         "Serving, and other servers",
         ("peers-cpu.json", "agents.json", "long_turn.json", "capacity-cpu.json",
-         "over_http.json", "rate.json", "ttft.json", "floor.json", "beside_mask.json", "worst_bodies.json"),
+         "over_http.json", "rate.json", "ttft.json", "floor.json", "beside_mask.json",
+         "worst_bodies.json"),
     ),
     "kernels": (
         "CPU kernels",
