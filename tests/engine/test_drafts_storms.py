@@ -104,7 +104,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     assert (rejected > 0) or drafter == "oracle"
     drafted = {e.frame_id for e in events if isinstance(e, trace.Planned) if verifies(e, events)}
     parked = [e for e in events if isinstance(e, trace.Parked) and e.frame_id in drafted]
-    assert parked, "no row with drafts was ever parked"
+    assert parked or policy != "chaos", "no row with drafts was ever parked"
     assert sum(r.metrics.preempt_recomputed_tokens for r in results) == 0
     fresh = cpu_runner(make_model(family, torch.bfloat16))
     assert_replayed(storm, results, events, fresh)
