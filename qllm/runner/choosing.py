@@ -34,6 +34,8 @@ class Verified(NamedTuple):
 
     def open_place(self, chosen: Mapping[int, Sampled]) -> int | None:
         """Return the index of the next position to choose; None if all are chosen."""
+        if not self.drafts:
+            return None if self.first in chosen else self.first
         for place, draft in enumerate((*self.drafts, None), self.first):
             found = chosen.get(place)
             if found is None:
@@ -89,8 +91,8 @@ def choose_some(
     rows = list(_verified(runner, frame, members))
     begins = head.chosen is None
     chosen = head.chosen = {} if head.chosen is None else head.chosen
+    best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
     if begins:
-        best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
         for row in rows:
             while (place := row.open_place(chosen)) is not None and place in best:
                 request_id, at = row.row.request_id, row.position(place)
@@ -111,7 +113,8 @@ def choose_some(
     if waiting and frame.unread is None:
         return False
     for row in rows:
-        _look_ahead(runner, row, chosen)
+        if row.first not in best:  # rows of `best` have no grammar
+            _look_ahead(runner, row, chosen)
     frame.sampled = [
         head.scores.add_to(row.member, chosen[place])
         for row in rows

@@ -226,7 +226,7 @@ def main() -> int:
             check(Client(server.url), model, ids, table)
     result = {"bench": "long_context", "machine": machine(), "tokens": args.tokens}
     table.finish(plain(result), None)
-    return 1 if table.losing else 0
+    return 1 if table.missed else 0
 
 
 if __name__ == "__main__":
