@@ -48,9 +48,18 @@ class Verified(NamedTuple):
         """Return the indices of all positions."""
         return range(self.first, self.first + len(self.drafts) + 1)
 
+    @property
+    def first_position(self) -> int:
+        """Index in the whole sequence of the token at the first position."""
+        return self.row.hi - len(self.drafts)
+
     def position(self, place: int) -> int:
         """Return the index in the whole sequence of the token at `place`."""
-        return self.row.hi - len(self.drafts) + place - self.first
+        return self.first_position + place - self.first
+
+    def draft_at(self, place: int) -> int:
+        """Return the drafted token of a position that is not the last."""
+        return self.drafts[place - self.first]
 
 
 def _verified(runner: Asking, frame: Frame, members: Sequence[int]) -> Iterator[Verified]:
@@ -93,10 +102,14 @@ def choose_some(
     chosen = head.chosen = {} if head.chosen is None else head.chosen
     best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
     if begins:
-        for row in rows:
-            while (place := row.open_place(chosen)) is not None and place in best:
-                request_id, at = row.row.request_id, row.position(place)
-                chosen[place] = runner.sampler.greedy(request_id, *best[place], at)
+        greedy = runner.sampler.greedy
+        for row in rows if best else ():
+            request_id, place, at = row.row.request_id, row.first, row.first_position
+            while place in best:
+                chosen[place] = token = greedy(request_id, *best[place], at)
+                if place - row.first == len(row.drafts) or token.token_id != row.draft_at(place):
+                    break
+                place, at = place + 1, at + 1
     waiting = _waiting(rows, chosen)
     is_plain = begins and not head.scores.num_units and not any(row.drafts for row in rows)
     if waiting and is_plain and backend.samples:
@@ -115,10 +128,11 @@ def choose_some(
     for row in rows:
         if row.first not in best:  # rows of `best` have no grammar
             _look_ahead(runner, row, chosen)
+    add_to = head.scores.add_to
     frame.sampled = [
-        head.scores.add_to(row.member, chosen[place])
+        add_to(row.member, chosen[place])
         for row in rows
-        for place in row.places()
+        for place in (row.places() if row.drafts else (row.first,))
         if place in chosen
     ]
     return True
@@ -126,7 +140,8 @@ def choose_some(
 
 def _waiting(rows: Sequence[Verified], chosen: Mapping[int, Sampled]) -> dict[int, Verified]:
     """Return the next position of each row that has one, with its row."""
-    places = [(row.open_place(chosen), row) for row in rows]
+    left = [row for row in rows if row.drafts or row.first not in chosen]
+    places = [(row.open_place(chosen), row) for row in left]
     return {place: row for place, row in places if place is not None}
 
 

@@ -390,13 +390,21 @@ class Frame:
         Args:
             requests: Requests of the rows, by id.
         """
-        program, chosen = self.program, Counter(s.request_id for s in self.sampled)
+        program = self.program
         ended = [
-            (r, row.hi - max(0, program.samples[r] - max(1, chosen[row.request_id])), request)
+            (r, row.hi, requests[row.request_id])
             for r, row in enumerate(program.rows)
             if row.request_id not in self.dead and row.end_layer == program.num_layers
-            for request in [requests[row.request_id]]
         ]
+        if max(program.samples) > 1:
+            chosen = Counter(s.request_id for s in self.sampled)
+            rejected = [
+                max(0, program.samples[r] - chosen[program.rows[r][0]]) for r, _, _ in ended
+            ]
+            ended = [
+                (r, hi - num if program.samples[r] > 1 else hi, request)
+                for (r, hi, request), num in zip(ended, rejected, strict=True)
+            ]
         kept: list[tuple[RequestState, Tensor]] = []
         for r, hi, request in ended:
             if request.owes_prompt and hi < request.num_prompt_tokens:

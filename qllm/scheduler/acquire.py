@@ -89,8 +89,8 @@ def _give(
         request = scheduler.requests[row.request_id]
         need = pool.blocks_for(row.hi) - len(request.block_table)
         need -= len(shared.get(row.request_id, ()))
-        is_fresh = request.frontier is None
-        if need > pool.num_free and is_fresh and row.hi > request.num_tokens:
+        is_begun = request.frontier is not None
+        if row.hi > request.num_tokens and need > pool.num_free and not is_begun:
             row = row._replace(hi=request.num_tokens)  # nothing is evicted for drafted tokens
             need = pool.blocks_for(row.hi) - len(request.block_table)
         if need <= 0:

@@ -155,7 +155,9 @@ class Request:
 
         It is 0 if the row does not reach the last known token, and 1 without drafted tokens.
         """
-        return 0 if self.is_open else max(0, hi - self.num_tokens + 1)
+        if hi < self.num_tokens or self.is_open:
+            return 0
+        return hi - self.num_tokens + 1
 
     def park(self, frame_id: FrameId, frontier: Frontier) -> None:
         """Record that the request's row stopped at a boundary and stays in the frame."""
