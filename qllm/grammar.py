@@ -228,18 +228,14 @@ def _raw_texts(asked: StructuredOutputs) -> dict[bytes, RawText]:
     line = asked.text().removeprefix(CALLS).partition("\n")[0]
     if asked.kind != "grammar" or not line.startswith(RAW):
         return {}
+    wrong = (ValueError, TypeError, AttributeError, RecursionError)
     try:
         markers = loads(line.removeprefix(RAW))
         return {
             opener.encode(): RawText(end.encode(), may_be_json is True)
             for opener, (end, may_be_json) in markers.items()
         }
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # a client's own grammar may start so
+    except wrong:  # a client's own grammar may start so
         return {}
 
 

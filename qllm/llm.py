@@ -329,7 +329,7 @@ class QLLMEngine:
         token_ids = ids_that_fit(prompt, self.tokenizer, self.config, shape)
         asked = asked_sampling(sampling, options, self.sampling_defaults)
         params, max_tokens = for_one(to_sampling(asked, stop), max_tokens)
-        params = with_prediction(params, self.tokenizer, self.config.draft)
+        params = with_prediction(params, self.tokenizer, self.config)
         level = priority_class(priority)
         most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         targets = slo_of(slo, self.config.default_slo(level))

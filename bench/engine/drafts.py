@@ -28,11 +28,10 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +49,7 @@ from bench.common import (
     result_file,
     without_paths,
 )
+from bench.engine.mixed import GREEDY, Flood
 from qllm import QLLMEngine, SamplingParams
 from qllm.drafters.choose import load_drafter
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
@@ -61,10 +61,9 @@ from qllm.types import StructuredOutputs
 
 MOST = 4
 """Drafted tokens of the single-stream rows."""
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REACH = {
     "oracle": 0.75, "wrong": 0.95, "lookup": 1.2, "none": 0.97, "grammar": 1.3,
-    "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1, "different": 0,
+    "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1,
 }  # fmt: skip
 PEER = """
 import json, sys, time
@@ -91,6 +90,10 @@ print(json.dumps({"times": times, "tokens": tokens}))
 """
 
 
+Answers = dict[tuple[int, ...], Sequence[int]]
+"""Tokens of answers, by the tokens of their prompts."""
+
+
 class Case(NamedTuple):
     """A request of a single-stream row."""
 
@@ -100,31 +103,35 @@ class Case(NamedTuple):
 
 
 class Guess:
-    """A drafter that knows the answer, or proposes always another token."""
+    """A drafter that knows the answers, and proposes them or always another token.
 
-    def __init__(self, prompt: Sequence[int], answer: Sequence[int], *, right: bool) -> None:
-        self._num, self._answer, self._shift = len(prompt), answer, 0 if right else 1
+    Args:
+        request: Request of the drafter.
+        answers: Tokens of each answer, by the tokens of its prompt. Other answers get no drafts.
+        shift: Number that is added to each token: 0 is right.
+    """
+
+    def __init__(self, request: DraftRequest, answers: Answers, shift: int) -> None:
+        self._num, self._answers, self._shift = request.num_prompt_tokens, answers, shift
 
     def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
         """See `qllm.drafters.protocol.Drafter`."""
+        answer = self._answers.get(tuple(token_ids[: self._num]), ())
         at = len(token_ids) - self._num
-        return [i + self._shift for i in self._answer[at : at + most]]
+        return [i + self._shift for i in answer[at : at + most]]
 
 
-def guessing(answers: dict[tuple[int, ...], Sequence[int]], *, right: bool) -> MakeDrafter:
-    """Return the maker of `Guess` drafters, by the tokens of the prompt."""
+def guessing(answers: Answers, *, right: bool) -> MakeDrafter:
+    """Return the maker of `Guess` drafters."""
+    return partial(Guess, answers=answers, shift=0 if right else 1)
 
-    class Known:
-        def __init__(self, request: DraftRequest) -> None:
-            self._num, self._guess = request.num_prompt_tokens, None
 
-        def propose(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
-            if self._guess is None:
-                prompt = tuple(token_ids[: self._num])
-                self._guess = Guess(prompt, answers.get(prompt, ()), right=right)
-            return self._guess.propose(token_ids, most)
-
-    return Known
+def known(engine: QLLMEngine, cases: Sequence[Case]) -> Answers:
+    """Return the answers to cases, alone and as the engine is."""
+    return {
+        tuple(c.prompt): engine.submit(c.prompt, "LS", c.new, sampling=GREEDY).result(600).token_ids
+        for c in cases
+    }
 
 
 def use(engine: QLLMEngine, make: MakeDrafter | None, most: int, *, weighs: bool = True) -> None:
@@ -227,8 +234,7 @@ def single_rows(model: Any, args: argparse.Namespace, table: Table, result: dict
         use(engine, None, 0)
         starts = [rng.randrange(len(corpus) - 400) for _ in range(4)]
         cases = [Case(list(corpus[at : at + 200]), new, GREEDY) for at in starts]
-        first = [engine.submit(c.prompt, "LS", new, sampling=GREEDY).result(600) for c in cases]
-        answers = {tuple(c.prompt): r.token_ids for c, r in zip(cases, first, strict=True)}
+        answers = known(engine, cases)
         right = guessing(answers, right=True)
         one, many = steps_ns(engine, cases[0], None), steps_ns(engine, cases[0], right)
         ceiling = (1 + MOST) * one / many
@@ -243,9 +249,7 @@ def single_rows(model: Any, args: argparse.Namespace, table: Table, result: dict
         )
         wrong = guessing(answers, right=False)
         row(table, result, "wrong", compare(engine, cases, rounds, wrong), REACH["wrong"])
-        share = statistics.mean(
-            repeated(c.prompt, r.token_ids) for c, r in zip(cases, first, strict=True)
-        )
+        share = statistics.mean(repeated(*pair) for pair in answers.items())
         lookup = load_drafter("lookup")
         row(
             table,
@@ -255,7 +259,7 @@ def single_rows(model: Any, args: argparse.Namespace, table: Table, result: dict
             REACH["none"],
             f"repeats {share:.0%}",
         )
-        edits = [edit(corpus, rng, engine, new) for _ in range(4)]
+        edits = [edit(corpus, rng, new) for _ in range(4)]
         share = statistics.mean(
             repeated([*case.sampling.prediction_ids, *case.prompt], target)
             for case, target in edits
@@ -264,9 +268,7 @@ def single_rows(model: Any, args: argparse.Namespace, table: Table, result: dict
         row(table, result, "lookup", found, REACH["lookup"], f"repeats {share:.0%}")
 
 
-def edit(
-    corpus: Sequence[int], rng: random.Random, engine: QLLMEngine, new: int
-) -> tuple[Case, list[int]]:
+def edit(corpus: Sequence[int], rng: random.Random, new: int) -> tuple[Case, list[int]]:
     """Return a request for an edited text, and the text: one token of 25 is another one."""
     at = rng.randrange(len(corpus) - new)
     old = list(corpus[at : at + new])
@@ -359,78 +361,42 @@ class Mixed(NamedTuple):
     ttft: list[float]
     be_per_s: float
     accepted: int
-    preempt_ms: list[float]
-
-
-@contextmanager
-def flooded(engine: QLLMEngine, jobs: Iterator[Any], depth: int) -> Iterator[Callable[[], int]]:
-    """Keep BE requests open; yield a function that refills them and returns the tokens so far."""
-    live: list[Any] = []
-    done = 0
-
-    def refill() -> int:
-        nonlocal live, done
-        done += sum(len(h.token_ids) for h in live if h.finish_reason is not None)
-        live = [h for h in live if h.finish_reason is None]
-        while len(live) < depth:
-            job = next(jobs)
-            live.append(engine.submit(job.token_ids, "BE", job.max_tokens, sampling=GREEDY))
-        return done + sum(len(h.token_ids) for h in live)
-
-    refill()
-    try:
-        yield refill
-    finally:
-        for handle in live:
-            handle.cancel()
-        for handle in live:
-            handle.result(600)
 
 
 def window(engine: QLLMEngine, ls: Sequence[Case], seed: int, gap_s: float, depth: int) -> Mixed:
     """Send LS requests at fixed gaps beside a flood of decoding BE requests."""
-    jobs = iter(make_jobs(seed, 4000, (64, 256), (64, 256)))
-    before = len(engine.stats()["preempt_latencies_ms"])
-    with flooded(engine, jobs, depth) as refill:
-        time.sleep(1)
-        begin, first = time.monotonic(), refill()
-        handles = []
-        for n, case in enumerate(ls):
-            while time.monotonic() < begin + n * gap_s:
-                refill()
-                time.sleep(0.01)
-            handles.append(engine.submit(case.prompt, "LS", case.new, sampling=case.sampling))
-        while any(h.finish_reason is None for h in handles):
-            refill()
+    flood = Flood(engine, make_jobs(seed, 4000, (64, 256), (64, 256)), depth)
+    flood.top_up()
+    time.sleep(1)
+    begin, before, handles = time.monotonic(), flood.num_tokens, []
+    for n, case in enumerate(ls):
+        while time.monotonic() < begin + n * gap_s:
+            flood.top_up()
             time.sleep(0.01)
-        tokens, seconds = refill() - first, time.monotonic() - begin
+        handles.append(engine.submit(case.prompt, "LS", case.new, sampling=case.sampling))
+    while any(h.finish_reason is None for h in handles):
+        flood.top_up()
+        time.sleep(0.01)
+    be_per_s = (flood.num_tokens - before) / (time.monotonic() - begin)
+    flood.cancel()
     found = [h.result(600).metrics for h in handles]
     return Mixed(
         [m.tpot_ms for m in found if m.tpot_ms is not None],
         [m.ttft_ms for m in found],
-        tokens / seconds,
+        be_per_s,
         sum(m.num_accepted_drafts for m in found),
-        engine.stats()["preempt_latencies_ms"][before:],
     )
 
 
 def mixed_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
-    """Measure LS with right drafts beside a flood, and preemption of rows of nine tokens."""
-    rng = np.random.default_rng(args.seed)
+    """Measure LS with right drafts beside a flood."""
     jobs = make_jobs(args.seed, 6 if args.quick else 24, (64, 128), (48, 48))
     ls = [Case(job.token_ids, job.max_tokens, GREEDY) for job in jobs]
-    del rng
     arms: dict[bool, list[Mixed]] = {True: [], False: []}
     with QLLMEngine.from_model(
         model, threads=args.threads, conformance=False, policy="qllm2", **KV_SIZES
     ) as engine:
-        answers = {
-            tuple(c.prompt): engine.submit(c.prompt, "LS", c.new, sampling=GREEDY)
-            .result(600)
-            .token_ids
-            for c in ls
-        }
-        right = guessing(answers, right=True)
+        right = guessing(known(engine, ls), right=True)
         for n in range(args.rounds):
             for arm in (True, False) if n % 2 else (False, True):
                 use(engine, right if arm else None, MOST)
@@ -459,26 +425,21 @@ def mixed_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[
 
 def preempt_row(model: Any, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
     """Measure how long LS arrivals wait for BE rows of nine tokens, over rows of one."""
-    jobs = make_jobs(args.seed + 1, 4, (64, 64), (400, 400))
+    jobs = [
+        Case(job.token_ids, job.max_tokens, GREEDY)
+        for job in make_jobs(args.seed + 1, 4, (64, 64), (400, 400))
+    ]
     short = [Case(job.token_ids, 1, GREEDY) for job in make_jobs(9, 40, (8, 8), (1, 1))]
     waits: dict[bool, list[float]] = {True: [], False: []}
     with QLLMEngine.from_model(
         model, threads=args.threads, conformance=False, policy="qllm2", **KV_SIZES
     ) as engine:
-        answers = {
-            tuple(j.token_ids): engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY)
-            .result(600)
-            .token_ids
-            for j in jobs
-        }
-        right = guessing(answers, right=True)
+        right = guessing(known(engine, jobs), right=True)
         for n in range(2 * args.rounds):
             for arm in (True, False) if n % 2 else (False, True):
                 use(engine, right if arm else None, 8, weighs=False)
                 before = len(engine.stats()["preempt_latencies_ms"])
-                handles = [
-                    engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs
-                ]
+                handles = [engine.submit(j.prompt, "BE", j.new, sampling=GREEDY) for j in jobs]
                 for case in short:
                     time.sleep(0.02)
                     engine.submit(case.prompt, "LS", 1, sampling=GREEDY).result(60)
@@ -563,7 +524,6 @@ def main() -> None:
     if args.vllm:
         peer_rows(folder, args, table, result)
     table.finish(result, args.out)
-    sys.exit(0)
 
 
 if __name__ == "__main__":

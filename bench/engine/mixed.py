@@ -94,10 +94,24 @@ class Flood:
         self._jobs = iter(jobs)
         self._backlog = backlog
         self._open: list[Any] = []
+        self._num_done = 0
         self.fewest: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the flood has got so far."""
+        return self._num_done + sum(len(h.token_ids) for h in self._open)
+
+    def cancel(self) -> None:
+        """Cancel the requests that are open, and wait for their ends."""
+        for handle in self._open:
+            handle.cancel()
+        for handle in self._open:
+            handle.result(600)
 
     def top_up(self) -> None:
         """Submit as many requests as have finished."""
+        self._num_done += sum(len(h.token_ids) for h in self._open if h.finish_reason is not None)
         self._open = [h for h in self._open if h.finish_reason is None]
         if self._open:
             self.fewest = min(len(self._open), self.fewest or self._backlog)

@@ -100,8 +100,10 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         )
 
 
-def with_prediction(sampling: SamplingParams, tokenizer: Any, draft: str) -> SamplingParams:
-    """Return the settings with the prediction as tokens, for an engine with this `draft`.
+def with_prediction(
+    sampling: SamplingParams, tokenizer: Any, config: EngineConfig
+) -> SamplingParams:
+    """Return the settings with the prediction as tokens, for an engine with these settings.
 
     At most the first `MOST_PREDICTED` tokens stay, and none if the engine drafts nothing.
 
@@ -111,7 +113,7 @@ def with_prediction(sampling: SamplingParams, tokenizer: Any, draft: str) -> Sam
     given = sampling.prediction
     if not given:
         return sampling
-    if draft == "none":
+    if not config.has_drafts:
         return replace(sampling, prediction=())
     if isinstance(given, str):
         if tokenizer is None:

@@ -48,18 +48,9 @@ class Verified(NamedTuple):
         """Return the indices of all positions."""
         return range(self.first, self.first + len(self.drafts) + 1)
 
-    @property
-    def first_position(self) -> int:
-        """Index in the whole sequence of the token at the first position."""
-        return self.row.hi - len(self.drafts)
-
     def position(self, place: int) -> int:
         """Return the index in the whole sequence of the token at `place`."""
-        return self.first_position + place - self.first
-
-    def draft_at(self, place: int) -> int:
-        """Return the drafted token of a position that is not the last."""
-        return self.drafts[place - self.first]
+        return self.row.hi - len(self.drafts) + place - self.first
 
 
 def _verified(runner: Asking, frame: Frame, members: Sequence[int]) -> Iterator[Verified]:
@@ -102,14 +93,10 @@ def choose_some(
     chosen = head.chosen = {} if head.chosen is None else head.chosen
     best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
     if begins:
-        greedy = runner.sampler.greedy
-        for row in rows if best else ():
-            request_id, place, at = row.row.request_id, row.first, row.first_position
-            while place in best:
-                chosen[place] = token = greedy(request_id, *best[place], at)
-                if place - row.first == len(row.drafts) or token.token_id != row.draft_at(place):
-                    break
-                place, at = place + 1, at + 1
+        for row in rows:
+            while (place := row.open_place(chosen)) in best:
+                request_id, at = row.row.request_id, row.position(place)
+                chosen[place] = runner.sampler.greedy(request_id, *best[place], at)
     waiting = _waiting(rows, chosen)
     is_plain = begins and not head.scores.num_units and not any(row.drafts for row in rows)
     if waiting and is_plain and backend.samples:
@@ -128,11 +115,10 @@ def choose_some(
     for row in rows:
         if row.first not in best:  # rows of `best` have no grammar
             _look_ahead(runner, row, chosen)
-    add_to = head.scores.add_to
     frame.sampled = [
-        add_to(row.member, chosen[place])
+        head.scores.add_to(row.member, chosen[place])
         for row in rows
-        for place in (row.places() if row.drafts else (row.first,))
+        for place in row.places()
         if place in chosen
     ]
     return True
@@ -140,8 +126,7 @@ def choose_some(
 
 def _waiting(rows: Sequence[Verified], chosen: Mapping[int, Sampled]) -> dict[int, Verified]:
     """Return the next position of each row that has one, with its row."""
-    left = [row for row in rows if row.drafts or row.first not in chosen]
-    places = [(row.open_place(chosen), row) for row in left]
+    places = [(row.open_place(chosen), row) for row in rows]
     return {place: row for place, row in places if place is not None}
 
 
@@ -173,6 +158,8 @@ def _outputs(
 def _look_ahead(runner: Asking, row: Verified, chosen: Mapping[int, Sampled]) -> None:
     """Start to compute the tokens that the request's grammar allows after its last token."""
     request_id = row.row.request_id
+    if not runner.sampler.is_limited(request_id):
+        return
     places = [place for place in row.places() if place in chosen]
-    if places and runner.sampler.is_limited(request_id) and chosen[places[-1]].error is None:
+    if places and chosen[places[-1]].error is None:
         runner.sampler.look_ahead(request_id, _outputs(runner, row, places, chosen))

@@ -166,11 +166,11 @@ class RequestState:
 
         An unfinished row that verifies drafted tokens is left out, with the KV that it wrote.
         """
-        written, is_drafted = self.kv.written, self.kv.written > len(self.ids)
-        self.kv.written = self.kv.committed if is_drafted else written
-        tensors = {**dict(self.kv.export()), **self.kv.states.export()}
-        self.kv.written = written
-        kept = None if is_drafted else self.kept
+        kv, kept = dict(self.kv.export()), self.kept
+        if self.kv.written > len(self.ids):
+            num = self.kv.committed
+            kv, kept = {name: t[:, :, :num].contiguous() for name, t in kv.items()}, None
+        tensors = {**kv, **self.kv.states.export()}
         if kept is not None:
             tensors["hidden"] = kept.x_TD.clone()
         if self.hidden:
@@ -390,21 +390,12 @@ class Frame:
         Args:
             requests: Requests of the rows, by id.
         """
-        program = self.program
+        program, rejected = self.program, self._num_rejected()
         ended = [
-            (r, row.hi, requests[row.request_id])
+            (r, row.hi - rejected.get(row.request_id, 0), requests[row.request_id])
             for r, row in enumerate(program.rows)
             if row.request_id not in self.dead and row.end_layer == program.num_layers
         ]
-        if max(program.samples) > 1:
-            chosen = Counter(s.request_id for s in self.sampled)
-            rejected = [
-                max(0, program.samples[r] - chosen[program.rows[r][0]]) for r, _, _ in ended
-            ]
-            ended = [
-                (r, hi - num if program.samples[r] > 1 else hi, request)
-                for (r, hi, request), num in zip(ended, rejected, strict=True)
-            ]
         kept: list[tuple[RequestState, Tensor]] = []
         for r, hi, request in ended:
             if request.owes_prompt and hi < request.num_prompt_tokens:
@@ -416,6 +407,15 @@ class Frame:
             request.kv.commit(hi)
         for request, x_TD in kept:
             request.hidden.append(x_TD)
+
+    def _num_rejected(self) -> dict[RequestId, int]:
+        """Return the number of rejected drafts of each row that verified drafts."""
+        program = self.program
+        if max(program.samples) < 2:
+            return {}
+        chosen = Counter(s.request_id for s in self.sampled)
+        counts = zip(program.request_ids, program.samples, strict=True)
+        return {i: num - chosen[i] for i, num in counts if num > 1}
 
     def scores_of(
         self,

@@ -89,9 +89,9 @@ def _give(
         request = scheduler.requests[row.request_id]
         need = pool.blocks_for(row.hi) - len(request.block_table)
         need -= len(shared.get(row.request_id, ()))
-        is_begun = request.frontier is not None
-        if row.hi > request.num_tokens and need > pool.num_free and not is_begun:
-            row = row._replace(hi=request.num_tokens)  # nothing is evicted for drafted tokens
+        has_drafts = row.hi > request.num_tokens and request.frontier is None
+        if has_drafts and need > pool.num_free:  # nothing is evicted for drafted tokens
+            row = row._replace(hi=request.num_tokens)
             need = pool.blocks_for(row.hi) - len(request.block_table)
         if need <= 0:
             kept.append(row)

@@ -20,7 +20,7 @@ def drafter(prediction: Sequence[int] = ()) -> Lookup:
 
 
 def searched(ids: Sequence[int], most: int) -> list[int]:
-    """What the definition says, by a search of all places."""
+    """The proposal that the definition gives, by a search of all places."""
     last = list(ids[-LEAST:])
     places = [p for p in range(LEAST, len(ids)) if list(ids[p - LEAST : p]) == last]
     best, longest = 0, 0

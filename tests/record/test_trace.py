@@ -398,7 +398,7 @@ def test_a_retry_after_an_error_is_counted_apart() -> None:
 
 @pytest.mark.parametrize("loss", ["evicted", "error"])
 def test_drafts_that_were_lost_are_no_tokens_to_compute_again(loss: str) -> None:
-    """The row [8, 13) has one known token, and four drafts that nobody has chosen."""
+    """The row [8, 13) has one known token and four drafts, which the model has not verified yet."""
     events: list[Event] = [arrived(0, 1), planned(0, 1, row(1, 0, 8)), ran(0, 5, 1), token(5, 1)]
     events += [Drafted(at_ns=5 * MS, request_id=1, token_ids=(1, 2, 3, 4))]
     events += [planned(5, 2, row(1, 8, 13))]

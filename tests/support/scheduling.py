@@ -314,7 +314,7 @@ def test_drafts_give_every_request_its_tokens(seed: int, share: float) -> None:
 
 
 def test_drafts_take_no_kv_from_others() -> None:
-    """Two requests fill the pool; their drafts have no room, and nobody is evicted for them."""
+    """Two requests fill the pool. Their drafts have no room, and no request is evicted for them."""
     world = World(Eager(), replace(LIMITS, num_blocks=10))
     draft(world, 0.6, 16)
     for _ in range(2):

@@ -213,12 +213,12 @@ class Sampler:
         """Start to compute the tokens that may come next, during the model's next pass.
 
         Args:
-            request_id: Id of the request.
+            request_id: Id of a request that limits its tokens.
             outputs: Ids that the request has produced so far, with the one just chosen.
         """
         limits = self._requests[request_id].limits
-        if limits is not None and outputs:
-            limits.go_ahead(self._ahead(), outputs)
+        assert limits is not None
+        limits.go_ahead(self._ahead(), outputs)
 
     def _ahead(self) -> ThreadPoolExecutor:
         if self._builder is None:
