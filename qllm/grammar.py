@@ -271,8 +271,8 @@ class Matcher:
         self._ahead: Future[None] | None = None
         self._fork: LLMatcher | None = None
         """A second matcher for `forced`, so that a lookahead does not wait for it."""
-        self._fork_ids: list[int] = []
-        """Tokens that the second matcher has consumed."""
+        self._num_forked = 0
+        """Number of tokens that the second matcher has consumed."""
 
     def _follow(self, outputs: Sequence[int]) -> None:
         """Consume the new tokens of an answer.
@@ -344,12 +344,7 @@ class Matcher:
                 self._ahead.result()
             self._fork = self._matcher.deep_copy()
             self._fork.reset()
-        done = len(self._fork_ids)
-        if list(outputs[:done]) != self._fork_ids:
-            self._fork.reset()
-            self._fork_ids, done = [], 0
-        new = [int(i) for i in outputs[done:]]
-        if new:
-            self._fork.consume_tokens(new)
-            self._fork_ids += new
+        if len(outputs) > self._num_forked:
+            self._fork.consume_tokens([int(i) for i in outputs[self._num_forked :]])
+            self._num_forked = len(outputs)
         return [] if self._fork.is_error() else self._fork.compute_ff_tokens()[:most]

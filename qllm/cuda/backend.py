@@ -374,7 +374,7 @@ class CudaBackend:
             if row.request_id in frame.dead:
                 rows.append(LaneRow([0] * row.num_tokens, row.lo, None))
             else:
-                ids = runner.requests[row.request_id].tokens(row.lo, row.hi)
+                ids = runner.requests[row.request_id].ids[row.lo : row.hi]
                 rows.append(LaneRow(ids, row.lo, _kv(runner, row)))
         heads = []
         for row in self._sampling_rows(frame):

@@ -121,7 +121,7 @@ class Ropes:
             ids: list[int] = []
             for row in program.rows:
                 own = requests.get(row.request_id)
-                ids += [0] * row.num_tokens if own is None else own.tokens(row.lo, row.hi)
+                ids += [0] * row.num_tokens if own is None else own.ids[row.lo : row.hi]
             return RowRopes({}, (), given=(torch.tensor([ids], device=self._device),))
         ranges = [(row.lo, row.hi) for row in program.rows]
         if self.switch is None:

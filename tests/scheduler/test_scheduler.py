@@ -46,6 +46,7 @@ from tests.support.scheduling import (
     shipped,
     test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks,  # noqa: F401
     test_a_parked_program_does_every_unit_once,  # noqa: F401
+    test_a_row_with_drafts_is_no_longer_than_a_step,  # noqa: F401
     test_all_blocks_come_back,  # noqa: F401
     test_an_admitted_be_request_never_stalls_longer_than_its_bound,  # noqa: F401
     test_an_ls_arrival_stops_be_inside_the_layer,  # noqa: F401
@@ -54,6 +55,7 @@ from tests.support.scheduling import (
     test_be_drafts_nothing_while_ls_decodes,  # noqa: F401
     test_be_rides_along_no_longer_than_its_share,  # noqa: F401
     test_chunks_end_on_cuts_in_the_batch_invariant_mode,  # noqa: F401
+    test_drafts_count_in_the_tokens_of_a_step,  # noqa: F401
     test_drafts_give_every_request_its_tokens,  # noqa: F401
     test_drafts_take_no_kv_from_others,  # noqa: F401
     test_equal_ranks_never_evict_each_other,  # noqa: F401
@@ -63,6 +65,7 @@ from tests.support.scheduling import (
     test_no_request_is_evicted_for_one_that_cannot_start,  # noqa: F401
     test_the_stop_word_survives_the_race_with_drain,  # noqa: F401
     test_who_fails_twice_fails_alone,  # noqa: F401
+    test_wrong_drafts_become_few_also_for_the_next_request,  # noqa: F401
     test_wrong_drafts_cause_no_eviction,  # noqa: F401
 )
 from tests.support.watching import has_changed

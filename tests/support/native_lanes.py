@@ -101,7 +101,7 @@ class Mirror:
         )  # fmt: skip
         ids = self.loop.token_ids(slot)
         self.requests[request_id] = SimpleNamespace(
-            ids=ids, tokens=lambda lo, hi: ids[lo:hi], kv=kv, simple=(how, int(record["seed"]))
+            ids=ids, kv=kv, simple=(how, int(record["seed"]))
         )
 
     def _load(self, frame: Frame, group: int, lane: Lane) -> None:

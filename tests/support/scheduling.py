@@ -147,7 +147,7 @@ def work_is_exact(world: World) -> None:
         assert mirror.layer_work == work, f"request {request_id}"
 
 
-def draft(world: World, share: float, most: int) -> None:
+def draft(world: World, share: float, most: int, *, weighs: bool = False) -> None:
     """Draft up to `most` tokens, each of them right with a probability."""
     runner = world.runner
 
@@ -159,7 +159,7 @@ def draft(world: World, share: float, most: int) -> None:
 
         return Guess(right, runner.shape.vocab_size, share, request_id)
 
-    world.loop.draft_with(make, most, warn=print, weighs=False)
+    world.loop.draft_with(make, most, warn=print, weighs=weighs)
 
 
 class Machine(RuleBasedStateMachine):
@@ -353,6 +353,47 @@ def test_wrong_drafts_cause_no_eviction(
         return len(events(world, trace.Evicted))
 
     assert num_evicted(8) <= num_evicted(0)
+
+
+def test_wrong_drafts_become_few_also_for_the_next_request() -> None:
+    """A request begins with the rates of those before it, so it tries fewer drafts."""
+    world = World(Fcfs())
+    draft(world, 0.0, 8, weighs=True)
+    first = world.submit(LS, 20, 300)
+    world.run()
+    second = world.submit(LS, 20, 40)
+    world.run()
+    finished_well(world)
+    found = events(world, trace.Verified)
+    of_first, of_second = (
+        [e.num_drafts for e in found if e.request_id == one] for one in (first, second)
+    )
+    assert of_first[:4] == [2, 2, 2, 1]
+    assert len(of_first) < 60
+    assert of_second[:3] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("make", [Chunked, ChunkedPriority])
+def test_drafts_count_in_the_tokens_of_a_step(make: Any) -> None:
+    """The policy leaves the room for a prompt that the verify rows of a step leave."""
+    world = World(make(step_tokens=24))
+    draft(world, 1.0, 8)
+    for prompt, tokens in ((20, 60), (20, 60), (300, 5)):
+        world.submit(LS, prompt, tokens)
+    world.run(400)
+    finished_well(world)
+    found = [sum(row.num_tokens for row in e.rows) for e in events(world, trace.Planned)]
+    assert max(found) <= 24
+
+
+def test_a_row_with_drafts_is_no_longer_than_a_step() -> None:
+    world = World(Fcfs(), replace(LIMITS, max_step_tokens=8))
+    draft(world, 1.0, 16)
+    world.submit(LS, 5, 60)
+    world.run()
+    finished_well(world)
+    found = [row.num_tokens for e in events(world, trace.Planned) for row in e.rows]
+    assert max(found) == 8
 
 
 def test_be_drafts_nothing_while_ls_decodes() -> None:
