@@ -187,6 +187,13 @@ def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
     return effects
 
 
+def give_back_rest(scheduler: "Scheduler", request: Request) -> None:
+    """Give back the blocks behind a request's known tokens, which rejected drafts had."""
+    need = scheduler.pool.blocks_for(request.num_tokens)
+    scheduler.pool.give_back(request.request_id, request.block_table[need:])
+    request.block_table = request.block_table[:need]
+
+
 def cut_back(scheduler: "Scheduler", request: Request, num_tokens: int) -> list[Effect]:
     """Drop the KV of a prompt after its first `num_tokens` tokens, where the prompt changed.
 

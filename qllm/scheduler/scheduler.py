@@ -17,7 +17,7 @@ from typing import Any
 from qllm.errors import CheckpointError, InvariantError, PolicyError, contained, told
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
-from qllm.scheduler.acquire import acquire, evict, let_go, split, start_over
+from qllm.scheduler.acquire import acquire, evict, give_back_rest, let_go, split, start_over
 from qllm.scheduler.be_share import BeShare
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
@@ -474,6 +474,8 @@ class Scheduler:
                 request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
                 continue
             request.commit(row.hi, end_ns, grown[row.request_id])
+            if row.hi > request.num_tokens:
+                give_back_rest(self, request)
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
                 request.failures = 0

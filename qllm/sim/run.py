@@ -114,7 +114,12 @@ class SimulatedEngine:
         """Open requests that others follow, with their answers so far."""
         shape = costs.model_shape()
         self.runner = SimRunner(
-            shape, self.clock, costs.sim_costs(), costs.cut_rule(), self.ingress
+            shape,
+            self.clock,
+            costs.sim_costs(),
+            costs.cut_rule(),
+            self.ingress,
+            config.block_size,
         )
         simulated = round(self.runner.costs.move_token_ns)
         move_ns = simulated if move_token_ns is None else move_token_ns

@@ -79,6 +79,7 @@ class SimRunner:
         costs: Cost model.
         cuts: Cut rule of the programs.
         arrivals: Simulated world, which may lower the stop word.
+        block_size: Tokens of a KV block.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class SimRunner:
         costs: SimCosts | None = None,
         cuts: CutRule = NO_CUTS,
         arrivals: Arrivals | None = None,
+        block_size: int = 16,
     ) -> None:
-        self.shape = shape
+        self.shape, self._block_size = shape, block_size
         self.cuts = cuts
         self.segments: Segments = Longest()
         self.clock = clock
@@ -137,9 +139,7 @@ class SimRunner:
         if num_kept <= request.num_computed:  # otherwise the request's running row stays
             request.num_computed = num_kept
             request.layer_work = num_kept * self.shape.num_layers
-        for block in request.blocks[len(table) :]:
-            self._holders[block].discard(request_id)
-        del request.blocks[len(table) :]
+        self._give_back(request_id, len(table))
 
     def token_ids(self, request_id: RequestId) -> list[int]:
         """Return the prompt and output tokens of a request."""
@@ -161,18 +161,19 @@ class SimRunner:
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
-        self._let_go(request_id, self.requests.pop(request_id))
+        self._give_back(request_id, 0)
+        del self.requests[request_id]
 
     def evict(self, request_id: RequestId) -> None:
         """Drop all KV that the request computed."""
         request = self.requests[request_id]
         request.num_computed = request.layer_work = 0
-        self._let_go(request_id, request)
+        self._give_back(request_id, 0)
 
     def swap_out(self, request_id: RequestId) -> None:
         """Keep the computed tokens, and release the blocks."""
         self._move(request_id)
-        self._let_go(request_id, self.requests[request_id])
+        self._give_back(request_id, 0)
 
     def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
         """Restore a request that was swapped out."""
@@ -227,10 +228,12 @@ class SimRunner:
         """Return always the same regime, because here only tokens determine KV."""
         return ""
 
-    def _let_go(self, request_id: RequestId, request: _SimRequest) -> None:
-        for block in request.blocks:
+    def _give_back(self, request_id: RequestId, num_blocks: int) -> None:
+        """Release the blocks after the first `num_blocks`."""
+        blocks = self.requests[request_id].blocks
+        for block in blocks[num_blocks:]:
             self._holders[block].discard(request_id)
-        request.blocks.clear()
+        del blocks[num_blocks:]
 
     def _hold(self, request_id: RequestId, blocks: Sequence[int]) -> None:
         """Hold the new blocks. Written KV does not move."""
@@ -350,6 +353,9 @@ class SimRunner:
             lost = (hi - request.num_computed) * num_layers
             request.layer_work -= lost
             self.rejected_work += lost
+            if lost:
+                num = self.shape.blocks_for(request.num_tokens, self._block_size)
+                self._give_back(request_id, num)
         return out
 
     def split(self, program: Program, index: Index) -> None:

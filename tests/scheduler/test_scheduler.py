@@ -67,6 +67,7 @@ from tests.support.scheduling import (
     test_who_fails_twice_fails_alone,  # noqa: F401
     test_wrong_drafts_become_few_also_for_the_next_request,  # noqa: F401
     test_wrong_drafts_cause_no_eviction,  # noqa: F401
+    test_wrong_drafts_take_no_kv_that_a_new_prompt_needs,  # noqa: F401
 )
 from tests.support.watching import has_changed
 

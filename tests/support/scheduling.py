@@ -396,6 +396,21 @@ def test_a_row_with_drafts_is_no_longer_than_a_step() -> None:
     assert max(found) == 8
 
 
+@pytest.mark.parametrize("prompt", [68, 72, 76, 80])
+def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int) -> None:
+    """Rejected drafts give back their blocks, and drafts get none that others would lose."""
+    world = World(Eager(), replace(LIMITS, num_blocks=30, block_size=4))
+    draft(world, 0.0, 8)
+    world.submit(5, 8, 30)
+    world.submit(BE, 8, 30)
+    for _ in range(10):
+        world.step()
+    world.submit(LS, prompt, 1)
+    world.run(400)
+    finished_well(world)
+    assert not events(world, trace.Evicted)
+
+
 def test_be_drafts_nothing_while_ls_decodes() -> None:
     world = World(Fcfs())
     draft(world, 1.0, 4)
