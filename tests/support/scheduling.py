@@ -21,8 +21,7 @@ from qllm.policy import View, next_row
 from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
-from qllm.sim.runner import SimCosts, VirtualClock
-from qllm.sim.runner import SimRunner
+from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
