@@ -153,6 +153,21 @@ def test_answers_are_those_without_drafts(family: str, drafter: str, alone: Any)
     }
 
 
+@pytest.mark.parametrize("drafter", ["half", "exit:1"])
+@pytest.mark.parametrize("expert_weights", ["int8", "int4"])
+def test_experts_in_few_bits_verify_drafts_too(expert_weights: str, drafter: str) -> None:
+    settings = {"quiet_from": 1, "expert_weights": expert_weights}
+    with engine_of("qwen3_moe", **settings) as engine:
+        expected = answers(engine, KINDS)
+    pairs = zip(KINDS, expected, strict=True)
+    streams = {tuple(prompt(kind)): result.token_ids for kind, result in pairs}
+    with engine_of("qwen3_moe", **settings) as engine:
+        draft(engine, maker(drafter, next_of(streams), VOCAB))
+        found = answers(engine, KINDS)
+    assert [told(r) for r in found] == [told(r) for r in expected]
+    assert min(counts(found)) > 20
+
+
 @pytest.mark.parametrize("most", [1, 2, 16])
 @pytest.mark.parametrize("new", [1, 2, 3, 7])
 def test_no_answer_is_longer_than_its_limit(most: int, new: int, alone: Any) -> None:
