@@ -348,7 +348,7 @@ def test_a_bad_drafter_changes_nothing(name: str, alone: Any) -> None:
 
 
 def test_draft_rows_whose_logits_are_nan_end_no_request() -> None:
-    """Each first draft is token 5, behind which the model breaks. So the next row drafts nothing."""
+    """Each first draft is token 5, behind which the model breaks. The next row drafts nothing."""
     kinds = {
         "greedy": SamplingParams(temperature=0, logit_bias={5: -100.0}, ignore_eos=True),
         "seeded": SamplingParams(temperature=1, seed=1, logit_bias={5: -100.0}, ignore_eos=True),
