@@ -12,6 +12,8 @@ from qllm.plugins import installed, loaded
 GROUP = "qllm.drafters"
 NONE = "none"
 """Value of the setting `draft` without drafts."""
+MODEL = "model:"
+"""Begin of the setting `draft` before the path of a draft model."""
 
 
 class Auto:
@@ -30,7 +32,24 @@ OWN: dict[str, MakeDrafter] = {"auto": Auto, "lookup": Lookup, "grammar": Forced
 
 def drafters() -> list[str]:
     """Return the names of our own drafters and of those of installed packages."""
-    return [*OWN, *sorted(installed(GROUP, "drafter"))]
+    return [*OWN, f"{MODEL}PATH", *sorted(installed(GROUP, "drafter"))]
+
+
+def model_path(name: str) -> str | None:
+    """Return the path of the draft model that a name of a drafter has; None if it has none.
+
+    Raises:
+        ConfigError: The path is missing.
+    """
+    if not name.startswith(MODEL):
+        return None
+    path = name.removeprefix(MODEL)
+    if not path.strip():
+        raise ConfigError(
+            f"draft={name!r} names no model; give a folder, a GGUF file or a hub id, like "
+            f"draft='{MODEL}my/small-model'"
+        )
+    return path
 
 
 def load_drafter(name: str) -> MakeDrafter:

@@ -1,0 +1,103 @@
+"""The draft model of an engine (`draft="model:PATH"`): its load, and what is refused."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from qllm.config import EngineConfig
+from qllm.cores import free_bytes
+from qllm.drafters.choose import model_path
+from qllm.errors import ConfigError, ModelError, shown
+from qllm.models.folders import locate, weight_files
+from qllm.models.loader import LoadedModel, load
+from qllm.models.weights.quantised_linears import weight_bytes
+from qllm.runner.cpu import cpu_runner
+from qllm.runner.layers.trial import kv_token_bytes
+from qllm.runner.runner import TorchRunner
+
+
+class OwnModel(NamedTuple):
+    """A loaded draft model."""
+
+    runner: TorchRunner
+    name: str
+    weight_bytes: int
+    token_bytes: int
+    """Bytes of a token's KV in the draft model."""
+
+
+def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None:
+    """Load the draft model that an engine's settings name; return None if they name none.
+
+    Args:
+        config: Settings.
+        loaded: The model that verifies the drafts.
+
+    Raises:
+        ConfigError: There is no such model, it does not fit into memory, it has another tokenizer
+            or vocabulary, or an arrival could not stop it in time.
+    """
+    path = model_path(config.draft)
+    if path is None or not config.has_drafts:
+        return None
+    start = f"draft={config.draft!r} cannot be used"
+    if loaded.model.device.type != "cpu":
+        raise ConfigError(f"{start}: a draft model runs on the CPU only; use draft='none'")
+    try:
+        _refuse_large(path, start)
+        drafts = load(path)
+        if differs := _difference(loaded, drafts):
+            raise ConfigError(
+                f"{start}: {differs}; a draft model needs the same tokenizer and vocabulary as the "
+                "model, so name a smaller model of the same series"
+            )
+        runner = cpu_runner(drafts.model, max_segment_ms=config.max_segment_ms)
+    except ModelError as error:
+        raise ConfigError(f"{start}: {error}") from error
+    if runner.parts.has_states:
+        why = "its layers carry a state, which cannot go back when a draft is rejected"
+    elif not runner.backend.is_native:
+        why = "not every layer of it runs on our kernels, so an arrival would wait for it"
+    else:
+        each = kv_token_bytes(runner.parts, drafts.model)
+        return OwnModel(runner, drafts.name, weight_bytes(drafts.model), each)
+    raise ConfigError(f"{start}: {why}; name another model, or use draft='none'")
+
+
+def _refuse_large(path: str, start: str) -> None:
+    """Raise ConfigError if the weights of a model are more than the memory that is free."""
+    _, folder = locate(path, weights=True, code=False)
+    files = weight_files(folder) if folder.is_dir() else [folder]
+    needed, free = sum(file.stat().st_size for file in files), free_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"{start}: its weights take {needed} bytes, and {free} bytes of memory are free; name "
+            "a smaller model"
+        )
+
+
+def _difference(ours: LoadedModel, theirs: LoadedModel) -> str | None:
+    """Return the first difference of two tokenizers or vocabularies; None if there is none."""
+    texts = [None if one.tokenizer is None else _texts(one.tokenizer) for one in (ours, theirs)]
+    if None in texts and texts != [None, None]:
+        which = "the model" if texts[0] is None else "the draft model"
+        return f"{which} has no tokenizer, and the other one has"
+    if None not in texts and texts[0] != texts[1]:
+        here, there = (text or {} for text in texts)
+        ids = [i for i in sorted(here.keys() | there.keys()) if here.get(i) != there.get(i)]
+        first = ids[0]
+        return (
+            f"{len(ids)} token ids have another text in its tokenizer, the first is {first}: "
+            f"{shown(here.get(first))} in the model, {shown(there.get(first))} in the draft model"
+        )
+    sizes = [_num_logits(one.model) for one in (ours, theirs)]
+    if sizes[0] != sizes[1]:
+        return f"the model has {sizes[0]} token ids, and the draft model {sizes[1]}"
+    return None
+
+
+def _texts(tokenizer: Any) -> Mapping[int, str]:
+    return {number: text for text, number in tokenizer.get_vocab().items()}
+
+
+def _num_logits(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
