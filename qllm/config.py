@@ -167,7 +167,7 @@ class EngineConfig:
     draft: str = "none"
     """Source of drafted tokens. The model verifies several of them in one step. "none": one token
     at a time. "lookup": what followed the last tokens before. "grammar": what the request's grammar
-    forces. "auto": the grammar, or a lookup if it forces nothing. "model:PATH": what a second, small
+    forces. "auto": the grammar, or a lookup if it forces nothing. "model:PATH": what a smaller
     model with the same tokenizer says. Or the name of an installed drafter. Drafts change no token
     (docs/guides/drafts.md)."""
     draft_tokens: int = 4

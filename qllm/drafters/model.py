@@ -98,7 +98,8 @@ class DraftModel:
         self._drafted: dict[RequestId, _Drafted] = {}
         """Requests in the draft model. The one that was asked longest ago comes first."""
         self._num_frames = 0
-        self._may_draft, self._turn_end_ns = True, 0
+        self._may_draft, self._left_ns = True, 0
+        """Whether the model may draft in this turn, and the time that is left to catch up."""
         self.draft_ns = 0
         """Measured time of a drafted token; 0 before the first."""
         self.was_stopped = False
@@ -141,7 +142,7 @@ class DraftModel:
             may_draft: False if other requests need this time.
         """
         self._may_draft, self.was_stopped = may_draft, False
-        self._turn_end_ns = self._now_ns() + self._turn_ns
+        self._left_ns = self._turn_ns
 
     def forget(self, request_id: RequestId) -> None:
         """Free all data of a request."""
@@ -227,11 +228,13 @@ class DraftModel:
         program, at = one.parked or self._new_pass(one)
         program = replace(program, stop_below=priority + 1)  # the class may have changed
         one.parked = _Parked(program, at)
-        stop, is_long = self._stop(), program.num_tokens > SHORT
-        if is_long and self._now_ns() >= self._turn_end_ns:
+        stop, is_long, begin_ns = self._stop(), program.num_tokens > SHORT, self._now_ns()
+        if is_long and self._left_ns <= 0:
             return False
-        stop.stop_at_ns = self._turn_end_ns if is_long else None
+        stop.stop_at_ns = begin_ns + self._left_ns if is_long else None
         end = self._runner.run(program, at, stop)
+        if is_long:
+            self._left_ns -= self._now_ns() - begin_ns
         if end != program.end:
             one.parked = _Parked(program, end)
             if stop.word < program.stop_below:

@@ -43,15 +43,12 @@ def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None
     if loaded.model.device.type != "cpu":
         raise ConfigError(f"{start}: a draft model runs on the CPU only; use draft='none'")
     try:
-        _refuse_large(path, start)
+        _refuse_large(path)
         drafts = load(path)
-        if differs := _difference(loaded, drafts):
-            raise ConfigError(
-                f"{start}: {differs}; a draft model needs the same tokenizer and vocabulary as the "
-                "model, so name a smaller model of the same series"
-            )
+        _refuse_others(loaded, drafts)
+        num_bytes = weight_bytes(drafts.model)  # the runner packs weights
         runner = cpu_runner(drafts.model, max_segment_ms=config.max_segment_ms)
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         raise ConfigError(f"{start}: {error}") from error
     if runner.parts.has_states:
         why = "its layers carry a state, which cannot go back when a draft is rejected"
@@ -59,19 +56,28 @@ def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None
         why = "not every layer of it runs on our kernels, so an arrival would wait for it"
     else:
         each = kv_token_bytes(runner.parts, drafts.model)
-        return OwnModel(runner, drafts.name, weight_bytes(drafts.model), each)
+        return OwnModel(runner, drafts.name, num_bytes, each)
     raise ConfigError(f"{start}: {why}; name another model, or use draft='none'")
 
 
-def _refuse_large(path: str, start: str) -> None:
+def _refuse_large(path: str) -> None:
     """Raise ConfigError if the weights of a model are more than the memory that is free."""
     _, folder = locate(path, weights=True, code=False)
     files = weight_files(folder) if folder.is_dir() else [folder]
     needed, free = sum(file.stat().st_size for file in files), free_bytes()
     if needed > free:
         raise ConfigError(
-            f"{start}: its weights take {needed} bytes, and {free} bytes of memory are free; name "
-            "a smaller model"
+            f"its weights take {needed} bytes, and {free} bytes of memory are free; name a smaller "
+            "model"
+        )
+
+
+def _refuse_others(ours: LoadedModel, theirs: LoadedModel) -> None:
+    """Raise ConfigError if a draft model has another tokenizer or vocabulary than the model."""
+    if differs := _difference(ours, theirs):
+        raise ConfigError(
+            f"{differs}; a draft model needs the same tokenizer and vocabulary as the model, so "
+            "name a smaller model of the same series"
         )
 
 

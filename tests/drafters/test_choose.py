@@ -67,14 +67,20 @@ def test_our_drafters_and_those_of_packages_are_known() -> None:
     [
         (
             "x",
-            "draft='x' is unknown; use one of none, auto, lookup, grammar, model:PATH, gone, number, repeat",
+            "draft='x' is unknown; use one of none, auto, lookup, grammar, model:PATH, gone, "
+            "number, repeat",
         ),
         ("number", "drafter 'number' at their_drafters:NUMBER is 7, which makes no drafters; name"),
-        ("model: ", "draft='model: ' names no model; give a folder, a GGUF file or a hub id"),
         ("gone", "drafter 'gone' cannot be loaded from their_drafters:Gone: .*; repair or unins"),
     ],
 )
 def test_a_drafter_that_cannot_be_used_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        model_path(name)
         load_drafter(name)
+
+
+def test_a_draft_model_needs_a_path() -> None:
+    assert model_path("lookup") is None
+    assert model_path("model:a/b") == "a/b"
+    with pytest.raises(ConfigError, match="draft='model: ' names no model; give a folder, a GGUF"):
+        model_path("model: ")
