@@ -15,6 +15,9 @@ NONE = "none"
 MODEL = "model:"
 """Begin of the setting `draft` before the path of a draft model."""
 
+MTP = "mtp"
+"""Drafts of the layers of a checkpoint that predict further tokens. No engine has them yet."""
+
 
 class Auto:
     """The tokens that the grammar forces. If it forces none, the tokens of a `Lookup`."""

@@ -98,8 +98,9 @@ class DraftModel:
         self._drafted: dict[RequestId, _Drafted] = {}
         """Requests in the draft model. The one that was asked longest ago comes first."""
         self._num_frames = 0
-        self._may_draft, self._left_ns = True, 0
-        """Whether the model may draft in this turn, and the time that is left to catch up."""
+        self._may_draft = True
+        self._left_ns = 0
+        """Time that is left in this turn to catch up."""
         self.draft_ns = 0
         """Measured time of a drafted token; 0 before the first."""
         self.was_stopped = False

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import transformers
+from transformers import modeling_layers
+
 from qllm.config import EngineConfig
 from qllm.cores import free_bytes
-from qllm.drafters.choose import model_path
+from qllm.drafters.choose import MODEL, MTP, model_path
 from qllm.errors import ConfigError, ModelError, shown
 from qllm.models.folders import locate, weight_files
 from qllm.models.loader import LoadedModel, load
@@ -34,8 +37,11 @@ def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None
 
     Raises:
         ConfigError: There is no such model, it does not fit into memory, it has another tokenizer
-            or vocabulary, or an arrival could not stop it in time.
+            or vocabulary, or an arrival could not stop it in time. Or the drafts are to come from
+            layers of the model itself.
     """
+    if config.draft == MTP and config.has_drafts:
+        raise ConfigError(_no_mtp(loaded.model.config))
     path = model_path(config.draft)
     if path is None or not config.has_drafts:
         return None
@@ -58,6 +64,26 @@ def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None
         each = kv_token_bytes(runner.parts, drafts.model)
         return OwnModel(runner, drafts.name, num_bytes, each)
     raise ConfigError(f"{start}: {why}; name another model, or use draft='none'")
+
+
+def _no_mtp(config: Any) -> str:
+    """Return the reasons why the layers of a checkpoint that predict further tokens draft nothing.
+
+    Args:
+        config: Config of the model.
+    """
+    text = config.get_text_config(decoder=True)
+    num = getattr(text, "num_nextn_predict_layers", None) or getattr(text, "num_mtp_layers", None)
+    counted = f"counts {num}" if num else "counts none"
+    how = "leaves them out when it loads a model, and computes them only in generate(use_mtp=True)"
+    if not hasattr(modeling_layers, "MtpModel"):
+        how = "has no class that computes them"
+    return (
+        f"draft={MTP!r} cannot be used with this model: of layers that predict further tokens "
+        f"(num_nextn_predict_layers) its config {counted}; transformers {transformers.__version__} "
+        f"{how}, and qllm has no programs for them; use draft='auto', or a draft model with "
+        f"draft='{MODEL}PATH'"
+    )
 
 
 def _refuse_large(path: str) -> None:

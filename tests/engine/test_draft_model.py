@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.engine import draft_model, needs
@@ -28,7 +29,7 @@ from tests.support.draft_models import (
     saved,
 )
 from tests.support.drafters import counts, poison_rejected
-from tests.support.families import VOCAB
+from tests.support.families import VOCAB, make_model
 from tests.support.inside import loop_of
 from tests.support.serving import tiny_engine
 from tests.support.storms import Chaos, Storm, fine, prompt_of, same
@@ -497,3 +498,30 @@ def test_the_class_of_a_request_is_the_class_of_its_drafts(folder: Path) -> None
         handle.result(300)
     assert below[0] == Priority.BE + 1
     assert below[-1] == Priority.LS + 1
+
+
+# -- layers of the checkpoint that predict further tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "num", "said"),
+    [
+        ("deepseek_v3", 1, "its config counts 1; "),
+        ("deepseek_v3", 2, "its config counts 2; "),
+        ("deepseek_v3", 0, "its config counts none; "),
+        ("mixtral", None, "its config counts none; "),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_refused_with_both_reasons(
+    family: str, num: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family, torch.bfloat16)
+    if num is not None:
+        model.config.num_nextn_predict_layers = num
+    text = refused(model, "mtp")
+    assert f"(num_nextn_predict_layers) {said}transformers {transformers.__version__} " in text
+    assert "leaves them out when it loads a model, and computes them only in generate" in text
+    assert "qllm has no programs for them; use draft='auto', or a draft model" in text
+    monkeypatch.delattr(transformers.modeling_layers, "MtpModel")
+    text = refused(model, "mtp")
+    assert f"{said}transformers {transformers.__version__} has no class that computes them" in text
