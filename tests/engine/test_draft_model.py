@@ -34,6 +34,7 @@ from tests.support.inside import loop_of
 from tests.support.serving import tiny_engine
 from tests.support.storms import Chaos, Storm, fine, prompt_of, same
 from tests.support.tiny_configs import tiny_model
+from tests.support.waiting import wait_for
 
 NEW = 20
 KINDS: dict[str, SamplingParams] = {
@@ -234,9 +235,8 @@ def test_an_ls_arrival_stops_the_draft_model_and_runs_next(num_prompt: int, fold
 
 def test_no_draft_is_made_while_an_ls_request_waits_for_its_first_token(folder: Path) -> None:
     with drafting(folder, record=True, max_step_tokens=16) as engine:
-        be = engine.submit(prompt_of(9, 1), "BE", 60, temperature=0, ignore_eos=True)
-        while len(be.token_ids) < 10:
-            engine.call(lambda: None)
+        be = engine.submit(prompt_of(9, 1), "BE", 300, temperature=0, ignore_eos=True)
+        wait_for(lambda: len(be.token_ids) >= 10)  # a call would stop drafts
         ls = engine.submit(prompt_of(120, 2), "LS", 6, temperature=0, ignore_eos=True)
         ls.result(300)
         be.result(300)
@@ -354,13 +354,12 @@ def test_a_checkpoint_leaves_out_the_draft_model_which_catches_up(
 
 
 def test_a_pause_keeps_the_draft_model_and_a_cancel_frees_it(folder: Path) -> None:
-    spec: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    spec: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
     with engine_of(folder) as engine:
         expected = engine.submit(prompt_of(20, 1), "BE", **spec).result(300)
     with drafting(folder) as engine:
         one, other = (engine.submit(prompt_of(20, n), "BE", **spec) for n in (1, 2))
-        while min(len(one.token_ids), len(other.token_ids)) < 8:
-            engine.call(lambda: None)
+        wait_for(lambda: min(len(one.token_ids), len(other.token_ids)) >= 8)
         one.pause()
         other.cancel()
         other.result(300)
@@ -491,9 +490,8 @@ def test_the_class_of_a_request_is_the_class_of_its_drafts(folder: Path) -> None
             return run(program, at, stop)
 
         model._runner.run = seen
-        handle = engine.submit(prompt_of(20, 1), "BE", 60, temperature=0, ignore_eos=True)
-        while len(handle.token_ids) < 10:
-            engine.call(lambda: None)
+        handle = engine.submit(prompt_of(20, 1), "BE", 300, temperature=0, ignore_eos=True)
+        wait_for(lambda: len(handle.token_ids) >= 10)
         handle.update(priority="LS")
         handle.result(300)
     assert below[0] == Priority.BE + 1
