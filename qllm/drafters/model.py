@@ -50,7 +50,6 @@ class _Drafted:
     def __init__(self, model: "DraftModel", request: DraftRequest) -> None:
         self._model = model
         self.request_id = request.request_id
-        self.num_prompt_tokens = request.num_prompt_tokens
         self.sampling = _alike(request.sampling)
         self.ids: list[int] = []
         """Tokens in the draft model: the request's as far as they are known, and drafts."""
@@ -135,6 +134,10 @@ class DraftModel:
     def may_draft(self) -> bool:
         """True if the model may draft in this turn, and no arrival has stopped it."""
         return self._may_draft and not self.was_stopped
+
+    def extra_ns(self, num_drafts: int) -> int:
+        """Return the time that so many drafts take, as measured so far."""
+        return num_drafts * self.draft_ns
 
     def begin_turn(self, *, may_draft: bool = True) -> None:
         """Begin the time between two programs.
@@ -263,7 +266,6 @@ class DraftModel:
             samples=(int(row.hi == num),),
             shape=shape,
             cuts=self._runner.cuts,
-            one_query_from=(one.num_prompt_tokens,),  # as the model computes an answer
         )
         self._runner.accept(program, ())
         return _Parked(program, START)

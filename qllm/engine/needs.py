@@ -6,6 +6,7 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.cores import memory_bytes
 from qllm.drafters.choose import load_drafter
+from qllm.drafters.exit import Exit
 from qllm.drafters.model import DraftModel
 from qllm.drafters.protocol import MakeDrafter
 from qllm.engine.draft_model import OwnModel
@@ -82,8 +83,8 @@ def refuse_sizes(
 
 def drafter_of(
     config: EngineConfig, runner: TorchRunner, own: DraftModel | None = None
-) -> MakeDrafter | None:
-    """Return the maker of drafters that an engine's settings ask for; None for none.
+) -> MakeDrafter | Exit | None:
+    """Return the source of drafts that an engine's settings ask for; None for none.
 
     Args:
         config: Settings.
@@ -91,11 +92,18 @@ def drafter_of(
         own: The draft model, if the settings name one.
 
     Raises:
-        ConfigError: The drafter is unknown, or this model or device cannot verify drafts exactly.
+        ConfigError: The drafter is unknown or asks for a layer that the model does not have, or
+            this model or device cannot verify drafts exactly.
     """
     if not config.has_drafts:
         return None
     make = load_drafter(config.draft) if own is None else own
+    layers = runner.shape.num_layers
+    if isinstance(make, Exit) and make.layer >= layers:
+        raise ConfigError(
+            f"draft={config.draft!r} leaves the model after {make.layer} layers, and the model has "
+            f"{layers}; give a number in [1, {layers - 1}]"
+        )
     if runner.parts.has_states:
         why = "its layers carry a state, which cannot go back when a draft is rejected"
     elif inexact := runner.backend.why_inexact:

@@ -5,6 +5,8 @@ of one token. The rule is a pure function of counts and of the cost table. Times
 engine has measured, so no constant here belongs to a machine.
 """
 
+from collections.abc import Callable
+
 from qllm.policy import CostTable
 
 CHOICES = (16, 8, 4, 2, 1)
@@ -59,14 +61,21 @@ class Utility:
             self._right[k] = OLD * self._right[k] + (is_tried and k < num_accepted)
             self._tried[k] = OLD * self._tried[k] + is_tried
 
-    def most(self, costs: CostTable, num_others: int, limit: int, *, draft_ns: int = 0) -> int:
+    def most(
+        self,
+        costs: CostTable,
+        num_others: int,
+        limit: int,
+        extra_ns: Callable[[int], int] | None = None,
+    ) -> int:
         """Return the number of tokens that a drafter should propose for the next row.
 
         Args:
             costs: Predicted times.
             num_others: Number of other rows of the step, each of which gives a token.
             limit: Most drafted tokens of a row.
-            draft_ns: Time that the drafter takes for each token, in addition to the row's time.
+            extra_ns: Function from the number of drafts to the time that making them takes; None if
+                it takes no time.
         """
         self._num_plain += 1
         if self._num_rows < FRESH:
@@ -75,12 +84,13 @@ class Utility:
         plain_ns = max(1, costs.decode(num))
         best, rate = 0, (num + LEAST_GAIN - 1) / plain_ns
         for drafts in CHOICES:
-            ns = costs.decode(num + drafts) + drafts * draft_ns
-            found = (num_others + self._tokens(drafts)) / max(1, ns)
+            step_ns = costs.decode(num + drafts) + (extra_ns(drafts) if extra_ns else 0)
+            found = (num_others + self._tokens(drafts)) / max(1, step_ns)
             if drafts <= limit and found > rate:
                 best, rate = drafts, found
         if not best and limit:
-            dear = (costs.decode(num + 1) + draft_ns) / plain_ns - 1
+            one_ns = costs.decode(num + 1) + (extra_ns(1) if extra_ns else 0)
+            dear = one_ns / plain_ns - 1
             if self._num_plain >= min(LONGEST_WAIT, max(2.0, dear / PROBE_COST)):
                 return 1
         return best

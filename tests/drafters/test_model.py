@@ -346,6 +346,7 @@ def test_the_time_of_a_draft_is_that_of_short_passes(rig: Rig) -> None:
         first = rig.model.draft_ns
         assert first > 0
         assert rig.model.stats()["draft_ms"] == first / MS
+        assert rig.model.extra_ns(3) == 3 * first
     finally:
         rig.runner.on_segment = None
 

@@ -31,7 +31,7 @@ def served(
     for _ in range(4000):
         num = fixed
         if num is None:
-            num = utility.most(costs, num_others, 8, draft_ns=draft_ns)
+            num = utility.most(costs, num_others, 8, lambda n: n * draft_ns)
         accepted = 0
         while accepted < num and rng.random() < WORLDS[world](tokens, accepted):
             accepted += 1
@@ -66,12 +66,12 @@ def test_it_weighs_the_time_that_a_drafter_takes(
 def test_a_drafter_that_takes_longer_than_the_model_is_seldom_asked() -> None:
     utility, asked = Utility(), 0
     for _ in range(1000):
-        num = utility.most(FLAT, 0, 8, draft_ns=15 * MS)
+        num = utility.most(FLAT, 0, 8, lambda n: n * 15 * MS)
         asked += num
         if num:
             utility.saw(num, num)
     assert asked < 30
-    assert utility.most(FLAT, 0, 8, draft_ns=0) == 8
+    assert utility.most(FLAT, 0, 8) == 8
 
 
 @pytest.mark.parametrize("world", ["always right", "always wrong", "half"])

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
@@ -21,6 +22,7 @@ from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
 from qllm.sim.runner import SimCosts, VirtualClock
+from qllm.sim.runner import SimRunner
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
@@ -144,12 +146,29 @@ def work_is_exact(world: World) -> None:
         work = request.num_computed_tokens * world.runner.shape.num_layers
         if request.frontier is not None:
             work += request.frontier.layer * (request.frontier.hi - request.frontier.lo)
+            # a draft row that is part-way begins after the tokens of the draft rows before it
+            work += request.exit_layer * (request.frontier.lo - request.num_computed_tokens)
         assert mirror.layer_work == work, f"request {request_id}"
 
 
-def draft(world: World, share: float, most: int, *, weighs: bool = False) -> None:
-    """Draft up to `most` tokens, each of them right with a probability."""
-    runner = world.runner
+def draft(
+    world: World, share: float, most: int, *, exit_layer: int = 0, weighs: bool = False
+) -> None:
+    """Draft up to `most` tokens, each of them right with a probability.
+
+    With `exit_layer`, rows through so many layers draft them.
+    """
+    runner, rng = world.runner, random.Random(most)
+
+    def guess(request_id: int) -> int | None:
+        token = SimRunner.guess(runner, request_id)
+        assert token is not None
+        return token if rng.random() < share else (token + 1) % runner.shape.vocab_size
+
+    if exit_layer:
+        runner.guess = guess  # type: ignore[method-assign]
+        world.loop.draft_with(Exit(exit_layer), most, warn=print, weighs=weighs)
+        return
 
     def make(request: DraftRequest) -> Guess:
         request_id = request.request_id
@@ -174,6 +193,7 @@ class Machine(RuleBasedStateMachine):
         exact=st.booleans(),
         share=st.sampled_from(SHARES),
         most=st.integers(1, 16),
+        exit_layer=st.integers(0, LAYERS - 1),
     )
     def start(
         self,
@@ -185,6 +205,7 @@ class Machine(RuleBasedStateMachine):
         exact: bool,
         share: float | None,
         most: int,
+        exit_layer: int,
     ) -> None:
         limits = replace(
             LIMITS,
@@ -197,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         cuts = NO_CUTS._replace(min_block=16, max_block=32) if exact else NO_CUTS
         self.world = World(policy, limits, cuts=cuts)
         if share is not None:
-            draft(self.world, share, most)
+            draft(self.world, share, most, exit_layer=exit_layer)
 
     @rule(
         priority=st.sampled_from([-1, LS, 3, BE]),
@@ -293,12 +314,13 @@ def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> 
         assert events(world, trace.Parked)
 
 
+@pytest.mark.parametrize("exit_layer", [0, 1, LAYERS - 1])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_give_every_request_its_tokens(seed: int, share: float) -> None:
+def test_drafts_give_every_request_its_tokens(seed: int, share: float, exit_layer: int) -> None:
     """Scheduler and runner count the same tokens of a row, however many of its drafts are right."""
     world = World(Fuzz(seed), replace(LIMITS, num_blocks=40, max_num_seqs=3))
-    draft(world, share, 1 + 3 * seed)
+    draft(world, share, 1 + 3 * seed, exit_layer=exit_layer)
     for n in range(5):
         world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)
     while not world.idle:
