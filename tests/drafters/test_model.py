@@ -223,6 +223,21 @@ def test_a_parked_pass_is_dropped_if_its_tokens_were_wrong(rig: Rig) -> None:
     assert one.propose(tuple(other), 4) == fresh(other, 19, 4, GREEDY)
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_parked_pass_that_would_draft_is_dropped_when_the_model_went_on(
+    is_right: bool, rig: Rig
+) -> None:
+    """Its token would come behind the one that the model chose."""
+    known, one = prompt_of(20, 6), rig.add(0, 19)
+    (first,) = fresh(known, 19, 1, GREEDY)
+    rig.stop = Word(3)
+    assert one.propose(tuple(known), 4) == []
+    assert len(rig.runner.frames) == 1
+    rig.stop = Word()
+    known.append(first if is_right else (first + 1) % VOCAB)
+    assert one.propose(tuple(known), 4) == fresh(known, 19, 4, GREEDY)
+
+
 def test_a_stopped_draft_goes_on_when_the_model_chose_it_too(rig: Rig) -> None:
     known, one = prompt_of(20, 6), rig.add(0, 19)
     expected = fresh(known, 19, 8, GREEDY)

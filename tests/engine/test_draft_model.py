@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.drafters.model import DraftModel
 from qllm.engine import draft_model, needs
 from qllm.errors import ConfigError
 from qllm.frontend.handle import Result
@@ -30,7 +31,7 @@ from tests.support.draft_models import (
 )
 from tests.support.drafters import counts, poison_rejected
 from tests.support.families import VOCAB, make_model
-from tests.support.inside import loop_of
+from tests.support.inside import loop_of, runner_of
 from tests.support.serving import tiny_engine
 from tests.support.storms import Chaos, Storm, fine, prompt_of, same
 from tests.support.tiny_configs import tiny_model
@@ -234,12 +235,20 @@ def test_an_ls_arrival_stops_the_draft_model_and_runs_next(num_prompt: int, fold
 
 
 def test_no_draft_is_made_while_an_ls_request_waits_for_its_first_token(folder: Path) -> None:
-    with drafting(folder, record=True, max_step_tokens=16) as engine:
-        be = engine.submit(prompt_of(9, 1), "BE", 300, temperature=0, ignore_eos=True)
-        wait_for(lambda: len(be.token_ids) >= 10)  # a call would stop drafts
-        ls = engine.submit(prompt_of(120, 2), "LS", 6, temperature=0, ignore_eos=True)
-        ls.result(300)
+    """It arrives while a BE step runs to its end. Then the BE request has a token to go on from."""
+    with drafting(folder, record=True, max_step_tokens=16, preempt_at="step") as engine:
+        handles: list[Any] = []
+
+        def arrive(*_: object) -> None:
+            if not handles and len(be.token_ids) >= 20:
+                handles.append(engine.submit(prompt_of(120, 2), "LS", 6, sampling=sampling))
+
+        sampling = SamplingParams(temperature=0, ignore_eos=True)
+        be = engine.submit(prompt_of(9, 1), "BE", 100, sampling=sampling)
+        runner_of(engine).on_segment = arrive
         be.result(300)
+        (ls,) = handles
+        ls.result(300)
         events = engine.trace.events
     arrived = next(
         n
@@ -254,6 +263,20 @@ def test_no_draft_is_made_while_an_ls_request_waits_for_its_first_token(folder: 
     assert not [n for n in drafted if arrived < n < token]
     assert [n for n in drafted if n < arrived]
     assert [n for n in drafted if n > token]
+
+
+def test_the_time_of_its_drafts_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are always right, and would take an hour each. So they are only tried."""
+    monkeypatch.setattr(DraftModel, "_measured", lambda *_: None)
+    with drafting(folder) as engine:
+        loop_of(engine).drafts._weighs = True
+        model_in(engine).draft_ns = 3600 * 10**9
+        found = engine.submit(prompt_of(20, 1), "LS", 300, temperature=0, ignore_eos=True).result(
+            300
+        )
+    accepted, rejected = counts([found])
+    assert rejected == 0
+    assert 3 <= accepted <= 3 * 2 + 300 // 64 + 1, "three first rows, and a trial in 64 tokens"
 
 
 # -- storms
