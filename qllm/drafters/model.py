@@ -64,7 +64,8 @@ class _Drafted:
     @property
     def num_held(self) -> int:
         """Number of tokens with KV, which a parked pass may have written in part."""
-        return self.num_computed if self.parked is None else self.parked.program.rows[0].hi
+        parked = self.parked  # another thread may ask
+        return self.num_computed if parked is None else parked.program.rows[0].hi
 
     def propose(self, token_ids: Sequence[int], most: int) -> list[int]:
         """See `Drafter`. Propose nothing if a pass was stopped."""
@@ -166,6 +167,8 @@ class DraftModel:
         known = len(token_ids)
         self._follow(one, token_ids)
         end = known + self._room(one, known, most)
+        if end == known:
+            return []
         self._make_room(one, end)
         begin_ns, before = self._now_ns(), len(one.ids)
         is_behind = before - one.num_computed > SHORT
@@ -228,11 +231,13 @@ class DraftModel:
 
     def _pass(self, one: _Drafted) -> bool:
         """Run a pass, or continue the parked one; return True if it ended."""
-        priority = self._requests[one.request_id].priority
+        stop, below = self._stop(), self._requests[one.request_id].priority + 1
+        if self._is_stopped(stop, below):
+            return False
         program, at = one.parked or self._new_pass(one)
-        program = replace(program, stop_below=priority + 1)  # the class may have changed
+        program = replace(program, stop_below=below)  # the class may have changed
         one.parked = _Parked(program, at)
-        stop, is_long, begin_ns = self._stop(), program.num_tokens > SHORT, self._now_ns()
+        is_long, begin_ns = program.num_tokens > SHORT, self._now_ns()
         if is_long and self._left_ns <= 0:
             return False
         stop.stop_at_ns = begin_ns + self._left_ns if is_long else None
@@ -241,14 +246,20 @@ class DraftModel:
             self._left_ns -= self._now_ns() - begin_ns
         if end != program.end:
             one.parked = _Parked(program, end)
-            if stop.word < program.stop_below:
-                self.was_stopped = True
-                self.num_stops += 1
-                self.stop_latencies_ns.append(self._now_ns() - stop.lowered_ns)
+            self._is_stopped(stop, below)
             return False
         sampled = self._runner.finish(program)
         one.parked, one.num_computed = None, program.rows[0].hi
         one.ids += [token.token_id for token in sampled]
+        return True
+
+    def _is_stopped(self, stop: ArrivalWord, below: int) -> bool:
+        """Return True if a class below `below` has arrived, and count the stop."""
+        if stop.word >= below:
+            return False
+        self.was_stopped = True
+        self.num_stops += 1
+        self.stop_latencies_ns.append(self._now_ns() - stop.lowered_ns)
         return True
 
     def _new_pass(self, one: _Drafted) -> _Parked:

@@ -181,12 +181,11 @@ def test_an_arrival_stops_a_pass_at_its_next_poll(kind: str, after: int, rig: Ri
     assert not rig.model.may_draft
     assert rig.model.num_stops == len(rig.model.stop_latencies_ns) == 1
     assert rig.stop.num_polls - after <= 2, "the poll that saw it, and one that says why"
-    frame = next(iter(rig.runner.frames.values()))
+    parked = list(rig.runner.frames)
+    assert len(parked) == (after > 0), "with an arrival before the pass there is none"
     rig.stop = Word()
     rig.model.begin_turn()
     assert rig.model.may_draft
-    accepted = list(rig.runner.frames.values())
-    assert accepted == [frame], "the frame stayed parked"
     assert one.propose(tuple(known), 4) == expected
 
 
@@ -327,6 +326,14 @@ def test_its_kv_never_exceeds_its_limit(limit: int, rig: Rig) -> None:
     assert largest > limit / 2
 
 
+def test_a_request_that_is_too_long_takes_no_kv_from_others(rig: Rig) -> None:
+    rig.model._most_kv_tokens = 40
+    one, other = rig.add(0, 20), rig.add(1, 50)
+    assert len(one.propose(prompt_of(21, 1), 2)) == 2
+    assert other.propose(prompt_of(51, 2), 2) == []
+    assert one.num_held == rig.model.num_kv_tokens == 22
+
+
 def test_nothing_is_drafted_behind_the_longest_answer(rig: Rig) -> None:
     one, known = rig.add(0, 10), prompt_of(10, 2)
     rig.requests[0].max_tokens = 4
@@ -367,7 +374,7 @@ def test_the_time_of_a_draft_is_that_of_short_passes(rig: Rig) -> None:
 
 
 def test_lengths_at_which_kv_is_computed_again_are_not_crossed(rig: Rig) -> None:
-    """Of a model whose rope changes above 24 tokens, with a runner that says so."""
+    """The rope of the model changes above 24 tokens, as its runner says."""
     shape = rig.runner.shape._replace(recompute_above=24)
     shaped: Any = _Shaped(rig.runner, shape)
     rig.model._runner, rows = shaped, shaped.rows

@@ -394,6 +394,22 @@ def test_a_pause_keeps_the_draft_model_and_a_cancel_frees_it(folder: Path) -> No
     assert found.token_ids == expected.token_ids
 
 
+def test_a_prompt_that_came_in_pieces_and_changed_is_drafted_as_the_whole(folder: Path) -> None:
+    whole, spec = prompt_of(60, 1), {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    with engine_of(folder) as engine:
+        expected = engine.submit(whole, "LS", **spec).result(300)
+    with drafting(folder) as engine:
+        prompt = engine.open("LS", [*whole[:30], 1, 2, 3])
+        wait_for(lambda: engine.stats()["open_prompts"]["now"] == 1)
+        prompt.replace(30, whole[30:45])
+        prompt.append(whole[45:])
+        found = prompt.send(**spec).result(300)
+        assert is_empty(engine)
+    assert found.token_ids == expected.token_ids
+    assert counts([found])[0] > 10
+    assert counts([found])[1] == 0
+
+
 # -- what is refused
 
 
