@@ -83,5 +83,5 @@ class StepCosts:
 
 
 def blend(old: int, seen: int) -> int:
-    """Return an average in which the newest sample counts a quarter; the sample if it is the first."""
+    """Return an average in which the newest sample counts a quarter, or the first sample."""
     return (old * (SAMPLES_PER_COST - 1) + seen) // SAMPLES_PER_COST if old else seen

@@ -15,10 +15,11 @@ LEAST_GAIN = 1.05
 """Least gain in tokens per time of a request that decodes alone. Below it nothing is drafted."""
 PROBE_COST = 0.015
 """Part of the time that trials may take while nothing is drafted."""
-LONGEST_WAIT = 64
-"""Most tokens without drafts before a trial of one drafted token."""
+LEAST_WAIT = 2
+"""Fewest tokens without drafts before a trial of one drafted token."""
 FRESH, FIRST = 3, 2
-"""Number of verified rows before the counts decide, and the drafted tokens of each."""
+"""Number of verified rows before the counts decide, and the drafted tokens of each. There are no
+such rows if not even right drafts would pay."""
 OLD = 0.96
 """Weight of all earlier rows, relative to the newest."""
 HOPE = 0.5
@@ -78,20 +79,22 @@ class Utility:
                 it takes no time.
         """
         self._num_plain += 1
-        if self._num_rows < FRESH:
-            return min(limit, FIRST)
         num = num_others + 1
         plain_ns = max(1, costs.decode(num))
         best, rate = 0, (num + LEAST_GAIN - 1) / plain_ns
-        for drafts in CHOICES:
-            step_ns = costs.decode(num + drafts) + (extra_ns(drafts) if extra_ns else 0)
-            found = (num_others + self._tokens(drafts)) / max(1, step_ns)
+        least_rate, can_pay = rate, False
+        for drafts in CHOICES if limit else ():
+            step_ns = max(1, costs.decode(num + drafts) + (extra_ns(drafts) if extra_ns else 0))
+            can_pay |= drafts <= limit and (num + drafts) / step_ns > least_rate
+            found = (num_others + self._tokens(drafts)) / step_ns
             if drafts <= limit and found > rate:
                 best, rate = drafts, found
+        if can_pay and self._num_rows < FRESH:
+            return min(limit, FIRST)
         if not best and limit:
             one_ns = costs.decode(num + 1) + (extra_ns(1) if extra_ns else 0)
             dear = one_ns / plain_ns - 1
-            if self._num_plain >= min(LONGEST_WAIT, max(2.0, dear / PROBE_COST)):
+            if self._num_plain >= max(LEAST_WAIT, dear / PROBE_COST):
                 return 1
         return best
 

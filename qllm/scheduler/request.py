@@ -15,8 +15,8 @@ The model may draft by itself (`exit_layer`). Draft rows take one token each thr
 layers, and the head chooses the next token there. Then one row takes all of these tokens through
 the other layers, and verifies the drafts. With n known tokens, E layers, and two drafts:
 
-    draft rows    [n - 1, n) layers [0, E)    [n, n + 1) layers [0, E)    [n + 1, n + 2) layers [0, E)
-    frontier      [n - 1, n), layer E         [n - 1, n + 1), layer E     [n - 1, n + 2), layer E
+    draft rows    [n - 1, n) to layer E    [n, n + 1) to layer E      [n + 1, n + 2) to layer E
+    frontier      [n - 1, n), layer E      [n - 1, n + 1), layer E    [n - 1, n + 2), layer E
     then          the row [n - 1, n + 2) from layer E on
 """
 

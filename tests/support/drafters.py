@@ -72,7 +72,7 @@ OUTPUTS = ("o_proj", "down_proj", "w2", "out_proj", "output_linear")
 
 
 def quieten(model: nn.Module, layer: int, factor: float = 0.25) -> nn.Module:
-    """Let the layers from `layer` on add less, so that the token of an early layer is often right."""
+    """Let the layers from `layer` on add less, so that tokens of an early layer are often right."""
     for name, weight in model.named_parameters():
         _, _, place = name.partition("layers.")
         is_late = place and int(place.partition(".")[0]) >= layer

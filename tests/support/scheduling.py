@@ -21,8 +21,7 @@ from qllm.policy import View, next_row
 from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
-from qllm.sim.runner import SimCosts, VirtualClock
-from qllm.sim.runner import SimRunner
+from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
@@ -431,6 +430,57 @@ def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int) -> None:
     world.run(400)
     finished_well(world)
     assert not events(world, trace.Evicted)
+
+
+def test_rows_draft_only_for_a_request_that_decodes_alone() -> None:
+    """When another begins to decode, the first verifies what it has drafted, and drafts no more."""
+    world = World(Fcfs())
+    draft(world, 1.0, 4, exit_layer=1, weighs=True)
+    first = world.submit(BE, 20, 60)
+    for _ in range(24):
+        world.step()
+    second = world.submit(BE, 20, 30)
+    world.run()
+    finished_well(world)
+    found = events(world, trace.Verified)
+    assert {e.request_id for e in found[:3]} == {first}
+    begun = next(e.at_ns for e in events(world, trace.Token) if e.request_id == second)
+    ended = next(e.at_ns for e in events(world, trace.Finished))
+    late = [e for e in events(world, trace.Drafted) if begun < e.at_ns < ended]
+    assert not late
+    assert any(e.at_ns > ended for e in found)
+
+
+def test_draft_rows_that_do_not_pay_become_few() -> None:
+    """The first trial shows what they cost. Later trials take little of the time."""
+    ends_ns = []
+    for is_drafting in (False, True):
+        world = World(Fcfs())
+        if is_drafting:
+            draft(world, 0.0, 8, exit_layer=LAYERS - 1, weighs=True)
+        world.submit(LS, 20, 300)
+        world.run()
+        finished_well(world)
+        ends_ns.append(world.clock.at_ns)
+    found = [e.num_drafts for e in events(world, trace.Verified)]
+    assert found[0] == 2
+    assert set(found[1:]) == {1}
+    assert ends_ns[1] < 1.02 * ends_ns[0]
+
+
+def test_draft_rows_lose_no_layer_when_ls_comes() -> None:
+    """A BE request that drafts loses no layer when an LS request stops it."""
+    world = World(Qllm())
+    draft(world, 1.0, 8, exit_layer=2)
+    batch = world.submit(BE, 20, 100)
+    for _ in range(9):
+        world.step()
+    assert world.scheduler.requests[batch].exit_layer
+    alarm_after(world, 1)
+    world.submit(LS, 20, 10)
+    world.run()
+    finished_well(world)
+    assert world.metrics[batch].preempt_recomputed_tokens == 0
 
 
 def test_be_drafts_nothing_while_ls_decodes() -> None:
