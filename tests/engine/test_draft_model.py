@@ -266,17 +266,13 @@ def test_no_draft_is_made_while_an_ls_request_waits_for_its_first_token(folder: 
 
 
 def test_the_time_of_its_drafts_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its drafts are always right, and would take an hour each. So they are only tried."""
+    """Its drafts are always right, and would take an hour each. So none is made."""
     monkeypatch.setattr(DraftModel, "_measured", lambda *_: None)
     with drafting(folder) as engine:
         loop_of(engine).drafts._weighs = True
         model_in(engine).draft_ns = 3600 * 10**9
-        found = engine.submit(prompt_of(20, 1), "LS", 300, temperature=0, ignore_eos=True).result(
-            300
-        )
-    accepted, rejected = counts([found])
-    assert rejected == 0
-    assert 3 <= accepted <= 3 * 2 + 300 // 64 + 1, "three first rows, and a trial in 64 tokens"
+        handle = engine.submit(prompt_of(20, 1), "LS", 300, temperature=0, ignore_eos=True)
+        assert counts([handle.result(300)]) == (0, 0)
 
 
 # -- storms
