@@ -138,12 +138,17 @@ def _gaps(policy: Any) -> str:
 
 def _drafts(config: "EngineConfig") -> str:
     """Return the drafter of the settings and the known ones."""
-    from qllm.drafters.choose import drafters, load_drafter
+    from qllm.drafters.choose import drafters, load_drafter, model_path
+    from qllm.models.folders import locate
 
     if not config.has_drafts:
         return f"none; --set draft=auto proposes tokens (drafters: {', '.join(drafters())})"
+    said = f"{config.draft}, at most {config.draft_tokens} tokens per step and request"
+    if (path := model_path(config.draft)) is not None:
+        name, _ = locate(path, weights=False, code=False)
+        return f"{said}; the draft model {name} is compared with the model at start"
     load_drafter(config.draft)
-    return f"{config.draft}, at most {config.draft_tokens} tokens per step and request"
+    return said
 
 
 def _served() -> list[tuple[str, str]]:

@@ -15,6 +15,11 @@ NONE = "none"
 """Value of the setting `draft` without drafts."""
 EXIT = "exit:"
 """Begin of the names of drafts by the model's first layers. A number of layers follows it."""
+MODEL = "model:"
+"""Begin of the setting `draft` before the path of a draft model."""
+
+MTP = "mtp"
+"""Drafts of the layers of a checkpoint that predict further tokens. No engine has them yet."""
 
 
 class Auto:
@@ -33,7 +38,24 @@ OWN: dict[str, MakeDrafter] = {"auto": Auto, "lookup": Lookup, "grammar": Forced
 
 def drafters() -> list[str]:
     """Return the names of our own drafters and of those of installed packages."""
-    return [*OWN, *sorted(installed(GROUP, "drafter"))]
+    return [*OWN, f"{MODEL}PATH", *sorted(installed(GROUP, "drafter"))]
+
+
+def model_path(name: str) -> str | None:
+    """Return the path of the draft model that a name of a drafter has; None if it has none.
+
+    Raises:
+        ConfigError: The path is missing.
+    """
+    if not name.startswith(MODEL):
+        return None
+    path = name.removeprefix(MODEL)
+    if not path.strip():
+        raise ConfigError(
+            f"draft={name!r} names no model; give a folder, a GGUF file or a hub id, like "
+            f"draft='{MODEL}my/small-model'"
+        )
+    return path
 
 
 def load_drafter(name: str) -> MakeDrafter | Exit:

@@ -13,8 +13,10 @@ from qllm.config import EngineConfig
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
+from qllm.drafters.model import DraftModel
 from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import Inbox
+from qllm.engine.draft_model import OwnModel, draft_model_of
 from qllm.engine.grammars import GrammarIngress
 from qllm.engine.handover.arrivals import HandedIngress
 from qllm.engine.handover.handover import HandOver, Pull, handover_of
@@ -49,6 +51,10 @@ from qllm.scheduler.scheduler import Scheduler
 from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)
+
+MOST_TURN_MS = 5.0
+"""Longest time between two programs in which a draft model catches up. A smaller `max_segment_ms`
+makes it shorter."""
 
 
 @contextmanager
@@ -180,6 +186,7 @@ class LoadedRunner:
         config: Settings; sizes may be open.
         threads: Threads of torch; None leaves torch's choice.
         claim: Claim on memory from before the model was loaded; None makes one.
+        drafting: The draft model, if the settings name one.
 
     Raises:
         ConfigError: A setting that the device does not support, or too little memory.
@@ -193,8 +200,10 @@ class LoadedRunner:
         config: EngineConfig,
         threads: int | None,
         claim: Claim | None = None,
+        drafting: OwnModel | None = None,
     ) -> None:
         self.threads = threads
+        self.drafting = drafting
         self.weight_bytes = weight_bytes(loaded.model)
         on_cuda = loaded.model.device.type == "cuda"
         self.claim = claim or Claim("cuda" if on_cuda else "cpu")
@@ -221,14 +230,15 @@ class LoadedRunner:
     def _start(self, loaded: LoadedModel, config: EngineConfig, *, on_cuda: bool) -> None:
         """Make the runner, choose the sizes that are open, and check the model."""
         model = loaded.model
-        choose = partial(choose_sizes, self.claim, self.weight_bytes, on_cuda=on_cuda)
+        weights = self.weight_bytes + (self.drafting.weight_bytes if self.drafting else 0)
+        choose = partial(choose_sizes, self.claim, weights, on_cuda=on_cuda)
         with naming_family(model, "finding its parts"):
             if on_cuda:  # the runner takes the memory of all its KV at once
                 config, self.memory = choose(config, device_costs(model, config))
             self.runner = make_runner(model, config)
         try:
             if not on_cuda:
-                config, self.memory = choose(config, cpu_costs(config, self.runner))
+                config, self.memory = choose(config, cpu_costs(config, self.runner, self.drafting))
             self.config = config
             if config.conformance:
                 drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))
@@ -362,7 +372,9 @@ class EngineCore(LoadedRunner):
             with torch_threads(threads):  # must happen before the runner packs the weights
                 weights = weights_digest(loaded.model)
         weights = weights or ""
-        super().__init__(loaded, policy, config, threads, claim)
+        with torch_threads(threads):
+            drafting = draft_model_of(config, loaded)
+        super().__init__(loaded, policy, config, threads, claim, drafting)
         config = self.config
         try:
             shape, sampler = self.runner.shape, self.runner.sampler
@@ -371,7 +383,7 @@ class EngineCore(LoadedRunner):
             )
             sampler.vocabulary.prepare()
             self.grammars = GrammarIngress(ingress, sampler.vocabulary, sampler.built)
-            refuse_sizes(config, self.runner)
+            refuse_sizes(config, self.runner, drafting)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             costs = StepCosts(lambda: self.runner.backend.move_token_ns)
             self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
@@ -390,7 +402,8 @@ class EngineCore(LoadedRunner):
                 prefix=prefix,
                 costs=costs,
             )
-            if (make := drafter_of(config, self.runner)) is not None:
+            own = self._draft_model(now_ns)
+            if (make := drafter_of(config, self.runner, own)) is not None:
                 self.loop.draft_with(make, config.draft_tokens, _log.warning)
             if config.handover_gib:
                 self.handover = handover_of(
@@ -404,6 +417,19 @@ class EngineCore(LoadedRunner):
             self.claim.close()
             raise
         self._watch = Watch(self.loop, config, self.runner)
+
+    def _draft_model(self, now_ns: Callable[[], int]) -> DraftModel | None:
+        """Return the draft model with this engine's stop and requests; None without one."""
+        if self.drafting is None:
+            return None
+        return DraftModel(
+            self.drafting.runner,
+            lambda: self.loop.ingress.stop,
+            self.loop.scheduler.requests,
+            self.config.pool_tokens,
+            int(min(self.config.max_segment_ms, MOST_TURN_MS) * NS_PER_MS),
+            now_ns,
+        )
 
     def serve(self) -> BaseException | None:
         """Serve on this thread until the loop is closed; return the error of a crash."""
@@ -456,7 +482,7 @@ class EngineCore(LoadedRunner):
                 "in_tokens": loop.effects.tokens_in,
                 "blocks_used": loop.scheduler.swap.num_used,
             },
-            "drafts": {} if loop.drafts is None else loop.drafts.stats(),
+            "drafts": self._draft_stats(),
             "handover": {} if self.handover is None else self.handover.stats(),
         }
 
@@ -476,6 +502,15 @@ class EngineCore(LoadedRunner):
             "tokens_per_request": self.runner.shape.state_tokens,
             "held_bytes": sum(request.kv.states.num_bytes for request in requests),
         }
+
+    def _draft_stats(self) -> dict[str, Any]:
+        found = {} if self.loop.drafts is None else self.loop.drafts.stats()
+        if self.drafting is not None and "model" in found:
+            found["model"] |= {
+                "weight_bytes": self.drafting.weight_bytes,
+                "token_bytes": self.drafting.token_bytes,
+            }
+        return found
 
     def _prefix_stats(self) -> dict[str, Any]:
         prefix = self.loop.prefix

@@ -4,6 +4,9 @@ The model samples its own token at each position of the row, up to the first tha
 draft. So a drafter changes how many tokens a step gives, and never which tokens. The loop asks the
 drafters between two programs. Whatever a drafter does, the requests continue: a wrong proposal is
 dropped, counted and logged. With `Exit` the request's own rows draft, and there is no drafter.
+
+A draft model takes longer than other drafters. Arrivals stop it, and it does not draft while an LS
+request waits for its first token.
 """
 
 from collections import Counter
@@ -13,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qllm.drafters.exit import Exit
+from qllm.drafters.model import DraftModel
 from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter, TokenIds
 from qllm.engine.costs import blend
 from qllm.engine.protocol import Deciding
@@ -29,7 +33,8 @@ if TYPE_CHECKING:
     from qllm.engine.loop import Live
 
 TURN_NS = 2 * NS_PER_MS
-"""Time for all drafters between two programs. A single call that takes longer is too slow."""
+"""Time for all drafters between two programs. A single call that takes longer is too slow. A draft
+model is not bound by it."""
 REST_TOKENS = 64
 """Tokens for which a drafter is not asked after it was too slow twice."""
 
@@ -121,6 +126,8 @@ class Drafts:
         self._weighs = weighs
         self._exit_layer = make.layer if isinstance(make, Exit) else 0
         self._exit_costs = _ExitCosts(self._exit_layer / runner.shape.num_layers)
+        self._model = make if isinstance(make, DraftModel) else None
+        """The draft model, if drafts come from one."""
         self._emit, self._now_ns, self._warn = emit, now_ns, warn
         self._drafting: dict[RequestId, _Drafting] = {}
         self._usual = Utility()
@@ -134,13 +141,19 @@ class Drafts:
         self.faults: Counter[str] = Counter()
         """Proposals that were dropped, in whole or in part, by cause."""
 
-    def ask(self, live: Mapping[RequestId, "Live"]) -> None:
+    def ask(self, live: Mapping[RequestId, "Live"]) -> bool:
         """Ask the drafters of decoding requests, within the time of a turn.
 
         BE requests draft nothing while an LS request decodes, because their longer rows would delay
         its tokens. Draft rows pay only for a request that decodes alone, because each of them is a
         step for the others too.
+
+        Returns:
+            True if an arrival stopped the draft model.
         """
+        model = self._model
+        if model is not None:
+            model.begin_turn(may_draft=not any(_waits(one.request) for one in live.values()))
         admitted = [one for one in live.values() if one.request.block_table]  # few of those waiting
         decoding = [one for one in admitted if _may_draft(one.request)]
         has_ls = any(one.request.priority <= Priority.LS for one in decoding)
@@ -152,9 +165,10 @@ class Drafts:
             request = one.request
             if has_ls and request.priority > Priority.LS:
                 self._scheduler.draft(request.request_id, 0)
-            elif self._now_ns() < end_ns:
+            elif self._now_ns() < end_ns if model is None else model.may_draft:
                 self._draft(one, len(decoding) - 1)
                 self._last = request.request_id
+        return model is not None and model.was_stopped
 
     def verified(
         self, program: Program, sampled: Sequence[Sampled], elapsed_ns: int | None = None
@@ -193,12 +207,15 @@ class Drafts:
 
     def stats(self) -> dict[str, Any]:
         """Return accepted and rejected drafts by class, and faults by cause. For any thread."""
-        counts = {name: dict(count) for name, count in self.counts.items()}
-        return {**counts, "faults": dict(self.faults)}
+        counts: dict[str, Any] = {name: dict(count) for name, count in self.counts.items()}
+        model = {} if self._model is None else {"model": self._model.stats()}
+        return {**counts, "faults": dict(self.faults), **model}
 
     def forget(self, request_id: RequestId) -> None:
         """Forget a request that has ended."""
         self._drafting.pop(request_id, None)
+        if self._model is not None:
+            self._model.forget(request_id)
 
     def _draft(self, live: "Live", num_others: int) -> None:
         """Ask the drafter of a request, once for each of its tokens.
@@ -217,9 +234,12 @@ class Drafts:
         asked = live.submission.sampling.draft_tokens
         most = self._most if asked is None else min(asked, self._most)
         if self._weighs:
-            costs, extra_ns = self._scheduler.costs, None
+            costs = self._scheduler.costs
+            extra_ns: Callable[[int], int] | None = None
             if self._exit_layer:
                 extra_ns = partial(self._exit_costs.extra_ns, costs)
+            elif self._model is not None:
+                extra_ns = self._model.extra_ns
             most = drafting.utility.most(costs, num_others, most, extra_ns)
         if self._exit_layer:
             drafting.guesses = ()
@@ -295,7 +315,7 @@ class Drafts:
             drafting.drafter = None
             self._fault("raised", f"raised {told(error)}; its request has no drafts any more")
             return []
-        if self._now_ns() - begin_ns > TURN_NS:
+        if self._model is None and self._now_ns() - begin_ns > TURN_NS:
             drafting.num_slow += 1
             if drafting.num_slow > 1:  # one slow call may be a pause of the machine
                 drafting.rests_until, drafting.num_slow = len(drafting.ids) + REST_TOKENS, 0
@@ -324,4 +344,11 @@ def _may_draft(request: Request) -> bool:
         request.frontier is None
         and request.is_decoding
         and not (request.is_hidden or request.failures)
+    )
+
+
+def _waits(request: Request) -> bool:
+    """Return True if an LS request waits for its first token."""
+    return (
+        request.priority <= Priority.LS and not request.num_output_tokens and not request.is_hidden
     )

@@ -148,12 +148,10 @@ class EngineLoop:
         self.take()
         now = self.now_ns()
         self._expire(now)
+        if not self.closing:
+            now = self._prepare(now)
         if self.closing:
             return False
-        if self.prefix is not None:
-            self.prefix.seek()
-        if self.drafts is not None:
-            self.drafts.ask(self.live)
         try:
             decision = self.scheduler.decide(now)
         except PolicyError as error:
@@ -177,6 +175,16 @@ class EngineLoop:
             return False
         self._run(decision)
         return True
+
+    def _prepare(self, now: int) -> int:
+        """Look for cached KV and ask the drafters; return the time of the decision after them."""
+        if self.prefix is not None:
+            self.prefix.seek()
+        if self.drafts is None:
+            return now
+        if self.drafts.ask(self.live):
+            self.take()  # the arrival that stopped the draft model
+        return self.now_ns()
 
     def close(self) -> None:
         """End every request with `cancelled` and stop serving. Called on the loop's thread."""

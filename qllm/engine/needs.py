@@ -7,7 +7,9 @@ from qllm.config import EngineConfig
 from qllm.cores import memory_bytes
 from qllm.drafters.choose import load_drafter
 from qllm.drafters.exit import Exit
+from qllm.drafters.model import DraftModel
 from qllm.drafters.protocol import MakeDrafter
+from qllm.engine.draft_model import OwnModel
 from qllm.engine.sizes import USUAL, Costs, sized
 from qllm.engine.storage.pages import why_not
 from qllm.errors import ConfigError
@@ -16,8 +18,14 @@ from qllm.runner.layers.trial import kv_token_bytes
 from qllm.runner.runner import TorchRunner
 
 
-def cpu_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
-    """Return the numbers of a model on a CPU that the sizes of KV depend on."""
+def cpu_costs(config: EngineConfig, runner: TorchRunner, drafting: OwnModel | None = None) -> Costs:
+    """Return the numbers of a model on a CPU that the sizes of KV depend on.
+
+    Args:
+        config: Settings.
+        runner: Runner of the model.
+        drafting: The draft model, which holds KV of the same tokens.
+    """
     shape, charge = runner.shape, runner.charge
     some = sized(replace(config, memory=None), 0, Costs(0))  # sizes can rule out cached KV
     return Costs(
@@ -26,6 +34,7 @@ def cpu_costs(config: EngineConfig, runner: TorchRunner) -> Costs:
         state_tokens=shape.state_tokens,
         most_tokens=config.max_num_seqs * (shape.max_position + shape.state_tokens),
         keeps=why_not(some, runner) is None,
+        draft_bytes=0 if drafting is None else drafting.token_bytes,
     )
 
 
@@ -38,11 +47,14 @@ def device_costs(model: Any, config: EngineConfig) -> Costs:
     return Costs(kv_token_bytes(parts, model), most_tokens=most, keeps=False)
 
 
-def refuse_sizes(config: EngineConfig, runner: TorchRunner) -> None:
+def refuse_sizes(
+    config: EngineConfig, runner: TorchRunner, drafting: OwnModel | None = None
+) -> None:
     """Refuse sizes that cannot work, so that the error comes at start and not later.
 
     Raises:
-        ConfigError: KV has no room for one request, or cached and swapped KV exceed the memory.
+        ConfigError: KV has no room for one request, or cached KV, swapped KV, or KV of the draft
+            model exceed the memory.
     """
     shape = runner.shape
     if shape.state_tokens and shape.longest(config.pool_tokens) < 2:
@@ -60,10 +72,24 @@ def refuse_sizes(config: EngineConfig, runner: TorchRunner) -> None:
             f"{each} bytes a token, and there are {memory} bytes of memory; give at most "
             f"{memory // each} together"
         )
+    draft_bytes = 0 if drafting is None else drafting.token_bytes
+    if config.pool_tokens * draft_bytes > memory:
+        raise ConfigError(
+            f"draft={config.draft!r}: the draft model holds KV of up to max_kv_tokens="
+            f"{config.pool_tokens} tokens, {draft_bytes} bytes each, and there are {memory} bytes "
+            f"of memory; give max_kv_tokens at most {memory // draft_bytes}"
+        )
 
 
-def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | Exit | None:
+def drafter_of(
+    config: EngineConfig, runner: TorchRunner, own: DraftModel | None = None
+) -> MakeDrafter | Exit | None:
     """Return the source of drafts that an engine's settings ask for; None for none.
+
+    Args:
+        config: Settings.
+        runner: Runner of the model.
+        own: The draft model, if the settings name one.
 
     Raises:
         ConfigError: The drafter is unknown or asks for a layer that the model does not have, or
@@ -71,7 +97,8 @@ def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | Exit 
     """
     if not config.has_drafts:
         return None
-    make, layers = load_drafter(config.draft), runner.shape.num_layers
+    make = load_drafter(config.draft) if own is None else own
+    layers = runner.shape.num_layers
     if isinstance(make, Exit) and make.layer >= layers:
         raise ConfigError(
             f"draft={config.draft!r} leaves the model after {make.layer} layers, and the model has "

@@ -38,6 +38,13 @@ class Costs(NamedTuple):
     keeps: bool = True
     """True if cached KV takes the same memory as KV; False without cached KV, or in other memory.
     """
+    draft_bytes: int = 0
+    """Bytes of a token's KV in the draft model; 0 without a draft model."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's KV in the model and in the draft model."""
+        return self.token_bytes + self.draft_bytes
 
 
 class Sizes(NamedTuple):
@@ -49,7 +56,8 @@ class Sizes(NamedTuple):
 
     def num_bytes(self, costs: Costs) -> int:
         """Return the bytes of all three sizes."""
-        return (self.kv_tokens + self.kept_tokens) * costs.token_bytes + self.state_bytes
+        kept = self.kept_tokens * costs.token_bytes
+        return self.kv_tokens * costs.kv_bytes + kept + self.state_bytes
 
 
 USUAL = Sizes(1 << 16, 1 << 14, 2 * GIB)
@@ -85,7 +93,7 @@ def sized(config: EngineConfig, free: int, costs: Costs) -> EngineConfig:
     if config.memory is not None and needed > free:
         raise ConfigError(
             f"memory={config.memory} leaves {max(0, free)} bytes for KV beside the loaded model, "
-            f"and at least {needed} are needed ({costs.token_bytes} a token); give more, or a "
+            f"and at least {needed} are needed ({costs.kv_bytes} a token); give more, or a "
             "smaller model"
         )
     return _with(config, chosen)
@@ -123,7 +131,7 @@ def memory_of(config: EngineConfig, costs: Costs, free: int) -> dict[str, int]:
         "kept_tokens": config.kept_tokens if costs.keeps else 0,
         "free_bytes": free,
         "budget_bytes": int(config.memory or 0),
-        "kv_bytes": config.pool_tokens * costs.token_bytes + other_bytes(config, costs),
+        "kv_bytes": config.pool_tokens * costs.kv_bytes + other_bytes(config, costs),
         "kept_bytes": kept + states,
     }
 
@@ -140,7 +148,7 @@ def _chosen(room: int, costs: Costs, is_open: Sizes) -> Sizes:
         is_open.kept_tokens * (1 if is_open.state_bytes else 2),
         1 * is_open.state_bytes,
     )
-    units = (costs.token_bytes, costs.token_bytes, 1)
+    units = (costs.kv_bytes, costs.token_bytes, 1)
     shares = [
         _power_below(room * weight // (sum(weights) * unit)) if weight else 0
         for weight, unit in zip(weights, units, strict=True)

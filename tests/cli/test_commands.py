@@ -417,12 +417,23 @@ def test_doctor_says_which_gaps_prompts_make(given: list[str], said: str) -> Non
     [
         ([], "drafts none; --set draft=auto proposes tokens (drafters: auto, lookup, grammar"),
         (["--set", "draft=lookup"], "drafts lookup, at most 4 tokens per step and request"),
+        (
+            ["--set", "draft=model:tiny"],
+            "drafts model:tiny, at most 4 tokens per step and request; the draft model tiny is "
+            "compared with the model at start",
+        ),
     ],
 )
 def test_doctor_says_who_drafts(given: list[str], said: str) -> None:
     done = runner.invoke(app, ["doctor", *given])
     assert done.exit_code == 0
     assert said in " ".join(done.stdout.split())
+
+
+def test_doctor_refuses_a_draft_model_that_is_not_there() -> None:
+    done = runner.invoke(app, ["doctor", "--set", "draft=model:not here"])
+    assert done.exit_code == 2
+    assert "model 'not here' is no alias, no folder here and no hub id" in done.stderr
 
 
 def test_doctor_refuses_an_unknown_drafter() -> None:

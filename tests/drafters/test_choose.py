@@ -9,7 +9,7 @@ import pytest
 
 from qllm import QLLMEngine, SamplingParams, plugins
 from qllm.config import EngineConfig
-from qllm.drafters.choose import GROUP, OWN, drafters, load_drafter
+from qllm.drafters.choose import GROUP, OWN, drafters, load_drafter, model_path
 from qllm.errors import ConfigError
 from qllm.frontend.prompts import with_prediction
 
@@ -59,13 +59,17 @@ def test_only_an_engine_that_drafts_reads_the_prediction(draft: str, num: int) -
 
 
 def test_our_drafters_and_those_of_packages_are_known() -> None:
-    assert drafters() == [*OWN, "gone", "number", "repeat"]
+    assert drafters() == [*OWN, "model:PATH", "gone", "number", "repeat"]
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("x", "draft='x' is unknown; use one of none, auto, lookup, grammar, gone, number, repeat"),
+        (
+            "x",
+            "draft='x' is unknown; use one of none, auto, lookup, grammar, model:PATH, gone, "
+            "number, repeat",
+        ),
         ("number", "drafter 'number' at their_drafters:NUMBER is 7, which makes no drafters; name"),
         ("gone", "drafter 'gone' cannot be loaded from their_drafters:Gone: .*; repair or unins"),
     ],
@@ -73,3 +77,10 @@ def test_our_drafters_and_those_of_packages_are_known() -> None:
 def test_a_drafter_that_cannot_be_used_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_drafter(name)
+
+
+def test_a_draft_model_needs_a_path() -> None:
+    assert model_path("lookup") is None
+    assert model_path("model:a/b") == "a/b"
+    with pytest.raises(ConfigError, match="draft='model: ' names no model; give a folder, a GGUF"):
+        model_path("model: ")

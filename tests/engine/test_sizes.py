@@ -31,6 +31,7 @@ COSTS = st.builds(
     state_tokens=st.integers(0, 1 << 14),
     most_tokens=st.integers(1, 1 << 40),
     keeps=st.booleans(),
+    draft_bytes=st.sampled_from([0, 0, 1000, 1 << 20]),
 )
 BY_HAND: dict[str, st.SearchStrategy[Any]] = {
     "max_kv_tokens": st.one_of(st.none(), st.integers(1024, 1 << 20)),
@@ -46,7 +47,7 @@ def taken(config: EngineConfig, costs: Costs, names: Container[str] = SIZES) -> 
     """Return the most bytes that sizes of these names let an engine take."""
     each, keeps = max(1, costs.token_bytes), costs.keeps and config.prefix_cache is not False
     found = {
-        "max_kv_tokens": int(config.max_kv_tokens or 0) * each,
+        "max_kv_tokens": int(config.max_kv_tokens or 0) * (each + costs.draft_bytes),
         "prefix_cache_tokens": int(config.prefix_cache_tokens or 0) * each * keeps,
         "prefix_states_gib": int((config.prefix_states_gib or 0) * GIB)
         * (keeps and costs.state_bytes > 0),

@@ -88,6 +88,9 @@ GROUPS = {
     LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
     "drafters": Floor("errors types plugins", PURE),
     "drafters.check": Floor("errors types drafters llm", STDLIB),
+    "drafters.model": Floor(
+        "types plan drafters.protocol ingress.protocol runner.protocol scheduler", PURE
+    ),
     "engine.storage": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
         "scheduler",

@@ -22,19 +22,23 @@ WORLDS = {
 }
 
 
-def served(costs: CostTable, world: str, fixed: int | None, num_others: int) -> float:
+def served(
+    costs: CostTable, world: str, fixed: int | None, num_others: int, draft_ns: int = 0
+) -> float:
     """Nanoseconds per token of a request, and of those beside it, for 4,000 steps."""
     rng, utility = random.Random(5), Utility()
     tokens = steps_ns = 0
     for _ in range(4000):
-        num = utility.most(costs, num_others, 8) if fixed is None else fixed
+        num = fixed
+        if num is None:
+            num = utility.most(costs, num_others, 8, lambda n: n * draft_ns)
         accepted = 0
         while accepted < num and rng.random() < WORLDS[world](tokens, accepted):
             accepted += 1
         if num:
             utility.saw(num, accepted)
         tokens += 1 + accepted
-        steps_ns += costs.decode(num_others + 1 + num)
+        steps_ns += costs.decode(num_others + 1 + num) + num * draft_ns
     return steps_ns / (tokens + 4000 * num_others)
 
 
@@ -46,6 +50,28 @@ def test_it_is_nearly_as_good_as_the_best_fixed_number(
 ) -> None:
     best = min(served(costs, world, n, num_others) for n in (0, *CHOICES) if n <= 8)
     assert best / served(costs, world, None, num_others) >= 0.97
+
+
+@pytest.mark.parametrize("draft_ns", [MS // 2, 3 * MS, 9 * MS, 25 * MS])
+@pytest.mark.parametrize("costs", [ZEN, FLAT, STEEP], ids=["zen", "flat", "steep"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_it_weighs_the_time_that_a_drafter_takes(
+    world: str, costs: CostTable, draft_ns: int
+) -> None:
+    """As of a draft model that takes a part of the model's time, or more than all of it."""
+    best = min(served(costs, world, n, 0, draft_ns) for n in (0, *CHOICES) if n <= 8)
+    assert best / served(costs, world, None, 0, draft_ns) >= 0.93
+
+
+def test_a_drafter_that_takes_longer_than_the_model_is_seldom_asked() -> None:
+    utility, asked = Utility(), 0
+    for _ in range(1000):
+        num = utility.most(FLAT, 0, 8, lambda n: n * 15 * MS)
+        asked += num
+        if num:
+            utility.saw(num, num)
+    assert asked < 30
+    assert utility.most(FLAT, 0, 8) == 8
 
 
 @pytest.mark.parametrize("world", ["always right", "always wrong", "half"])

@@ -43,7 +43,10 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms; it stops {kernels.get('stops', 'between stages')}",
         *(
-            [f"drafts   {settings.draft}, at most {settings.draft_tokens} tokens per step"]
+            [
+                f"drafts   {settings.draft}, at most {settings.draft_tokens} tokens per step"
+                f"{draft_model(stats)}"
+            ]
             * settings.has_drafts
         ),
         f"classes  {classes}; LS: {targets}, {taken}",
@@ -52,6 +55,17 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
             * has_http
         ),
     ]
+
+
+def draft_model(stats: Mapping[str, Any]) -> str:
+    """Return what the draft model takes, for the line of drafts; nothing without one."""
+    told = stats.get("drafts", {}).get("model")
+    if told is None:
+        return ""
+    return (
+        f"; draft model: {shown_bytes(told['weight_bytes'])} of weights, "
+        f"KV at most {shown_bytes(told['max_kv_tokens'] * told['token_bytes'])}"
+    )
 
 
 def memory_line(engine: QLLMEngine, stats: Mapping[str, Any]) -> str:

@@ -288,6 +288,19 @@ def test_the_start_says_who_drafts(
     assert [line for line in lines if line.startswith("drafts")] == said
 
 
+def test_the_start_says_what_a_draft_model_takes() -> None:
+    with QLLMEngine.from_pretrained(
+        "tiny", conformance=False, run_in="thread", draft="model:tiny", max_kv_tokens=4096
+    ) as other:
+        lines = banner(other, load_config(None, {}, {"model": "tiny"}), 1.25)
+        each = other.stats()["drafts"]["model"]["token_bytes"]
+        weights = shown_bytes(other.stats()["weight_bytes"])
+    assert [line for line in lines if line.startswith("drafts")] == [
+        f"drafts   model:tiny, at most 4 tokens per step; draft model: {weights} of weights, "
+        f"KV at most {shown_bytes(4096 * each)}"
+    ]
+
+
 @pytest.mark.parametrize("role", ENGINE_ROLES)
 def test_an_engine_without_http_says_at_its_start_what_others_say(
     engine: QLLMEngine, role: str
