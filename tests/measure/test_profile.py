@@ -52,11 +52,19 @@ def expected_answers(model: Any, tokens: Sequence[int]) -> list[torch.Tensor]:
     return [*(x / scale for x in early), out.logits[0]]
 
 
+def sharp(family: str) -> Any:
+    """A random model some of whose answers are confident."""
+    model = make_model(family)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(6)
+    return model
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_early_answers_are_those_of_the_models_own_modules(family: str) -> None:
     tokens = ids(100)
-    *early, whole = expected_answers(make_model(family), tokens)
-    found = found_in(make_model(family), {"random": tokens})
+    *early, whole = expected_answers(sharp(family), tokens)
+    found = found_in(sharp(family), {"random": tokens})
     assert [e.layer for e in found.exits] == [1, 2]
     for e, logits in zip(found.exits, early, strict=True):
         chance = logits.softmax(-1).max(-1).values
@@ -64,7 +72,10 @@ def test_early_answers_are_those_of_the_models_own_modules(family: str) -> None:
         assert 0 < e.agreement < 1
         assert e.agreement == pytest.approx(float(agreed.float().mean()))
         assert e.confidence == pytest.approx(float(chance.mean()), rel=1e-3)
-        assert e.confident == pytest.approx(float((chance >= 0.9).float().mean()))
+        sure = chance >= 0.9
+        assert 0 < e.confident < 1
+        assert e.confident == pytest.approx(float(sure.float().mean()))
+        assert e.confident_agreement == pytest.approx(float(agreed[sure].float().mean()))
         assert e.num_tokens == 100
 
 
@@ -121,7 +132,7 @@ def test_a_model_with_states_is_measured_and_gets_no_proposal() -> None:
 
 def test_the_model_is_given_back() -> None:
     """The kernels' packed weights and hooks are gone, and a second profile is the same."""
-    model, tokens = make_model("qwen3_moe"), ids(64)
+    model, tokens = make_model("qwen3_moe", torch.bfloat16), ids(64)
     with torch.inference_mode():
         before = model(torch.tensor([tokens])).logits
     first, second = (found_in(model, {"x": tokens}) for _ in range(2))
