@@ -78,7 +78,7 @@ def profile(
     typer.echo(
         "last columns: predicted tokens per second with 1, 2, 4 and 8 drafts; without drafts 1"
     )
-    for name in ids if len(ids) > 1 else ():
+    for name in ids if len(ids) > 1 and not found.refused else ():
         best = max(found.predictions(name), key=lambda p: p.speedup)
         typer.echo(
             f"{name}: the best is exit:{best.layer} with draft_tokens={best.draft_tokens}, "
@@ -113,7 +113,7 @@ def _rows(found: "Profile") -> Iterator[tuple[str, ...]]:
     for text in found.num_tokens:
         predicted = found.predictions(text)
         for e in found.of(text):
-            gains = (f"{p.speedup:.2f}" for p in predicted if p.layer == e.layer)
+            gains = [f"{p.speedup:.2f}" for p in predicted if p.layer == e.layer]
             below_ns = found.times[1].between_ns(0, e.layer)
             sure = e.confident_agreement
             yield (
@@ -124,7 +124,7 @@ def _rows(found: "Profile") -> Iterator[tuple[str, ...]]:
                 f"{e.confident:.1%}",
                 "-" if sure is None else f"{sure:.1%}",
                 f"{below_ns / NS_PER_MS:,.2f}",
-                *gains,
+                *(gains or "----"),
             )
 
 

@@ -110,7 +110,8 @@ class Profile:
     exits: tuple[EarlyExit, ...]
     """Per kind of text, the early answers after layers 1 to L - 1."""
     times: dict[int, StepTime]
-    """Time of a step of one row, by the number of the row's tokens."""
+    """Time of a step of one row, by the number of the row's tokens. If drafts are refused, there is
+    only a step of one token."""
     context: int
     """Number of tokens before the measured steps."""
     refused: str
@@ -119,6 +120,8 @@ class Profile:
     def predictions(self, text: str) -> list[Prediction]:
         """Return the predicted speed-ups on a kind of text, for all layers and numbers of drafts.
 
+        There are none if an engine refuses drafts with this model.
+
         Args:
             text: Name of the kind, or `ALL`.
         """
@@ -126,6 +129,7 @@ class Profile:
             Prediction(e.layer, d, speedup(e.agreement, e.layer, d, self.times))
             for e in self.of(text)
             for d in DRAFTS
+            if not self.refused
         ]
 
     def of(self, text: str) -> list[EarlyExit]:
@@ -136,22 +140,25 @@ class Profile:
         return [_together([e for e in self.exits if e.layer == layer]) for layer in layers]
 
     @property
-    def best(self) -> Prediction:
-        """Return the prediction with the largest speed-up on all texts, also one that loses."""
-        return max(self.predictions(ALL), key=lambda p: p.speedup)
+    def best(self) -> Prediction | None:
+        """Return the prediction with the largest speed-up on all texts, also one that loses.
+
+        It is None if an engine refuses drafts.
+        """
+        return max(self.predictions(ALL), key=lambda p: p.speedup, default=None)
 
     @property
     def proposal(self) -> Prediction | None:
         """Return the best layer and number of drafts; None if drafts gain too little."""
         best = self.best
-        return best if best.speedup >= LEAST_GAIN and not self.refused else None
+        return best if best is not None and best.speedup >= LEAST_GAIN else None
 
     @property
     def why_none(self) -> str:
         """Return why no layer is proposed; "" if one is."""
-        if self.refused:
-            return f"drafts are refused with this model here: {self.refused}"
         best = self.best
+        if best is None:
+            return f"drafts are refused with this model here: {self.refused}"
         if best.speedup >= LEAST_GAIN:
             return ""
         layer, drafts = best.layer, best.draft_tokens
@@ -251,9 +258,11 @@ def profile(
                 check_conformance(loaded.model, runner)
         opened.enter_context(torch_threads(1 if runner.backend.is_native else threads))
         opened.enter_context(inference())
+        opened.enter_context(naming_family(loaded.model, "running a text"))
         probe = _Probe(loaded.name, runner, prefix)
         exits = [e for name, ids in kinds.items() for e in probe.exits(name, ids)]
-        context, times = probe.times(next(iter(kinds.values())))
+        refused = why_no_drafts(runner)
+        context, times = probe.times(next(iter(kinds.values())), () if refused else DRAFTS)
         return Profile(
             model=loaded.name,
             num_layers=runner.shape.num_layers,
@@ -261,7 +270,7 @@ def profile(
             exits=tuple(exits),
             times=times,
             context=context,
-            refused=why_no_drafts(runner),
+            refused=refused,
         )
 
 
@@ -364,13 +373,19 @@ class _Probe:
             )
         return best_T, (peak_T - sum_T).exp()
 
-    def times(self, ids: Sequence[int]) -> tuple[int, dict[int, StepTime]]:
-        """Measure steps that verify drafts, after a part of a text.
+    def times(
+        self, ids: Sequence[int], num_drafts: Sequence[int]
+    ) -> tuple[int, dict[int, StepTime]]:
+        """Measure a step without drafts and steps that verify drafts, after a part of a text.
+
+        Args:
+            ids: Tokens of the text.
+            num_drafts: Numbers of drafts.
 
         Returns:
             The number of tokens before the steps, and the times of a step by its number of tokens.
         """
-        widths = (1, *(d + 1 for d in DRAFTS))
+        widths = (1, *(d + 1 for d in num_drafts))
         given = [*self._prefix, *ids][: CONTEXT + widths[-1]]
         context = len(given) - widths[-1]
         known, drafts = given[: context + 1], given[context + 1 :]

@@ -7,6 +7,8 @@ from qllm.measure.profile import DRAFTS, Profile
 from qllm.measure.profile_texts import ALL
 from qllm.scheduler.drafts import LEAST_GAIN
 
+GAIN = "Predicted speed-up"
+
 
 def profile_figure(found: Profile, path: str | os.PathLike[str]) -> None:
     """Write one PNG: agreement and confidence by layer, and predicted speed-ups by layer.
@@ -29,15 +31,17 @@ def profile_figure(found: Profile, path: str | os.PathLike[str]) -> None:
             left.plot(layers, agreed, "o-", color=color, markersize=4, label=f"{text}: agrees")
             left.plot(layers, sure, "--", color=color, label=f"{text}: confidence")
         left.set(ylabel="%", ylim=(0, 101), title="Early answers and the whole model's")
-        for number, drafts in enumerate(DRAFTS):
+        for number, drafts in enumerate(() if found.refused else DRAFTS):
             gains = [p.speedup for p in found.predictions(ALL) if p.draft_tokens == drafts]
             color = POLICY_COLORS[number % len(POLICY_COLORS)]
             label = f"{drafts} draft{'s' * (drafts > 1)}"
             right.plot(layers, gains, "o-", color=color, markersize=4, label=label)
         right.axhline(1, color=MUTED, linewidth=1)
         right.axhline(LEAST_GAIN, color=INK, linestyle=(0, (4, 2)), linewidth=1, label="pays")
-        right.set(ylabel="tokens per second, without drafts = 1", title="Predicted speed-up")
+        right.set(ylabel="tokens per second, without drafts = 1", title=GAIN)
         right.set_ylim(0, None)
+        if found.refused:
+            right.set_title(f"{GAIN}: none, drafts are refused")
         for ax in (left, right):
             ax.set_xlabel("layers that ran, E")
             ax.xaxis.get_major_locator().set_params(integer=True)

@@ -29,6 +29,7 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import OpKind, Program
 from tests.support.families import FAMILIES, VOCAB, make_model
 from tests.support.hybrids import make_hybrid
+from tests.support.tiny_configs import tiny_model
 from tests.support.tokenizers import with_two_in_front
 
 CONFIG = engine_config({"conformance": False})
@@ -126,8 +127,24 @@ def test_a_model_with_states_is_measured_and_gets_no_proposal() -> None:
     found = found_in(make_hybrid("qwen3_next"), {"x": ids(50)})
     assert [0 <= e.agreement < 1 for e in found.exits] == [True] * 3
     assert "carry a state" in found.refused
+    assert set(found.times) == {1}
+    assert found.predictions("x") == found.predictions(ALL) == []
     assert found.proposal is None
     assert "carry a state" in found.why_none
+
+
+def test_a_model_with_layers_of_its_own_code_is_measured() -> None:
+    """Its embedding and its layers run inside the model's own forward."""
+    model = tiny_model("deepseek_v32")
+    found = found_in(model, {"x": [i % model.config.vocab_size for i in ids(40)]})
+    assert all(0 < e.agreement < 1 for e in found.exits)
+    assert "carry a state" in found.refused
+
+
+def test_an_error_of_a_model_names_its_family() -> None:
+    """The check at start, which refuses such a model, is off."""
+    with pytest.raises(ModelError, match="'hy_v3' cannot be driven: running a text raised TypeE"):
+        found_in(tiny_model("hy_v3"), {"x": [i % 32 for i in ids(40)]})
 
 
 def test_the_model_is_given_back() -> None:
@@ -182,7 +199,7 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_known_times")
 def test_each_part_of_a_step_gets_its_own_time() -> None:
-    found = found_in(make_model("qwen3_moe"), {"x": ids(90)})
+    found = found_in(make_model("qwen3_moe", torch.bfloat16), {"x": ids(90)})
     assert found.context == 90 - 9
     assert set(found.times) == {1, 2, 3, 5, 9}
     for width, step in found.times.items():
