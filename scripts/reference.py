@@ -38,6 +38,7 @@ WIDTH = 100
 NOTE = "<!-- Made by `python -m scripts.reference --write`; do not edit. -->"
 NO_ENGINE = SimpleNamespace(
     tokenizer=None,
+    config=EngineConfig(),
     fleet=None,
     client=SimpleNamespace(engines=list, num_route_errors=0),
     num_route_errors=0,
@@ -50,10 +51,15 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
     found = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in body]
     room = WIDTH - 3 * len(head) - 1
     widths = [max(map(len, column)) for column in zip(head, *found, strict=True)]
-    while sum(widths) > room:
+    while sum(widths) > room or max(map(len, _lines(found, widths)), default=0) > WIDTH:
         widths[widths.index(max(widths))] -= 1
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in found:
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *_lines(found, widths)]
+
+
+def _lines(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """Return the lines of rows whose cells have these widths, or that of a word that is longer."""
+    lines = []
+    for row in rows:
         cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
         for at in range(max(map(len, cells))):
             line = [cell[at] if at < len(cell) else "" for cell in cells]

@@ -2,6 +2,7 @@
 
     python -m bench drafts                          the rows of one process, 2 threads
     python -m bench drafts --vllm VENV/bin/python   also: vLLM's `ngram` on the same prompts
+    python -m bench drafts --llama VENV/bin/python  also: llama.cpp's `ngram-simple` on the same
     python -m bench drafts --quick                  few tokens: to debug
 
 One engine serves all arms of a row in turns, so a row compares runs of the same weights in the same
@@ -68,6 +69,7 @@ REACH = {
     "oracle": 0.75, "wrong": 0.95, "lookup": 1.2, "none": 0.97, "grammar": 1.3,
     "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1, "exit": 1.3, "exit tiny": 0.97,
 }  # fmt: skip
+LLAMA = Path(__file__).parent.parent / "serving" / "llama_drafts.py"
 PEER = """
 import json, sys, time
 asked = json.loads(sys.stdin.read())
@@ -501,30 +503,65 @@ def preempt_row(model: Any, args: argparse.Namespace, table: Table, result: dict
 
 
 def peer_rows(folder: Path, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
-    """Ask vLLM for the same answers with its n-gram drafts and without."""
+    """Ask other engines for the same answers, with their n-gram drafts and without."""
     corpus, rng = corpus_of(args.tokenizer), random.Random(args.seed)
     starts = [rng.randrange(len(corpus) - 400) for _ in range(8)]
     prompts = [list(corpus[at : at + 200]) for at in starts]
+    asked = {
+        "model": str(folder), "new": args.new, "prompts": prompts, "threads": args.threads,
+    }  # fmt: skip
+    peers = (
+        ("vllm", "vLLM ngram", args.vllm, ["-c", PEER]),
+        ("llama", "llama.cpp ngram-simple", args.llama, [str(LLAMA)]),
+    )
+    for key, name, python, script in peers:
+        if python:
+            result[key] = peer_row(name, [python, *script], asked, table)
+
+
+def peer_row(
+    name: str, command: list[str], asked: dict[str, Any], table: Table
+) -> dict[str, Any] | None:
+    """Add the rows of another engine, or of why it did not run; return its numbers.
+
+    Args:
+        name: Name of the engine and its drafts.
+        command: Program that reads a question as JSON, and prints JSON: `times` and `tokens` of all
+            answers, and perhaps numbers of `drafted` and `accepted` tokens.
+        asked: The question, without the number of `drafts`.
+        table: Table that gets the rows.
+    """
     found = {}
     for drafts in (0, MOST):
-        asked = {"model": str(folder), "drafts": drafts, "new": args.new, "prompts": prompts}
-        done = subprocess.run(
-            [args.vllm, "-c", PEER], input=json.dumps(asked), capture_output=True, text=True,
-            check=False, timeout=1200, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, input=json.dumps({**asked, "drafts": drafts}), capture_output=True,
+                text=True, check=False, timeout=1200,
+                env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            table.add(name, f"did not run: no answer in {error.timeout:.0f} s")
+            return None
         if done.returncode:
-            why = without_paths(done.stderr.strip().splitlines()[-1]) if done.stderr else "?"
-            table.add("vLLM ngram", f"did not run: {why:.200}")
-            return
+            lines = done.stderr.strip().splitlines()
+            why = without_paths(lines[-1]) if lines else f"it ended with {done.returncode}"
+            table.add(name, f"did not run: {why:.200}")
+            return None
         found[drafts] = json.loads(done.stdout.strip().splitlines()[-1])
+    without, drafted = found[0], found[MOST]
     speed = statistics.median(
-        a / b for a, b in zip(found[0]["times"], found[MOST]["times"], strict=True)
+        a / b for a, b in zip(without["times"], drafted["times"], strict=True)
     )
-    pairs = zip(found[0]["tokens"], found[MOST]["tokens"], strict=True)
+    pairs = zip(without["tokens"], drafted["tokens"], strict=True)
     same = statistics.mean(a == b for a, b in pairs)
-    result["vllm"] = {"speed": round(speed, 3), "same": same}
-    table.add("vLLM ngram: tokens/s with drafts over without", f"{speed:.2f}", "printed")
-    table.add("vLLM ngram: answers equal to its own without drafts", f"{same:.0%}", "printed")
+    numbers: dict[str, Any] = {"speed": round(speed, 3), "same": same}
+    told = ""
+    if "drafted" in drafted:
+        numbers |= {what: sum(drafted[what]) for what in ("drafted", "accepted")}
+        told = f" ({numbers['accepted']} of {numbers['drafted']} drafts)"
+    table.add(f"{name}: tokens/s with drafts over without{told}", f"{speed:.2f}", "printed")
+    table.add(f"{name}: answers equal to its own without drafts", f"{same:.0%}", "printed")
+    return numbers
 
 
 def main() -> None:
@@ -536,6 +573,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default="single,exit,grammar,mixed,preempt")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
+    parser.add_argument("--llama", help="Python of an environment with xllamacpp and gguf")
     parser.add_argument("--quick", action="store_true", help="few tokens: to debug")
     parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
@@ -545,7 +583,7 @@ def main() -> None:
 
     folder = make_random_moe(size="300m")
     args.tokenizer = AutoTokenizer.from_pretrained(folder)
-    table, rows = Table(), args.rows.split(",")
+    table, rows = Table(), [name for name in args.rows.split(",") if name]
     result: dict[str, Any] = {
         "bench": "drafts",
         "machine": machine(),
@@ -559,8 +597,7 @@ def main() -> None:
             grammar_row(args, table, result)
         else:
             made[name](load_model(folder), args, table, result)
-    if args.vllm:
-        peer_rows(folder, args, table, result)
+    peer_rows(folder, args, table, result)
     table.finish(result, args.out)
 
 

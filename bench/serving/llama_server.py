@@ -119,16 +119,22 @@ def write_gguf(folder: Path, out: Path) -> None:
     writer.close()
 
 
-def main() -> None:
-    """Serve until killed."""
-    import xllamacpp
-
-    folder, port, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def gguf_of(folder: Path) -> Path:
+    """Return the folder's weights as GGUF; write the file if it is missing."""
     file = Path(sys.prefix) / f"{folder.name}.gguf"
     if not file.exists():
         part = file.with_suffix(".part")
         write_gguf(folder, part)
         part.rename(file)
+    return file
+
+
+def main() -> None:
+    """Serve until killed."""
+    import xllamacpp
+
+    folder, port, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    file = gguf_of(folder)
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.model_alias = {"moe"}

@@ -7,6 +7,7 @@ from qllm.cli import (  # noqa: F401 - each adds its commands
     doctor,
     drafters,
     policies,
+    profile,
     run,
     serve,
     sim,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CLASSES = ("LS", "BE")
 TIMEOUT_S = 10
+DRAFTED = "spec_decode_num_draft_tokens_total"
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
 
 
 class Sample(NamedTuple):
@@ -102,6 +104,12 @@ def table(before: Scrape, now: Scrape) -> "Table":
         ("preempted/s", "request_preemptions_total"),
     ):
         made.add_row(label, *(f"{_rate(before, now, name, c) / seconds:,.1f}" for c in CLASSES))
+    if drafters(now):
+        made.add_row(
+            "drafted tokens/s",
+            *(f"{_rate(before, now, DRAFTED, c) / seconds:,.1f}" for c in CLASSES),
+        )
+        made.add_row("of these accepted", *(_accepted(before, now, c) for c in CLASSES))
     for label, name in (
         ("TTFT", "time_to_first_token_seconds"),
         ("ITL", "inter_token_latency_seconds"),
@@ -111,20 +119,33 @@ def table(before: Scrape, now: Scrape) -> "Table":
     return made
 
 
+def drafters(now: Scrape) -> list[str]:
+    """Return the drafters of the server's engine; none if it drafts nothing."""
+    found = {s.labels.get("drafter", "none") for s in now.samples if s.name == f"qllm:{DRAFTED}"}
+    return sorted(found - {"none"})
+
+
 def head(now: Scrape) -> str:
     """Return the line above the table."""
     model = now.samples[0].labels["model_name"]
+    drafts = f", drafts by {' and '.join(names)}" if (names := drafters(now)) else ""
     return (
         f"{model}: KV {now.total('kv_cache_usage_perc'):.0%}, "
         f"{now.total('preemptions_total'):.0f} preemptions, longest segment "
         f"{1e3 * now.total('max_segment_seconds'):.1f} ms, "
         f"{now.total('requests_refused_total'):.0f} refused, "
-        f"{now.total('requests_demoted_total'):.0f} demoted"
+        f"{now.total('requests_demoted_total'):.0f} demoted{drafts}"
     )
 
 
 def _rate(before: Scrape, now: Scrape, name: str, label: str) -> float:
     return now.total(name, **{"class": label}) - before.total(name, **{"class": label})
+
+
+def _accepted(before: Scrape, now: Scrape, label: str) -> str:
+    """Return the part of the newly drafted tokens that were accepted."""
+    drafted, accepted = (_rate(before, now, name, label) for name in (DRAFTED, ACCEPTED))
+    return f"{accepted / drafted:.0%}" if drafted else "-"
 
 
 def _p50_p99(before: Scrape, now: Scrape, name: str, label: str) -> str:

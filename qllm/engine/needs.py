@@ -104,12 +104,16 @@ def drafter_of(
             f"draft={config.draft!r} leaves the model after {make.layer} layers, and the model has "
             f"{layers}; give a number in [1, {layers - 1}]"
         )
-    if runner.parts.has_states:
-        why = "its layers carry a state, which cannot go back when a draft is rejected"
-    elif inexact := runner.backend.why_inexact:
-        why = f"{inexact}, and a draft could change tokens"
-    else:
+    if not (why := why_no_drafts(runner)):
         return make
     raise ConfigError(
         f"draft={config.draft!r} cannot be used with this model here: {why}; use draft='none'"
     )
+
+
+def why_no_drafts(runner: TorchRunner) -> str:
+    """Return why this model or device cannot verify drafts exactly; "" if it can."""
+    if runner.parts.has_states:
+        return "its layers carry a state, which cannot go back when a draft is rejected"
+    inexact = runner.backend.why_inexact
+    return f"{inexact}, and a draft could change tokens" if inexact else ""

@@ -5,9 +5,9 @@ thread that polls. A poll renews a lease. When the lease ends, the loop stops ap
 
 A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline (`qllm.record.timeline`)
 after number `since`. It also returns `seq` (the `since` of the next poll), `now_ms` of the engine's
-clock, `parked` and `running` programs, and counts of tokens, KV blocks and preemptions. `whole`
-adds the open requests: `counts` per track and status, and the first 200. A poll returns no text and
-no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
+clock, `parked` and `running` programs, and counts of tokens, KV blocks, preemptions and drafts.
+`whole` adds the open requests: `counts` per track and status, and the first 200. A poll returns no
+text and no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
 """
 
 import threading
@@ -124,7 +124,15 @@ class Watch:
             "longest_segment_ms": self._runner.segments.longest_ns / NS_PER_MS,
             "max_segment_ms": None if isinf(config.max_segment_ms) else config.max_segment_ms,
             "num_layers": self._runner.shape.num_layers,
+            **self._drafts(),
         }
+
+    def _drafts(self) -> dict[str, Any]:
+        """Return the drafter, and the accepted and rejected drafts by class; {} without drafts."""
+        if (drafts := self._loop.drafts) is None:
+            return {}
+        counts = {name: dict(count) for name, count in drafts.counts.items()}
+        return {"drafter": self._config.draft, "drafts": counts}
 
     def _requests(self, now_ns: int) -> dict[str, Any]:
         """Return counts of the open requests, and the first requests: LS first, then by arrival."""

@@ -93,7 +93,8 @@ def create_app(
     """
     rules = read_rules(config.keys_file)
     choose.check(engine.tokenizer, config.tool_calls)
-    metrics = Metrics(config.model_name, is_local=config.engine_address is None)
+    is_local = config.engine_address is None
+    metrics = Metrics(config.model_name, is_local=is_local, drafter=engine.config.draft)
     front = Front(engine, config, metrics, {rule.caller: rule for rule in rules})
     prompts = StreamingPrompts(front)
     log = access.Log() if config.access_log else None

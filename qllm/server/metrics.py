@@ -60,7 +60,8 @@ class _OfClass:
 
         self.prompt, self.output = of(metrics._prompt), of(metrics._output)
         self.preemptions = of(metrics._request_preemptions)
-        self.drafted, self.accepted = of(metrics._drafted), of(metrics._accepted)
+        drafts = metrics._drafted, metrics._accepted
+        self.drafted, self.accepted = (of(made, metrics._drafter) for made in drafts)
         self.revisions, self.revise_lost = of(metrics._revisions), of(metrics._revise_lost)
         causes = ("evict", "retry", "preempt")
         self.recomputed = {cause: of(metrics._recomputed, cause) for cause in causes}
@@ -82,12 +83,14 @@ class Metrics:
     Args:
         model_name: Label of every metric.
         is_local: True if the engine's process is on this host and can be observed.
+        drafter: Label of the metrics of drafts: the engine's setting `draft`, of several engines
+            that of the first.
     """
 
-    def __init__(self, model_name: str, is_local: bool = True) -> None:
+    def __init__(self, model_name: str, is_local: bool = True, drafter: str = "none") -> None:
         self._is_local, self._engine_pid = is_local, "none"
         self.registry = CollectorRegistry()
-        self._model = model_name
+        self._model, self._drafter = model_name, drafter
         self._lock = threading.Lock()
         self._num_preemptions = self._num_expert_bytes = 0
         self.recent_ttft_ms: dict[str, deque[float]] = {
@@ -168,10 +171,14 @@ class Metrics:
     def _make_prompts(self) -> None:
         """Make the metrics of streaming prompts and of drafts."""
         self._drafted = self._counter(
-            "spec_decode_num_draft_tokens", "Drafted tokens that steps verified", "class"
+            "spec_decode_num_draft_tokens",
+            "Drafted tokens that steps verified, by the setting `draft`",
+            *("class", "drafter"),
         )
         self._accepted = self._counter(
-            "spec_decode_num_accepted_tokens", "Drafted tokens that the model chose too", "class"
+            "spec_decode_num_accepted_tokens",
+            "Drafted tokens that the model chose too",
+            *("class", "drafter"),
         )
         self.streaming_prompts = self._gauge(
             "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"

@@ -70,6 +70,13 @@ serve tiny --ssl-cert-reqs required
 serve tiny --ssl-cert-reqs perhaps
 serve tiny --cors-origins
 serve tiny --api-keys
+profile
+profile tiny
+profile tiny --text no-such-file.txt
+profile tiny --text {file} --text {file}
+profile tiny --text {file} --tokens 31
+profile tiny --text {file} --set policy=fcfs
+profile no-such-model --text {file}
 docs nonsense
 docs ../README
 bench

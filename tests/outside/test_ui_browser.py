@@ -40,6 +40,21 @@ def moves(page: Any) -> bool:
     return bool(page.evaluate(STILL) != before)
 
 
+def test_the_page_shows_drafts_of_an_engine_that_drafts(chromium: Any) -> None:
+    with (
+        tiny_engine(draft="auto", conformance=False) as engine,
+        serving(engine) as drafting,
+        Opened(chromium, drafting.url, "desktop", "light") as opened,
+    ):
+        live(opened.page)
+        body = {"prompt": "a a a a a a a a", "max_tokens": 60, "temperature": 0, "priority": 1}
+        assert drafting.post("/v1/completions", body).status_code == 200
+        opened.page.wait_for_function(
+            r"""() => /drafted tokens \(auto\): LS 0; BE \d+, \d+ % accepted/.test(
+                document.getElementById("engine-more").textContent)"""
+        )
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_page_moves_fits_and_can_be_read(

@@ -16,6 +16,7 @@ import torch
 
 from bench import common
 from bench.common import Table
+from bench.engine.drafts import peer_row
 from bench.papers import parts as papers
 from bench.policies import pareto, routing
 from tests.support.files import ROOT
@@ -278,6 +279,31 @@ OPTIONS = ("'--out'", "'--update'")
 OTHER_WRITERS = (ROOT / "bench" / "common.py", ROOT / "bench" / "gpu" / "check.py")
 """The one that refuses, and `make gpu-check`, whose folder is `$OUT`."""
 RUN = sorted(path for folder in ("bench", "tests/long") for path in (ROOT / folder).rglob("*.py"))
+
+
+ANSWERS = """
+import json, sys
+asked = json.loads(sys.stdin.read())
+n = len(asked["prompts"])
+print("words of a library")
+print(json.dumps({"times": [asked["threads"] / (1 + asked["drafts"])] * n,
+                  "tokens": [asked["drafts"] * (k == 0) for k in range(n)],
+                  "drafted": [3 * asked["drafts"]] * n, "accepted": [asked["drafts"]] * n}))
+"""
+
+
+def test_answers_of_another_engine_are_compared_with_its_own() -> None:
+    table, asked = Table(), {"prompts": [[1], [2], [3], [4]], "threads": 10}
+    found = peer_row("theirs", [sys.executable, "-c", ANSWERS], asked, table)
+    assert found == {"speed": 5.0, "same": 0.75, "drafted": 48, "accepted": 16}
+    assert [(line.name, line.value) for line in table.lines] == [
+        ("theirs: tokens/s with drafts over without (16 of 48 drafts)", "5.00"),
+        ("theirs: answers equal to its own without drafts", "75%"),
+    ]
+    wrong = Table()
+    assert peer_row("theirs", [sys.executable, "-c", "import none_such"], asked, wrong) is None
+    (line,) = wrong.lines
+    assert "did not run: ModuleNotFoundError" in line.value
 
 
 def test_every_bench_refuses_such_a_result_before_it_measures() -> None:

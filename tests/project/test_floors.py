@@ -139,6 +139,10 @@ GROUPS = {
         f"{BASE} engine llm models plugins record workloads",
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
+    "measure.profile measure.profile_figure": Floor(
+        f"{BASE} engine ingress.inproc measure models runner scheduler",
+        STDLIB | {"matplotlib", "torch"},
+    ),
     "sim": Floor(
         f"{BASE} cores engine fleet.rebalance fleet.router fleet.routes ingress measure "
         "models plugins record runner.protocol scheduler workloads",

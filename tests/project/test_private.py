@@ -26,6 +26,7 @@ from tests.support.files import ROOT, python_files
 PUBLIC = {
     "qllm/cli/bench.py": "numbers of a bench",
     "qllm/cli/new_package.py": "code of a new policy or drafter",
+    "qllm/cli/profile.py": "a folder for a profile of a model",
     "qllm/cli/sim.py": "a folder for figures",
     "qllm/device/cubins.py": "compiled code",
     "qllm/device/lanes.py": "a header of ours",
@@ -34,6 +35,7 @@ PUBLIC = {
     "qllm/ingress/layout.py": "a file of ours",
     "qllm/measure/demo.py": "a folder for figures and traces",
     "qllm/measure/plots.py": "figures",
+    "qllm/measure/profile_figure.py": "a figure",
     "qllm/measure/random_moe.py": "a model",
     "qllm/models/weights/dense.py": "a model",
     "qllm/upcycle/router_training.py": "a model",

@@ -1,12 +1,17 @@
 """Predictions and drafts over HTTP: they change no answer, and usage counts them."""
 
+import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from qllm import QLLMEngine
+from qllm.cli import app
 from qllm.scheduler.drafts import Utility
 from tests.support.serving import serving
 
@@ -72,13 +77,64 @@ def test_usage_and_metrics_count_what_was_accepted(clients: list[httpx.Client]) 
     _, usage = answer(client, "completions", body)
     details = usage["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 20
-    counted = {
-        line.partition("{")[0]: float(line.rpartition(" ")[2])
-        for line in client.get("/metrics").text.splitlines()
-        if line.startswith("qllm:spec_decode") and 'class="LS"' in line and "_total{" in line
+    accepted = counted(client, "accepted", "auto", "LS")
+    assert counted(client, "draft", "auto", "LS") > accepted >= 20
+
+
+def counted(client: httpx.Client, what: str, drafter: str, track: str) -> float:
+    """Return a counter of drafted tokens, which has one series per class and drafter."""
+    (family,) = (
+        family
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        if family.name == f"qllm:spec_decode_num_{what}_tokens"
+    )
+    found = {(s.labels["drafter"], s.labels["class"]): s.value for s in family.samples}
+    assert set(found) == {(drafter, "LS"), (drafter, "BE")}
+    return found[drafter, track]
+
+
+def test_an_engine_that_drafts_nothing_counts_nothing(clients: list[httpx.Client]) -> None:
+    client, _ = clients
+    answer(client, "completions", {"model": "tiny", "prompt": "a a a a a a", "max_tokens": 40})
+    assert counted(client, "draft", "none", "LS") == counted(client, "draft", "none", "BE") == 0
+
+
+def feed(client: httpx.Client) -> dict[str, Any]:
+    """Return the first message of a live page that the server has made from now on."""
+    since_s = time.time()
+    with client.stream("GET", "/ui/events") as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        messages = (json.loads(line.removeprefix("data: ")) for line in lines)
+        found: dict[str, Any] = next(m for m in messages if m["time_s"] >= since_s)
+    return found
+
+
+def test_the_live_page_gets_the_drafts_of_each_class(clients: list[httpx.Client]) -> None:
+    plain, client = clients
+    assert not {"drafts", "drafter"} & set(feed(plain))
+    before = feed(client)["drafts"]
+    body = {"model": "tiny", "prompt": "a a a a a a a a", "max_tokens": 100, "temperature": 0}
+    _, usage = answer(client, "completions", {**body, "priority": 1})
+    told, details = feed(client), usage["completion_tokens_details"]
+    assert told["drafter"] == "auto"
+    assert told["drafts"]["LS"] == before["LS"]
+    new = {name: told["drafts"]["BE"][name] - before["BE"][name] for name in before["BE"]}
+    assert new == {
+        "accepted": details["accepted_prediction_tokens"],
+        "rejected": details["rejected_prediction_tokens"],
     }
-    accepted = counted["qllm:spec_decode_num_accepted_tokens_total"]
-    assert counted["qllm:spec_decode_num_draft_tokens_total"] > accepted >= 20
+    assert new["accepted"] > 10
+
+
+def test_top_shows_drafts_of_an_engine_that_drafts(clients: list[httpx.Client]) -> None:
+    plain, client = (
+        CliRunner().invoke(app, ["top", str(c.base_url), "--once", "--every", "0.1"]).output
+        for c in clients
+    )
+    assert "drafted tokens/s" not in plain
+    assert "drafts by" not in plain
+    assert "drafted tokens/s" in client
+    assert "drafts by auto" in " ".join(client.split())
 
 
 def test_draft_tokens_of_a_body_lower_the_drafts(clients: list[httpx.Client]) -> None:

@@ -54,6 +54,29 @@ def test_rates_and_percentiles_are_of_the_time_between() -> None:
     assert "7 preemptions" in head(scrape(0, 0, 0, 0))
 
 
+def rows_of(*scrapes: Scrape) -> dict[str, tuple[str, ...]]:
+    made = table(*scrapes)
+    return {cells[0]: cells[1:] for cells in zip(*(c.cells for c in made.columns), strict=True)}
+
+
+def test_drafts_have_rows_where_an_engine_drafts() -> None:
+    def scrape(at_s: float, drafter: str, drafted: float, accepted: float) -> Scrape:
+        made = [
+            sample(f"spec_decode_num_{what}_tokens_total", n, drafter=drafter, **{"class": name})
+            for what, number in (("draft", drafted), ("accepted", accepted))
+            for name, n in (("LS", number), ("BE", 0))
+        ]
+        return Scrape(made, at_s)
+
+    found = rows_of(scrape(0, "lookup", 100, 90), scrape(4, "lookup", 180, 110))
+    assert found["drafted tokens/s"] == ("20.0", "0.0")
+    assert found["of these accepted"] == ("25%", "-")
+    assert head(scrape(0, "lookup", 1, 1)).endswith("0 demoted, drafts by lookup")
+    none = rows_of(scrape(0, "none", 0, 0), scrape(4, "none", 0, 0))
+    assert not {"drafted tokens/s", "of these accepted"} & set(none)
+    assert head(scrape(0, "none", 0, 0)).endswith("0 demoted")
+
+
 @given(st.lists(st.floats(0.001, 99), min_size=1), st.sampled_from([0.5, 0.9, 0.99]))
 def test_a_quantile_is_an_upper_bound(values: list[float], p: float) -> None:
     bounds = [0.01, 0.1, 1.0, 10.0, 100.0]

@@ -60,4 +60,14 @@ export function ms(value) {
   return `${value >= 100 ? value.toFixed(0) : +value.toFixed(1)} ms`;
 }
 
+// Drafted tokens per class and the accepted part, in words; an engine that drafts nothing has none.
+export function drafted({ drafter, drafts }) {
+  if (!drafts) return "";
+  const words = Object.entries(drafts).map(([track, { accepted, rejected }]) => {
+    const all = accepted + rejected;
+    return `${track} ${all.toLocaleString("en")}${all ? `, ${Math.round((100 * accepted) / all)} % accepted` : ""}`;
+  });
+  return `drafted tokens (${drafter}): ${words.join("; ")}`;
+}
+
 export const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;

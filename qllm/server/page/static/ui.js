@@ -1,7 +1,7 @@
 // The live page: takes the server's messages and shows them. No framework, no build step.
 
 import { Charts } from "./charts.js";
-import { $, arrange, call, cells, count, events, ms, recell } from "./page.js";
+import { $, arrange, call, cells, count, drafted, events, ms, recell } from "./page.js";
 import { start as startTalk } from "./talk.js";
 import { Timeline, trackOf } from "./timeline.js";
 
@@ -23,6 +23,7 @@ const WORDS = {
   stops: ["stops", "how often a pass with the request was preempted"],
   kv: ["KV", "keys and values of the tokens so far, in blocks; a request waits until there are blocks for it"],
   segment: ["longest segment", "the longest work between two boundaries so far: an arrival waits no longer for a stop"],
+  draft: ["drafted tokens", "proposed next tokens, which the model verifies several at once; accepted ones are those that it chooses too"],
   batch: ["batch", "a file of requests, one per line; each is served as BE"],
 };
 
@@ -177,6 +178,8 @@ function showEngine(message) {
   const floor = message.min_be_share ? `, at least ${percent(message.min_be_share)}` : "";
   if (ls + be) facts.push(`BE has ${percent(be / (ls + be))} of the time${floor}`);
   if (bytes) facts.push(`experts read ${(bytes / 1e9).toFixed(2)} GB/s`);
+  const drafts = drafted(message);
+  if (drafts) facts.push(drafts);
   if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
   const isLong = most && longest > most;
   const segment = `longest segment ${ms(longest)}${most ? `, of ${ms(most)} declared` : ""}`;
