@@ -70,12 +70,9 @@ def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | None:
     if not config.has_drafts:
         return None
     make = load_drafter(config.draft)
-    if runner.parts.has_states:
-        why = "its layers carry a state, which cannot go back when a draft is rejected"
-    elif inexact := runner.backend.why_inexact:
-        why = f"{inexact}, and a draft could change tokens"
-    else:
-        return make
-    raise ConfigError(
-        f"draft={config.draft!r} cannot be used with this model here: {why}; use draft='none'"
-    )
+    if inexact := runner.backend.why_inexact:
+        raise ConfigError(
+            f"draft={config.draft!r} cannot be used with this model here: {inexact}, and a draft "
+            "could change tokens; use draft='none'"
+        )
+    return make

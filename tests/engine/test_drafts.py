@@ -1,6 +1,7 @@
 """Drafts change no token: with any drafter, and any settings, answers are those without drafts.
 
-KV after the accepted tokens is overwritten with NaN after every step, so nothing may read it.
+KV and states after the accepted tokens are overwritten with NaN after every step, so nothing may
+read them.
 """
 
 import math
@@ -22,8 +23,16 @@ from qllm.runner import choosing
 from qllm.runner.choosing import Verified
 from qllm.runner.frame import Frame
 from qllm.types import FinishReason
-from tests.support.drafters import SHARES, counts, maker, next_of, poison_rejected
-from tests.support.families import FAMILIES, VOCAB, make_model
+from tests.support.drafters import (
+    SHARES,
+    counts,
+    maker,
+    model_of,
+    next_of,
+    poison_rejected,
+)
+from tests.support.families import FAMILIES, VOCAB
+from tests.support.hybrids import NATIVE
 from tests.support.inside import loop_of, runner_of
 from tests.support.storms import prompt_of
 from tests.support.tiny_configs import tiny_model
@@ -61,7 +70,7 @@ def _rejected_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(family: str = "mixtral", **settings: Any) -> QLLMEngine:
-    model = make_model(family, torch.bfloat16)
+    model = model_of(family)
     how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 4096, **settings}
     return QLLMEngine.from_model(model, **how)
 
@@ -113,7 +122,7 @@ def alone() -> Iterator[Any]:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *NATIVE))
 def test_answers_are_those_without_drafts(family: str, drafter: str, alone: Any) -> None:
     more, expected = alone(family)
     with engine_of(family) as engine:
@@ -317,14 +326,15 @@ def test_a_bad_drafter_changes_nothing(name: str, alone: Any) -> None:
         assert faults["slow"] == 2 * len(KINDS), f"it rests for {REST_TOKENS} tokens"
 
 
-def test_a_draft_whose_logits_are_nan_ends_no_request() -> None:
+@pytest.mark.parametrize("family", ["mixtral", *NATIVE])
+def test_a_draft_whose_logits_are_nan_ends_no_request(family: str) -> None:
     """The model breaks behind token 5, which no answer has."""
     bias = {5: -100.0}
     kinds = {
         "greedy": SamplingParams(temperature=0, logit_bias=bias),
         "seeded": SamplingParams(temperature=1, seed=1, logit_bias=bias),
     }
-    with engine_of() as engine:
+    with engine_of(family) as engine:
         weights = runner_of(engine).model.get_input_embeddings().weight
         engine.call(lambda: weights.data[5].fill_(math.nan))
         expected = answers(engine, kinds)
@@ -360,9 +370,9 @@ def test_a_model_whose_bits_depend_on_cuts_is_refused() -> None:
         engine_of(draft="lookup", kernels="reference")
 
 
-def test_a_model_with_states_is_refused_for_its_states() -> None:
+def test_a_hybrid_of_which_a_layer_has_no_kernel_is_refused() -> None:
     model = tiny_model("qwen3_next").to(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"its layers carry a state.*; use draft='none'"):
+    with pytest.raises(ConfigError, match=r"not every layer runs on our kernels"):
         QLLMEngine.from_model(model, conformance=False, max_kv_tokens=1024, draft="auto")
 
 
