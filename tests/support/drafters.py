@@ -97,6 +97,7 @@ def poison_rejected(patch: pytest.MonkeyPatch) -> None:
     """Overwrite what rejected drafts left with NaN after every step: KV, states, their inputs."""
     commit, commit_states = SlabKV.commit, States.commit
 
+    @torch.inference_mode()
     def poisoned(kv: SlabKV, num_tokens: int) -> None:
         written = kv.written
         commit(kv, num_tokens)
