@@ -293,11 +293,13 @@ def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> 
         assert events(world, trace.Parked)
 
 
+@pytest.mark.parametrize("states", [0, 100])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_give_every_request_its_tokens(seed: int, share: float) -> None:
+def test_drafts_give_every_request_its_tokens(seed: int, share: float, states: int) -> None:
     """Scheduler and runner count the same tokens of a row, however many of its drafts are right."""
-    world = World(Fuzz(seed), replace(LIMITS, num_blocks=40, max_num_seqs=3))
+    limits = replace(LIMITS, num_blocks=40, max_num_seqs=3)
+    world = World(Fuzz(seed), limits, shape=SHAPE._replace(state_tokens=states))
     draft(world, share, 1 + 3 * seed)
     for n in range(5):
         world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)

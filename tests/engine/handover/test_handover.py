@@ -30,7 +30,7 @@ from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support import tiny_configs
-from tests.support.drafters import always_draft, maker, next_of, poison_rejected
+from tests.support.drafters import always_draft, maker, model_of, next_of, poison_rejected
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.hybrids import make_hybrid
 from tests.support.inside import runner_of
@@ -278,7 +278,10 @@ def test_a_request_that_moves_anywhere_gets_the_tokens_of_one_that_stayed(
 
 
 @pytest.mark.parametrize("at", [1, 17, 60])
-def test_a_row_that_verifies_drafts_stays_behind(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
+def test_a_row_that_verifies_drafts_stays_behind(
+    family: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KV of known tokens goes along, and the other engine drafts on."""
     poison_rejected(monkeypatch)
     exact, seen = {"exactness": "batch-invariant"}, []
@@ -289,7 +292,9 @@ def test_a_row_that_verifies_drafts_stays_behind(at: int, monkeypatch: pytest.Mo
         seen.extend(program.samples)
         return sum(num > 1 for num in seen) >= at
 
-    with engine_of("mixtral", **exact) as a, engine_of("mixtral", **exact) as b:
+    how = {**SETTINGS, **exact}
+    a, b = (in_pieces(QLLMEngine.from_model(model_of(family), **how)) for _ in range(2))
+    with a, b:
         connect(a, b)
         stayed = a.submit(priority="BE", **spec).result(300)
         a.reset_prefix_cache()
@@ -300,6 +305,9 @@ def test_a_row_that_verifies_drafts_stays_behind(at: int, monkeypatch: pytest.Mo
         sent = core_of(a).handover.outbox._left[left.ticket].says
         assert sent["kept"] is None
         assert sent["committed"] == 150 + len(left.handle.token_ids) - 1
+        tensors = core_of(a).handover.outbox._left[left.ticket].tensors
+        states = {int(name.split(".")[2]) for name in tensors if name.startswith("state.")}
+        assert states == ({sent["committed"]} if family == "qwen3_next" else set())
         found = go_on(b, left)
         assert same(found, stayed), left.where
         assert taken(b) == (1, 0), left.where
