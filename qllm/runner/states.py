@@ -43,7 +43,7 @@ from qllm.models.layer_cache import LayerCache
 NewState = Callable[[], Any]
 """Function that makes the state of one layer for a request without tokens."""
 Rerun = Callable[[Any, Tensor, Any], None]
-"""Function of a state, the inputs of the tokens after it, and a state to overwrite with the next."""
+"""Function of a state, the inputs of the tokens after it, and a state to overwrite."""
 
 
 class Inputs(NamedTuple):
@@ -70,7 +70,7 @@ class States:
         self._owed: dict[int, Inputs] = {}
         """Inputs of accepted tokens, by layer. `_settle` computes the state after them."""
         self._spare: dict[int, Any] = {}
-        """A state by layer that nobody reads, to be overwritten."""
+        """A dropped state by layer. The next op of the layer overwrites it."""
 
     def begin(self, num_known: int, hi: int) -> None:
         """Begin a pass that ends at `hi`. Tokens from `num_known` on are drafted."""

@@ -122,7 +122,7 @@ def alone() -> Iterator[Any]:
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", (*FAMILIES, *NATIVE))
+@pytest.mark.parametrize("family", [*FAMILIES, *NATIVE])
 def test_answers_are_those_without_drafts(family: str, drafter: str, alone: Any) -> None:
     more, expected = alone(family)
     with engine_of(family) as engine:

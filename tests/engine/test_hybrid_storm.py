@@ -322,7 +322,7 @@ def test_decodes_beside_a_long_prompt_survive_a_storm_swaps_and_a_restart(
 def test_drafts_change_nothing_beside_a_long_prompt(
     family: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same storm. Requests also move out, and rows are left out of a checkpoint, with drafts."""
+    """The same storm. A checkpoint leaves out the rows that verify drafts."""
     torch.set_num_threads(1)
     poison_rejected(monkeypatch)
     monkeypatch.setattr(decision, "MAX_IDLE_NS", 3600 * 10**9)

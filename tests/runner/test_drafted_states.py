@@ -1,8 +1,8 @@
-"""States of rows that verify drafted tokens: of each accepted token, and never of a rejected one."""
+"""States of rows that verify drafted tokens: of accepted tokens, and never of a rejected one."""
 
 import math
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def run(states: States, layer: int, lo: int, hi: int, committed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_row_leaves_the_state_of_its_last_accepted_token(seed: int) -> None:
-    """Rows are cut, dropped and begun again. Some positions are marked, and some states are lent."""
+    """Rows are cut, dropped and begun again. Some positions are marked, some states are lent."""
     rng, states, lent = random.Random(seed), States(), {}
     states.begin(10, 10)
     for layer in LAYERS:
@@ -75,29 +75,29 @@ def test_any_row_leaves_the_state_of_its_last_accepted_token(seed: int) -> None:
         states.marks |= {p for p in range(committed + 1, hi + 2) if rng.random() < 0.2}
         cuts = [committed, *(p for p in range(committed + 1, hi) if rng.random() < 0.2), hi]
         num_done = rng.choice((0, 1, 2, 2, 2))
-        for layer in LAYERS[:num_done]:
-            for lo, end in pairwise(cuts):
-                run(states, layer, lo, end, committed)
-        if num_drafts:
-            drafted = range(committed + 2, hi + 1)
-            assert not {int(name.split(".")[2]) for name in states.export()} & {*drafted}
-        if num_done < 2:
-            if num_drafts:  # the row is dropped
-                states.commit(committed)
+        for layer, (lo, end) in product(LAYERS[:num_done], pairwise(cuts)):
+            run(states, layer, lo, end, committed)
+        assert not positions(states) & {*range(committed + 2, hi + 1)} or not num_drafts
+        if num_done < 2:  # the row is dropped
+            states.commit(committed)
             continue
         committed += 1 + rng.randrange(num_drafts + 1)
         states.commit(committed)
         assert len(states.tensors()) <= len(LAYERS) * (3 + len(states.marks))
-        for p in sorted(p for p in states.marks if p <= committed):
-            if (found := states.lend(p)) is not None:
-                lent[p] = found
+        passed = sorted(p for p in states.marks if p <= committed)
+        lent |= {p: found for p in passed if (found := states.lend(p)) is not None}
         if rng.random() < 0.3:
-            found = states.export()
-            for layer in LAYERS:
-                assert float(found[f"state.{layer}.{committed}.value"]) == sum(range(committed))
+            kept = states.export()
+            sums = [float(kept[f"state.{layer}.{committed}.value"]) for layer in LAYERS]
+            assert sums == [sum(range(committed))] * 2
     assert lent
     for p, found in lent.items():
         assert [float(found[layer].value) for layer in LAYERS] == [sum(range(p))] * 2
+
+
+def positions(states: States) -> set[int]:
+    """Positions of the states that leave the engine."""
+    return {int(name.split(".")[2]) for name in states.export()}
 
 
 def test_a_layer_without_inputs_refuses_to_go_back() -> None:
@@ -157,7 +157,9 @@ def streams(runner: TorchRunner, num: int) -> list[dict[int, dict[str, Tensor]]]
 def states_of(runner: TorchRunner, request: int) -> dict[str, Tensor]:
     """The states after the committed tokens."""
     at, tensors = runner.num_committed(request), kv_of(runner, request, runner.shape.num_layers)
-    return {name: t for name, t in tensors.items() if name.startswith("state.") and f".{at}." in name}
+    return {
+        name: t for name, t in tensors.items() if name.startswith("state.") and f".{at}." in name
+    }
 
 
 def guess(rng: random.Random, right: list[int]) -> list[int]:
