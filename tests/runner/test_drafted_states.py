@@ -100,6 +100,20 @@ def positions(states: States) -> set[int]:
     return {int(name.split(".")[2]) for name in states.export()}
 
 
+@pytest.mark.parametrize("accepted", [6, 8])
+def test_a_state_is_lent_also_if_it_is_owed(accepted: int) -> None:
+    states = States()
+    for layer in LAYERS:
+        run(states, layer, 0, 4, 0)
+    states.begin(5, 8)
+    for layer in LAYERS:
+        run(states, layer, 4, 8, 4)
+    states.commit(accepted)
+    lent = states.lend(accepted)
+    assert lent is not None
+    assert [float(lent[layer].value) for layer in LAYERS] == [sum(range(accepted))] * 2
+
+
 def test_a_layer_without_inputs_refuses_to_go_back() -> None:
     states = States()
     states.begin(1, 3)
@@ -162,6 +176,12 @@ def states_of(runner: TorchRunner, request: int) -> dict[str, Tensor]:
     }
 
 
+def places(runner: TorchRunner, request: int) -> set[int]:
+    """Positions of a request's states from the committed one on."""
+    at = runner.num_committed(request)
+    return {p for p in positions(runner.requests[request].kv.states) if p >= at}
+
+
 def guess(rng: random.Random, right: list[int]) -> list[int]:
     """Up to four tokens, of which some are wrong."""
     ids = right[: rng.randrange(5)]
@@ -194,6 +214,11 @@ def test_states_are_those_without_drafts_whatever_task_a_row_stops_at(
         program = verifying(runner, drafts)
         if rng.random() < 0.3 and any(drafts.values()):  # begun, and dropped
             runner.run(program, START, Asked(rng.randrange(1, 200)))
+            runner.drop(program)
+            program = verifying(runner, {0: [], 1: []})
+            assert places(runner, 0) | places(runner, 1) <= {
+                runner.num_committed(i) for i in (0, 1)
+            }
             runner.drop(program)
             continue
         run_in_pieces(runner, program, 1)
